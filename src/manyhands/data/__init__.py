@@ -1,4 +1,4 @@
-"""The feed: global order, sharing out over replicas, reading ahead, and the cursor that resumes it."""
+"""Data feed: global sample order, split over replicas, prefetching, and the cursor from which it resumes."""
 
 from .arrays import is_arrays
 from .batch import Batch, Cursor, first_dim, map_leaves, split, tensors, to_device

@@ -1,4 +1,4 @@
-"""Arrays: numpy arrays and tensors, alone or nested, read by one index_select each."""
+"""Arrays: numpy arrays and tensors, single or nested, read by one index_select each."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from .order import Ids
 from .source import IndexedSource, as_ids
 
 Column = Callable[[Ids, torch.Tensor], torch.Tensor]
-"""Reads some rows of one array; the ids come as an array and as a tensor."""
+"""Reads some rows of one array; the ids are passed as an array and as a tensor."""
 
 
 class ArraySource(IndexedSource):
-    """Arrays of one length; sample i is row i of each."""
+    """Arrays of equal length; sample i is row i of each."""
 
     max_workers = 0
 
@@ -41,7 +41,7 @@ class ArraySource(IndexedSource):
 
 
 class SubsetSource(IndexedSource):
-    """Some rows of arrays, as `random_split` gives them."""
+    """Some rows of arrays, as `random_split` returns them."""
 
     max_workers = 0
 
@@ -55,7 +55,7 @@ class SubsetSource(IndexedSource):
 
 
 class ArrayRows(Dataset[Any]):
-    """The rows of arrays as samples, for a collate of the user's own."""
+    """The rows of arrays as samples, for the user's collate function."""
 
     def __init__(self, data: Any) -> None:
         self._source = ArraySource(data)
@@ -68,7 +68,7 @@ class ArrayRows(Dataset[Any]):
 
 
 def is_arrays(data: Any) -> bool:
-    """Whether this is arrays: alone, in a list, or nested in tuples and dicts."""
+    """Return whether data is arrays: one, a list, or nested in tuples and dicts."""
     if isinstance(data, torch.Tensor | np.ndarray):
         return data.ndim > 0
     if type(data) is list:
@@ -92,7 +92,7 @@ def _leaves(data: Any, path: str = "data") -> Iterator[tuple[str, Any]]:
 
 
 def _reader(data: Any) -> Callable[[Ids, torch.Tensor], Any]:
-    """A function that reads rows of nested arrays; the nesting is taken apart once, not for every batch."""
+    """Return a function that reads rows of nested arrays; the nesting is resolved once, not for every batch."""
     if isinstance(data, torch.Tensor | np.ndarray):
         return _column(data)
     if isinstance(data, Mapping):
@@ -110,7 +110,7 @@ def _column(leaf: Any) -> Column:
     _require_numbers(leaf)
     if leaf.flags.writeable and min(leaf.strides) >= 0:
         return _tensor_column(torch.from_numpy(leaf))
-    # A tensor cannot share read-only or reversed memory, and a copy of the whole may not fit.
+    # A tensor cannot share read-only or reversed memory, and a copy of the whole array may not fit.
     return lambda ids, index: torch.from_numpy(leaf.take(ids, axis=0))
 
 
@@ -132,7 +132,7 @@ def _require_numbers(leaf: np.ndarray[Any, Any]) -> None:
 
 
 def _first(data: Any) -> Any:
-    """The first row of what a reader gave."""
+    """Return the first row of a reader's result."""
     if isinstance(data, torch.Tensor):
         return data[0]
     if isinstance(data, dict):

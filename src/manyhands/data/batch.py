@@ -1,4 +1,4 @@
-"""Batches: nested tensors, their rows, their parts, and where the feed stands after them."""
+"""Batches: nested tensors, their rows and slices, and the feed position after them."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from .order import Ids
 
 @dataclass(frozen=True)
 class Cursor:
-    """Where a feed stands: an epoch, and how many of its samples are consumed, by all replicas together."""
+    """Position of a feed: an epoch, and how many of its samples all replicas together have consumed."""
 
     epoch: int = 0
     position: int = 0
 
     def to_dict(self) -> dict[str, int]:
-        """JSON-ready data."""
+        """Return the cursor as JSON-serializable data."""
         return {"epoch": self.epoch, "position": self.position}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, int]) -> Cursor:
-        """The inverse of `to_dict`."""
+        """Create a cursor from the result of `to_dict`."""
         return cls(int(values["epoch"]), int(values["position"]))
 
 
@@ -36,33 +36,33 @@ class Cursor:
 class Batch:
     """One replica's part of a global batch.
 
-    A replica without samples in a micro-batch still takes part in its collectives: it gets a borrowed row,
-    a ghost, with size 0, which `ids` does not name.
+    A replica without samples in a micro-batch still takes part in its collectives: it gets a padding row, copied from
+    another replica's samples, with size 0 and no entry in `ids`.
     """
 
     data: Any
     """Nested tensors on the device."""
     sizes: tuple[int, ...]
-    """Samples of this replica in each micro-batch."""
+    """Number of samples of this replica in each micro-batch."""
     global_sizes: tuple[int, ...]
-    """Samples of all replicas in each micro-batch."""
+    """Number of samples of all replicas in each micro-batch."""
     ids: Ids
-    """Ids of this replica's samples, in order; positions, where the data is a stream."""
+    """Ids of this replica's samples, in order; for a stream, their positions."""
     cursor: Cursor
-    """Where the feed stands after this batch."""
+    """The feed's position after this batch."""
 
     @property
     def num_samples(self) -> int:
-        """Samples of this replica."""
+        """Number of samples of this replica."""
         return sum(self.sizes)
 
     @property
     def global_samples(self) -> int:
-        """Samples of all replicas."""
+        """Number of samples of all replicas."""
         return sum(self.global_sizes)
 
     def micros(self) -> Iterator[tuple[Any, int, int]]:
-        """The micro-batches: (part of the data, samples of this replica, samples of all replicas)."""
+        """Yield the micro-batches: (slice of the data, samples of this replica, samples of all replicas)."""
         if len(self.sizes) == 1:
             yield self.data, self.sizes[0], self.global_sizes[0]
             return
@@ -70,14 +70,14 @@ class Batch:
 
 
 def map_leaves(function: Callable[[Any], Any], data: Any) -> Any:
-    """The same nesting with `function` applied to everything that is not a tuple, list or mapping."""
+    """Return the same nesting with `function` applied to everything that is not a tuple, list or mapping."""
     if isinstance(data, tuple | list | Mapping):
         return _map_children(lambda child: map_leaves(function, child), data)
     return function(data)
 
 
 def _map_children(function: Callable[[Any], Any], data: Any) -> Any:
-    """Tuples, lists and mappings with `function` applied to what they hold; anything else as it is."""
+    """Apply `function` to the items of a tuple, list or mapping; return anything else unchanged."""
     if type(data) is dict:
         return {key: function(child) for key, child in data.items()}
     if isinstance(data, tuple) and hasattr(data, "_fields"):
@@ -88,7 +88,7 @@ def _map_children(function: Callable[[Any], Any], data: Any) -> Any:
         fields = {key: function(child) for key, child in data.items()}
         return Fields(fields, {key: function(lengths) for key, lengths in data.padded.items()})
     if isinstance(data, Mapping):
-        # A copy keeps what a mapping class carries besides its items.
+        # A copy keeps attributes that a mapping class has in addition to its items.
         changed: Any = copy.copy(data)
         for key, child in data.items():
             changed[key] = function(child)
@@ -97,7 +97,7 @@ def _map_children(function: Callable[[Any], Any], data: Any) -> Any:
 
 
 def tensors(data: Any) -> Iterator[torch.Tensor]:
-    """Every tensor of a nested batch."""
+    """Yield every tensor of a nested batch."""
     if isinstance(data, torch.Tensor):
         yield data
     elif isinstance(data, Mapping | tuple | list):
@@ -108,7 +108,7 @@ def tensors(data: Any) -> Iterator[torch.Tensor]:
 
 
 def first_dim(data: Any) -> int:
-    """Rows of a nested batch.
+    """Return the number of rows of a nested batch.
 
     >>> first_dim({"x": torch.zeros(4, 2)})
     4
@@ -124,7 +124,7 @@ def first_dim(data: Any) -> int:
 
 
 def to_device(data: Any, device: torch.device, non_blocking: bool = False, dtype: torch.dtype | None = None) -> Any:
-    """A nested batch on a device; `dtype` is for floating-point tensors only.
+    """Move a nested batch to a device; `dtype` applies to floating-point tensors only.
 
     >>> to_device([torch.zeros(1), torch.tensor([0])], torch.device("cpu"), dtype=torch.float64)
     [tensor([0.], dtype=torch.float64), tensor([0])]
@@ -145,14 +145,14 @@ def to_device(data: Any, device: torch.device, non_blocking: bool = False, dtype
 
 
 def _as_tensor(leaf: Any) -> Any:
-    """A tensor of a numpy array of numbers; anything else as it is."""
+    """Convert a numeric numpy array to a tensor; return anything else unchanged."""
     if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufc":
         return torch.from_numpy(leaf if leaf.flags.writeable else leaf.copy())
     return leaf
 
 
 def split(data: Any, sizes: Sequence[int]) -> list[Any]:
-    """Contiguous parts of a nested batch along dim 0, as views; a part of size 0 is a ghost, the first row.
+    """Return contiguous slices of a nested batch along dim 0, as views; a slice of size 0 is a padding row, the first.
 
     >>> split((torch.arange(3), ["a", "b", "c"]), [1, 2])
     [(tensor([0]), ['a']), (tensor([1, 2]), ['b', 'c'])]
@@ -177,7 +177,7 @@ def _part(data: Any, start: int, stop: int, rows: int) -> Any:
 
 
 def _splits(data: Any, rows: int) -> bool:
-    """Whether a batch can be cut by rows: along its tensors, or as a sequence with one item for each row."""
+    """Return whether a batch can be split by rows: along its tensors, or as a sequence with one item per row."""
     if isinstance(data, torch.Tensor):
         return _has_rows(data, rows)
     if _is_sequence(data):

@@ -1,4 +1,4 @@
-"""How a global batch is cut: into micro-batches first, and each micro-batch over the replicas."""
+"""Split of a global batch: into micro-batches first, then each micro-batch over the replicas."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from .order import Ids
 
 @dataclass(frozen=True)
 class ReplicaShare:
-    """What one replica takes of a global batch."""
+    """One replica's part of a global batch."""
 
     rows: slice | Ids
-    """Its rows, in order."""
+    """The replica's rows, in order."""
     sizes: tuple[int, ...]
-    """Its samples in each micro-batch."""
+    """Number of the replica's samples in each micro-batch."""
     global_sizes: tuple[int, ...]
-    """All replicas' samples in each micro-batch."""
+    """Number of all replicas' samples in each micro-batch."""
 
 
 def cut(count: int, parts: int) -> tuple[int, ...]:
-    """Sizes of contiguous parts, as even as possible, the larger ones first.
+    """Return the sizes of contiguous parts, as even as possible, the larger ones first.
 
     >>> cut(10, 4)
     (3, 3, 2, 2)
@@ -35,7 +35,7 @@ def cut(count: int, parts: int) -> tuple[int, ...]:
 
 @lru_cache(maxsize=256)
 def share_of(count: int, accumulate: int, replica: int, num_replicas: int) -> ReplicaShare:
-    """The part of one replica in a global batch of `count` samples.
+    """Return one replica's part of a global batch of `count` samples.
 
     >>> share_of(10, 2, replica=1, num_replicas=2)
     Share(rows=array([3, 4, 8, 9]), sizes=(2, 2), global_sizes=(5, 5))
@@ -52,7 +52,7 @@ def share_of(count: int, accumulate: int, replica: int, num_replicas: int) -> Re
 
 
 def part_of(ids: Ids, part: int, num_parts: int, accumulate: int = 1) -> Ids:
-    """The samples of one of several parts of a global batch.
+    """Return the samples of one of several parts of a global batch.
 
     >>> part_of(np.arange(5), 1, 2)
     array([3, 4])
@@ -61,7 +61,7 @@ def part_of(ids: Ids, part: int, num_parts: int, accumulate: int = 1) -> Ids:
 
 
 def _rows(runs: list[tuple[int, int]]) -> slice | Ids:
-    """A slice where the runs touch, since that costs nothing to index with."""
+    """Return a slice if the runs are adjacent, because indexing with a slice makes no copy."""
     if all(stop == first for (_, stop), (first, _) in pairwise(runs)):
         return slice(runs[0][0], runs[-1][1])
     return np.concatenate([np.arange(*run, dtype=np.int64) for run in runs])

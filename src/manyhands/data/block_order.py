@@ -1,4 +1,4 @@
-"""The order of rows that lie in blocks: blocks are mixed, and rows within windows of several blocks."""
+"""Order of rows that are stored in blocks: blocks are shuffled, and rows within windows of several blocks."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from .randomness import mix
 
 
 class BlockOrder:
-    """A permutation of rows in which neighbours come from few blocks, so that a reader holds few at a time.
+    """A permutation of rows in which neighbors come from few blocks, so that a reader holds few blocks at a time.
 
-    The blocks of all files are permuted; every `per_window` of them that follow each other are a window, whose rows
-    are permuted together. Any position can be asked for, in any order, and costs the window that holds it.
+    The blocks of all files are permuted; every `per_window` consecutive ones are a window, whose rows are permuted
+    together. Positions can be read in any order; reading one computes the window that holds it.
 
     >>> order = BlockOrder(np.array([0, 3, 5, 9]), per_window=2, seed=0, epoch=0)
     >>> sorted(order[0:9].tolist())
@@ -44,7 +44,7 @@ class BlockOrder:
         return np.concatenate([np.empty(0, np.int64), *pieces])
 
     def _rows(self, number: int) -> Ids:
-        """The rows of a window, in their order."""
+        """Return the rows of a window, in their order."""
         if self._window[0] != number:
             blocks = self._blocks[number * self._per_window : (number + 1) * self._per_window]
             rows = np.concatenate([np.arange(self._starts[block], self._starts[block + 1]) for block in blocks])

@@ -1,4 +1,4 @@
-"""Bucketing: batches of samples that are about as long as each other, so that little is padded."""
+"""Bucketing: batches of samples with similar lengths, so that little padding is needed."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ Length = str | Callable[[Any], int] | Sequence[int]
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Bucketed:
-    """Data and how long its samples are; made by `mh.bucketed`."""
+    """Data and the lengths of its samples; created by `mh.bucketed`."""
 
     data: Any
     batch_size: int
     length: Length
     window: int
     _found: list[Ids] = field(default_factory=list)
-    """The lengths once they are known; they travel with the task, so that no rank reads all samples again."""
+    """The lengths once they are known; they are sent with the task, so that no rank reads all samples again."""
 
     def __repr__(self) -> str:
         length: Any = self.length
@@ -37,7 +37,7 @@ class Bucketed:
         return f"bucketed(a {type(self.data).__name__}, {self.batch_size}, length={length}, window={self.window})"
 
     def lengths(self, source: IndexedSource) -> Ids:
-        """How long every sample is; where a function says so, all of them are read once."""
+        """Return the length of every sample; if a function computes it, all samples are read once."""
         if not self._found:
             if isinstance(self.length, str):
                 found = _lengths_in(self.length, source)
@@ -63,15 +63,15 @@ class Bucketed:
 
 
 def bucketed(data: Any, batch_size: int, *, length: Length = len, window: int = 100) -> Bucketed:
-    """Data in global batches of samples of similar length, as `Task.data`; each sample comes once in an epoch.
+    """Group data into global batches of samples of similar length, as `Task.data`; each sample occurs once per epoch.
 
-    - `data`: a dataset, files or arrays: whatever has a number of samples;
-    - `batch_size`: of the global batch; the task need not say it again;
+    - `data`: a dataset, files or arrays: anything with a known number of samples;
+    - `batch_size`: of the global batch; the task need not repeat it;
     - `length`: a function of a sample, the name of a column, or the lengths themselves. A function has to read every
       sample once before the start;
-    - `window`: so many batches are drawn at random, sorted by length, cut, and shuffled as batches.
+    - `window`: this many batches are drawn at random, sorted by length, split, and shuffled as batches.
 
-    The order depends on the seed and the epoch alone, so a run resumes anywhere, on any number of replicas.
+    The order depends only on the seed and the epoch, so a run resumes anywhere, on any number of replicas.
 
     >>> import random
     >>> from manyhands.data import Cursor, Feed, as_source
@@ -93,7 +93,7 @@ def bucketed(data: Any, batch_size: int, *, length: Length = len, window: int = 
 
 
 def _lengths_in(column: str, source: IndexedSource) -> Ids:
-    """The lengths of a column's values; that there is no such column may show only when it is read."""
+    """Return the lengths of a column's values; a missing column may be noticed only when it is read."""
     try:
         return source.lengths(column)
     except (LookupError, TypeError) as error:
@@ -106,7 +106,7 @@ def _lengths_in(column: str, source: IndexedSource) -> Ids:
 
 
 def _columns_of(data: Any) -> list[str]:
-    """The names of columns, where they are known without reading: of a table, or of samples that are dicts."""
+    """Return the names of columns if they are known without reading: of a table, or of samples that are dicts."""
     named = getattr(data, "column_names", None)
     if isinstance(named, list):
         return named
@@ -115,7 +115,7 @@ def _columns_of(data: Any) -> list[str]:
 
 
 def _require_column(name: str, columns: list[str]) -> None:
-    """Refuses a name that no column has; where none is known, reading will tell."""
+    """Raise for a name that no column has; if the columns are unknown, reading raises."""
     if columns and name not in columns:
         close = difflib.get_close_matches(name, columns, n=1)
         raise DataError(
@@ -186,7 +186,7 @@ class BucketOrder:
         return self._sorted[1]
 
     def _shuffled(self, ids: Ids, number: int, key: int) -> Ids:
-        """Whole batches in another order; one that is not full stays last, so that all others stay whole."""
+        """Shuffle whole batches; an incomplete batch stays last, so that all others stay whole."""
         num_batches = len(ids) // self._batch_size
         whole = ids[: num_batches * self._batch_size].reshape(num_batches, self._batch_size)
         order = Order(num_batches, key, number, True)[:]

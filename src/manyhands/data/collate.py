@@ -1,4 +1,4 @@
-"""Collate: samples as one batch, as PyTorch does it; fields of dictionaries may differ in length."""
+"""Collate samples into a batch as PyTorch does, except that fields of dictionaries may differ in length."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from .fields import Fields
 
 
 def collate(samples: Sequence[Any]) -> Any:
-    """Samples as one batch.
+    """Collate samples into one batch.
 
-    Dictionaries become `Fields`: arrays, tensors and lists of numbers are stacked, and padded with zeros where they
-    differ in their first dim. Anything else is collated as `torch.utils.data.default_collate` does it.
+    Dictionaries become `Fields`: arrays, tensors and lists of numbers are stacked, and padded with zeros if they differ
+    in their first dim. Anything else is collated by `torch.utils.data.default_collate`.
 
     >>> batch = collate([{"tokens": [5, 6, 7], "label": 1}, {"tokens": [8], "label": 0}])
     >>> batch
@@ -45,7 +45,7 @@ def collate(samples: Sequence[Any]) -> Any:
 
 
 def _field(key: str, values: list[Any]) -> tuple[Any, Tensor | None]:
-    """One field of all samples, and their lengths if it had to be padded."""
+    """Return one field of all samples, and their lengths if it had to be padded."""
     first = values[0]
     if isinstance(first, bytes):
         return values, None
@@ -69,7 +69,7 @@ def _padded(key: str, arrays: list[Tensor]) -> tuple[Tensor, Tensor]:
         shapes = sorted({tuple(array.shape) for array in arrays})
         raise ValueError(f"samples may differ in their first dim alone, and the field {key!r} has shapes {shapes}")
     lengths = torch.tensor([len(array) for array in arrays])
-    # An empty list says nothing of the type of its numbers.
+    # An empty list does not show the dtype of its numbers.
     kind = next((array.dtype for array in arrays if len(array)), arrays[0].dtype)
     batch = torch.zeros(len(arrays), int(lengths.max()), *rests.pop(), dtype=kind)
     for row, array in zip(batch, arrays, strict=True):
@@ -78,7 +78,7 @@ def _padded(key: str, arrays: list[Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def _stacked(values: list[Any]) -> Any:
-    """Values as one tensor, as PyTorch stacks them, and arrays of numbers more quickly."""
+    """Stack values into one tensor as PyTorch does, but faster for numeric arrays."""
     first = values[0]
     if type(first) is Tensor:
         return torch.stack(values)

@@ -1,4 +1,4 @@
-"""Columns: rows of a table in the form in which batches are cut from them quickly."""
+"""Columns: rows of a table in a form from which batches are built quickly."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ C = TypeVar("C", bound="Column")
 
 
 def cast(values: Array, kind: str, name: str) -> Array:
-    """Numbers as another type; raises `ValueError` where whole numbers of that type cannot hold them.
+    """Convert numbers to another type; raise `ValueError` if an integer type cannot hold them.
 
     >>> cast(np.array([1.0, 2.0]), "int64", "label")
     array([1, 2])
@@ -36,28 +36,28 @@ class Column(ABC):
 
     @abstractmethod
     def take(self: C, rows: Ids) -> C:
-        """Some of its rows."""
+        """Return some of the rows."""
 
     @abstractmethod
     def sample(self, row: int) -> Any:
-        """The value of one row."""
+        """Return the value of one row."""
 
     @classmethod
     @abstractmethod
     def joined(cls: type[C], parts: Sequence[C]) -> C:
-        """Columns one below the other."""
+        """Concatenate columns."""
 
     @abstractmethod
     def batch(self) -> tuple[Any, Tensor | None]:
-        """All rows as a field of a batch, and their lengths if they had to be padded."""
+        """Return all rows as a field of a batch, and their lengths if they had to be padded."""
 
     @abstractmethod
     def lengths(self) -> Ids:
-        """How long the value of every row is."""
+        """Return the length of every row's value."""
 
 
 class Numbers(Column):
-    """A number, or an array of one shape, in each row."""
+    """A number, or an array of a fixed shape, in each row."""
 
     def __init__(self, values: Array) -> None:
         self.values = values
@@ -80,7 +80,7 @@ class Numbers(Column):
 
 
 class Lists(Column):
-    """A list of numbers in each row, of any length; rows may lie anywhere in `values`."""
+    """A list of numbers of any length in each row; rows may be anywhere in `values`."""
 
     def __init__(self, starts: Ids, sizes: Ids, values: Array) -> None:
         self.starts, self.sizes, self.values = starts, sizes, values
@@ -95,12 +95,12 @@ class Lists(Column):
     @classmethod
     def joined(cls, parts: Sequence[Lists]) -> Lists:
         sizes = np.concatenate([part.sizes for part in parts])
-        # The numbers of these rows alone: others would have to be copied too, and kept in memory.
+        # Only the numbers of these rows, so that others are not copied and kept in memory.
         values = np.concatenate([part._in_order() for part in parts])
         return Lists(np.cumsum(sizes) - sizes, sizes, values)
 
     def _in_order(self) -> Array:
-        """The numbers of all rows, one row behind the other."""
+        """Return the concatenated numbers of all rows."""
         shifts = self.starts - (np.cumsum(self.sizes) - self.sizes)
         return self.values.take(np.arange(int(self.sizes.sum())) + shifts.repeat(self.sizes))
 
@@ -113,13 +113,13 @@ class Lists(Column):
             places = self.starts[:, None] + np.arange(longest)
             return torch.from_numpy(self.values.take(places)), None
         padded = np.zeros((len(self.starts), longest), self.values.dtype)
-        # A mask is filled row by row, which is the order of the numbers.
+        # Assignment through a mask fills row by row, which is the order of the numbers.
         padded[np.arange(longest) < self.sizes[:, None]] = self._in_order()
         return torch.from_numpy(padded), torch.from_numpy(self.sizes.copy())
 
 
 class Objects(Column):
-    """Anything that is no number: texts, bytes, nested things."""
+    """Values that are not numbers: texts, bytes, nested objects."""
 
     def __init__(self, values: Sequence[Any]) -> None:
         self.values = values
@@ -155,21 +155,21 @@ class ColumnTable:
         self.columns = columns
 
     def take(self, rows: Ids) -> ColumnTable:
-        """Some of its rows."""
+        """Return some of the rows."""
         return ColumnTable({name: column.take(rows) for name, column in self.columns.items()})
 
     def sample(self, row: int) -> dict[str, Any]:
-        """One row."""
+        """Return one row."""
         return {name: column.sample(row) for name, column in self.columns.items()}
 
     @staticmethod
     def joined(parts: Sequence[ColumnTable]) -> ColumnTable:
-        """Tables one below the other."""
+        """Concatenate tables."""
         first = parts[0].columns
         return ColumnTable({name: type(first[name]).joined([part.columns[name] for part in parts]) for name in first})
 
     def batch(self) -> Fields:
-        """All rows as one batch."""
+        """Return all rows as one batch."""
         fields, padded = {}, {}
         for name, column in self.columns.items():
             fields[name], lengths = column.batch()

@@ -1,4 +1,4 @@
-"""The orders of many epochs side by side, computed on a device; each row is what `Order` gives."""
+"""The orders of many epochs, computed together on a device; each row equals what `Order` gives."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .order import Order
 
 
 class Orders:
-    """Row i is the order of (seed, epoch) number i.
+    """Orders of several (seed, epoch) pairs; row i is that of pair i.
 
     >>> rows = Orders(5, [(0, 0), (1, 2)], shuffle=True, device=torch.device("cpu"))[torch.arange(5).expand(2, 5)]
     >>> rows[1].tolist() == Order(5, seed=1, epoch=2, shuffle=True)[:].tolist()
@@ -30,10 +30,10 @@ class Orders:
         self._tables = torch.from_numpy(tables).to(device).flatten(1)
         places = torch.tensor([known[key] << self._half for key in passes], dtype=torch.int64)
         self._places = places.to(device).unsqueeze(1)
-        """Where the tables of each row begin."""
+        """The offset of each row's tables."""
 
     def __getitem__(self, positions: Tensor) -> Tensor:
-        """The samples at some positions of every row."""
+        """Return the samples at some positions of every row."""
         if not self._shuffle:
             return positions
         places = self._places.expand_as(positions).reshape(-1)

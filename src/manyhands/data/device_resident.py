@@ -1,4 +1,4 @@
-"""Resident arrays: data that is small against the device's memory moves there once, and batches are gathered there."""
+"""Resident arrays: data that is small compared with the device's memory is copied there once and gathered there."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from .order import Ids
 from .source import Source, Window
 
 SHARE = 16
-"""What is resident takes at most one part in so many of the device's memory."""
+"""Resident data takes at most 1/n of the device's memory."""
 NUM_AHEAD = 64
-"""Batches whose ids travel to the device together."""
+"""Number of batches whose ids are copied to the device together."""
 
 
 class Resident:
@@ -29,15 +29,15 @@ class Resident:
         self._arrays, self._device = to_device(arrays, device, dtype=dtype), device
 
     def fetch(self, index: Tensor) -> Any:
-        """Some rows, gathered on the device; an index of several dims gives as many before a row's own."""
+        """Gather some rows on the device; an index with several dims adds as many leading dims to the result."""
         return _rows(self._arrays, index)
 
     def batch(self, index: Tensor, ids: Ids, share: ReplicaShare, cursor: Cursor) -> ResidentBatch:
-        """A batch that is gathered when somebody looks at it."""
+        """Return a batch that is gathered on first access."""
         return ResidentBatch(self, index, share.sizes, share.global_sizes, ids, cursor)
 
     def ids(self, windows: Iterator[Window], rows: Callable[[Window], Ids]) -> Iterator[tuple[Window, Ids, Tensor]]:
-        """Windows with the ids of the rows that are wanted of each, on the host and on the device."""
+        """Yield windows with the ids of the wanted rows of each, on the host and on the device."""
         while group := list(islice(windows, NUM_AHEAD)):
             wanted = [rows(window) for window in group]
             together = torch.from_numpy(np.concatenate(wanted))
@@ -48,7 +48,7 @@ class Resident:
 
 
 class ResidentBatch(Batch):
-    """A batch of resident arrays: until somebody asks for its data, it is an index on the device."""
+    """A batch of resident arrays: it holds only an index on the device until its data is accessed."""
 
     def __init__(
         self,
@@ -75,18 +75,18 @@ class ResidentBatch(Batch):
 
 
 def lies_in_memory(source: Source) -> bool:
-    """Whether a source is arrays, or some rows of them."""
+    """Return whether a source is in-memory arrays, or some rows of them."""
     return isinstance(source, ArraySource | SubsetSource)
 
 
 def in_memory(source: Source) -> Any:
-    """The nested arrays of a source that lies in memory, row i for sample i."""
+    """Return the nested arrays of an in-memory source, with row i for sample i."""
     assert isinstance(source, ArraySource | SubsetSource)
     return source.arrays if isinstance(source, ArraySource) else source.fetch(np.arange(source.size))
 
 
 def fits(num_bytes: int, device: torch.device) -> bool:
-    """Whether so much may stay on this device."""
+    """Return whether data of this size may stay on the device."""
     if device.type != "cuda":
         return False
     free, total = torch.cuda.mem_get_info(device)

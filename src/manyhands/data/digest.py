@@ -1,4 +1,4 @@
-"""A digest of a dataset: its length and some of its samples, so that hosts can tell whether theirs are the same."""
+"""Digest of a dataset's length and some samples, by which hosts check that their data is the same."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NUM_SAMPLES = 16
 
 
 def data_digest(source: Source) -> str:
-    """Equal where length and some samples are; random augmentation draws the same numbers in each.
+    """Return a digest that is equal if length and some samples are; random augmentation draws the same numbers.
 
     >>> from .sources import as_source
     >>> data_digest(as_source(torch.arange(5))) == data_digest(as_source(torch.arange(5)))
@@ -35,7 +35,7 @@ def data_digest(source: Source) -> str:
 
 
 def _some(source: Source) -> Iterator[Any]:
-    """Samples from the whole of the data where they can be asked for; the first ones of a stream."""
+    """Yield samples from all over the data if they can be read by index; else the first ones of a stream."""
     if isinstance(source, IndexedSource):
         for number in np.unique(np.linspace(0, source.size - 1, NUM_SAMPLES).astype(np.int64)):
             seed_all(0)

@@ -1,4 +1,4 @@
-"""The feed: batches of one replica, in an order that no number of replicas changes."""
+"""Feed: the batches of one replica, in a sample order that does not depend on the number of replicas."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 
 
 class Feed:
-    """Gives one replica its part of every global batch.
+    """Iterate over one replica's part of every global batch.
 
     >>> from .sources import as_source
     >>> feed = Feed(as_source(torch.arange(5)), batch_size=2, shuffle=False)
@@ -57,22 +57,22 @@ class Feed:
         self.device, self.dtype = device, dtype
         self.workers = self._num_workers(workers)
         self.pace = FeedTiming()
-        """Where the consumer's time went."""
+        """Where the consumer's time was spent."""
         self._adaptation = Adaptation(self._most_workers(), settled=not self._may_adapt(workers))
         self._last = (0.0, 0.0)
-        """Seconds that the last batch that is done with was waited for, and worked on."""
+        """Seconds of waiting for, and of computing on, the last finished batch."""
         self._open: list[Iterator[Batch]] = []
         self._resident: Resident | None = None
 
     def num_steps(self) -> int | None:
-        """Global batches in an epoch; None for a stream of unknown length."""
+        """Return the number of global batches in an epoch; None for a stream of unknown length."""
         num_steps = self.source.num_steps(self.batch_size)
         if num_steps is None or not self.source.drop_last or not self.source.size:
             return num_steps
         return min(num_steps, self.source.size // self.batch_size)
 
     def peek(self, num_samples: int) -> Any:
-        """At most so many of the first samples, on the device; the feed stands where it stood."""
+        """Return at most `num_samples` of the first samples, on the device, without moving the feed's position."""
         windows = self.source.windows(
             seed=self.seed,
             epoch=0,
@@ -94,11 +94,11 @@ class Feed:
         return self.pace.limit
 
     def said(self) -> str:
-        """A sentence for a person where data is the limit so far; empty where it is not."""
+        """Return a message for the user if data is the bottleneck so far, else an empty string."""
         return self.pace.said(self.workers)
 
     def epoch(self, cursor: Cursor) -> Iterator[Batch]:
-        """The batches from the cursor to the end of its epoch."""
+        """Yield the batches from the cursor to the end of its epoch."""
         going_on = True
         while going_on:
             batches = self._batches(cursor)
@@ -109,33 +109,33 @@ class Feed:
                     yield batch
                     cursor = batch.cursor
                     if self._adapt() and batches in self._open:
-                        # Nothing is lost: other readers go on behind the last batch that was given.
+                        # No batch is lost: the new readers start after the last batch that was yielded.
                         going_on = True
                         break
             finally:
                 self._end(batches)
 
     def plan(self, cursor: Cursor) -> Iterator[tuple[Ids, Cursor]]:
-        """The samples of every global batch from the cursor to the end of its epoch, without reading them."""
+        """Yield the sample ids of every global batch from the cursor to the end of its epoch, without reading them."""
         position = cursor.position
         for window in self._windows(cursor):
             position += len(window.ids)
             yield window.ids, Cursor(cursor.epoch, position)
 
     def read(self, ids: Ids, epoch: int) -> Batch:
-        """Just these samples, as a whole batch; only of data that can be read in any order."""
+        """Read exactly these samples as one batch; only for data that can be read in any order."""
         assert isinstance(self.source, IndexedSource)
         share = share_of(len(ids), self.accumulate, 0, 1)
         data = to_device(self.source.reader(self.seed, epoch)(ids), self.device, dtype=self.dtype)
         return Batch(data, share.sizes, share.global_sizes, ids, Cursor(epoch))
 
     def part(self, window: Window) -> Batch:
-        """Return this replica's part of a global batch, on the device; the feed stays where it is."""
+        """Return this replica's part of a global batch, on the device, without moving the feed's position."""
         batch = self._batch(window, Cursor())
         return replace(batch, data=to_device(batch.data, self.device, dtype=self.dtype))
 
     def close(self) -> None:
-        """Ends what is being read; an epoch under way ends with the batch that it gave last."""
+        """Stop reading; an iteration in progress ends after the batch that it yielded last."""
         for batches in tuple(self._open):
             self._end(batches)
 
@@ -151,7 +151,7 @@ class Feed:
             asked = perf_counter()
             batch = next(batches, None)
             given = perf_counter()
-            # Readers have noted what was copying, or work of the device; the rest was waiting for input.
+            # Readers have accounted for copying and device work; the remaining time was spent waiting for input.
             pace.input += max(0.0, given - asked - (pace.total - before))
             if batch is None:
                 return
@@ -161,7 +161,7 @@ class Feed:
             self._last = given - asked, computed
 
     def _adapt(self) -> bool:
-        """Takes another number of workers where that is worth a trial, or was none; whether it did."""
+        """Change the number of workers to try another one, or to undo a trial; return whether it changed."""
         waited, computed = self._last
         wanted = self._adaptation.after(waited=waited, computed=computed, workers=self.workers)
         if wanted is not None:
@@ -169,13 +169,13 @@ class Feed:
         return wanted is not None
 
     def _batches(self, cursor: Cursor) -> Iterator[Batch]:
-        """Batches on the device, by the fastest way that is safe."""
+        """Return batches on the device, by the fastest method that is safe."""
         if self._resident is None and isinstance(self.source, ArraySource) and fits(self.source.num_bytes, self.device):
             self._resident = Resident(self.source.arrays, self.device, self.dtype)
         if self._resident is not None:
             return self._on_device(cursor, self._resident)
         on_host = self._on_host(cursor)
-        # The user's code may draw from global generators, so it never runs in a thread beside the network.
+        # User code may draw from global random generators, so it must not run in a thread beside the network.
         if self.device.type != "cpu" and (self.workers or not self.source.max_workers):
             return self._ahead(on_host)
         if self.device.type == "cpu" and self.dtype is None:
@@ -183,7 +183,7 @@ class Feed:
         return self._moved(on_host)
 
     def _on_device(self, cursor: Cursor, resident: Resident) -> Iterator[Batch]:
-        """Batches gathered on the device, from arrays that stay there."""
+        """Yield batches gathered on the device from arrays that stay there."""
         position = cursor.position
         for window, wanted, index in resident.ids(self._windows(cursor), self._wanted):
             position += len(window.ids)
@@ -197,7 +197,7 @@ class Feed:
         return self._read(cursor)
 
     def _read(self, cursor: Cursor, first: int = 0, step: int = 1) -> Iterator[Batch]:
-        """Batches number first, first + step, ... counted from the cursor."""
+        """Yield batches number first, first + step, ... counted from the cursor."""
         position = cursor.position
         for number, window in zip(count(), self._windows(cursor)):
             position += len(window.ids)
@@ -205,7 +205,7 @@ class Feed:
                 yield self._batch(window, Cursor(cursor.epoch, position))
 
     def _windows(self, cursor: Cursor) -> Iterator[Window]:
-        """The global batches from the cursor on."""
+        """Yield the global batches from the cursor on."""
         windows = self.source.windows(
             seed=self.seed,
             epoch=cursor.epoch,
@@ -222,7 +222,7 @@ class Feed:
         return share_of(len(window.ids), self.accumulate, self.replica, self.num_replicas)
 
     def _wanted(self, window: Window) -> Ids:
-        """This replica's samples; a borrowed one where it has none."""
+        """Return the ids of this replica's samples, or of one padding row if it has none."""
         ids = window.ids[self._share(window).rows]
         return ids if len(ids) else window.ids[:1]
 
@@ -262,12 +262,12 @@ class Feed:
         return min(wanted, self.source.max_workers)
 
     def _most_workers(self) -> int:
-        """As many as there are cores for this replica."""
+        """Return the maximum number of workers: this replica's share of the CPU cores."""
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         return min(self.source.max_workers, max(1, cores // self.num_replicas))
 
     def _may_adapt(self, asked: int | None) -> bool:
-        """Whether the number of workers is ours to choose; a stream would have to be read again from its start."""
+        """Return whether the number of workers may change: not if the user set it, and not for streams."""
         return asked is None and self.source.workers is None and isinstance(self.source, IndexedSource)
 
 

@@ -1,4 +1,4 @@
-"""Where a feed's time goes, what limits it, and how many workers pay for themselves."""
+"""Measures where a feed's time is spent and what limits it, and chooses the number of workers."""
 
 from __future__ import annotations
 
@@ -6,32 +6,32 @@ import math
 from dataclasses import dataclass, field
 
 FELT = 0.1
-"""A share of the time from which waiting is worth a word."""
+"""Fraction of the time from which waiting for data is reported to the user."""
 SATURATED = 0.8
-"""A share of the time in which the copying engine is busy, from which it is the limit."""
+"""Fraction of the time for which the copy engine is busy from which it is the bottleneck."""
 STRETCH_BATCHES = 20
 STRETCH_SECONDS = 0.5
 WORTH_A_TRIAL = 0.03
-"""A share of the time from which waiting is worth a try of more workers."""
+"""Fraction of the time from which waiting justifies a trial of more workers."""
 GAIN = 0.99
-"""A number of workers must take at most this share of the time of the one before to be kept."""
+"""A new number of workers is kept if it takes at most this fraction of the previous one's time."""
 
 REST = 5
-"""Stretches to rest after the first trial that failed; as many times as many after every other one."""
+"""Measuring periods to pause after the first failed trial; the pause grows by this factor after each further one."""
 
 
 @dataclass
 class FeedTiming:
-    """Seconds by what they were spent on, seen from the consumer of a feed."""
+    """Seconds of a feed's consumer, by what they were spent on."""
 
     input: float = 0.0
-    """Waiting for data to be read."""
+    """Seconds of waiting for data to be read."""
     copy: float = 0.0
-    """Waiting for data to be copied or cast."""
+    """Seconds of waiting for data to be copied or cast."""
     compute: float = 0.0
-    """Between two batches, and while an accelerator was still busy."""
+    """Time between two batches, and waiting while the accelerator was still busy."""
     copying: float = 0.0
-    """Seconds in which the accelerator's copying engine was busy, which nobody need have waited for."""
+    """Seconds in which the accelerator's copy engine was busy, whether or not the consumer waited for it."""
 
     @property
     def total(self) -> float:
@@ -52,7 +52,7 @@ class FeedTiming:
         return "copy" if self.copy > self.input else "input"
 
     def said(self, workers: int) -> str:
-        """A sentence for a person where data is the limit; empty where it is not.
+        """Return a message for the user if data is the bottleneck, else an empty string.
 
         >>> Pace(input=3.0, compute=7.0).said(workers=2)
         'input is the limit: 30% of the time went into waiting for data, which 2 worker processes read'
@@ -68,11 +68,11 @@ class FeedTiming:
 
 @dataclass
 class Adaptation:
-    """Finds the number of workers: tries more while input is the limit, and keeps them only if batches come faster.
+    """Find the number of workers: try more while input is the bottleneck, and keep them only if batches come faster.
 
-    Fed with the seconds of every batch, it now and then returns another number: as many as would read a batch in the
-    time in which one is computed. It never stays with a number that was not measured to be better than the one before;
-    since another program may have disturbed the trial, it tries again after a while, each time a longer one.
+    `after` gets the seconds of every batch and sometimes returns another number: as many as would read a batch in the
+    time in which one is computed. A number is kept only if it was measured to be better than the one before. Because
+    another program may have disturbed the trial, it is repeated after a pause, which grows each time.
 
     >>> adaptation = Adaptation(most=4)
     >>> [n for _ in range(30) if (n := adaptation.after(waited=0.03, computed=0.01, workers=0)) is not None]
@@ -85,19 +85,19 @@ class Adaptation:
 
     most: int
     settled: bool = False
-    """Whether the number is not ours to choose."""
+    """Whether the number of workers is fixed."""
     _before: tuple[int, float] | None = None
     """The number before the one on trial, and its seconds per batch."""
     _skip: int = 1
-    """Batches that say nothing: what a new set of readers gives first."""
+    """Number of batches to ignore: the first ones of new readers."""
     _rest: int = 0
-    """Stretches until the next trial."""
+    """Measuring periods until the next trial."""
     _num_failed: int = 0
     _seconds: list[float] = field(default_factory=list)
     _waited: float = 0.0
 
     def after(self, *, waited: float, computed: float, workers: int) -> int | None:
-        """Another number of workers to go on with; None: the same."""
+        """Return another number of workers to continue with; None to keep the current one."""
         if self.settled:
             return None
         if self._skip:
@@ -125,14 +125,14 @@ class Adaptation:
         return more
 
     def _enough(self, workers: int, share: float) -> int:
-        """Workers that would read as fast as the consumer computes."""
-        # Alone, this process reads while the consumer waits; workers read all the time.
+        """Return the number of workers that would read as fast as the consumer computes."""
+        # Without workers this process reads only while the consumer waits; workers read all the time.
         reading = workers if workers else share
         wanted = reading / (1 - share) if share < 1 else self.most
         return min(self.most, max(workers + 1, math.ceil(wanted - FELT)))
 
 
 def _typical(seconds: list[float]) -> float:
-    """The mean without the slowest tenth: a checkpoint or a validation in between is none of the readers' doing."""
+    """Return the mean without the slowest tenth, which may contain a checkpoint or a validation."""
     kept = sorted(seconds)[: -max(1, len(seconds) // 10)]
     return sum(kept) / len(kept)

@@ -1,4 +1,4 @@
-"""Files as data: many shards read as one dataset, in one global order that can be entered anywhere."""
+"""Files as data: many shards read as one dataset, in one global order that can be entered at any position."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ from .randomness import SampleRandomness, mix
 from .source import Collate, IndexedSource, collated
 
 MIXED_ROWS = 16_384
-"""Rows that are mixed with each other, unless a person says how many."""
+"""Number of rows shuffled with each other, unless the user sets it."""
 MIXED_BLOCKS = 4
-"""Blocks that are mixed at least, so that a file sorted by class does not come class by class."""
+"""Minimum number of blocks shuffled with each other, so that a file sorted by class is mixed."""
 MIXED_BYTES = 1 << 28
-"""Bytes that are mixed at most, unless a person says how many rows: they are kept in the memory of every process."""
+"""Maximum bytes shuffled with each other, unless the user sets the rows; every process keeps them in memory."""
 SCANNERS = 8
 OPEN_FILES = 64
 
 
 @dataclass(frozen=True)
 class Index:
-    """What a scan of all files found: their shards, and the format with the types that hold for all."""
+    """The result of a scan of all files: their shards, and the format with the types common to all."""
 
     format: Format
     shards: tuple[FileShard, ...]
@@ -53,17 +53,17 @@ class Index:
 
 @dataclass(frozen=True)
 class Files:
-    """Data files and how to read them; made by `mh.files`."""
+    """Data files and how to read them; created by `mh.files`."""
 
     paths: tuple[str, ...]
     format: Format
     decode: Callable[[dict[str, Any]], Any] | None = None
     window: int | None = None
     _found: list[Index] = field(default_factory=list, repr=False, compare=False)
-    """The index once it is made; it travels with the task, so that no rank makes it again."""
+    """The index after the scan; it is sent with the task, so that no rank scans again."""
 
     def index(self) -> Index:
-        """What a scan of all files found; the scan is done once."""
+        """Return the result of a scan of all files; the scan runs once."""
         if not self._found:
             settled = self.format.settled(self.paths)
             with ThreadPoolExecutor(min(SCANNERS, len(self.paths))) as pool:
@@ -79,21 +79,21 @@ def files(
     decode: Callable[[dict[str, Any]], Any] | None = None,
     window: int | None = None,
 ) -> Files:
-    """Data files as `Task.data`: Parquet, CSV, TFRecord, or tar files of samples.
+    """Describe data files for `Task.data`: Parquet, CSV, TFRecord, or tar files of samples.
 
     - `paths`: a path, a pattern such as "train-*.parquet", or several of them; every file once, sorted by name;
-    - `format`: "parquet", "csv", "tfrecord" or "tar"; by default what the names end in;
-    - `columns`: the names of those to read, or their types by name: "float32", "int64", "bool", "str", "bytes", for
-      lists in TFRecord files "int64[]". Without it all are read, a CSV file's types are found in its first lines
-      (numbers with a point are float32), and a TFRecord file's features are lists;
-    - `decode`: a function of a sample, which is a dict; what it draws at random depends on the sample alone;
-    - `window`: rows to mix with each other, 16,384 by default; blocks of rows are mixed over all files. Of Parquet and
-      CSV about two windows are kept in memory, so by default row groups of hundreds of megabytes are mixed within
-      themselves alone: write smaller ones where a file is sorted.
+    - `format`: "parquet", "csv", "tfrecord" or "tar"; by default from the file extensions;
+    - `columns`: the names of the columns to read, or their types by name: "float32", "int64", "bool", "str", "bytes",
+      for lists in TFRecord files "int64[]". By default all are read, a CSV file's types are inferred from its first
+      lines (numbers with a point are float32), and a TFRecord file's features are lists;
+    - `decode`: a function of a sample, which is a dict; its random draws depend on the sample alone;
+    - `window`: number of rows to shuffle with each other, 16,384 by default; blocks of rows are shuffled over all
+      files. Of Parquet and CSV about two windows are kept in memory, so by default row groups of hundreds of megabytes
+      are shuffled only within themselves: write smaller ones if a file is sorted.
 
-    A sample of a tar file is `{"__key__": name, ending: content, ...}`, of what shares a name up to the first dot.
-    A file that is cut off, a wrong checksum or a row that cannot be parsed stops the run, and the error names the
-    file and the row.
+    A sample of a tar file is `{"__key__": name, extension: content, ...}`, of members with the same name up to the
+    first dot. A truncated file, a wrong checksum or a row that cannot be parsed stops the run with an error that names
+    the file and the row.
 
     >>> import tempfile
     >>> folder = Path(tempfile.mkdtemp())
@@ -135,7 +135,7 @@ def _expanded(patterns: Sequence[str | Path]) -> list[str]:
 
 
 def files_source(data: Files, collate: Collate | None) -> IndexedSource:
-    """The source that reads files."""
+    """Return the source that reads files."""
     return RecordSource(data, collate) if isinstance(data.format, RecordFormat) else TableSource(data, collate)
 
 
@@ -183,7 +183,7 @@ class FileSource(IndexedSource):
             raise damaged(shard.path, number, f"{type(error).__name__}: {error} in {name}") from error
 
     def _place(self, i: int) -> tuple[FileShard, int]:
-        """The file and the row in it."""
+        """Return the file of a row and the row's number in it."""
         which = bisect_right(self._firsts, i) - 1
         return self._shards[which], i - self._firsts[which]
 
@@ -195,7 +195,7 @@ class FileSource(IndexedSource):
 
 
 class RecordSource(FileSource):
-    """Records, each read by itself: the operating system keeps what lies around it."""
+    """Records, each read separately; the operating system caches the surrounding bytes."""
 
     def __init__(self, data: Files, collate: Collate | None) -> None:
         super().__init__(data, collate)
@@ -204,7 +204,7 @@ class RecordSource(FileSource):
         self._format, self._handles = form, Handles()
 
     def samples(self, ids: Sequence[int]) -> list[Any]:
-        # One by one: what a record was read into is let go before the next one.
+        # One by one, so that the buffer of a record is freed before the next one is read.
         return [self._decoded(i, self._record(i)) for i in ids]
 
     def _record(self, i: int) -> dict[str, Any]:
@@ -219,7 +219,7 @@ class RecordSource(FileSource):
 
 
 class TableSource(FileSource):
-    """Columns, read a block at a time; the blocks of about two windows are kept, of large blocks one window."""
+    """Columns, read a block at a time; the blocks of about two windows are cached, of large blocks one window."""
 
     def __init__(self, data: Files, collate: Collate | None) -> None:
         super().__init__(data, collate)
@@ -228,9 +228,9 @@ class TableSource(FileSource):
         self._format = form
         self._tables: OrderedDict[int, ColumnTable] = OrderedDict()
         self._kept = 0
-        """Bytes of the blocks that are kept."""
+        """Bytes of the cached blocks."""
         self._is_plain = data.decode is None and collate is None
-        # Without code of the user reading is quick, and a thread may do it.
+        # Without user code reading is fast, and a thread can do it.
         self.max_workers = 0 if self._is_plain else 64
 
     def reader(self, seed: int, epoch: int) -> Callable[[Ids], Any]:
@@ -244,7 +244,7 @@ class TableSource(FileSource):
             return super().lengths(length)
         form = replace(self._format, columns={length: (self._format.columns or {}).get(length, "")})
         blocks = [(shard, block) for shard in self._shards for block in range(len(shard.blocks) - 1)]
-        # One column alone, a block at a time: what bucketing needs of a large table is small.
+        # Reads one column, a block at a time, because bucketing needs only a small part of a large table.
         return np.concatenate([form.table(shard, block).columns[length].lengths() for shard, block in blocks])
 
     def samples(self, ids: Sequence[int]) -> list[Any]:
@@ -252,7 +252,7 @@ class TableSource(FileSource):
         return [self._decoded(i, table.sample(row)) for row, i in enumerate(ids)]
 
     def _taken(self, ids: Ids) -> ColumnTable:
-        """The rows of these ids, in their order, from whatever blocks hold them."""
+        """Return the rows of these ids, in their order, from the blocks that hold them."""
         blocks = np.searchsorted(self._starts, ids, side="right") - 1
         by_block = np.argsort(blocks, kind="stable")
         cuts = np.flatnonzero(np.diff(blocks[by_block])) + 1
@@ -278,7 +278,7 @@ class TableSource(FileSource):
         self._sizes: list[int] = sizes.tolist()
         largest = max(1, max(self._sizes, default=1))
         asked = super()._blocks_per_window(window)
-        # A function of the files and never of this machine's memory, which no order may depend on.
+        # Depends only on the files and not on this machine's memory, so that the order is the same everywhere.
         found = asked if window is not None else max(1, min(asked, MIXED_BYTES // largest))
         self._room = max(min(2 * found * largest, 2 * MIXED_BYTES), found * largest)
         return found
@@ -293,13 +293,13 @@ class TableSource(FileSource):
 
 
 class Handles:
-    """Open files, a few at a time; a forked worker may use them too, since no place in them is kept."""
+    """A few open files at a time; forked workers may use them too, because reads do not use the file position."""
 
     def __init__(self) -> None:
         self._open: dict[str, int] = {}
 
     def read(self, shard: FileShard, start: int, size: int) -> bytes:
-        """Bytes of a file."""
+        """Read bytes of a file."""
         handle = self._open.get(shard.path)
         data = os.pread(self._opened(shard) if handle is None else handle, size, start)
         if len(data) < size:
@@ -325,7 +325,7 @@ class Handles:
 
 
 def changed(shard: FileShard, num_bytes: int | None) -> DataError:
-    """The error for a file that is not any more what the scan saw."""
+    """Return the error for a file that has changed since the scan."""
     return DataError(
         f"{shard.path} must not change while it is read",
         got="no file any more" if num_bytes is None else f"{num_bytes} bytes instead of {shard.num_bytes}",

@@ -1,4 +1,4 @@
-"""Hugging Face datasets: columns of numbers and texts are read as Arrow tables, anything else sample by sample."""
+"""Hugging Face datasets: columns of numbers and texts are read as Arrow tables, others sample by sample."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CHUNK = 10_000
 
 
 def is_huggingface(data: Any) -> bool:
-    """Whether this is a `datasets.Dataset` or `datasets.IterableDataset`; the package need not be imported for that."""
+    """Return whether this is a `datasets.Dataset` or `IterableDataset`, without importing the package."""
     return any(
         base.__module__.partition(".")[0] == "datasets" and base.__name__ in ("Dataset", "IterableDataset")
         for base in type(data).__mro__
@@ -28,7 +28,7 @@ def is_huggingface(data: Any) -> bool:
 
 
 def is_splits(data: Any) -> bool:
-    """Whether this is a `datasets.DatasetDict` or its iterable kind: several datasets by name."""
+    """Return whether this is a `datasets.DatasetDict` or its iterable kind: several datasets by name."""
     return any(
         base.__module__.partition(".")[0] == "datasets" and base.__name__ in ("DatasetDict", "IterableDatasetDict")
         for base in type(data).__mro__
@@ -36,7 +36,7 @@ def is_splits(data: Any) -> bool:
 
 
 def refuse_splits(data: Any, collate: Collate | None) -> Source:
-    """Which of several datasets is meant, only the person knows."""
+    """Raise for several datasets, because only the user knows which one is meant."""
     first = "train" if "train" in data else next(iter(data), "train")
     raise DataError(
         "data is one dataset",
@@ -46,19 +46,19 @@ def refuse_splits(data: Any, collate: Collate | None) -> Source:
 
 
 def huggingface_source(data: Any, collate: Collate | None) -> Source:
-    """The source of a Hugging Face dataset."""
+    """Return the source of a Hugging Face dataset."""
     if not hasattr(data, "__len__"):
         return ShuffledStream(data, collate)
     if collate is not None:
         return RowSource(data, collate)
     if _is_plain(data):
         return ArrowSource(data)
-    # Images and the like come as objects, of which no batch can be made, unless there is a format.
+    # Without a format, images and similar features are objects that cannot be batched.
     return RowSource(data.with_format("torch") if data.format["type"] is None else data)
 
 
 class ShuffledStream(StreamSource):
-    """An iterable dataset; its own shuffling is drawn anew for every epoch."""
+    """An iterable dataset that is reshuffled for every epoch."""
 
     def __init__(self, data: Any, collate: Collate | None) -> None:
         self._data = data if collate is not None else data.with_format("torch")
@@ -70,7 +70,7 @@ class ShuffledStream(StreamSource):
 
 
 class RowSource(MapSource):
-    """A dataset whose samples run code: a transform, images to decode, a collate of the user's own."""
+    """A dataset whose samples run code: a transform, image decoding, or the user's collate."""
 
     def lengths(self, length: str | Callable[[Any], int]) -> Ids:
         return _column_lengths(self._dataset, length) if isinstance(length, str) else super().lengths(length)
@@ -103,7 +103,7 @@ class ArrowSource(IndexedSource):
 
 
 def _column_lengths(data: Any, column: str) -> Ids:
-    """The lengths of one column alone, so that nothing else is read."""
+    """Return the lengths of one column, without reading others."""
     tables = data.with_format("arrow", columns=[column]).iter(batch_size=CHUNK)
     return np.concatenate([table_of(table, {}).columns[column].lengths() for table in tables])
 
@@ -116,7 +116,7 @@ def _is_plain(data: Any) -> bool:
 
 
 def _kind(feature: Any) -> str:
-    """The class of a feature, or of what its lists hold."""
+    """Return the class of a feature, or of the items of its lists."""
     if type(feature).__name__ in LISTS and hasattr(feature, "feature"):
         inner = type(feature.feature).__name__
         return inner if inner in PLAIN else "nested"

@@ -1,4 +1,4 @@
-"""DataLoaders, taken apart: their dataset, collate, workers, batch size and sampler go on in the feed."""
+"""Convert DataLoaders to sources: the feed uses their dataset, collate, workers, batch size and sampler."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .source import IndexedSource, Source, Window, as_ids
 
 
 class SampledSource(IndexedSource):
-    """Another source in the order of a sampler, drawn anew for each epoch from (seed, epoch)."""
+    """Another source in the order of a sampler, drawn for each epoch from (seed, epoch)."""
 
     def __init__(self, inner: IndexedSource, sampler: Any) -> None:
         self.name, self.max_workers = inner.name, inner.max_workers
@@ -69,7 +69,7 @@ class BatchedSource(SampledSource):
 
 
 def loader_source(loader: DataLoader[Any], inner: Source) -> Source:
-    """The source of a DataLoader, given the one of its dataset."""
+    """Return the source of a DataLoader, given the source of its dataset."""
     source = _in_loader_order(loader, inner)
     source.batch_size = source.batch_size or loader.batch_size
     source.workers = loader.num_workers
@@ -119,7 +119,7 @@ def _require_whole(sampler: Any) -> None:
 
 
 def _drawn(sampler: Any, seed: int, epoch: int) -> list[Any]:
-    """What a sampler gives, the same on every replica and each time."""
+    """Return what a sampler yields, the same on every replica and in every call."""
     key = mix(seed, epoch)
     if isinstance(getattr(sampler, "generator", None), torch.Generator):
         sampler.generator.manual_seed(key)

@@ -13,7 +13,7 @@ from .source import Collate, IndexedSource, collated, unreadable
 
 
 class MapSource(IndexedSource):
-    """A dataset with `__getitem__` and `__len__`; `__getitems__` is used where there is one."""
+    """A dataset with `__getitem__` and `__len__`; `__getitems__` is used if it exists."""
 
     max_workers = 64
 
@@ -55,7 +55,7 @@ class MapSource(IndexedSource):
 
 
 def _culprit(many: Callable[[Sequence[int]], list[Any]], ids: Sequence[int]) -> int:
-    """The first sample that cannot be read alone."""
+    """Return the first sample that cannot be read alone."""
     for i in ids:
         try:
             many([i])

@@ -1,4 +1,4 @@
-"""The order of an epoch: position -> sample, from (seed, epoch) and never from the number of replicas."""
+"""The order of an epoch: position -> sample, from (seed, epoch) and independent of the number of replicas."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _CHUNK = 65_536
 
 
 class Order:
-    """A permutation of `range(size)` that is computed piece by piece, so that size costs no memory.
+    """A permutation of `range(size)` that is computed in chunks, so that size costs no memory.
 
-    A Feistel network permutes the smallest domain of an even number of bits that holds `size`; what falls
-    outside `size` walks on along its cycle until it is inside.
+    A Feistel network permutes the smallest domain with an even number of bits that holds `size`; values outside
+    `size` are permuted again until they are inside (cycle walking).
 
     >>> sorted(Order(5, seed=0, epoch=0, shuffle=True)[:].tolist())
     [0, 1, 2, 3, 4]
@@ -47,7 +47,7 @@ class Order:
         return self._run(start, max(start, stop))
 
     def _run(self, start: int, stop: int) -> Ids:
-        """Positions [start, stop), from the chunks that hold them."""
+        """Return positions [start, stop), from the chunks that hold them."""
         pieces = []
         while start < stop:
             chunk_start = start - start % _CHUNK
@@ -55,7 +55,7 @@ class Order:
             piece = self._chunk[start - chunk_start : stop - chunk_start]
             pieces.append(piece)
             start += len(piece)
-        # A copy, because whoever gets the ids may write to them while the chunk is still in use.
+        # A copy, because the caller may write to the ids while the chunk is still in use.
         return pieces[0].copy() if len(pieces) == 1 else np.concatenate([*pieces, self._chunk[:0]])
 
     def _load(self, chunk_start: int) -> None:
@@ -79,7 +79,7 @@ class Order:
 
 
 def _round_tables(half: int, key: int) -> list[Ids]:
-    """One table of well-mixed half-words per round: with tables a round is a lookup instead of a hash."""
+    """Return one table of well-mixed half-words per round, which makes a round a lookup instead of a hash."""
     inputs = np.arange(1 << half, dtype=np.uint64)
     return [_hashed(inputs, mix(key, number), half) for number in range(_ROUNDS)]
 

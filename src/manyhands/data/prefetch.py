@@ -1,4 +1,4 @@
-"""Reading ahead: a background thread, and copies to an accelerator on a stream of their own."""
+"""Prefetching: a background thread that reads ahead, and copies to an accelerator on a side stream."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from .batch import Batch, map_leaves, tensors, to_device
 
 T = TypeVar("T")
 POLL_SECONDS = 0.001
-"""How often a waiting consumer looks whether its device has become idle."""
+"""Interval at which a waiting consumer checks whether its device has become idle."""
 
 
 class Prefetcher(Generic[T]):
-    """Runs an iterator in a background thread, a few items ahead of the consumer.
+    """Run an iterator in a background thread, a few items ahead of the consumer.
 
-    The depth doubles, up to `limit`, each time the consumer had to wait and `room(item, depth)` says that
-    memory allows it, so that a stall of the input is ridden out from then on. `is_idle()` is called when a wait
-    begins, and gives a function that says whether the device has done all that it was asked for until then.
+    The depth doubles, up to `limit`, whenever the consumer had to wait and `room(item, depth)` reports that memory
+    allows it, so that later input stalls are bridged. `is_idle()` is called when a wait starts, and returns a function
+    that reports whether the device has finished all work submitted until then.
     """
 
     def __init__(
@@ -37,9 +37,9 @@ class Prefetcher(Generic[T]):
     ) -> None:
         self.depth = depth
         self.waited = 0.0
-        """Seconds that the consumer waited in vain."""
+        """Seconds that the consumer waited while its device was idle."""
         self.hidden = 0.0
-        """Seconds that it waited while its device was still at work, so that nothing was lost."""
+        """Seconds that the consumer waited while its device was still busy, so that no time was lost."""
         self._items, self._limit, self._room, self._is_idle = items, limit, room, is_idle
         self._ready: deque[T] = deque()
         self._changed = threading.Condition()
@@ -59,7 +59,7 @@ class Prefetcher(Generic[T]):
             if not self._ready:
                 self._raise_end()
             item = self._ready.popleft()
-            # Nobody could have been ahead of the first item, so waiting for it says nothing.
+            # The first item cannot be prefetched, so waiting for it is not counted.
             if had_to_wait and self._started:
                 self._deepen(item)
             self._started = True
@@ -67,7 +67,7 @@ class Prefetcher(Generic[T]):
             return item
 
     def close(self) -> None:
-        """Stops the thread and lets go of what was read ahead."""
+        """Stop the thread and drop the items that were read ahead."""
         with self._changed:
             self._closed = self._ended = True
             self._ready.clear()
@@ -124,7 +124,7 @@ class Prefetcher(Generic[T]):
 
 
 class DeviceCopy:
-    """Copies batches to an accelerator on a side stream, from pinned memory, while the device computes."""
+    """Copy batches to an accelerator on a side stream, from pinned memory, while the device computes."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype | None) -> None:
         self._device, self._dtype = device, dtype
@@ -132,17 +132,17 @@ class DeviceCopy:
         self._module = module
         self._stream = module.Stream(device) if hasattr(module, "Stream") else None
         self.seconds = 0.0
-        """Time that the device spent on copies."""
+        """Seconds that the device spent on copies."""
         self._reading = self._sending = 0.0
         self._under_way: deque[tuple[Any, Any]] = deque()
 
     @property
     def share(self) -> float:
-        """The part of the time before a batch is sent that goes into sending it; the rest is reading."""
+        """The fraction of the time before a batch is sent that is spent on sending it; the rest is reading."""
         return self._sending / (self._reading + self._sending) if self._sending else 0.0
 
     def sent(self, batches: Iterator[Batch]) -> Iterator[tuple[Batch, Any, Any]]:
-        """Every batch with its data on the way, and the event that marks its arrival."""
+        """Yield every batch with its data in flight, and the event that marks its arrival."""
         began = perf_counter()
         for batch in batches:
             read = perf_counter()
@@ -153,13 +153,13 @@ class DeviceCopy:
             began = perf_counter()
 
     def when_idle(self) -> Callable[[], bool]:
-        """A function that says whether the consumer's stream has done what it was asked for until now."""
+        """Return a function that reports whether the consumer's stream has finished the work submitted until now."""
         if self._stream is None:
             return lambda: True
         return self._module.current_stream(self._device).record_event().query  # type: ignore[no-any-return]
 
     def send(self, data: Any) -> tuple[Any, Any]:
-        """Starts the copy, in any thread; gives the batch and the event that marks its arrival."""
+        """Start the copy, in any thread; return the batch and the event that marks its arrival."""
         if self._stream is None:
             return to_device(data, self._device, dtype=self._dtype), None
         with self._module.stream(self._stream):
@@ -171,22 +171,22 @@ class DeviceCopy:
         return moved, arrival
 
     def _count(self, start: Any, arrival: Any) -> None:
-        """Adds up the time of copies that have arrived; nobody waits for the others."""
+        """Add up the time of finished copies, without waiting for others."""
         self._under_way.append((start, arrival))
         while self._under_way and self._under_way[0][1].query():
             start, arrival = self._under_way.popleft()
             self.seconds += start.elapsed_time(arrival) / 1e3
 
     def receive(self, data: Any, arrival: Any) -> Any:
-        """Makes the consumer's stream wait for the copy, without stopping the host."""
+        """Make the consumer's stream wait for the copy, without blocking the host."""
         if arrival is None:
             return data
         current = self._module.current_stream(self._device)
         current.wait_event(arrival)
         for tensor in tensors(data):
-            # The side stream must not get this memory again while the consumer still reads it.
+            # The side stream must not reuse this memory while the consumer still reads it.
             tensor.record_stream(current)
-        # Objects with tensors inside cannot be recorded, so they travel on the consumer's stream.
+        # record_stream does not reach tensors inside objects, so those are copied on the consumer's stream.
         return to_device(data, self._device)
 
     def _copied(self, leaf: Any) -> Any:
@@ -196,7 +196,7 @@ class DeviceCopy:
         return to_device(pinned, self._device, non_blocking=True, dtype=self._dtype)
 
     def room(self, data: Any, depth: int) -> bool:
-        """Whether `depth` such batches are small against the memory of host and device."""
+        """Return whether `depth` such batches are small compared with the memory of host and device."""
         needed = depth * sum(tensor.nbytes for tensor in tensors(data))
         on_device = getattr(self._module, "mem_get_info", None)
         if on_device is not None and needed > on_device(self._device)[1] // 20:

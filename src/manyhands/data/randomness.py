@@ -1,4 +1,4 @@
-"""Randomness of datasets: a function of (seed, epoch, sample), and invisible to everybody else."""
+"""Randomness of datasets: a function of (seed, epoch, sample) that does not affect other random draws."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ States = list[Any]
 
 _GET: list[Callable[[], Any]] = [torch.default_generator.get_state, np.random.get_state, random.getstate]
 _SET: list[Callable[[Any], Any]] = [torch.default_generator.set_state, np.random.set_state, random.setstate]
-# torch.manual_seed would also reseed the accelerators, whose generators belong to the network's dropout.
+# torch.manual_seed would also reseed the accelerators, whose generators the network's dropout uses.
 _SEED: list[Callable[[int], Any]] = [
     torch.default_generator.manual_seed,
     lambda seed: np.random.seed(seed & 0xFFFFFFFF),
@@ -32,7 +32,7 @@ _EQUAL: list[Callable[[Any, Any], bool]] = [
 
 
 def mix(*parts: int) -> int:
-    """A well-mixed 64-bit number from whole numbers (splitmix64, chained).
+    """Return a well-mixed 64-bit number from integers (splitmix64, chained).
 
     >>> mix(0, 1) != mix(1, 0)
     True
@@ -47,27 +47,27 @@ def mix(*parts: int) -> int:
 
 
 def capture() -> States:
-    """The states of the three global generators."""
+    """Return the states of the three global generators."""
     return [get() for get in _GET]
 
 
 def restore(states: States) -> None:
-    """Puts the three global generators back."""
+    """Restore the three global generators."""
     for put_back, state in zip(_SET, states, strict=True):
         put_back(state)
 
 
 def seed_all(seed: int) -> None:
-    """Seeds the three global generators of the CPU."""
+    """Seed the three global generators of the CPU."""
     for set_seed in _SEED:
         set_seed(seed)
 
 
 class SampleRandomness:
-    """Reads samples so that what each draws depends on (seed, epoch, sample) alone.
+    """Read samples so that the random draws of each depend on (seed, epoch, sample) alone.
 
-    Seeding costs microseconds a sample, so it is done only to generators that were seen to draw: by the first sample,
-    which is read once more for that, or by a later batch, which is then read again.
+    Seeding costs microseconds per sample, so only generators that were seen to draw are seeded: detected on the first
+    sample, which is read twice for that, or on a later batch, which is then read again.
     """
 
     def __init__(self) -> None:
@@ -77,9 +77,9 @@ class SampleRandomness:
         self._of_worker: States | None = None
 
     def read(self, key: int, ids: Sequence[int], read: Callable[[Sequence[int]], list[Any]]) -> list[Any]:
-        """The samples `ids`, by `read`; the global generators are left as they were."""
+        """Read the samples `ids` by `read`; the global generators are restored."""
         if get_worker_info() is not None:
-            # Nobody else draws from a worker's generators: there is nothing to put back, or to look at again.
+            # Nothing else draws from a worker's generators: there is nothing to restore or to check again.
             self._of_worker = self._of_worker or capture()
             return self._read(key, ids, read, self._of_worker)
         before = capture()
@@ -104,7 +104,7 @@ class SampleRandomness:
             self._drawn |= new
 
     def _moved(self, before: States) -> set[int]:
-        """The generators that have drawn for the first time."""
+        """Return the generators that have drawn for the first time."""
         others = [which for which in range(len(before)) if which not in self._drawn]
         return {which for which in others if not _EQUAL[which](before[which], _GET[which]())}
 
@@ -116,7 +116,7 @@ class SampleRandomness:
 
 
 class OwnRandomness:
-    """A context whose draws come from generators of its own, continued each time it is entered."""
+    """A context with its own generators, whose state continues each time it is entered."""
 
     def __init__(self, key: int) -> None:
         self._key = key

@@ -1,4 +1,4 @@
-"""Source: what a feed reads from, the base of every kind of data."""
+"""Source: the base class of everything that a feed reads from."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from .order import Ids, Order
 
 Collate = Callable[[list[Any]], Any]
 CHUNK = 1024
-"""Samples that are measured at a time."""
+"""Number of samples whose lengths are measured at a time."""
 
 
 @dataclass(frozen=True)
 class Window:
-    """One global batch, not yet read: its samples' ids, and the function that reads some of them."""
+    """One global batch that is not read yet: its samples' ids, and the function that reads some of them."""
 
     ids: Ids
     fetch: Callable[[Ids], Any]
@@ -30,53 +30,53 @@ class Source(ABC):
     """Samples by id, read as batches."""
 
     max_workers: int
-    """Processes that can read it at once; 0: reading runs no code of the user and is fastest in place."""
+    """Maximum number of reader processes; 0: reading runs no user code and is fastest in the training process."""
 
     name: str
-    """What a person calls it in an error: the class of the dataset."""
+    """Name of the data in error messages: the class of the dataset."""
     size: int | None = None
-    """Samples in an epoch; None: a stream of unknown length."""
+    """Number of samples in an epoch; None: a stream of unknown length."""
     batch_size: int | None = None
-    """Global batch size that the data brought."""
+    """Global batch size given by the data itself, for example by a DataLoader."""
     sized_by: str = "DataLoader"
-    """What brought it, where something did."""
+    """What set `batch_size`, for error messages."""
     shuffle: bool | None = None
     """Whether a DataLoader shuffles; None: the caller decides."""
     drop_last: bool = False
-    """Whether a DataLoader leaves a last, smaller batch out."""
+    """Whether a DataLoader drops a smaller last batch."""
     workers: int | None = None
-    """Worker processes that a DataLoader asked for."""
+    """Number of worker processes that a DataLoader requested."""
     worker_init: Callable[[int], None] | None = None
-    """What a DataLoader runs at the start of each of its workers."""
+    """The `worker_init_fn` of a DataLoader, run at the start of each worker."""
 
     @abstractmethod
     def windows(self, *, seed: int, epoch: int, shuffle: bool, start: int, batch_size: int) -> Iterator[Window]:
-        """The global batches of an epoch from position `start` on."""
+        """Yield the global batches of an epoch, starting at position `start`."""
 
     @abstractmethod
     def fetch(self, ids: Ids) -> Any:
-        """Some samples as one batch."""
+        """Read some samples as one batch."""
 
     def num_steps(self, batch_size: int) -> int | None:
-        """Global batches in an epoch; None where nobody knows."""
+        """Return the number of global batches in an epoch; None if the length is unknown."""
         return None if self.size is None else -(-self.size // batch_size)
 
 
 class IndexedSource(Source):
-    """Samples that can be read in any order."""
+    """A source whose samples can be read in any order."""
 
     size: int
 
     def order(self, seed: int, epoch: int, shuffle: bool) -> Any:
-        """The samples of an epoch by position: has a length, and gives ids for a slice."""
+        """Return the sample order of an epoch: it has a length, and a slice of it gives ids."""
         return Order(self.size, seed, epoch, shuffle)
 
     def reader(self, seed: int, epoch: int) -> Callable[[Ids], Any]:
-        """The function that reads samples in this epoch."""
+        """Return the function that reads samples in this epoch."""
         return self.fetch
 
     def samples(self, ids: Sequence[int]) -> list[Any]:
-        """Some samples, each by itself."""
+        """Read some samples as a list, without collating them."""
         raise DataError(
             "to be measured, data must have single samples",
             got=self.name,
@@ -84,7 +84,7 @@ class IndexedSource(Source):
         )
 
     def lengths(self, length: str | Callable[[Any], int]) -> Ids:
-        """How long every sample is, by a function of it or in one of its fields."""
+        """Return the length of every sample, by a function of the sample or as the length of one of its fields."""
         measure = partial(_length_of, length) if isinstance(length, str) else length
         chunks = (range(first, min(first + CHUNK, self.size)) for first in range(0, self.size, CHUNK))
         return as_ids([measure(sample) for ids in chunks for sample in self.samples(ids)])
@@ -100,7 +100,7 @@ def _length_of(field: str, sample: Any) -> int:
 
 
 def collated(samples: list[Any], collate: Collate, name: str) -> Any:
-    """Samples as one batch, or an error that says whose they are."""
+    """Collate samples into one batch; on failure raise an error that names the data."""
     try:
         return collate(samples)
     except Exception as error:
@@ -113,7 +113,7 @@ def collated(samples: list[Any], collate: Collate, name: str) -> Any:
 
 
 def unreadable(name: str, sample: int, error: BaseException) -> DataError:
-    """The error for a sample that cannot be read."""
+    """Return the error for a sample that cannot be read."""
     return DataError(
         f"every sample of {name} must be readable",
         got=f"{type(error).__name__}: {error} at sample {sample}",
@@ -122,7 +122,7 @@ def unreadable(name: str, sample: int, error: BaseException) -> DataError:
 
 
 def check_source(source: Source, batch_size: int | None) -> int:
-    """The global batch size to train with, or an error if this source cannot give such batches."""
+    """Return the global batch size to train with; raise if this source cannot provide such batches."""
     if batch_size is not None and source.batch_size not in (None, batch_size):
         raise DataError(
             f"batch_size of the task and of its {source.sized_by} must agree",
@@ -148,12 +148,12 @@ def check_source(source: Source, batch_size: int | None) -> int:
 
 
 def _columns(source: Source) -> str:
-    """A tuple of lists is read as samples, which is seldom meant."""
+    """Return a hint for a tuple of lists, which is read as a list of samples but is usually meant as columns."""
     return (
         "; if these are columns, turn them into arrays: torch.tensor(...)" if source.name in ("tuple", "list") else ""
     )
 
 
 def as_ids(values: Any) -> Ids:
-    """Whole numbers as an array of ids."""
+    """Convert integers to an array of ids."""
     return np.asarray(values, dtype=np.int64)

@@ -1,4 +1,4 @@
-"""What `Task.data` may be: the kinds, tried in order, and the source of each."""
+"""The kinds of data that `Task.data` accepts, tried in order, and the source of each."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from .source import Collate, Source
 from .stream import StreamSource
 
 NOT_SAMPLES = (dict, str, bytes, type, torch.Tensor, np.ndarray)
-"""Things with items that are no collection of samples; arrays with rows are recognised before."""
+"""Types with items that are not collections of samples; arrays with rows are recognized before."""
 
 Kind = tuple[Callable[[Any], bool], Callable[[Any, Collate | None], Source]]
-"""Whether data is of a kind, and what makes a source of it."""
+"""A test whether data is of a kind, and the function that makes a source of it."""
 
 
 def as_source(data: Any, *, collate: Collate | None = None) -> Source:
-    """The source that reads this data.
+    """Return the source that reads this data.
 
     >>> import numpy as np
     >>> as_source((np.zeros((8, 2)), np.zeros(8))).size
@@ -49,7 +49,7 @@ def _from_loader(loader: DataLoader[Any], collate: Collate | None) -> Source:
 
 
 def _from_dataset(dataset: Any, collate: Collate | None) -> Source:
-    """The source of a loader's dataset, where a tuple or a list is a sequence of samples, never of arrays."""
+    """Return the source of a loader's dataset, where a tuple or a list is a sequence of samples, never of arrays."""
     if isinstance(dataset, tuple | list):
         return MapSource(dataset, collate)
     return as_source(dataset, collate=collate)
@@ -126,4 +126,4 @@ KINDS: list[Kind] = [
     (_is_iterable, _from_iterable),
     (callable, _from_function),
 ]
-"""A new kind of data is one file and one line here; the first that matches is taken."""
+"""A new kind of data is one file and one line here; the first match is used."""

@@ -15,10 +15,10 @@ from .source import Collate, Source, Window, collated, unreadable
 
 
 class StreamSource(Source):
-    """Samples in the order in which they come.
+    """Samples in the order in which they arrive.
 
-    Every replica iterates the whole stream and collates its own part; a sample's id is its position. The
-    stream's own draws come from (seed, epoch), so that all replicas see one stream.
+    Every replica iterates over the whole stream and collates its own part; a sample's id is its position. The stream's
+    random draws are seeded by (seed, epoch), so that all replicas see the same stream.
     """
 
     max_workers = 1
@@ -50,7 +50,7 @@ class StreamSource(Source):
         return collated([samples[i - start] for i in ids.tolist()], self._collate, self.name)
 
     def _skip(self, stream: Iterator[Any], count: int) -> int:
-        """Passes over samples one by one, so that none of them is kept."""
+        """Skip samples one by one, so that none of them is kept."""
         for position in range(count):
             self._take(stream, 1, position)
         return count

@@ -1,7 +1,7 @@
-"""The way of a batch out of a worker process: through memory that both share from the start.
+"""Transfer of batches out of worker processes through preallocated shared memory.
 
-PyTorch hands over a new piece of shared memory for every tensor of every batch, which costs a dozen system calls each
-and runs into the small /dev/shm of containers. Here every worker has a few slots, which it fills again and again.
+PyTorch creates a new shared-memory segment for every tensor of every batch, which costs a dozen system calls each and
+can exceed the small /dev/shm of containers. Here every worker has a few slots, which it reuses.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ import torch
 from torch import Tensor
 
 SLOT_BYTES = 1 << 25
-"""Room for one batch; a larger one goes PyTorch's way. Memory is taken only where something is written."""
+"""Bytes of a slot for one batch; a larger batch is sent by PyTorch. Only pages that are written take memory."""
 SLOTS = 4
-"""Of each worker: two batches ahead, one that is being copied, and one to spare."""
+"""Slots per worker: two batches ahead, one that is being copied, and one spare."""
 _ALIGN = 64
 _INLINE = 512
 
 
 @dataclass(frozen=True)
 class Parcel:
-    """A batch whose numbers lie in a slot."""
+    """A batch whose tensor data is in a slot."""
 
     body: bytes
     places: tuple[tuple[int, int], ...]
-    """Where each tensor begins, and its bytes."""
+    """Offset of each tensor, and its number of bytes."""
 
 
 class _Pickler(pickle.Pickler):
-    """Sets the numbers of plain tensors aside, as numpy's arrays do by themselves."""
+    """Pickle plain tensors with out-of-band buffers, as numpy arrays do by default."""
 
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is not Tensor or obj.device.type != "cpu" or obj.layout is not torch.strided or obj.requires_grad:
@@ -45,13 +45,13 @@ class _Pickler(pickle.Pickler):
 
 
 def _tensor(buffer: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    # What was small enough to stay in the message came as bytes that nobody may write to.
+    # Buffers small enough to stay in the message arrive as read-only bytes.
     writable = bytearray(buffer) if memoryview(buffer).readonly else buffer
     return torch.frombuffer(writable, dtype=dtype).view(shape)
 
 
 class WorkerSlots:
-    """Memory that the consumer and its workers share; made before they are forked."""
+    """Memory shared by the consumer and its workers, allocated before the fork."""
 
     def __init__(self, num_workers: int) -> None:
         flags = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
@@ -60,7 +60,7 @@ class WorkerSlots:
         self._turn = 0
 
     def put(self, batch: Any, worker: int) -> Any:
-        """A batch on its way out of a worker: a parcel, or itself where it does not fit."""
+        """Pack a batch in a worker: into a slot, or unchanged if it does not fit."""
         buffers: list[pickle.PickleBuffer] = []
 
         def is_small(buffer: pickle.PickleBuffer) -> bool:
@@ -83,7 +83,7 @@ class WorkerSlots:
         return Parcel(body.getvalue(), tuple(places))
 
     def take(self, item: Any) -> Any:
-        """The batch of a parcel, copied out of its slot, which is free from then on."""
+        """Return the batch of a parcel, copied out of its slot, which is then free."""
         if not isinstance(item, Parcel):
             return item
         copies = [self._numbers[place : place + size].clone().numpy() for place, size in item.places]

@@ -1,4 +1,4 @@
-"""Worker processes that read batches, and how their failures come back."""
+"""Worker processes that read batches, and the transfer of their errors to the consumer."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from .source import Source
 from .worker_memory import Parcel, WorkerSlots
 
 Read = Callable[[int, int], Iterator[Batch]]
-"""`read(first, step)` gives batches number first, first + step, ... of an epoch."""
+"""`read(first, step)` yields batches number first, first + step, ... of an epoch."""
 
 
 @dataclass(frozen=True)
 class _Failure:
-    """An error of a worker, and what caused it, on their way to the consumer."""
+    """An error of a worker and its cause, sent to the consumer."""
 
     error: DataError
     cause: BaseException
@@ -33,7 +33,7 @@ class _Failure:
 
 
 class _InWorker(IterableDataset[Any]):
-    """Each worker reads every n-th batch; the DataLoader takes from them in turn, which keeps the order."""
+    """Lets each worker read every n-th batch; the DataLoader takes from the workers in turn, which keeps the order."""
 
     def __init__(self, read: Read, slots: WorkerSlots | None) -> None:
         self._read, self._slots = read, slots
@@ -41,7 +41,7 @@ class _InWorker(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Batch | Parcel | _Failure]:
         info = get_worker_info()
         assert info is not None, "made to run in a worker"
-        # A terminal sends Ctrl-C to workers too, which are forked with the handler of whoever trains; they end with it.
+        # A terminal sends Ctrl-C to workers too, which inherit the trainer's handler; they end with the trainer.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         try:
             for batch in self._read(info.id, info.num_workers):
@@ -51,7 +51,7 @@ class _InWorker(IterableDataset[Any]):
 
 
 def read_in_workers(read: Read, num_workers: int, source: Source) -> Iterator[Batch]:
-    """The batches of an epoch in order, read by processes."""
+    """Yield the batches of an epoch in order, read by worker processes."""
     context = _context()
     slots = _slots(num_workers) if context == "fork" else None
     loader: DataLoader[Any] = DataLoader(
@@ -60,11 +60,11 @@ def read_in_workers(read: Read, num_workers: int, source: Source) -> Iterator[Ba
         collate_fn=_as_it_is,
         num_workers=num_workers,
         worker_init_fn=source.worker_init,
-        # Without a generator of its own a DataLoader draws from the one of the network's dropout.
+        # Without its own generator a DataLoader draws from the global one, which the network's dropout uses.
         generator=torch.Generator(),
         multiprocessing_context=context,
     )
-    # The processes are forked here, not at the first batch: a background thread may ask for that.
+    # Fork the processes here and not at the first batch, which a background thread may request.
     with _quiet_children():
         return _received(iter(loader), source.name, slots)
 
@@ -86,15 +86,15 @@ def _received(items: Iterator[Any], name: str, slots: WorkerSlots | None) -> Ite
             remedy="look for lack of memory or a crash in native code; workers=0 reads in this process",
         ) from error
     finally:
-        # The workers end with the last reference to their iterator, and a traceback would hold one.
+        # The workers end when the last reference to their iterator is dropped, and a traceback would hold one.
         del items
 
 
 @contextmanager
 def _quiet_children() -> Iterator[None]:
-    """Takes back DataLoader's signal handler, which raises a worker's death anywhere in the consumer's code.
+    """Remove DataLoader's signal handler, which raises the error of a dead worker anywhere in the consumer's code.
 
-    Without it the death is raised where the next batch is asked for, some seconds later.
+    Without the handler the error is raised when the next batch is requested, some seconds later.
     """
     handler = signal.getsignal(signal.SIGCHLD) if hasattr(signal, "SIGCHLD") else None
     yield
@@ -106,7 +106,7 @@ def _slots(num_workers: int) -> WorkerSlots | None:
     try:
         return WorkerSlots(num_workers)
     except OSError:
-        # A limit on addresses leaves no room for them; PyTorch's way needs less at once.
+        # A limit on the address space leaves no room for the slots; PyTorch's own transfer needs less at once.
         return None
 
 
@@ -115,7 +115,7 @@ def _as_it_is(batch: Any) -> Any:
 
 
 def _context() -> str:
-    """Forking needs no pickling, so datasets may hold functions and open files."""
+    """Return fork if available, which needs no pickling, so datasets may hold functions and open files."""
     return "fork" if "fork" in multiprocessing.get_all_start_methods() else "spawn"
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints and exported models: atomic, digested, versioned; training writes, serving reads."""
+"""Checkpoints and exported models: atomic, with digests and versions; training writes, serving reads."""
 
 from .archives import Archive, OutputMismatch, export, load, require_outputs, versions
 from .checkpoints import Checkpoint, CheckpointStore, check_matches

@@ -1,4 +1,4 @@
-"""Exported models: numbered versions, written whole or not at all, and a loader that runs no foreign code.
+"""Exported models: numbered versions, written atomically, and a loader that runs no foreign code.
 
 A version folder holds `weights.safetensors`, `program.json`, `signature.json`, `manifest.json`, nothing else.
 """
@@ -32,7 +32,7 @@ FILES = (WEIGHTS, PROGRAM, SIGNATURE)
 VERSION = re.compile(r"[1-9][0-9]{0,8}")
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 JSON_CAP = 64 << 20
-"""Bytes of a JSON file; a program of 100,000 operators has 20 MB."""
+"""Maximum bytes of a JSON file; a program of 100,000 operators has 20 MB."""
 WEIGHTS_CAP = 1 << 40
 DEPTH_CAP = 40
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
@@ -41,11 +41,11 @@ Predict = Callable[..., Any]
 
 
 class OutputMismatch(ArchiveError):
-    """A model answered otherwise than its signature declares."""
+    """Raised when a model's outputs do not match its signature."""
 
 
 class Archive(Predictor):
-    """An exported model, ready to answer."""
+    """An exported model, ready for inference."""
 
     def __init__(
         self,
@@ -57,14 +57,14 @@ class Archive(Predictor):
     ) -> None:
         self.signature, self.version, self.meta, self.device = signature, version, meta, device
         self.module = module
-        """The network as a torch.fx module of the inputs in their order; it can be compiled."""
+        """The network as a torch.fx module that takes the inputs in order; it can be compiled."""
 
     def run(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Answers checked inputs with named outputs, on the archive's device."""
+        """Compute named outputs from validated inputs, on the archive's device."""
         with torch.inference_mode():
             answers = self.module(*(inputs[name].to(self.device) for name in self.signature.inputs))
         named = dict(zip(self.signature.outputs, answers, strict=True))
-        # In mixed precision the caller converts the answers back.
+        # In mixed precision the caller converts the outputs back.
         require_outputs(self.signature, named, any_dtype=torch.is_autocast_enabled(self.device.type))
         return named
 
@@ -100,9 +100,9 @@ def export(
     free: Mapping[str, Collection[int]] | None = None,
     extra: dict[str, Any] | None = None,
 ) -> Path:
-    """Writes `predict(model, *inputs)` as the next version under `path` and returns the version's folder.
+    """Write `predict(model, *inputs)` as the next version under `path` and return the version's folder.
 
-    `inputs` are examples by name; their dimension 0 is the batch, which stays free, as do the dims in `free`.
+    `inputs` are examples by name; their dim 0 is the batch, which stays dynamic, as do the dims in `free`.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as root:
@@ -153,7 +153,7 @@ def load(path: Path, device: str = "cpu") -> Archive:
 
 
 def versions(path: Path) -> list[int]:
-    """The versions under a model folder, ascending; links and half-made folders are passed over."""
+    """Return the versions under a model folder, ascending; links and unfinished folders are ignored."""
     if not Path(path).is_dir():
         return []
     return sorted(
@@ -162,7 +162,7 @@ def versions(path: Path) -> list[int]:
 
 
 class _Network(nn.Module):
-    """A model and its predict function as one network of tensors to a tuple of tensors."""
+    """A model and its predict function as one network from tensors to a tuple of tensors."""
 
     def __init__(self, model: nn.Module, predict: Predict, examples: tuple[Tensor, ...]) -> None:
         super().__init__()
@@ -198,7 +198,7 @@ def _output_names(answer: object) -> list[str]:
 
 
 def _examples(inputs: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    """Examples on the model's device with at least two rows, since torch.export treats 1 as a fixed size."""
+    """Return examples on the model's device with at least two rows, since torch.export treats 1 as a fixed size."""
     sizes = {}
     for name, tensor in inputs.items():
         _require_name(name)
@@ -257,7 +257,7 @@ def _require_same_answers(
     examples: Mapping[str, Tensor],
     free: Mapping[str, set[int]],
 ) -> None:
-    """What was written must answer as the model does, for the example's batch and for others."""
+    """Raise unless the stored program computes what the model does, for the example's batch size and others."""
     device = next(iter(examples.values())).device
     before = {name: tensor.to(device, copy=True) for name, tensor in weights.items()}
     module = build(_parsed(PROGRAM, program), before, device)
@@ -274,14 +274,14 @@ def _require_same_answers(
 
 
 def _longer(tensor: Tensor, dims: set[int]) -> Tensor:
-    """The example with its last entry once more along every free dim."""
+    """Return the example with its last entry repeated along every dynamic dim."""
     for dim in dims:
         tensor = torch.cat([tensor, tensor.narrow(dim, tensor.shape[dim] - 1, 1)], dim)
     return tensor
 
 
 def _with_rows(tensor: Tensor, rows: int | None) -> Tensor:
-    """The example itself, its first row alone, or one row more."""
+    """Return the example itself, its first row alone, or the example with one more row."""
     if rows is None:
         return tensor
     return tensor[:1] if rows == 1 else torch.cat([tensor, tensor[:1]])
@@ -303,7 +303,7 @@ def _require_close(name: str, rows: int, want: Tensor, have: Tensor) -> None:
 
 
 def _publish(path: Path, weights: Mapping[str, Tensor], texts: Mapping[str, bytes]) -> Path:
-    """Writes a version aside and moves it to the next free number."""
+    """Write a version to a temporary folder and move it to the next free number."""
     try:
         return _published(Disk(), path, weights, texts)
     except OSError as error:
@@ -341,7 +341,7 @@ def _write(disk: Disk, folder: Path, weights: Mapping[str, Tensor], texts: Mappi
 
 
 def _place(disk: Disk, temporary: Path, path: Path) -> Path:
-    """Renaming onto a full folder fails, so of two exports with one number the later takes the next."""
+    """Move a version to the next free number; renaming onto a non-empty folder fails, so two exports cannot collide."""
     while True:
         taken = [int(entry.name) for entry in path.iterdir() if VERSION.fullmatch(entry.name)]
         target = path / str(max(taken, default=0) + 1)
@@ -372,7 +372,7 @@ def _version_folder(path: Path) -> Path:
 
 
 def _require_plain_folder(folder: Path) -> None:
-    """Four plain files and nothing beside them: no links, no pickles, no libraries."""
+    """Raise unless a folder holds exactly the four regular files: no links, pickles or libraries."""
     if folder.is_symlink():
         raise _unsafe("a link as its folder")
     names = {entry.name for entry in folder.iterdir()}
@@ -462,7 +462,7 @@ def _require_spec(spec: TensorSpec) -> None:
 
 def _read_weights(path: Path) -> dict[str, Tensor]:
     with _as_archive_errors():
-        # Own memory: a file that is mapped and then overwritten would end the process.
+        # Copied, because overwriting a memory-mapped file would crash the process.
         return {name: tensor.clone() for name, tensor in read_tensors(path).items()}
 
 

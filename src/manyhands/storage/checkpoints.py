@@ -1,4 +1,4 @@
-"""A folder of checkpoints: written in the background, whole or not at all, checked by digest when read."""
+"""A folder of checkpoints: written atomically by a background thread, verified by digest when read."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ MODEL, OPTIMIZER, RANDOM = "model.safetensors", "optimizer.safetensors", "random
 AVERAGES, POLICY = "averages.safetensors", "policy.safetensors"
 STATE, MANIFEST = "state.json", "manifest.json"
 CLAIM = re.compile(r"CLAIM-([0-9]{1,18})")
-"""Who writes, by number: the highest is the last one who claimed the folder."""
+"""The number of a writer's claim on the folder: only the writer with the highest number may write."""
 LAST_CLAIM, LAST_GENERATION = 10**18 - 1, 10**9 - 1
-"""The largest numbers that names can hold."""
+"""The largest numbers that file names can hold."""
 FOLDER = re.compile(r"step-([0-9]{9,18})(?:\.([0-9]{1,9}))?")
 JSON_LIMIT = 64 << 20
-"""Bytes of a manifest or a state."""
+"""Maximum size in bytes of a manifest or a state file."""
 
 
 def _whole(value: Any) -> bool:
-    """Whether it is a whole number that names can hold."""
+    """Return whether the value is a non-negative integer that fits into a file name."""
     return type(value) is int and 0 <= value <= LAST_CLAIM
 
 
@@ -58,31 +58,31 @@ STATE_FIELDS = {
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """All that a run needs to go on, in memory."""
+    """Everything that a run needs to resume, in memory."""
 
     step: int
     model: dict[str, Tensor]
-    """Parameters and buffers by the plain module's names."""
+    """Parameters and buffers by the names of the original module."""
     optimizers: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Optimizer key to what `optimizer_state` gives."""
+    """Optimizer key to what `optimizer_state` returns."""
     state: dict[str, Any] = field(default_factory=dict)
-    """JSON-able: the feed's cursor, schedule, epoch, best, metrics, spec."""
+    """JSON-serializable: the feed's position, schedule, epoch, best score, metrics, strategy spec."""
     random: dict[str, Tensor] = field(default_factory=dict)
     """Generator states, such as "rank0.cpu"."""
     averages: dict[str, Tensor] = field(default_factory=dict)
-    """Moving averages of some of the model's tensors, where they are kept."""
+    """Moving averages of some of the model's tensors, if they are kept."""
     policy: dict[str, Tensor] = field(default_factory=dict)
-    """What a lossy policy has to remember between steps, where there is one."""
+    """State that a lossy synchronization policy keeps between steps, if there is one."""
 
     @property
     def averaged(self) -> dict[str, Tensor]:
-        """The model with its averages in place of what they are averages of."""
+        """The model's tensors, with averages in place of the tensors they were computed from."""
         return {**self.model, **self.averages}
 
 
 @dataclass(frozen=True)
 class _Copy:
-    """A checkpoint as it was when `save` was called, ready to be written."""
+    """A copy of a checkpoint made when `save` was called, ready to be written."""
 
     step: int
     score: float | None
@@ -92,7 +92,7 @@ class _Copy:
 
 @dataclass(frozen=True, order=True)
 class _Folder:
-    """A committed or half-made checkpoint on disk; a step that is saved again gets the next generation."""
+    """A committed or unfinished checkpoint on disk; saving a step again creates the next generation."""
 
     step: int
     generation: int
@@ -112,10 +112,10 @@ def _notice(text: str) -> None:
 
 
 class CheckpointStore:
-    """Checkpoints under one root: one writer, any number of readers.
+    """Store checkpoints under one root folder, with one writer and any number of readers.
 
-    `save` copies and returns; a thread writes. An error of that thread never stops the caller: it goes to
-    `on_error` in the caller's next `save`, `wait` or `close`, and the last good checkpoint stays.
+    `save` copies the tensors and returns; a background thread writes them. An error in that thread does not stop the
+    caller: `on_error` gets it in the next `save`, `wait` or `close`, and the last good checkpoint stays on disk.
 
     >>> import tempfile, torch
     >>> with tempfile.TemporaryDirectory() as root, CheckpointStore(Path(root)) as store:
@@ -137,9 +137,9 @@ class CheckpointStore:
             raise CheckpointError("keep must be at least 1", got=keep, remedy="pass keep=2")
         self.root, self.keep = Path(root), keep
         self.blocked_seconds = 0.0
-        """Time that `save` held up its caller."""
+        """Seconds for which `save` blocked its caller."""
         self.written_seconds = 0.0
-        """Time that the background thread took."""
+        """Seconds that the background thread spent writing."""
         self._on_error, self._on_notice, self._disk = on_error, on_notice, disk or Disk()
         self._snapshots = {name: Snapshot() for name in (MODEL, OPTIMIZER, RANDOM, AVERAGES, POLICY)}
         self._thread: threading.Thread | None = None
@@ -148,7 +148,7 @@ class CheckpointStore:
         remove_stale(self._disk, self.root)
 
     def claim(self) -> None:
-        """Makes this the one that writes: whoever did before, and wakes from a long sleep, is refused from now on."""
+        """Make this store the only writer: earlier writers, such as a suspended process, can no longer write."""
         try:
             self.root.mkdir(parents=True, exist_ok=True)
             self._claim = self._claimed()
@@ -157,7 +157,7 @@ class CheckpointStore:
             self._on_error(error)
 
     def _claimed(self) -> int:
-        """A number above all others: of two that try the same one, the file system lets one have it."""
+        """Create the next claim file and return its number; of two writers that try the same number, one succeeds."""
         while True:
             before = self._claims()
             number = max(before, default=0) + 1
@@ -180,7 +180,7 @@ class CheckpointStore:
 
     @property
     def _holds(self) -> bool:
-        """Whether nobody has claimed the folder since this one did."""
+        """Whether no other writer has claimed the folder after this one."""
         return self._claim is None or max(self._claims(), default=0) <= self._claim
 
     def _require_claim(self) -> None:
@@ -190,7 +190,7 @@ class CheckpointStore:
             )
 
     def save(self, checkpoint: Checkpoint, *, score: float | None = None) -> None:
-        """Copies a checkpoint now and writes it in the background; the lowest score is the best."""
+        """Copy a checkpoint now and write it in the background; the checkpoint with the lowest score is the best."""
         began = time.perf_counter()
         self.wait()
         copy = self._copy(checkpoint, score)
@@ -199,7 +199,7 @@ class CheckpointStore:
         self.blocked_seconds += time.perf_counter() - began
 
     def wait(self) -> None:
-        """Returns when nothing is being written any more."""
+        """Wait until the background write is finished, then report its errors to `on_error`."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -208,7 +208,7 @@ class CheckpointStore:
             self._on_error(error)
 
     def close(self) -> None:
-        """Finishes writing and gives the memory of the copies back."""
+        """Finish writing and free the memory of the copies."""
         self.wait()
         for snapshot in self._snapshots.values():
             snapshot.clear()
@@ -220,21 +220,21 @@ class CheckpointStore:
         self.close()
 
     def steps(self) -> list[int]:
-        """Steps that have a committed checkpoint, ascending."""
+        """Return the steps that have a committed checkpoint, ascending."""
         return sorted({folder.step for folder in self._committed()})
 
     def best(self) -> int | None:
-        """The step of the committed checkpoint with the lowest score."""
+        """Return the step of the committed checkpoint with the lowest score."""
         folder = _best(self._committed())
         return None if folder is None else folder.step
 
     def newest_model(self) -> Path | None:
-        """The file of the newest committed network, not checked, for a look at its header."""
+        """Return the model file of the newest committed checkpoint, unverified, for reading its header."""
         committed = self._committed()
         return committed[-1].path / MODEL if committed else None
 
     def load(self, step: int | None = None, *, before: int | None = None) -> Checkpoint:
-        """The checkpoint of a step, or the newest that is whole; `on_notice` hears of those passed over."""
+        """Return the checkpoint of a step, or the newest intact one; report skipped corrupt ones to `on_notice`."""
         self.wait()
         folders = [f for f in reversed(self._committed()) if step is None or f.step == step]
         folders = [f for f in folders if before is None or f.step < before]
@@ -299,7 +299,7 @@ class CheckpointStore:
             try:
                 self._write(copy, temporary, folder.path)
             except Exception:
-                # Where the rename did not happen, what stands at the target is somebody else's.
+                # If the rename did not happen, the folder at the target belongs to another writer.
                 mine = folder.path if not temporary.exists() else temporary
                 self._disk.discard(mine)
                 raise
@@ -309,7 +309,7 @@ class CheckpointStore:
         self.written_seconds += time.perf_counter() - began
 
     def _target(self, step: int) -> _Folder:
-        """Where a step goes; what is there already stays until the new one is committed."""
+        """Return the folder for a step; an existing one of the same step stays until the new one is committed."""
         taken = [folder.generation for folder in self._folders() if folder.step == step]
         generation = max(taken, default=-1) + 1
         _require_room(f"step-{step:09d}.", generation, LAST_GENERATION, self.root)
@@ -332,7 +332,7 @@ class CheckpointStore:
         self._commit(target, digest)
 
     def _commit(self, target: Path, manifest: Digest) -> None:
-        """The marker comes last: a folder that has it was on disk whole before it appeared."""
+        """Write the commit marker last, after fsync: a folder that has it is complete on disk."""
         self._require_claim()
         waiting = target / f".{MARKER}"
         self._disk.write(waiting, [_marker(manifest.sha256)])
@@ -342,7 +342,7 @@ class CheckpointStore:
         self._disk.fsync(self.root)
 
     def _prune(self, written: _Folder) -> None:
-        """Removes all but the newest, the best, and what was just written; never what a later claim has written."""
+        """Remove all but the newest, the best and the one just written; keep folders written under a later claim."""
         committed = self._committed()
         newest: dict[int, _Folder] = {folder.step: folder for folder in committed}
         kept = {*sorted(newest.values())[-self.keep :], written}
@@ -353,7 +353,7 @@ class CheckpointStore:
                 self._remove(folder)
 
     def _is_later(self, folder: _Folder) -> bool:
-        """Whether somebody has written this who claimed the root after this one did."""
+        """Return whether a writer that claimed the root after this one wrote this folder."""
         try:
             claim: Any = _object(folder.path / MANIFEST).get("claim")
         except (OSError, ValueError):
@@ -361,7 +361,7 @@ class CheckpointStore:
         return self._claim is not None and _whole(claim) and claim > self._claim
 
     def _remove(self, folder: _Folder) -> None:
-        """The marker goes first, so that a crash in between leaves no part that looks whole."""
+        """Remove a checkpoint, marker first, so that a crash leaves no partial folder that looks committed."""
         if folder.committed:
             self._disk.remove(folder.path / MARKER)
             self._disk.fsync(folder.path)
@@ -369,7 +369,7 @@ class CheckpointStore:
 
 
 def _require_room(begin: str, number: int, last: int, root: Path) -> None:
-    """Raise where the next number is longer than names can hold: no program counts that far by itself."""
+    """Raise if the next number does not fit into a file name; counting alone does not reach it."""
     if number > last:
         raise CheckpointError(
             f"names in {root} are numbered up to {last}", got=f"{begin}{last}", remedy="remove what has that name"
@@ -377,14 +377,14 @@ def _require_room(begin: str, number: int, last: int, root: Path) -> None:
 
 
 def _require_numbers(model: Mapping[str, Tensor]) -> None:
-    """A checkpoint that cannot be trained on must not become the newest; infinity may stand in a mask."""
+    """Raise if the model contains NaN, so that it does not become the newest checkpoint; masks may hold infinity."""
     for name, tensor in model.items():
         if tensor.is_floating_point() and bool(tensor.isnan().any()):
             raise CheckpointError("a network with NaN in it is not saved", got=f"NaN in {name}")
 
 
 def check_matches(checkpoint: Checkpoint, model: nn.Module) -> None:
-    """Raises unless the checkpoint holds exactly the tensors of this model."""
+    """Raise unless the checkpoint holds exactly the tensors of this model."""
     have = checkpoint.model
     want = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
     missing = [name for name in want if name not in have]
@@ -404,7 +404,7 @@ def check_matches(checkpoint: Checkpoint, model: nn.Module) -> None:
 
 
 def describe(root: Path) -> str:
-    """What a folder holds that is not ours, in words."""
+    """Describe the contents of a folder that holds no usable checkpoint, for error messages."""
     if not root.exists():
         return "no such folder"
     if not root.is_dir():
@@ -426,7 +426,7 @@ def describe(root: Path) -> str:
 
 
 def _read(folder: _Folder) -> Checkpoint:
-    """A checkpoint whose every byte was checked."""
+    """Read a checkpoint after verifying the digest of every file."""
     try:
         manifest = _manifest(folder.path)
         for name, said in manifest["files"].items():
@@ -479,7 +479,7 @@ def _assembled(path: Path, text: dict[str, Any], files: set[str]) -> Checkpoint:
 
 
 def _parted(optimizers: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors of optimizers under flat keys, and the rest as JSON."""
+    """Return the optimizers' tensors under flat keys, and the remaining state for JSON."""
     tensors: dict[str, Tensor] = {}
     plain: dict[str, Any] = {}
     for key, data in optimizers.items():

@@ -1,4 +1,4 @@
-"""The few operations on a file system that the store is made of, each a method that a test can break."""
+"""The file-system operations that the store uses, each a method in which a test can inject failures."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from typing import Any
 from ..core import open_regular
 
 CHUNK = 4 << 20
-"""Bytes per call: large enough that writing and hashing run outside the interpreter's lock."""
+"""Bytes per call: large enough that writing and hashing run outside the GIL."""
 TEMPORARY = ".tmp-"
 STALE_SECONDS = 7 * 24 * 3600.0
-"""After so long without a change a temporary has no writer, wherever that was."""
+"""Seconds without a change after which a temporary is taken to have no writer, on any host."""
 
 
 @dataclass(frozen=True)
@@ -30,19 +30,19 @@ class Digest:
     sha256: str
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready data."""
+        """Return the digest as JSON-serializable data."""
         return {"size": self.size, "sha256": self.sha256}
 
 
 class Disk:
-    """Every step that changes a disk; subclasses inject crashes and errors."""
+    """Every operation that changes the disk; subclasses inject crashes and errors."""
 
     def make_folder(self, path: Path) -> None:
-        """A new folder."""
+        """Create a new folder."""
         path.mkdir()
 
     def write(self, path: Path, parts: Iterable[bytes | memoryview]) -> Digest:
-        """A new file of these parts, with its digest; not yet safe against a power cut."""
+        """Write a new file and return its digest; it is not durable before `fsync`."""
         digest, size = hashlib.sha256(), 0
         with path.open("xb", buffering=0) as file:
             for piece in pieces(parts):
@@ -52,12 +52,12 @@ class Disk:
         return Digest(size, digest.hexdigest())
 
     def put(self, file: int, piece: memoryview) -> None:
-        """Appends one piece to an open file."""
+        """Append one piece to an open file."""
         while piece:
             piece = piece[os.write(file, piece) :]
 
     def fsync(self, path: Path) -> None:
-        """Waits until a file or a folder is safe against a power cut."""
+        """Flush a file or a folder to disk, so that it survives a power failure."""
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             os.fsync(file)
@@ -65,15 +65,15 @@ class Disk:
             os.close(file)
 
     def rename(self, source: Path, target: Path) -> None:
-        """Moves a file (over another one) or a folder (never over a full one)."""
+        """Move a file (replacing an existing one) or a folder (never over one that is not empty)."""
         source.rename(target)
 
     def remove(self, path: Path) -> None:
-        """Removes a file or a link, never what a link points to."""
+        """Remove a file or a link, never the target of a link."""
         path.unlink()
 
     def remove_folder(self, path: Path) -> None:
-        """Removes a folder with all that is in it; capitals sort first, and so a marker goes before the rest."""
+        """Remove a folder and its contents in sorted order: upper case sorts first, so the marker is removed first."""
         for entry in sorted(path.iterdir()):
             if entry.is_dir() and not entry.is_symlink():
                 self.remove_folder(entry)
@@ -82,11 +82,11 @@ class Disk:
         self.remove_empty(path)
 
     def remove_empty(self, path: Path) -> None:
-        """Removes an empty folder."""
+        """Remove an empty folder."""
         path.rmdir()
 
     def discard(self, path: Path) -> None:
-        """Removes a folder or file if it is there and can be removed; a leftover is no reason to fail."""
+        """Remove a folder or file if it exists and can be removed; ignore errors."""
         with contextlib.suppress(OSError):
             if path.is_dir() and not path.is_symlink():
                 self.remove_folder(path)
@@ -95,7 +95,7 @@ class Disk:
 
 
 def pieces(parts: Iterable[bytes | memoryview]) -> Iterator[memoryview]:
-    """The same bytes, in pieces of at most `CHUNK`."""
+    """Yield the bytes in pieces of at most `CHUNK` bytes."""
     for part in parts:
         view = memoryview(part).cast("B")
         for start in range(0, len(view), CHUNK):
@@ -113,7 +113,7 @@ def digest_of(path: Path) -> Digest:
 
 
 def replace_file(disk: Disk, path: Path, parts: Iterable[bytes | memoryview]) -> Digest:
-    """Writes a file so that readers see the old one or the new one, never a part."""
+    """Write a file atomically: readers see the old one or the new one, never a part."""
     temporary = path.parent / temporary_name()
     try:
         digest = disk.write(temporary, parts)
@@ -127,13 +127,13 @@ def replace_file(disk: Disk, path: Path, parts: Iterable[bytes | memoryview]) ->
 
 
 def temporary_name() -> str:
-    """Return a hidden name that says which process writes it, so that others can tell when its writer is dead."""
+    """Return a hidden name that identifies the writing process, so that others can detect when it has ended."""
     writer = f"{_host()}.{_pid_space()}.{os.getpid()}.{_started(os.getpid())}"
     return f"{TEMPORARY}{writer}.{uuid.uuid4().hex[:12]}"
 
 
 def remove_stale(disk: Disk, root: Path) -> list[str]:
-    """Remove temporaries whose writer has ended, or that nobody has changed for a week; return their names."""
+    """Remove temporaries whose writer has ended or that did not change for a week; return their names."""
     stale = [entry for entry in root.glob(f"{TEMPORARY}*") if _writer_is_dead(entry.name) or _is_old(entry)]
     for entry in stale:
         disk.discard(entry)
@@ -141,7 +141,7 @@ def remove_stale(disk: Disk, root: Path) -> list[str]:
 
 
 def _writer_is_dead(name: str) -> bool:
-    """Whether the writer was a process that this one could see, and has ended.
+    """Return whether the writer was a process in this process's namespace, and has ended.
 
     A host name and a process id are not enough: containers may share a host name, and every one of them has a process
     1; and a process id is used again.
@@ -154,7 +154,7 @@ def _writer_is_dead(name: str) -> bool:
     except ProcessLookupError:
         return True
     except (OSError, OverflowError):
-        pass  # one of another user
+        pass  # a process of another user
     return _started(int(pid)) not in ("", started)
 
 
@@ -166,7 +166,7 @@ def _is_old(entry: Path) -> bool:
 
 
 def _pid_space() -> str:
-    """Return what tells apart where process ids are counted: this start of the machine, and the container in it."""
+    """Return an identifier of the process-id namespace: this boot of the machine, and the container in it."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text()
         return hashlib.sha256(f"{boot}{os.stat('/proc/self/ns/pid').st_ino}".encode()).hexdigest()[:12]

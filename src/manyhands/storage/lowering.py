@@ -1,4 +1,4 @@
-"""Rewrites of a traced graph into operators that every machine has and that check their arguments."""
+"""Rewrite a traced graph into operators that every machine has and that check their arguments."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ aten = torch.ops.aten
 
 
 def lower(module: fx.GraphModule) -> None:
-    """Rewrite operators of other libraries that a traced graph holds, where there is an equal."""
+    """Rewrite operators of other libraries in a traced graph that have an equivalent."""
     for node in list(module.graph.nodes):
         rewrite = REWRITES.get(str(node.target))
         if rewrite is not None:
@@ -26,10 +26,10 @@ def lower(module: fx.GraphModule) -> None:
 
 
 def _grouped_product(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    """Rows sorted by expert, each times its expert's matrix; `offs` are the ends of the experts' rows."""
+    """Multiply rows sorted by expert with their expert's matrix; `offs` are the ends of the experts' rows."""
     rows, weight, ends = node.args
     call = graph.call_function
-    # A row's number, on the same device.
+    # The index of each row, on the same device.
     ones = call(aten.new_ones.default, (ends, [call(aten.sym_size.int, (rows, 0))]), {"dtype": torch.int64})
     number = call(aten.sub.Tensor, (call(aten.cumsum.default, (ones, 0)), 1))
     last = weight.meta["val"].shape[0] - 1 if isinstance(weight, fx.Node) else 0
@@ -39,7 +39,7 @@ def _grouped_product(graph: fx.Graph, node: fx.Node) -> fx.Node:
 
 
 def _weight_norm(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    """A weight of given length and direction; the fused kernel divides by the number of rows, which may be zero."""
+    """Compute a weight from norm and direction; the fused kernel divides by the number of rows, which may be zero."""
     direction, length, *rest = node.args
     dim = rest[0] if rest else node.kwargs.get("dim", 0)
     shape = direction.meta["val"].shape if isinstance(direction, fx.Node) else ()
@@ -49,7 +49,7 @@ def _weight_norm(graph: fx.Graph, node: fx.Node) -> fx.Node:
 
 
 def _embedding_bag(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    """Sums, means or maxima of rows of a table; the fused kernel trusts offsets and their shape."""
+    """Compute sums, means or maxima of table rows; the fused kernel does not check offsets and their shape."""
     names = ("weight", "indices", "offsets", "scale_grad_by_freq", "mode", "sparse", "per_sample_weights")
     given: dict[str, Any] = (
         dict(zip((*names, "include_last_offset", "padding_idx"), node.args, strict=False)) | node.kwargs
@@ -86,7 +86,7 @@ def _embedding_bag(graph: fx.Graph, node: fx.Node) -> fx.Node:
 
 
 def _first_of(rewrite: Callable[[fx.Graph, fx.Node], fx.Node]) -> Callable[[fx.Graph, fx.Node], fx.Node]:
-    """Rewrite an operator of several results of which only the first is used."""
+    """Rewrite an operator with several results of which only the first is used."""
 
     def rewritten(graph: fx.Graph, node: fx.Node) -> fx.Node:
         made = rewrite(graph, node)
@@ -107,4 +107,4 @@ REWRITES: dict[str, Callable[[fx.Graph, fx.Node], fx.Node]] = {
     "aten.embedding_bag.padding_idx": _first_of(_embedding_bag),
     "transformers.grouped_mm_fallback.default": _grouped_product,
 }
-"""By the name of the operator. Mixture-of-experts layers of `transformers` call one of their own."""
+"""Rewrites by operator name. Mixture-of-experts layers of `transformers` call an operator of that library."""

@@ -1,7 +1,7 @@
-"""Which operators a stored program may name: those of a closed list, with arguments that leave the model as it is.
+"""The operators that a stored program may use: those of a closed list, with arguments that do not change the model.
 
-This is the first of two layers: it keeps a program from naming a kernel that trusts its arguments. The second is the
-process of a replica, which is sandboxed. The only file that reads torch's private parts: an operator's schema has no
+This is the first of two layers: it keeps a program from calling a kernel that does not check its arguments. The second
+is the sandboxed process of a replica. Only this file reads torch's private parts, because an operator's schema has no
 public form.
 """
 
@@ -47,14 +47,14 @@ PYTHON: dict[str, Callable[..., Any]] = {
 """Arithmetic on sizes and the choice of one of several outputs."""
 
 PORTABLE = {
-    # A trace names a view after the strides of its own device; another's may lay results out otherwise.
+    # A traced view depends on the strides of the traced device; another device may lay results out differently.
     "aten.view.default": "aten.reshape.default",
-    # Memory that nothing was written to is not for a program to read.
+    # A program must not read uninitialized memory.
     "aten.empty.memory_format": "aten.zeros.default",
     "aten.empty_like.default": "aten.zeros_like.default",
     "aten.new_empty.default": "aten.new_zeros.default",
 }
-"""What an export writes instead of an operator of the trace."""
+"""Operators of a trace, and those that an export stores instead."""
 
 UNDECLARED_VIEWS = frozenset(
     f"aten.{name}"
@@ -65,11 +65,11 @@ UNDECLARED_VIEWS = frozenset(
         *("matrix_power", "linalg_matrix_power", "combinations", "rrelu", "pad", "unflatten", "native_channel_shuffle"),
     )
 )
-"""Operators whose result may share memory with an argument although their schema does not say so."""
+"""Operators whose result may share memory with an argument although their schema does not declare it."""
 
 
 def name_of(target: object) -> str:
-    """The stored name of a traced operator, or an error when programs may not use it."""
+    """Return the stored name of a traced operator; raise if programs may not use it."""
     for name, function in PYTHON.items():
         if function is target:
             return name
@@ -80,7 +80,7 @@ def name_of(target: object) -> str:
 
 @functools.cache
 def named(name: str) -> Callable[..., Any]:
-    """The operator of this name, or an error when programs may not use it."""
+    """Return the operator of this name; raise if programs may not use it."""
     if name in PYTHON:
         return PYTHON[name]
     if name not in ALLOWED:
@@ -264,14 +264,14 @@ VALIDATED: dict[str, Callable[..., Any]] = {
     "aten.rnn_tanh.input": rnn_tanh,
     "aten.rnn_relu.input": rnn_relu,
 }
-"""Operators that are called through a function that makes their arguments safe."""
+"""Operators that are called through a function that validates their arguments."""
 
 
 def arguments(function: Callable[..., Any]) -> list[tuple[str, str]] | None:
-    """Names of an operator's arguments and the kind of each, one of `KINDS`; None for arithmetic."""
+    """Return the names of an operator's arguments and the kind of each, one of `KINDS`; None for arithmetic."""
     if not isinstance(function, torch._ops.OpOverload):
         return None
-    # The plain type of a dtype is int, and torch looks a number up without a check.
+    # In the plain schema a dtype is an int, and torch converts a number to a dtype without a check.
     return [(one.name, _kind(str(one.real_type))) for one in function._schema.arguments]
 
 
@@ -284,7 +284,7 @@ KINDS = {
     "str": "text",
     "bool": "flag",
 }
-"""What an argument of a type may be; of all other types it is a number, a tensor, or a list of these."""
+"""The kind of argument by schema type; arguments of other types are numbers, tensors, or lists of these."""
 
 
 def _kind(real_type: str) -> str:
@@ -292,14 +292,14 @@ def _kind(real_type: str) -> str:
 
 
 def written(function: Callable[..., Any]) -> set[str]:
-    """Names of the arguments that an operator changes in place."""
+    """Return the names of the arguments that an operator changes in place."""
     if not isinstance(function, torch._ops.OpOverload):
         return set()
     return {one.name for one in function._schema.arguments if one.alias_info is not None and one.alias_info.is_write}
 
 
 def shared(function: Callable[..., Any]) -> set[str] | None:
-    """Names of the arguments that an operator's result may share memory with; None for all of them."""
+    """Return the names of the arguments that an operator's result may share memory with; None for all of them."""
     if not isinstance(function, torch._ops.OpOverload):
         return None
     if str(function).rpartition(".")[0] in UNDECLARED_VIEWS:
@@ -308,7 +308,7 @@ def shared(function: Callable[..., Any]) -> set[str] | None:
 
 
 def require_stateless(name: str, given: Mapping[str, Any]) -> None:
-    """Refuses normalization that would update running statistics: its schema does not say that it does."""
+    """Raise for normalization that would update running statistics, which its schema does not declare."""
     flag = {"aten.batch_norm.default": "training", "aten.instance_norm.default": "use_input_stats"}.get(name)
     if flag is None or given.get(flag) is False:
         return

@@ -1,4 +1,4 @@
-"""An optimizer's state keyed by parameter names, so that it fits however parameters are ordered."""
+"""An optimizer's state keyed by parameter names, so that it does not depend on the order of parameters."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from ..core import CheckpointError, each_of, has_scheduler, nested_in
 
 Slots = dict[str, Any]
 EXECUTION = ("fused", "foreach", "capturable")
-"""How an update is executed, not what it computes: that is the present machine's choice, never a file's."""
+"""Settings of how an update is executed, not what it computes; they are never loaded from a file."""
 
 
 def optimizer_state(optimizer: Optimizer, names: Mapping[Tensor, str]) -> dict[str, Any]:
-    """`{"state": {name: {slot: value}}, "groups": [{"params": [names], **hyperparameters}]}` of an optimizer.
+    """Return `{"state": {name: {slot: value}}, "groups": [{"params": [names], **hyperparameters}]}` of an optimizer.
 
     Slots of an optimizer that it keeps inside are named "attribute:slot"; its groups are in "inner" by attribute. The
     tensors are the optimizer's own, not copies.
@@ -37,7 +37,7 @@ def optimizer_state(optimizer: Optimizer, names: Mapping[Tensor, str]) -> dict[s
 
 
 def _inner(optimizer: Optimizer) -> dict[str, Optimizer]:
-    """Optimizers that an optimizer keeps inside, without those whose state is its own; of members by number too."""
+    """Return nested optimizers, except those that share the outer one's state; those of members by number too."""
     members = each_of(optimizer)
     return {
         f"{number}.{attribute}" if len(members) > 1 else attribute: one
@@ -48,7 +48,7 @@ def _inner(optimizer: Optimizer) -> dict[str, Optimizer]:
 
 
 def load_optimizer_state(optimizer: Optimizer, names: Mapping[Tensor, str], data: Mapping[str, Any]) -> None:
-    """Puts what `optimizer_state` gave into an optimizer of the same groups.
+    """Load what `optimizer_state` returned into an optimizer with the same groups.
 
     Slots take their parameter's dtype and device; a `step` stays as it was saved unless the optimizer is
     capturable or fused, as torch itself has it.
@@ -77,7 +77,7 @@ def load_optimizer_state(optimizer: Optimizer, names: Mapping[Tensor, str], data
 
 
 def _slots(state: Mapping[str, Slots], prefix: str, without: Sequence[str] = ()) -> dict[str, Slots]:
-    """The slots whose names begin so, by what follows."""
+    """Return the slots whose names start with the prefix, by the rest of their names."""
     found = {
         name: {
             slot.removeprefix(prefix): value
@@ -93,7 +93,7 @@ def _load(optimizer: Optimizer, names: Mapping[Tensor, str], data: Mapping[str, 
     state: dict[int, Slots] = {}
     groups, index = [], 0
     for current, group in zip(optimizer.param_groups, data["groups"], strict=True):
-        # torch matches by position, so the names are taken in the current order.
+        # torch matches parameters by position, so names are mapped to positions in the current order.
         places = {names[parameter]: index + i for i, parameter in enumerate(current["params"])}
         index += len(places)
         state |= {at: _copied(data["state"][name]) for name, at in places.items() if name in data["state"]}
@@ -109,7 +109,7 @@ def _load(optimizer: Optimizer, names: Mapping[Tensor, str], data: Mapping[str, 
 
 
 def _into(held: Any, value: Any) -> Any:
-    """A new value; where a tensor held the old one, that tensor with the new value."""
+    """Return the new value; if the old one was a tensor, copy the new value into it and return that tensor."""
     return held.fill_(value) if isinstance(held, Tensor) and held.numel() == 1 else value
 
 
@@ -162,7 +162,7 @@ def _require_same_groups(optimizer: Optimizer, names: Mapping[Tensor, str], save
 
 
 def _restored(current: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Saved hyperparameters over the current ones; JSON made lists of tuples."""
+    """Return the current hyperparameters updated with saved ones; JSON turned tuples into lists."""
     merged = {key: value for key, value in current.items() if key != "params"}
     for key, value in saved.items():
         if key != "params" and key not in EXECUTION:
@@ -171,5 +171,5 @@ def _restored(current: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str,
 
 
 def _copied(slots: Slots) -> Slots:
-    """Own copies, since the optimizer goes on to change them in place."""
+    """Return copies of the slots, because the optimizer will change them in place."""
     return {key: value.clone() if isinstance(value, Tensor) else value for key, value in slots.items()}

@@ -39,23 +39,23 @@ _PLAIN_DTYPE = re.compile(
     r"(float|bfloat|u?int|complex)\d+(_\w+)?|bool|half|float|double|int|long|short|cfloat|cdouble"
 )
 SINGLETONS = ("dtype", "layout", "memory_format")
-"""torch's named constants that an argument may be."""
+"""torch's named constants that are allowed as arguments."""
 
 Json = Any
 
 
 @dataclass(frozen=True)
 class StoredProgram:
-    """A network as data: the program, and the tensors that it names."""
+    """A network as data: the program, and the tensors that it refers to by name."""
 
     program: dict[str, Json]
     weights: dict[str, Tensor]
     shapes: list[tuple[str, tuple[int | None, ...]]]
-    """dtype and shape of every output; None where the size follows the batch."""
+    """dtype and shape of every output; None for sizes that depend on the batch."""
 
 
 def trace(network: nn.Module, examples: tuple[Tensor, ...], free: Sequence[Collection[int]]) -> StoredProgram:
-    """Traces a network of tensors to a tuple of tensors, free in the batch dimension of all inputs and in `free`."""
+    """Trace a network from tensors to a tuple of tensors, with dynamic batch dimension and dimensions in `free`."""
     exported = _exported(network, examples, free)
     lower(exported.graph_module)
     _require_pure(exported)
@@ -63,7 +63,7 @@ def trace(network: nn.Module, examples: tuple[Tensor, ...], free: Sequence[Colle
 
 
 def build(program: Mapping[str, Json], weights: Mapping[str, Tensor], device: torch.device) -> nn.Module:
-    """The network that a program describes; raises on anything that is not plain tensor arithmetic."""
+    """Build the network that a program describes; raise for anything that is not plain tensor arithmetic."""
     try:
         return _Builder(program, weights, device).module()
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
@@ -73,7 +73,7 @@ def build(program: Mapping[str, Json], weights: Mapping[str, Tensor], device: to
 
 
 def user_line(error: BaseException) -> str:
-    """The last line of a traceback that is neither torch's nor ours."""
+    """Return the last line of a traceback that is neither in torch nor in manyhands."""
     ours, torchs = str(Path(__file__).parent), str(Path(torch.__file__).parent)
     seen: BaseException | None = error
     found = ""
@@ -89,12 +89,12 @@ def _exported(network: nn.Module, examples: tuple[Tensor, ...], free: Sequence[C
     batch = Dim("batch")
     try:
         with torch.no_grad(), warnings.catch_warnings(), _without_fast_path():
-            # Recurrent layers do so; whether the program answers as the model does is checked afterwards.
+            # Recurrent layers assign attributes; the outputs of program and model are compared afterwards.
             warnings.filterwarnings("ignore", message=".*assigned during export")
             shapes = (tuple({0: batch, **dict.fromkeys(dims, Dim.DYNAMIC)} for dims in free),)
             return torch.export.export(network, examples, dynamic_shapes=shapes, strict=False)
     except Exception as error:
-        # torch raises many kinds here, and errors of the network itself come through unchanged.
+        # torch raises many kinds of errors here, and passes errors of the network itself through unchanged.
         raise _untraceable(error) from error
 
 
@@ -111,7 +111,7 @@ def _without_fast_path() -> Iterator[None]:
 
 @contextmanager
 def environment_kept() -> Iterator[None]:
-    """Tracing names a cache folder in the environment, which would go on to every child process."""
+    """Restore the environment after tracing, which sets a cache folder that child processes would inherit."""
     before = set(os.environ)
     try:
         yield
@@ -151,7 +151,7 @@ def _require_pure(exported: ExportedProgram) -> None:
 
 
 class _Encoder:
-    """Turns the graph of an exported program into JSON."""
+    """Encode the graph of an exported program as JSON."""
 
     def __init__(self, exported: ExportedProgram) -> None:
         self.exported = exported
@@ -181,7 +181,7 @@ class _Encoder:
         tensor = held[target]
         if not isinstance(tensor, Tensor):
             raise ArchiveError("constants of a network are tensors", got=f"{target}: {type(tensor).__name__}")
-        # Tied weights are one tensor under two names, and stay one.
+        # Tied weights are one tensor under two names, and are stored once.
         same = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype) if tensor.numel() else target
         if same not in self._keys:
             key = target.removeprefix("model.")
@@ -190,7 +190,7 @@ class _Encoder:
         return self._keys[same]
 
     def _graph(self, module: fx.GraphModule, inputs: list[Json] | None) -> int:
-        """Appends a graph and those inside it; returns its number."""
+        """Append a graph and its nested graphs; return its number."""
         number = len(self.graphs)
         graph: dict[str, Json] = {}
         self.graphs.append(graph)
@@ -218,7 +218,7 @@ class _Encoder:
         if region is not None:
             return region(self, node.args, places, nested)
         made: dict[str, Json] = {"op": _name_of(node), "args": self._value(node.args, places)}
-        # Memory that is written at once, instead of left as it was, has no layout of its own.
+        # Uninitialized tensors are stored as zeros, which need no memory layout.
         kwargs = {key: value for key, value in node.kwargs.items() if made["op"] not in ZEROS or key in ZEROS_TAKE}
         if kwargs:
             made["kwargs"] = {key: self._value(value, places) for key, value in kwargs.items()}
@@ -243,7 +243,7 @@ class _Encoder:
         raise ArchiveError("arguments in a program are numbers and tensors", got=f"{type(value).__name__} {value}")
 
     def _grad(self, args: Any, places: dict[fx.Node, int], nested: dict[fx.Node, fx.GraphModule]) -> Json:
-        """A prediction never differentiates, so the region is just called."""
+        """Encode a grad-mode region as a plain call, because inference does not differentiate."""
         _, body, *operands = args
         return {
             "op": "region.call",
@@ -289,7 +289,7 @@ REGIONS: dict[str, Callable[..., Json]] = {
     "wrap_with_autocast": _Encoder._autocast,
     "cond": _Encoder._branch,
 }
-"""Higher-order operators that a program can hold, as regions of our own."""
+"""Higher-order operators that a program can contain, with the encoder of each."""
 
 
 def _submodule(module: fx.GraphModule, node: fx.Node) -> fx.GraphModule:
@@ -300,7 +300,7 @@ def _submodule(module: fx.GraphModule, node: fx.Node) -> fx.GraphModule:
 
 
 def _name_of(node: fx.Node) -> str:
-    """The stored name of a node's operator; an error says which line of the model led to it."""
+    """Return the stored name of a node's operator; raise an error that names the line of the model."""
     try:
         return operators.name_of(node.target)
     except ArchiveError as error:
@@ -312,7 +312,7 @@ def _name_of(node: fx.Node) -> str:
 
 
 def _origin(node: fx.Node) -> str:
-    """The line and the module that a node was traced from."""
+    """Return the line and the module that a node was traced from."""
     modules = list((node.meta.get("nn_module_stack") or {}).values())
     where = f"{modules[-1][0] or 'the model'} ({str(modules[-1][1]).rpartition('.')[2]})" if modules else "the model"
     ours, torchs = str(Path(__file__).parent), str(Path(torch.__file__).parent)
@@ -322,12 +322,12 @@ def _origin(node: fx.Node) -> str:
 
 
 def _is_check(node: fx.Node) -> bool:
-    """Checks of dtype and device hold for the traced device alone, and nothing uses them."""
+    """Return whether a node only checks dtype and device, which is valid only on the traced device."""
     return str(node.target) == "aten._assert_tensor_metadata.default" and not node.users
 
 
 class _Call(nn.Module):
-    """A region that is just called."""
+    """A region that is called without further context."""
 
     def __init__(self, body: nn.Module) -> None:
         super().__init__()
@@ -350,7 +350,7 @@ class _Autocast(_Call):
 
 
 class _Branch(nn.Module):
-    """Two regions of which one is called."""
+    """Two regions of which a condition selects one."""
 
     def __init__(self, yes: nn.Module, no: nn.Module) -> None:
         super().__init__()
@@ -361,7 +361,7 @@ class _Branch(nn.Module):
 
 
 class _Builder:
-    """Makes modules of a program's graphs; every graph is used once, so that the whole is a tree."""
+    """Build modules from a program's graphs; every graph is used once, so that they form a tree."""
 
     def __init__(self, program: Mapping[str, Json], weights: Mapping[str, Tensor], device: torch.device) -> None:
         if set(program) != {"format", "torch", "graphs"} or program["format"] != FORMAT:
@@ -378,7 +378,7 @@ class _Builder:
         return self._module(0, 0)
 
     def _module(self, number: Json, nesting: int, operands: Sequence[Any] | None = None) -> fx.GraphModule:
-        """Makes a graph; of a region, `operands` are what it is called with."""
+        """Build a graph; for a region, `operands` are the arguments of its call."""
         if type(number) is not int or number in self._used or not 0 <= number < len(self.graphs):
             raise _malformed(f"graph {number!r} used twice or not there")
         if nesting > MAX_NESTING:
@@ -388,7 +388,7 @@ class _Builder:
         _require_fields(data, {"inputs", "nodes", "outputs"})
         root, graph = nn.Module(), fx.Graph()
         values = self._placed(root, graph, data["inputs"], nested=nesting > 0)
-        # Inputs and weights belong to others, and so does what a region is given of them.
+        # Inputs and weights must not be changed in place, nor may a region's operands that refer to them.
         self._purity.hold(values if operands is None else self._purity.matching(values, operands))
         for node in data["nodes"]:
             values.append(self._call(root, graph, node, values, nesting))
@@ -397,7 +397,7 @@ class _Builder:
         return fx.GraphModule(root, graph, class_name="Program")
 
     def _placed(self, root: nn.Module, graph: fx.Graph, inputs: Json, nested: bool) -> list[fx.Node]:
-        """Placeholders and weights. Names are ours: torch.fx prints them into source."""
+        """Create placeholders and weights; their names are generated, because torch.fx prints them into source."""
         if nested:
             return [graph.placeholder(f"x{i}") for i in range(_count(inputs))]
         given = [one for one in inputs if "input" in one]
@@ -455,7 +455,7 @@ class _Builder:
         name = f"r{len(root._modules)}"
         root.add_module(name, body)
         made = graph.call_module(name, operands)
-        # A region may return what it was given.
+        # A region may return its operands.
         if any(self._purity.is_held(self._returned[number]) for number in numbers):
             self._purity.hold([made])
         return made
@@ -471,7 +471,7 @@ class _Builder:
         if kind == "ref":
             return values[_count(held)]
         if kind == "device":
-            # A program runs where it is loaded, wherever it was traced.
+            # A program runs on the device it is loaded on, not on the one it was traced on.
             return self.device
         if kind == "float" and held in ("inf", "-inf", "nan"):
             return float(held)
@@ -493,7 +493,7 @@ def _singleton(kind: str, name: Json) -> Any:
 
 
 def _require_arguments(name: str, schema: list[tuple[str, str]] | None, args: Json, kwargs: Json) -> None:
-    """Arguments must be the operator's own, each of its kind."""
+    """Raise unless the arguments exist in the operator's schema and have its types."""
     if not isinstance(args, list) or not isinstance(kwargs, dict):
         raise _malformed(f"arguments of {name}")
     if schema is None:
@@ -506,7 +506,7 @@ def _require_arguments(name: str, schema: list[tuple[str, str]] | None, args: Js
     if len({key for key, _ in pairs}) != len(pairs):
         raise _malformed(f"an argument of {name} twice")
     for key, value in pairs:
-        # A keyword is printed into source by torch.fx, so it must be one that the operator has.
+        # torch.fx prints keywords into source, so only names in the operator's schema are accepted.
         if key not in kinds or keyword.iskeyword(key):
             raise _malformed(f"argument {key[:80]!r} of {name}")
         if value is not None and not _is_of_kind(value, kinds[key]):
@@ -514,7 +514,7 @@ def _require_arguments(name: str, schema: list[tuple[str, str]] | None, args: Js
 
 
 def _is_of_kind(value: Json, kind: str) -> bool:
-    """Whether an argument that is not None is what its operator takes there."""
+    """Return whether an argument that is not None has the type that the operator takes there."""
     if kind == "text":
         return isinstance(value, str) and len(value) <= MAX_TEXT
     if kind == "flag":

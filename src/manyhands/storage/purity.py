@@ -1,7 +1,7 @@
-"""Checks that a stored program changes nothing but memory of its own, and keeps its numbers small.
+"""Check that a stored program changes only memory that it allocated, and keeps its numbers small.
 
-A weight that a request could change would change the answers to others, so operators in place are allowed on values
-that the program itself has made: not on inputs, weights, or views of them.
+If a request could change a weight, it would change the answers to other requests. So in-place operators are allowed
+only on values that the program itself has created: not on inputs, weights, or views of them.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from ..core import ArchiveError
 from . import operators
 
 MAX_BITS = 4096
-"""Of a number that a program computes from sizes; products of products would grow without limit."""
+"""Maximum bits of a number that a program computes from sizes; products of products would grow without limit."""
 _SIZE_BITS = 63
 
 
 class Purity:
-    """What is known of a program's values: which may be memory of others, and how large numbers can become."""
+    """Track which of a program's values may be foreign memory (inputs, weights, views), and numbers' sizes."""
 
     def __init__(self) -> None:
         self._held: set[fx.Node] = set()
         self._bits: dict[fx.Node, int] = {}
 
     def hold(self, nodes: Iterable[fx.Node]) -> None:
-        """Take these values for memory of others."""
+        """Mark these values as foreign memory."""
         self._held.update(nodes)
 
     def require(self, name: str, function: Callable[..., Any], node: fx.Node) -> None:
-        """Raise ArchiveError where a call changes memory of others, or computes numbers without limit."""
+        """Raise ArchiveError if a call changes foreign memory, or computes numbers without limit."""
         schema = operators.arguments(function)
         if schema is None:
             if function is not operator.getitem:
@@ -54,11 +54,11 @@ class Purity:
             self._held.add(node)
 
     def matching(self, nodes: Sequence[fx.Node], operands: Sequence[Any]) -> list[fx.Node]:
-        """Return those of a region's inputs for which it is given memory of others, or nothing."""
+        """Return those of a region's inputs that get foreign memory, or nothing."""
         return [node for i, node in enumerate(nodes) if i >= len(operands) or self.is_held(operands[i])]
 
     def is_held(self, value: Any) -> bool:
-        """Whether a value, or one in a list of values, may be memory of others."""
+        """Return whether a value, or one in a list of values, may be foreign memory."""
         if isinstance(value, list | tuple):
             return any(map(self.is_held, value))
         return isinstance(value, fx.Node) and value in self._held
@@ -67,7 +67,7 @@ class Purity:
         bits = [self._bits_of(value) for value in node.args]
         grown = sum(bits) if name == "operator.mul" else max(bits, default=0) + 1
         if name == "operator.pow":
-            # The loader takes literal powers alone.
+            # The loader accepts only literal exponents.
             grown = bits[0] * int(str(node.args[1]))
         if grown > MAX_BITS:
             raise ArchiveError("numbers of a program are sizes", got=f"{name} with a result of up to {grown} bits")

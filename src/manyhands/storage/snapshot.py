@@ -1,4 +1,4 @@
-"""A snapshot of tensors that go on changing: a fast copy into buffers that are kept from one to the next."""
+"""Snapshot: a fast copy of tensors that keep changing, into CPU buffers that are reused."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from .tensors import require_storable
 
 
 class Snapshot:
-    """Buffers on the CPU, one per name; the first copy pays for the memory, later ones only for the bytes."""
+    """CPU buffers, one per name: the first copy allocates them, later ones only copy bytes."""
 
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
 
     def take(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Contiguous CPU copies, valid until the next call; tied tensors become separate ones."""
+        """Return contiguous CPU copies, valid until the next call; tied tensors become separate tensors."""
         waiting = False
         kept = {}
         with torch.no_grad():
@@ -31,7 +31,7 @@ class Snapshot:
         return dict(kept)
 
     def clear(self) -> None:
-        """Gives the memory back."""
+        """Free the buffers."""
         self._buffers = {}
 
     def _buffer(self, name: str, tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Tensors in safetensors files: a writer without copies, a guarded reader, and plain state dicts."""
+"""Tensors in safetensors files: a writer without copies, a validating reader, and plain state dicts."""
 
 from __future__ import annotations
 
@@ -35,26 +35,26 @@ DTYPES: dict[torch.dtype, str] = {
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
 }
-"""The format's own names of what it can hold; complex128, which it lacks, is held as pairs of float64."""
+"""The format's names of dtypes; complex128, which it lacks, is stored as pairs of float64."""
 PAIRS = "complex128"
-"""The key of a file's metadata that lists the tensors held as pairs."""
+"""The metadata key that lists the tensors stored as pairs."""
 
 HEADER_CAP = 100_000_000
-"""The format's own limit of a header, checked here because a reader refuses what is longer."""
+"""The format's limit of a header's size, checked here because a reader rejects longer ones."""
 
 
 def write_tensors(disk: Disk, path: Path, tensors: Mapping[str, Tensor]) -> Digest:
-    """Writes contiguous CPU tensors as one safetensors file and returns its digest."""
+    """Write contiguous CPU tensors as one safetensors file and return its digest."""
     return disk.write(path, encoded(tensors))
 
 
 def encoded(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
-    """The bytes of a safetensors file: a header, then views of the tensors' own memory.
+    """Yield the bytes of a safetensors file: a header, then views of the tensors' memory.
 
-    The library's writer copies every tensor while it holds the interpreter's lock, which stops the training
-    loop that runs beside it; these views are hashed and written without a copy and outside the lock.
+    The library's writer copies every tensor while it holds the GIL, which stops the training loop in the other thread;
+    these views are hashed and written without a copy and outside the GIL.
     """
-    # Wide elements first: then every tensor starts at a multiple of its element size, as readers expect.
+    # Wide elements first, so that every tensor starts at a multiple of its element size, as readers expect.
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     header: dict[str, Any] = {}
     offset = 0
@@ -81,13 +81,13 @@ def encoded(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
 
 
 def raw(tensor: Tensor) -> memoryview:
-    """A tensor's memory as bytes."""
+    """Return a tensor's memory as bytes."""
     array: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
     return memoryview(array)
 
 
 def require_storable(name: str, tensor: object) -> Tensor:
-    """The tensor itself, or an error that says why a file cannot hold it."""
+    """Return the tensor itself, or raise an error that says why a file cannot hold it."""
     if not isinstance(tensor, Tensor):
         raise CheckpointError(f"{name!r} must be a tensor", got=type(tensor).__name__, remedy="leave it out")
     if tensor.layout != torch.strided or type(tensor).__name__ == "DTensor" or tensor.is_meta:
@@ -121,14 +121,14 @@ def read_tensors(path: Path, *, follow_links: bool = False) -> dict[str, Tensor]
 
 
 def _pairs_of(path: Path) -> list[str]:
-    """The names of tensors that a file holds as pairs of numbers."""
+    """Return the names of tensors that a file stores as pairs of numbers."""
     with safe_open(path, "pt") as file:
         pairs = parse_json((file.metadata() or {}).get(PAIRS, "[]").encode())
     return pairs if isinstance(pairs, list) else []
 
 
 def save_state_dict(model_state: dict[str, Tensor], path: Path) -> None:
-    """Writes a plain state dict as one `.safetensors` file, whole or not at all."""
+    """Write a plain state dict as one `.safetensors` file, atomically."""
     path = Path(path)
     if path.suffix != ".safetensors":
         raise CheckpointError(
@@ -143,7 +143,7 @@ def save_state_dict(model_state: dict[str, Tensor], path: Path) -> None:
 
 
 def load_state_dict(path: Path) -> dict[str, Tensor]:
-    """Reads a plain state dict from a `.safetensors` file; pickled files are refused."""
+    """Read a plain state dict from a `.safetensors` file; pickled files are rejected."""
     path = Path(path)
     if not path.is_file():
         raise CheckpointError("a state dict is one .safetensors file", got=str(path), remedy="pass its path")
@@ -155,5 +155,5 @@ def load_state_dict(path: Path) -> dict[str, Tensor]:
             got=f"{path.name}, a pickle",
             remedy="convert it with safetensors where you trust it",
         )
-    # The file may be replaced while these tensors live, so they get memory of their own.
+    # The file may be replaced while these tensors are in use, so they are copied.
     return {name: tensor.clone() for name, tensor in read_tensors(path, follow_links=True).items()}

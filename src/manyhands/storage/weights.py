@@ -1,7 +1,7 @@
-"""Weights to start from: files of state dicts, folders of Hugging Face, exports and checkpoints, by their names.
+"""Weights to start from: state-dict files, Hugging Face folders, exports and checkpoints, matched by name.
 
-Names and shapes come from headers where the format has them, so that a file of another network is refused early.
-Of pickles only tensors are read (`weights_only`).
+Names and shapes are read from headers where the format has them, so that weights of another network are rejected early.
+From pickles only tensors are read (`weights_only`).
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ FOLDER_FILES = (
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
 )
-"""How Hugging Face names the weights of a folder, the better first."""
+"""Hugging Face's file names for weights in a folder, in order of preference."""
 INDEX_LIMIT = 64 << 20
-"""Bytes of an index that lists the files of the weights."""
+"""Maximum size in bytes of an index that lists weight files."""
 INSIDE = ("state_dict", "model_state_dict", "model", "module", "network", "net", "weights")
-"""Keys under which training scripts put a state dict beside other things."""
+"""Keys under which training scripts store a state dict next to other data."""
 PREFIXES = ("_orig_mod.", "module.", "model.")
-"""What torch.compile, DistributedDataParallel and Lightning put before the plain module's names."""
+"""Prefixes that torch.compile, DistributedDataParallel and Lightning add to names."""
 
 Shapes = dict[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
 class Weights:
-    """Where weights come from, and how their names become the network's."""
+    """A source of weights, and how its names map to the network's."""
 
     source: Path | Mapping[str, Tensor]
     strict: bool = True
-    """Whether every tensor must have its counterpart; otherwise what fits is taken."""
+    """Whether every tensor must have a counterpart; otherwise only those that match are loaded."""
     rename: Mapping[str, str] | None = None
-    """Beginnings of names in the source, and what stands there in the network."""
+    """Maps prefixes of names in the source to prefixes in the network."""
 
     def __str__(self) -> str:
         return str(self.source) if isinstance(self.source, Path) else f"a state dict of {len(self.source)} tensors"
@@ -62,9 +62,9 @@ class Weights:
 def weights(
     path: str | Path | Mapping[str, Tensor], *, strict: bool = True, rename: Mapping[str, str] | None = None
 ) -> Weights:
-    """Weights for `fit(start_from=...)` that do not fit as they are.
+    """Describe weights for `fit(start_from=...)` that need renaming or match only in part.
 
-    `strict=False` takes what fits and leaves the rest of the network as it was made; `rename` changes how names begin.
+    `strict=False` loads what matches and leaves the rest of the network as initialized; `rename` replaces prefixes.
 
     >>> weights("resnet.safetensors", strict=False, rename={"backbone.": "encoder."}).strict
     False
@@ -74,11 +74,11 @@ def weights(
 
 @dataclass(frozen=True)
 class Found:
-    """Weights that are there: shapes at once, values when they are asked for."""
+    """Weights that exist: their shapes are known, their values are loaded on demand."""
 
     shapes: Shapes
     load: Callable[[], tuple[dict[str, Tensor], dict[str, Tensor]]]
-    """The tensors, and the averages that were kept of some of them."""
+    """Returns the tensors, and the moving averages that were saved of some of them."""
 
 
 @dataclass(frozen=True)
@@ -86,16 +86,16 @@ class Match:
     """Which tensor of the source belongs to which name of the network."""
 
     names: dict[str, str]
-    """The network's names, and those in the source."""
+    """The network's names, mapped to those in the source."""
     notices: list[str]
 
     def renamed(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The values by the network's own names."""
+        """Return the values by the network's names."""
         return {name: tensors[theirs] for name, theirs in self.names.items()}
 
 
 def open_weights(source: Path | Mapping[str, Tensor]) -> Found:
-    """Finds weights and reads their names and shapes."""
+    """Find weights and read their names and shapes."""
     if isinstance(source, Mapping):
         tensors = _required_tensors(source)
         return Found({name: tuple(tensor.shape) for name, tensor in tensors.items()}, lambda: (tensors, {}))
@@ -114,11 +114,11 @@ def open_weights(source: Path | Mapping[str, Tensor]) -> Found:
 
 
 def match(shapes: Shapes, model: nn.Module, weights: Weights) -> Match:
-    """Brings the source's names to the network's; raises where they do not fit, listing what does not."""
+    """Map the source's names to the network's; raise an error that lists mismatches if they do not fit."""
     held = {n: value for n, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
     names, notices = _renamed(shapes, held, weights)
     there = {id(held[name]) for name in names if name in held}
-    # A tied weight is often stored once: the network has it under its other name already.
+    # A tied weight is often stored once, and the network has it under its other name already.
     missing = [name for name, tensor in held.items() if name not in names and id(tensor) not in there]
     unexpected = [theirs for name, theirs in names.items() if name not in held]
     fitting = _fitting(names, shapes, held)
@@ -141,9 +141,9 @@ def match(shapes: Shapes, model: nn.Module, weights: Weights) -> Match:
 
 
 def check_values(tensors: Mapping[str, Tensor], model: nn.Module) -> None:
-    """Refuses values, by the network's own names, that would fit by shape and mean something else.
+    """Raise for values, by the network's names, that match by shape but are wrong.
 
-    Of a tied weight that differs under its two names one would win by chance; packed whole numbers are no weights.
+    These are tied weights with different values under their two names, and quantized integers in place of weights.
     """
     held = {name: value for name, value in model.state_dict(keep_vars=True).items() if name in tensors}
     first_names: dict[int, str] = {}
@@ -190,7 +190,7 @@ def _open_folder(folder: Path) -> Found:
 
 
 def _exported(folder: Path) -> Path | None:
-    """The weights of an exported version, or of the newest one under a model's folder."""
+    """Return the weights of an exported version, or of the newest version in a model's folder."""
     if not (folder / MANIFEST).is_file():
         found = versions(folder)
         if not found:
@@ -200,7 +200,7 @@ def _exported(folder: Path) -> Path | None:
 
 
 def _listed(index: Path) -> list[Path]:
-    """The files that an index names; only such as lie beside it."""
+    """Return the files that an index lists; only files in the same folder are accepted."""
     try:
         names = sorted(set(read_json(index, INDEX_LIMIT, follow_links=True)["weight_map"].values()))
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
@@ -215,7 +215,7 @@ def _listed(index: Path) -> list[Path]:
 
 def _header(path: Path) -> Shapes:
     try:
-        # Folders of Hugging Face's cache hold links to the files themselves.
+        # Folders in Hugging Face's cache hold symbolic links to the files.
         with opened(path, follow_links=True) as found, safe_open(found, "pt") as file:
             return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError, ValueError) as error:
@@ -223,10 +223,10 @@ def _header(path: Path) -> Shapes:
 
 
 def _unpickled(path: Path) -> dict[str, Tensor]:
-    """The tensors of a pickled state dict; torch itself refuses whatever else a pickle could do."""
+    """Return the tensors of a pickled state dict; torch rejects everything else in a pickle."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch warns of old ways of saving, which are the author's
+            warnings.simplefilter("ignore")  # torch warns about old formats, which the user of the file cannot change
             with opened(path, follow_links=True) as file:
                 loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
     except Exception as error:
@@ -242,7 +242,7 @@ def _unpickled(path: Path) -> dict[str, Tensor]:
 
 
 def _refused(path: Path, error: Exception) -> CheckpointError:
-    """Why torch did not read a file, in words of our own: its advice is to trust the file."""
+    """Return the error for a file that torch did not read; torch's own message advises to trust the file."""
     held = re.search(r"GLOBAL (\S+)|(\S+) which is not in the allowed", str(error))
     if isinstance(error, pickle.UnpicklingError) and held is not None:
         return CheckpointError(
@@ -271,7 +271,7 @@ def _damage(path: Path) -> str:
 
 
 def _required_tensors(values: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The tensors of a state dict that a person passes; what a module keeps besides them is left out."""
+    """Return the tensors of a state dict that the user passed; other values that a module keeps in it are ignored."""
     tensors = _tensors(values)
     if not tensors:
         held = ", ".join(f"{name!r}: {type(value).__name__}" for name, value in list(values.items())[:3])
@@ -287,7 +287,7 @@ def _tensors(value: Any) -> dict[str, Tensor]:
 
 
 def _renamed(shapes: Shapes, held: Mapping[str, Tensor], weights: Weights) -> tuple[dict[str, str], list[str]]:
-    """Names as the network has them to those of the source: renamed as asked, or by the change that fits best."""
+    """Map the network's names to the source's: renamed as requested, or by the change of prefix that fits best."""
     asked = {_begin(name, weights.rename or {}): name for name in shapes}
     best, most, notices = asked, len(_fitting(asked, shapes, held)), []
     if len(asked) != len(shapes):
@@ -303,20 +303,20 @@ def _renamed(shapes: Shapes, held: Mapping[str, Tensor], weights: Weights) -> tu
 
 
 def _changes(names: Mapping[str, str], held: Mapping[str, Tensor]) -> list[tuple[str, Callable[[str], str], int]]:
-    """Ways in which names of one and the same network differ: words for it, the change, how many must fit then."""
+    """Return common differences between names of the same network: (description, change, minimum number of matches)."""
     usual = [order for count in (1, 2, 3) for order in itertools.permutations(PREFIXES, count)]
     present = [order for order in usual if any(order[0] in name for name in names)]
     changes = [(f"without {''.join(order)!r}", _stripper(order), 1) for order in present]
     first = next(iter(names), "")
     parents = {name.removesuffix(first) for name in held if first and name.endswith(f".{first}")}
-    # To put them into one part of the network is a guess, so then all of them must fit.
+    # Loading all tensors into one submodule is a guess, so all of them must match.
     return [*changes, *((f"under {parent!r}", parent.__add__, len(names)) for parent in sorted(parents))]
 
 
 def _stripper(prefixes: tuple[str, ...]) -> Callable[[str], str]:
     def strip(name: str) -> str:
         for prefix in prefixes:
-            # A network may be compiled in parts, so that this one stands anywhere.
+            # A network may be compiled in parts, so this prefix can occur anywhere in a name.
             name = name.replace(prefix, "") if prefix == "_orig_mod." else name.removeprefix(prefix)
         return name
 

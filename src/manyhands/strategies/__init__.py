@@ -1,4 +1,4 @@
-"""Ways of splitting a network; `realise` turns a StrategySpec into what one rank holds."""
+"""Ways of splitting a network; `realise` builds one rank's replica from a StrategySpec."""
 
 from typing import TYPE_CHECKING
 

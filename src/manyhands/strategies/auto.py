@@ -1,4 +1,4 @@
-"""Auto: exact sums until a policy is chosen; then the same network under that."""
+"""Auto: exact all-reduce until a synchronization policy is chosen, then the same network under that policy."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from .local_sgd import replicated
 from .replica import Replica
 
 WORTH = 0.3
-"""The part of a step that waits for the network from which a person hears what would help."""
+"""Fraction of a step spent waiting for the network from which the user gets a recommendation."""
 
 
 @dataclass(frozen=True)
 class PolicyChoice:
-    """A policy for a network, with the reason and the figures behind it."""
+    """A policy for a network, with the reason and the measurements behind it."""
 
     sync: str
     changes: bool
-    """Whether it is another one than the exact sum."""
+    """Whether the policy differs from the exact sum."""
     warmup: int
     every: int
-    """Steps after which its doings repeat."""
+    """Number of steps after which the policy's behavior repeats."""
     reason: str
     figures: dict[str, Any]
 
 
 def is_undecided(replica: Replica) -> bool:
-    """Whether a policy is still to be chosen for it."""
+    """Return whether the replica's policy is still to be chosen."""
     return isinstance(make_policy(replica.spec.sync), Auto) and replica.world.size > 1
 
 
 def choice_for(replica: Replica, *, exact: float, alone: float) -> PolicyChoice:
-    """The policy for a replica whose steps take so many seconds, and so many without the network; all ranks agree."""
+    """Choose the policy, the same on all ranks, by the seconds of a step and those of a step without communication."""
     world, auto = replica.world, make_policy(replica.spec.sync)
     assert isinstance(auto, Auto)
     if not is_open(auto, exact=exact, alone=alone):
@@ -68,7 +68,7 @@ def _exact(auto: Auto, exact: float, alone: float) -> PolicyChoice:
 
 
 def under(replica: Replica, sync: str) -> Replica:
-    """The same network and optimizers under another policy."""
+    """Return a replica of the same network and optimizers under another policy."""
     replica.close()
     spec = dataclasses.replace(replica.spec, sync=sync)
     return replicated(spec, replica.world, replica.model, replica.optimizers)

@@ -1,6 +1,6 @@
 """Batch statistics over all replicas: BatchNorm that sees the global batch, on any device.
 
-torch's own SyncBatchNorm refuses CPU tensors; this one needs nothing but an all-reduce.
+torch's SyncBatchNorm does not support CPU tensors; this one needs only an all-reduce.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from ..distributed import World
 
 
 class BatchStats:
-    """Makes a network's BatchNorm layers use the statistics of the whole batch."""
+    """Make a network's BatchNorm layers use the statistics of the whole batch."""
 
     def __init__(self, model: nn.Module | None, world: World) -> None:
-        """Without a model no layer is changed: whoever runs one calls `normalise`."""
+        """Patch the model's batch-norm layers; without a model the caller uses `normalise` itself."""
         self._world = world
         self.is_ghost = False
-        """Whether this replica's current micro-batch is only borrowed, so that it must not count."""
+        """Whether this replica's current micro-batch is padding, so that it must not count."""
         self.layers: list[_BatchNorm] = []
         for name, layer in model.named_modules() if model is not None else ():
             if isinstance(layer, _BatchNorm):
                 self.layers.append(layer)
                 _require_own_forward(name, layer)
-                # A bound method, so that a copy of the layer normalises with the copy's own parameters.
+                # A bound method, so that a copy of the layer uses the copy's parameters.
                 layer.forward = MethodType(self._forward(), layer)  # type: ignore[method-assign]
 
     def normalise(
@@ -46,7 +46,7 @@ class BatchStats:
         eps: float,
         *_: Any,
     ) -> Tensor:
-        """What torch's own operation does in training, over all replicas."""
+        """Compute torch's batch norm in training mode, with statistics over all replicas."""
         share = 0.0 if self.is_ghost else 1.0
         y, mean, var, count = _normalise(x, weight, bias, eps, self._world, share)
         if running_mean is not None and running_var is not None:
@@ -54,11 +54,11 @@ class BatchStats:
         return y
 
     def forward_of(self, layer: nn.Module, own: Callable[..., Any]) -> Callable[..., Any]:
-        """A layer's forward over all replicas, where it has batch statistics; else its own."""
+        """Return a layer's forward with statistics over all replicas, or its own if it has no batch statistics."""
         return MethodType(self._forward(), layer) if isinstance(layer, _BatchNorm) else own
 
     def close(self) -> None:
-        """Gives the layers their own forward back."""
+        """Restore the layers' own forward."""
         for layer in self.layers:
             del layer.forward
 
@@ -81,7 +81,7 @@ class BatchStats:
 
 
 class _Normalise(torch.autograd.Function):
-    """Normalises by statistics that are summed over the replicas; backward sums its own two in the same way."""
+    """Normalize by statistics that are summed over the replicas; backward sums its two statistics likewise."""
 
     @staticmethod
     def forward(
@@ -97,7 +97,7 @@ class _Normalise(torch.autograd.Function):
         wide = x if x.dtype in (torch.float32, torch.float64) else x.float()
         var, mean = torch.var_mean(wide, dims, correction=0)
         count = share * x.numel() / x.shape[1]
-        # Sums of squares lose digits in fp32; these vectors are short, so they travel as float64.
+        # Sums of squares lose precision in fp32; these vectors are short, so they are sent as float64.
         wide_mean = mean.double()
         sums = torch.cat([wide_mean, var.double() + wide_mean.square(), wide_mean.new_ones(1)]) * count
         world.all_reduce(sums)
@@ -133,7 +133,7 @@ class _Normalise(torch.autograd.Function):
         ctx.world.all_reduce(sums)
         mean_dy, mean_dy_xhat = (sums / total.to(wide)).chunk(2)
         scale = invstd if weight is None else invstd * weight.to(wide)
-        # A ghost did not enter the statistics, so nothing flows back to it through them.
+        # A padding row did not enter the statistics, so it gets no gradient through them.
         through_stats = (mean_dy.view(shape) + xhat * mean_dy_xhat.view(shape)) * ctx.share
         dx = (dy - through_stats) * scale.view(shape)
         if weight is None:
@@ -167,7 +167,7 @@ def _update_running(layer: _BatchNorm, mean: Tensor, var: Tensor, count: Tensor)
 
 @torch.no_grad()
 def _move(running_mean: Tensor, running_var: Tensor, mean: Tensor, var: Tensor, count: Tensor, momentum: float) -> None:
-    """Moves running statistics towards those of a batch."""
+    """Move running statistics towards those of a batch."""
     unbiased = var * (count / (count - 1).clamp(min=1)).to(var.dtype)
     running_mean.lerp_(mean.to(running_mean.dtype), momentum)
     running_var.lerp_(unbiased.to(running_var.dtype), momentum)

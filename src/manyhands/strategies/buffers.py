@@ -1,13 +1,13 @@
-"""Buffers that a forward updates: the parts of a batch leave what the whole batch would have left.
+"""Buffers that a forward updates: after all parts of a batch they have the value that the whole batch would give.
 
-Which part of a batch a rank or a micro-batch has must not change running means, counters and codebooks. How a buffer's
-new value comes from its old one and the samples is found before training, from a few samples, whole and in two parts:
+How a batch is split over ranks and micro-batches must not change running means, counters and codebooks. How a buffer's
+new value depends on its old one and the samples is found before training, from a few samples, whole and in two parts:
 
-- the same from every part, as a counter of steps or the vectors of spectral norm: every part has the right value;
+- equal for every part, as a step counter or the vectors of spectral norm: every part has the right value;
 - a mean over samples, as in `mean.lerp_(x.mean(0), 0.1)`: the mean of the parts' values, weighted by their samples;
 - a sum over samples, as in `counts.mul_(0.9).add_(hits.sum(0))`: the sum of the parts' values, with the old one once.
 
-Every part starts from the old value. Any other update is refused. BatchNorm layers have rules of their own.
+Every part starts from the old value. Any other update is rejected. BatchNorm layers have rules of their own.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .local_updates import own_part
 
 Probe = Callable[[nn.Module, Callable[[Any], Any]], Any]
 TOLERANCE = 1e-5
-"""How close the parts' values must come to the whole batch's, as a share of the largest."""
+"""Maximum relative difference between the parts' combined value and the whole batch's."""
 
 
 @dataclass(frozen=True)
@@ -39,10 +39,10 @@ class BufferRule:
     is_mean: bool = False
     is_sum: bool = False
     decay: float = 1.0
-    """Of a sum: how much of the old value every part keeps."""
+    """For a sum: the fraction of the old value that every part keeps."""
 
     def combined(self, total: Tensor, old: Tensor, num_parts: float) -> Tensor:
-        """The new value, from the weighted mean of the parts' values, or from their sum."""
+        """Return the new value from the weighted mean of the parts' values, or from their sum."""
         return total if self.is_mean else total - (num_parts - 1) * self.decay * old
 
 
@@ -50,7 +50,7 @@ Rules = dict[str, BufferRule]
 
 
 class Buffers:
-    """The buffers of a network that its forward updates, and what the parts of the step under way left in them."""
+    """The buffers of a network that its forward updates, and the values that parts of the current step left in them."""
 
     def __init__(self, model: nn.Module, rules: Mapping[str, BufferRule], world: World) -> None:
         self._model, self._rules, self._world = model, dict(rules), world
@@ -64,17 +64,17 @@ class Buffers:
 
     @property
     def all_names(self) -> list[str]:
-        """Buffers that the forward updates."""
+        """Names of the buffers that the forward updates."""
         return list(self._rules)
 
     @property
     def names(self) -> list[str]:
-        """Buffers that the forward updates from samples."""
+        """Names of the buffers that the forward updates from samples."""
         return [name for name, rule in self._rules.items() if rule.is_mean or rule.is_sum]
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Put the old values back before a further micro-batch of the step; the first one finds them in place."""
+        """Restore the old values before a further micro-batch of the step; the first one finds them in place."""
         if not self._old:
             self._old = {name: self._held(name).clone() for name in self._rules}
             self._sums = {name: _wide(torch.zeros_like(old)) for name, old in self._old.items()}
@@ -84,13 +84,13 @@ class Buffers:
 
     @torch.no_grad()
     def end(self, num_samples: int, *, last: bool) -> None:
-        """Take the values that a micro-batch of so many samples left; after the last one combine those of all ranks."""
+        """Record the values that a micro-batch left; after the last micro-batch combine those of all ranks."""
         self.add({name: self._held(name) for name in self._rules}, num_samples)
         if last:
             self.combine()
 
     def add(self, values: Mapping[str, Tensor], num_samples: int) -> None:
-        """Add the values that a part of the batch left, a part without samples excepted."""
+        """Add the values that a part of the batch left, unless the part has no samples."""
         if num_samples:
             for name in self.names:
                 value = values[name]
@@ -99,7 +99,7 @@ class Buffers:
 
     @torch.no_grad()
     def combine(self) -> None:
-        """Put the values of the whole batch into the network; all ranks do so together."""
+        """Write the values of the whole batch into the network. Collective: all ranks call it."""
         old, names = self._old, self.names
         if names:
             parts = [torch.view_as_real(t) if t.is_complex() else t for t in (self._sums[name] for name in names)]
@@ -117,11 +117,11 @@ class Buffers:
         self.reset()
 
     def reset(self) -> None:
-        """Forget what the parts of the step under way left."""
+        """Drop the values that parts of the current step left."""
         self._old, self._sums, self._counts = {}, {}, [0.0, 0.0]
 
     def _held(self, name: str) -> Tensor:
-        """What this rank has of the buffer as it is now: a forward may have replaced it."""
+        """Return this rank's part of the current buffer, which a forward may have replaced."""
         owner, _, last = name.rpartition(".")
         return own_part(self._model.get_submodule(owner)._buffers[last])
 
@@ -130,7 +130,7 @@ class Buffers:
 
     @torch.no_grad()
     def put(self, values: Mapping[str, Tensor]) -> None:
-        """Put values into the network."""
+        """Copy values into the network's buffers."""
         for name, value in values.items():
             self._put(name, value)
 
@@ -143,9 +143,9 @@ def _wide(tensor: Tensor) -> Tensor:
 
 
 def find_rules(model: nn.Module, probe: Probe | None, scope: AbstractContextManager[object]) -> Rules:
-    """Return the rules of the buffers that a forward in training mode updates; refuse an update that has none.
+    """Return the rules of the buffers that a forward in training mode updates; raise for an update that has none.
 
-    The network is left as it was. Where the loss cannot be computed from a few samples no rule is found.
+    The network is restored. If the loss cannot be computed from a few samples, no rule is found.
     """
     names = buffers_outside_batch_norm(model)
     if probe is None or not names or not _row_counts(probe):
@@ -159,7 +159,7 @@ def find_rules(model: nn.Module, probe: Probe | None, scope: AbstractContextMana
     except UsageError:
         raise
     except Exception:
-        # A mistake of the user comes again in the first step.
+        # An error in the user's code is raised again in the first step.
         return {}
     finally:
         put_back()
@@ -170,7 +170,7 @@ def find_rules(model: nn.Module, probe: Probe | None, scope: AbstractContextMana
 def _two_trials(
     model: nn.Module, names: Sequence[str], probe: Probe, device: torch.device, cuts: Sequence[int]
 ) -> tuple[_Trial, _Trial]:
-    """Try the first of these ways to split the samples that works: a part of one sample may be too small."""
+    """Try ways to split the samples until one works, because a part of one sample may be too small."""
     try:
         put_back = remember_buffers(model)
         return _Trial.of(model, names, probe, device, cuts[0]), _Trial.of(model, names, probe, device, cuts[0])
@@ -183,7 +183,7 @@ def _two_trials(
 
 @dataclass
 class _Trial:
-    """What a few samples leave in buffers, whole and in two parts; it ends with what the whole leaves."""
+    """The values that a few samples leave in buffers, whole and in two parts; the buffers keep those of the whole."""
 
     old: dict[str, Tensor]
     whole: dict[str, Tensor]
@@ -227,17 +227,17 @@ class _Trial:
         return _close(self.whole[name], (weighted[0] + weighted[1]) / sum(self.sizes))
 
     def kept(self, name: str) -> Tensor:
-        """What remains of the old value in each part, if the update is a sum."""
+        """Return what remains of the old value in each part, if the update is a sum."""
         return self.parts[0][name] + self.parts[1][name] - self.whole[name]
 
     def decay(self, name: str) -> float | None:
-        """The share of the old value that remains; None where the old value is zero everywhere."""
+        """Return the fraction of the old value that remains; None if the old value is zero everywhere."""
         old, kept = self.old[name].flatten(), self.kept(name).flatten()
         square = (old * old.conj()).sum().real
         if square == 0:
             return None
         found = float((kept * old.conj()).sum().real / square)
-        # Numbers that people write, such as 0.999, are exact; what was found from float32 values is nearly so.
+        # Decays written in code, such as 0.999, are exact; those estimated from float32 values are nearly so.
         return round(found, 5) if abs(found - round(found, 5)) < 2e-6 else found
 
     def is_sum(self, name: str, decay: float) -> bool:
@@ -263,14 +263,14 @@ def _rule(model: nn.Module, name: str, trials: Sequence[_Trial]) -> BufferRule:
 
 
 def buffers_outside_batch_norm(model: nn.Module) -> list[str]:
-    """Names of a network's buffers, but for those of BatchNorm, whose statistics have a rule of their own."""
+    """Return the names of a network's buffers, except those of BatchNorm, which has its own rule."""
     norms = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, _BatchNorm))
     return [name for name, _ in model.named_buffers() if not norms or not name.startswith(norms)]
 
 
 @contextmanager
 def _as_in_training(model: nn.Module) -> Iterator[None]:
-    """Training mode, but for BatchNorm: its statistics are those of the whole batch by then."""
+    """Set training mode inside this context, except for BatchNorm, whose statistics are those of the whole batch."""
     modes = {module: module.training for module in model.modules()}
     try:
         model.train()
@@ -284,7 +284,7 @@ def _as_in_training(model: nn.Module) -> Iterator[None]:
 
 
 def _row_counts(probe: Probe) -> int:
-    """How many samples a probe follows; 0 where that is not known, or too few to be split in unequal parts."""
+    """Return how many samples a probe uses; 0 if unknown, or too few to be split into unequal parts."""
     found: list[int] = []
 
     def look(batch: Any) -> Any:
@@ -297,7 +297,7 @@ def _row_counts(probe: Probe) -> int:
 
 
 class _Seen(Exception):
-    """The batch was seen, and that was all that was asked."""
+    """Raised to stop after the batch was seen."""
 
 
 def _rows_of(batch: Any, rows: int, begin: int, end: int) -> Any:

@@ -1,4 +1,4 @@
-"""The one function that turns a spec into a replica; the order in which a network is split stands here alone."""
+"""Build a replica from a StrategySpec; only this module defines the order in which a network is split."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ from .recompute import recompute
 from .replica import Replica
 
 Probe = Callable[[nn.Module, Callable[[Any], Any]], Any]
-"""A loss of a few samples, computed by a network; the function is applied to what the network gets."""
+"""Computes the loss of a few samples with the given network; the function is applied to the network's inputs."""
 if TYPE_CHECKING:
     from .tensor import Layout
 
 MAIN = ""
-"""The key of the only optimizer, where a task has just one."""
+"""The key of the optimizer if a task has only one."""
 
 
 def realise(
@@ -61,11 +61,13 @@ def realise(
     layout: Layout | None = None,
     fill: Callable[[Take], None] | None = None,
 ) -> Replica:
-    """A replica of the network on this rank: precision, device, layers, recomputation, shards, optimizers, sync.
+    """Build this rank's replica of a network: precision, device, layers, recomputation, shards, optimizers, sync.
 
-    `probe` computes the loss of a few samples, for what must be found out by following them through the network;
-    `look` sees a network that is going to be cut in pieces while it is whole; `layout` is what was found so before.
-    `fill` brings the values of a network that has none yet, which shards alone can do without.
+    Args:
+        probe: Computes the loss of a few samples, to find what can only be observed by running the network.
+        look: Called with the whole network before it is partitioned into stages.
+        layout: The result of an earlier search for how the layers are split.
+        fill: Supplies the values of a network on the meta device; only sharded networks can start without values.
     """
     require_built(spec)
     if fill is None:
@@ -85,7 +87,7 @@ def realise(
             _convert_parameters(model, probe)
     rules: Rules | None = None
     if spec.stages != 1:
-        # What is cut is tried while it is whole.
+        # The network is probed while it is still whole.
         rules = find_rules(model, probe, nullcontext()) if _splits(spec, world) else {}
     replica = _built(spec, world, model, make_optimizer, probe, look, layout, fill)
     replica.hooks = hooks
@@ -98,7 +100,7 @@ def realise(
 def _convert_parameters(model: nn.Module, probe: Probe | None) -> None:
     """Run a first forward of a network that is not in float32, which may convert parameters.
 
-    Routers of mixtures of experts do so, and buckets and shards are made for the dtypes that training has.
+    Routers in mixture-of-experts models do so, and buckets and shards must be made for the dtypes used in training.
     """
     parameters = list(model.parameters())
     if probe is None or all(parameter.dtype == torch.float32 for parameter in parameters):
@@ -106,7 +108,7 @@ def _convert_parameters(model: nn.Module, probe: Probe | None) -> None:
     device = parameters[0].device
     states, put_back = random_state(device), remember_buffers(model)
     try:
-        # A mistake of the user comes again in the first step.
+        # An error in the user's code is raised again by the first step.
         with torch.no_grad(), suppress(Exception):
             probe(model, lambda batch: batch)
     finally:
@@ -115,7 +117,7 @@ def _convert_parameters(model: nn.Module, probe: Probe | None) -> None:
 
 
 def _splits(spec: StrategySpec, world: World) -> bool:
-    """Whether what a forward sees is a part of a batch, and buffers are those of the batch."""
+    """Return whether a forward sees only part of the batch while buffers must be those of the whole batch."""
     num_parts = spec.accumulate * spec.microbatches * world.along(spec.axes, *DATA_AXES).size
     is_local = spec.batch_stats == "local" or (spec.replicas != 1 and isinstance(make_policy(spec.sync), Local))
     return (num_parts > 1 or spec.servers > 0) and not is_local
@@ -190,7 +192,7 @@ def _whole_in_a_step(
     """Return a replica whose optimizer state alone is sharded, where that is asked for or the network needs it."""
     why = ""
     if spec.sharding != "optimizer":
-        # torch's fake tensors take a while to import, and few need them.
+        # Importing torch's fake tensors is slow, and few runs need them.
         from .by_block import why_not_by_block
 
         why = next(filter(None, world.gather_objects(why_not_by_block(model, probe, world.device))), "")
@@ -230,8 +232,8 @@ def _in_parts(
     layout: Layout | None,
     fill: Callable[[Take], None] | None,
 ) -> Replica:
-    """A network that no rank holds all of: layers are cut first, then whatever is left of them is sharded."""
-    # torch's own parts take a while to import, and few need them.
+    """Build a replica of a network that no rank holds whole: layers are split first, then the rest is sharded."""
+    # Importing torch's FSDP and DTensor is slow, and few runs need them.
     from .sharded import ShardedReplica, shard, shared_stats, taking
 
     stats = shared_stats(model, spec, world)
@@ -262,7 +264,7 @@ def _in_parts(
 
 
 def _holding(spec: StrategySpec, world: World, model: nn.Module, probe: Probe | None, layout: Layout | None) -> Holding:
-    """How ranks that have the same pieces of a network hold them."""
+    """Return how ranks that run the same pieces of a network hold their parameters."""
     if spec.shards == 1 and spec.tensor == 1:
         return Holding()
     from .sharded_pieces import HeldInParts
@@ -275,18 +277,18 @@ def _holding(spec: StrategySpec, world: World, model: nn.Module, probe: Probe | 
 
 
 def lay_out(model: nn.Module, spec: StrategySpec, world: World, probe: Probe) -> Layout:
-    """How a network's layers are cut over the tensor axis, found by following a few samples through it."""
+    """Return how a network's layers are split over the tensor axis, found by running a few samples through it."""
     from .tensor import Axis, find_layout
 
-    # What crosses between stages is whole, so nothing is left in parts along its tokens. On a CPU it is left so only on
-    # demand: gloo sums all of a tensor to give each rank its part of the sum, so that more is sent and not less.
+    # Activations between stages are whole, so none stay sharded by sequence. On a CPU they do so only on request:
+    # gloo implements reduce-scatter as an all-reduce, so more bytes would be sent, not fewer.
     is_wanted = world.device.type != "cpu" or "sequence" in spec.layouts.values()
     spreads = spec.stages == 1 and is_wanted
     return find_layout(model, Axis(world.mesh(spec.axes)["tensor"]), probe, spec.layouts, spreads=spreads)
 
 
 def require_loss(spec: StrategySpec, has_loss: bool) -> None:
-    """How layers are cut is found by following a few samples to the loss, so there must be one."""
+    """Raise if splitting the network needs a loss, because samples are followed up to it, and there is none."""
     if (spec.tensor > 1 or spec.stages != 1) and not has_loss:
         raise StrategyError(
             "cutting a network needs a loss to follow: a task with loss=, trained by fit",
@@ -296,7 +298,7 @@ def require_loss(spec: StrategySpec, has_loss: bool) -> None:
 
 
 def require_built(spec: StrategySpec) -> None:
-    """Refuses axes that this version cannot split along, and policies that do not exist or do not fit."""
+    """Raise for combinations of axes that are not supported, and for policies that do not exist or do not fit."""
     if spec.sharding == "optimizer" and (spec.tensor > 1 or isinstance(make_policy(spec.sync), Local)):
         raise StrategyError(
             'sharding="optimizer" is for replicas that agree in every step, with whole layers',
@@ -356,7 +358,7 @@ def _require_pipelined(spec: StrategySpec, policy: Policy) -> None:
 def optimizers_of(
     model: nn.Module, make: Callable[[nn.Module], Optimizer | Mapping[str, Optimizer] | Sequence[Optimizer]]
 ) -> dict[str, Optimizer]:
-    """The optimizers of a network by key, checked to hold parameters of it, each once."""
+    """Return the optimizers of a network by key, after checking that they hold its parameters, each once."""
     try:
         made = make(model)
     except TypeError as error:
@@ -383,7 +385,7 @@ def optimizers_of(
 
 
 def _require_parameters(model: nn.Module, held: list[Tensor]) -> None:
-    """Optimizers hold parameters of this model, each once, and at least one that is trained."""
+    """Raise unless the optimizers hold parameters of this model only, each once, and at least one trainable one."""
     known = set(held)
     missed = [name for name, p in model.named_parameters() if p.requires_grad and p not in known]
     if missed and not any(p.requires_grad for p in held):
@@ -409,7 +411,7 @@ def _require_parameters(model: nn.Module, held: list[Tensor]) -> None:
 
 
 def _require_single_gradient(optimizer: Optimizer) -> None:
-    """An optimizer takes its step from one gradient of the parameters in its groups."""
+    """Raise if an optimizer needs a closure, or updates parameters that are in none of its groups."""
     name, inner = type(optimizer).__name__, nested_in(optimizer)
     hidden = {p for one in inner.values() for p in parameters_of(one)} - set(parameters_of(optimizer))
     if hidden:
@@ -431,15 +433,15 @@ def _require_single_gradient(optimizer: Optimizer) -> None:
 
 
 def _failed_step(optimizer: Optimizer) -> str:
-    """Why a step without a closure fails, on a copy; empty where it does not, or where it cannot be copied."""
+    """Return why a step without a closure fails, tried on a copy; empty if it succeeds or cannot be copied."""
     copied: Optimizer = object.__new__(type(optimizer))
     try:
-        copied.__dict__.update(copy.deepcopy(vars(optimizer)))  # torch's own way to copy one drops its attributes
+        copied.__dict__.update(copy.deepcopy(vars(optimizer)))  # copying an optimizer itself drops its attributes
         for parameter in parameters_of(copied):
             parameter.grad = torch.zeros_like(parameter)
         with torch.random.fork_rng(devices=[]):
             copied.step()
-    except (AssertionError, TypeError) as error:  # what calling or requiring a closure of None raises
+    except (AssertionError, TypeError) as error:  # raised by calling or requiring a closure that is None
         return f"{type(error).__name__}: {error}"
     except Exception:
         return ""
@@ -447,7 +449,7 @@ def _failed_step(optimizer: Optimizer) -> str:
 
 
 def _require_sums(model: nn.Module) -> None:
-    """Names a tensor that no backend can add up over ranks."""
+    """Raise for a tensor whose dtype collectives cannot sum."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.is_floating_point() and tensor.itemsize == 1:
             raise TaskError(

@@ -1,4 +1,4 @@
-"""By block: whether a network can be sharded block by block, that is gathered by collectives inside its own forward.
+"""By block: check whether a network can be sharded block by block, with all-gathers inside its own forward.
 
 Ranks must then run the same blocks in the same order, whatever their samples are: each block's all-gather and
 reduce-scatter is a collective. This is found before training, by computing the loss on fake tensors, which have shapes
@@ -31,13 +31,13 @@ Probe = Callable[[nn.Module, Callable[[Any], Any]], Any]
 
 
 NUM_COMPARED = 50
-"""Forwards on a GPU in which ranks compare their blocks: each comparison waits for the device."""
+"""Number of forwards on a GPU in which ranks compare their blocks; each comparison waits for the device."""
 
 
 class SameBlocks:
-    """Compares the blocks that ranks run, where that could not be found out before training.
+    """Compare the blocks that ranks run, if that could not be checked before training.
 
-    Ranks that gather different blocks would compute with each other's parameters, or wait for ever.
+    Ranks that gather different blocks would compute with each other's parameters, or deadlock.
     """
 
     def __init__(self, model: nn.Module, blocks: Mapping[str, nn.Module], world: World) -> None:
@@ -64,12 +64,12 @@ class SameBlocks:
 
 
 def why_not_by_block(model: nn.Module, probe: Probe | None, device: torch.device) -> str:
-    """Return why a network's parameters must be whole during a step; empty where each block can gather its own."""
+    """Return why a network's parameters must be whole during a step; empty if each block can gather its own."""
     return _odd_types(model) or ("" if probe is None else _odd_steps(model, probe, device))
 
 
 def _odd_types(model: nn.Module) -> str:
-    """Return the parameters that torch cannot put into one flat tensor with the others of their block."""
+    """Return the parameters whose dtype prevents torch from flattening them with the others of their block."""
     blocks = blocks_of(model)
     own: dict[str, dict[torch.dtype, str]] = {}
     for name, parameter in model.named_parameters():
@@ -82,9 +82,9 @@ def _odd_types(model: nn.Module) -> str:
 
 
 def _odd_steps(model: nn.Module, probe: Probe, device: torch.device) -> str:
-    """Return what makes ranks with other samples run other blocks, or makes a block run again in backward."""
+    """Return what makes ranks with different samples run different blocks, or makes a block run again in backward."""
     states, python, numpy = random_state(device), random.getstate(), np.random.get_state()
-    # torch logs every operation that fails on fake tensors, which is what is looked for here.
+    # torch logs every operation that fails on fake tensors, and such failures are expected here.
     before = logging.root.manager.disable
     logging.disable(logging.ERROR)
     try:
@@ -115,7 +115,7 @@ _GRADIENT, _READ = "gradient ", "read "
 
 
 class _Reads(TorchFunctionMode):
-    """Notes parameters that are computed with outside of the network's forward, which alone gathers them."""
+    """Record parameters that are used outside of the network's forward, which alone gathers them."""
 
     def __init__(self, model: nn.Module, ran: list[str]) -> None:
         super().__init__()
@@ -134,7 +134,7 @@ class _Reads(TorchFunctionMode):
 
 
 def _asks(func: Any) -> bool:
-    """Whether a function only asks a tensor about itself, its shape, its device or whether it has a gradient."""
+    """Return whether a function only reads a tensor's metadata: shape, device or whether it has a gradient."""
     return getattr(func, "__name__", "") in ("__get__", "size", "dim", "numel", "is_floating_point", "is_complex")
 
 
@@ -181,7 +181,7 @@ def _fake_twin(model: nn.Module, mode: FakeTensorMode, device: torch.device) -> 
 
 
 class _CannotCopy(Exception):
-    """A network holds something that Python does not copy, such as a lock or an open file."""
+    """Raised when a network holds an object that Python cannot copy, such as a lock or an open file."""
 
 
 def _fake(tensor: Tensor, device: torch.device) -> Tensor:

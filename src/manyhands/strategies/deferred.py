@@ -1,9 +1,9 @@
-"""Deferred: a network that is made without its values, which come later, one tensor at a time.
+"""Deferred: a network that is built without values, which are created later, one tensor at a time.
 
-What a model function does to large tensors is noted down and done on torch's meta device, where they take no memory.
-Afterwards the notes are followed: numbers are drawn in the same order as ever, so every value is the one that the
-function would have given, but only a few tensors are there at the same time. What a later note writes over anyway is
-drawn and dropped.
+Operations of a model function on large tensors are recorded and executed on torch's meta device, where they take no
+memory. Later the recorded operations are replayed: random numbers are drawn in the same order, so every value is the
+one that the function would have created, but only a few tensors exist at a time. Values that a later operation
+overwrites anyway are drawn and dropped.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from ..core import random_state, restore_random_state
 
 LARGE = 1 << 16
-"""Bytes from which a tensor is made without its values; smaller ones may be looked at, to decide things."""
+"""Tensors of at least this many bytes are created without values; smaller ones may be read by the function."""
 OVERWRITES = frozenset({"normal_", "uniform_", "zero_", "fill_", "copy_", "random_", "exponential_", "bernoulli_"})
-"""Operations of which nothing remains that was there before."""
+"""Operations that overwrite a tensor completely."""
 CPU = torch.device("cpu")
 
 Take = Callable[[str, Tensor], None]
-"""Gets a tensor of the network by its name, when its values are there."""
+"""Called with a name and a tensor of the network when its values are available."""
 
 
 class CannotDefer(Exception):
-    """The network must be made with its values."""
+    """Raised when the network must be built with its values."""
 
 
 @dataclass(frozen=True)
 class _Ref:
-    """A tensor as it lay in its storage when it was used."""
+    """A tensor's position in its storage at the time it was used."""
 
     key: int
     size: tuple[int, ...]
@@ -46,7 +46,7 @@ class _Ref:
     offset: int
     dtype: torch.dtype
     room: int
-    """Elements of its storage."""
+    """Number of elements in the tensor's storage."""
 
     @property
     def is_all(self) -> bool:
@@ -58,25 +58,25 @@ class _Ref:
 
 @dataclass
 class _Note:
-    """An operation and what it was called with, with refs for tensors."""
+    """A recorded operation and its arguments, with refs in place of tensors."""
 
     function: Any
     args: Any
     kwargs: dict[str, Any]
     made: list[_Ref | None]
-    """What it gave, where that has a storage of its own."""
+    """Refs of the results that have a storage of their own."""
     written: list[_Ref]
     read: set[int]
     draws: bool
 
     @property
     def keys(self) -> set[int]:
-        """Storages that it makes or changes."""
+        """Storages that the operation creates or changes."""
         return {ref.key for ref in (*self.made, *self.written) if ref is not None}
 
     @property
     def fresh(self) -> set[int]:
-        """Those of which nothing remains that was there before."""
+        """Storages that the operation overwrites completely."""
         return {ref.key for ref in self.made if ref is not None} | {r.key for r in self.written if self._covers(r)}
 
     def _covers(self, ref: _Ref) -> bool:
@@ -84,7 +84,7 @@ class _Note:
 
 
 class Deferred:
-    """A network on the meta device, and how its values come about."""
+    """A network on the meta device, and the recorded operations that create its values."""
 
     def __init__(self, model: nn.Module, noting: _Noting, states: dict[str, Tensor]) -> None:
         self.model, self._noting, self._states = model, noting, states
@@ -99,12 +99,12 @@ class Deferred:
             for tensor in (*model.parameters(), *model.buffers())
             if noting.ref(tensor).key not in noting.known
         }
-        """Values that the model function had from elsewhere."""
+        """Values that the model function got from elsewhere."""
         _require_no_others(model, noting)
         _empty(model)
 
     def fill(self, take: Take) -> None:
-        """Makes the values and gives them away one by one."""
+        """Create the values and pass them to `take` one by one."""
         wanted = dict(self._names)
         for key, tensor in self._brought.items():
             for name, ref in wanted.pop(key):
@@ -117,7 +117,7 @@ class Deferred:
 
 
 def defer(make: Callable[[], nn.Module]) -> Deferred:
-    """Calls a model function without giving large tensors any memory; raises `CannotDefer` where that is no good."""
+    """Call a model function without allocating large tensors; raise `CannotDefer` if that is not possible."""
     states = random_state(CPU)
     try:
         with _Noting() as noting, _LikeReal(), _truncated(noting):
@@ -132,7 +132,7 @@ def defer(make: Callable[[], nn.Module]) -> Deferred:
 
 
 class _LikeReal(TorchFunctionMode):
-    """Lets tensors on the meta device say that they are on the CPU: torch's own initialisers leave out what is not."""
+    """Let meta tensors report the CPU as their device, because torch's initializers skip meta tensors."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         asked = getattr(func, "__self__", None)
@@ -144,18 +144,18 @@ class _LikeReal(TorchFunctionMode):
 
 
 class _Noting(TorchDispatchMode):
-    """Notes operations down, and does those with large tensors on the meta device."""
+    """Record operations, and execute those on large tensors on the meta device."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.notes: list[_Note] = []
         self.known: set[int] = set()
-        """Storages that notes make."""
+        """Storages that recorded operations create."""
         self.held: dict[int, Tensor] = {}
-        """Of every storage a tensor: to have its values where it was brought, and so that no other gets its place."""
+        """A tensor of every storage: supplies values from elsewhere, and keeps the address from being reused."""
 
     def ref(self, tensor: Tensor) -> _Ref:
-        """A tensor as it lies in its storage."""
+        """Return a tensor's position in its storage."""
         storage = tensor.untyped_storage()
         self.held.setdefault(storage._cdata, tensor.detach())
         room = storage.nbytes() // tensor.element_size()
@@ -171,7 +171,7 @@ class _Noting(TorchDispatchMode):
         if any(isinstance(leaf, torch.Generator) for leaf in tree_leaves((args, kwargs))):
             raise CannotDefer(f"{func} draws from a generator of its own")
         if func is torch.ops.aten.lift_fresh.default:
-            # A tensor that was made of Python's numbers: as if it were copied from one that nobody changes.
+            # A tensor created from Python numbers: recorded as a copy of a constant.
             func = torch.ops.aten.clone.default
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         refs = {id(tensor): self.ref(tensor) for tensor in tensors}
@@ -185,7 +185,7 @@ class _Noting(TorchDispatchMode):
         new = [ref if ref.key not in keys else None for ref in map(self.ref, outs)]
         noted_args, noted_kwargs = tree_map_only(Tensor, lambda tensor: refs[id(tensor)], (args, kwargs))
         if not tensors and outs and any(argument.name == "dtype" for argument in func._schema.arguments):
-            # The default type may be another one when the notes are followed, and other numbers would be drawn.
+            # The default dtype may differ at replay, and then other numbers would be drawn.
             noted_kwargs = {**noted_kwargs, "dtype": outs[0].dtype}
         overwrites = func._schema.name.rpartition("::")[2] in OVERWRITES
         read = keys - {ref.key for ref in written} if overwrites else keys
@@ -211,14 +211,14 @@ class _Noting(TorchDispatchMode):
 
 @contextmanager
 def _truncated(noting: _Noting) -> Iterator[None]:
-    """Where torch's truncated normal numbers are noted as one operation: it draws again until all of them fit."""
+    """Record torch's truncated normal initialization as one operation, because it redraws until all values fit."""
     original = init._no_grad_trunc_normal_
 
     def noted(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         with torch._C.DisableTorchFunction():
             ref, is_real = noting.ref(tensor), not tensor.is_meta
         if is_real:
-            tensor.detach().zero_()  # whoever looks at it finds something, if not yet its value
+            tensor.detach().zero_()  # code that reads it finds zeros until the replay
         noting.notes.append(_Note(original, (ref, *args), kwargs, [None], [ref], set(), draws=True))
         return tensor
 
@@ -230,7 +230,7 @@ def _truncated(noting: _Noting) -> Iterator[None]:
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
-    """The arguments that an operation changes."""
+    """Yield the arguments that an operation changes."""
     for place, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[place] if place < len(args) else kwargs.get(argument.name)
@@ -238,7 +238,7 @@ def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
 
 
 def _followed(noting: _Noting, wanted: Iterable[int]) -> Iterator[tuple[int, Tensor]]:
-    """Follows the notes; gives every storage that is wanted when nothing more happens to it."""
+    """Replay the recorded operations; yield every wanted storage after the last operation on it."""
     needed = _needed(noting.notes, set(wanted))
     last = {key: index for index, note in enumerate(noting.notes) if index in needed for key in note.keys | note.read}
     ending: dict[int, list[int]] = {}
@@ -257,7 +257,7 @@ def _followed(noting: _Noting, wanted: Iterable[int]) -> Iterator[tuple[int, Ten
     for index, note in enumerate(noting.notes):
         if index not in needed:
             if note.draws:
-                # The numbers that come after it must be the same.
+                # Execute it for its draws only, so that later random numbers are the same.
                 note.function(*tree_map_only(_Ref, _scratch, note.args), **_here(note.kwargs, _scratch))
             continue
         made = note.function(*tree_map_only(_Ref, tensor, note.args), **_here(note.kwargs, tensor))
@@ -272,7 +272,7 @@ def _followed(noting: _Noting, wanted: Iterable[int]) -> Iterator[tuple[int, Ten
 
 
 def _needed(notes: list[_Note], live: set[int]) -> set[int]:
-    """Which notes the values of some storages come from."""
+    """Return which recorded operations the values of some storages depend on."""
     needed = set()
     for index in range(len(notes) - 1, -1, -1):
         note = notes[index]
@@ -296,7 +296,7 @@ def _here(kwargs: Mapping[str, Any], tensor: Callable[[_Ref], Tensor]) -> dict[s
 
 
 def _require_no_others(model: nn.Module, noting: _Noting) -> None:
-    """Values must only be asked of parameters and buffers: others would stay without, or be drawn out of order."""
+    """Raise if tensors other than parameters and buffers need values: they would get none, or be drawn out of order."""
     drawn = {key for note in noting.notes if note.draws for key in note.keys}
     own = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     for name, module in model.named_modules():
@@ -311,7 +311,7 @@ def _require_no_others(model: nn.Module, noting: _Noting) -> None:
 
 
 def _empty(model: nn.Module) -> None:
-    """Takes the values of what has some."""
+    """Replace tensors that have values by meta tensors."""
     moved: dict[int, Any] = {}
     for module in model.modules():
         for own in (module._parameters, module._buffers):

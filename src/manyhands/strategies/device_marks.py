@@ -1,4 +1,4 @@
-"""Which device the modules of a network are for, said by a block around the lines that build them."""
+"""Mark modules with the device they are for, by the `on` block in which they are built."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _open: list[str] = []
 
 @contextmanager
 def on(device: str | int) -> Iterator[None]:
-    """Modules that are built inside run on this device under `mh.Placed()`; without it the block means nothing.
+    """Place modules that are built inside this block on a device under `mh.Placed()`; no effect otherwise.
 
     >>> with on("cpu:1"):
     ...     tower = nn.Sequential(nn.Linear(2, 4), nn.Tanh())
@@ -39,7 +39,7 @@ def on(device: str | int) -> Iterator[None]:
 
 
 def marks_of(model: nn.Module) -> dict[str, str]:
-    """The device of every module that was built in such a block, by name."""
+    """Return the device of every module that was built in an `on` block, by name."""
     return {name: module.__dict__[_MARK] for name, module in model.named_modules() if _MARK in module.__dict__}
 
 

@@ -1,4 +1,4 @@
-"""Own gradients: losses that differentiate by themselves, as gradient penalties do, and backward code of the user."""
+"""Detect losses that call autograd themselves, such as gradient penalties, and custom backward code of the user."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def on_gradients(call: Callable[[str], None]) -> Iterator[None]:
 
 
 def refuse_gradients(line: str) -> None:
-    """Refuse a loss that differentiates by itself where no rank has all of the graph that it needs."""
+    """Raise for a loss that calls autograd itself, because no rank has the whole graph."""
     raise StrategyError(
         "a loss does not call torch.autograd.grad where several ranks compute the network together",
         got=line,
@@ -41,7 +41,7 @@ def refuse_gradients(line: str) -> None:
 
 @contextmanager
 def untraceable() -> Iterator[None]:
-    """Refuse what a trace of forward does not contain: hooks on results, and a user's torch.autograd.Function."""
+    """Raise inside this context for what a trace of forward does not contain: tensor hooks and autograd.Functions."""
     own_apply, own_hook = Function.__dict__["apply"], Tensor.register_hook
 
     def apply(kind: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Embedding: a table of rows. A plain nn.Embedding everywhere but on parameter servers, where no worker holds it."""
+"""Embedding: an nn.Embedding whose rows live on the servers under the parameter-server strategy."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ..core import TaskError
 
 OPTIMIZERS = ("sgd", "adagrad", "adam")
-"""What a table's rows can be trained with on the servers: only rows that a step touched change."""
+"""Optimizers that can train a table's rows on the servers; only the rows used in a step change."""
 CHUNK = 1 << 20
 WHOLE = 1 << 28
-"""Bytes up to which a table is one tensor in a checkpoint; of a larger one only the rows are saved that there are."""
+"""Bytes up to which a table is one tensor in a checkpoint; of a larger one only the existing rows are saved."""
 _declaring = False
 
 
 class EmbeddingRows(Protocol):
-    """Whoever gives a table's rows."""
+    """An object that supplies a table's rows."""
 
     def rows(self, name: str, ids: Tensor, device: torch.device) -> Tensor:
-        """These rows, ready to be differentiated."""
+        """Return the rows of these ids on the device, ready for autograd."""
 
 
 class Embedding(nn.Embedding):
-    """`nn.Embedding(rows, dim)` whose first values are a function of (seed, row) alone.
+    """`nn.Embedding(rows, dim)` whose initial values are a function of (seed, row) alone.
 
-    Under `mh.ParameterServer` the rows live on the servers: a worker asks for those that its batch touches and sends
-    their gradients back, and a row that nobody touched takes no memory, so a table may be larger than any machine.
+    Under `mh.ParameterServer` the rows live on the servers: a worker pulls the rows that its batch uses and pushes
+    their gradients. A row that was never used takes no memory, so a table may be larger than any machine.
 
-    - `optimizer`: what trains the rows on the servers: "sgd", "adagrad" or "adam" with torch's defaults; without it the
-      task's own optimizer, if it is one of these. The learning rate is that of the task's optimizer. A row changes only
-      when a batch touches it: momentum and weight decay of SGD and Adagrad, which move all rows, are refused, and
-      Adam differs from one device. Elsewhere the task's optimizer trains it;
-    - `std`: of the first values, which are normal; `seed`: drawn from torch's generator by default.
+    - `optimizer`: trains the rows on the servers: "sgd", "adagrad" or "adam" with torch's defaults. By default the
+      task's optimizer, if it is one of these. The learning rate is that of the task's optimizer. A row changes only
+      when a batch uses it: momentum and weight decay of SGD and Adagrad, which change all rows, are rejected, and
+      results with Adam differ from one device. Under other strategies the task's optimizer trains the table;
+    - `std`: standard deviation of the normal initial values; `seed`: by default drawn from torch's generator.
 
     >>> table = Embedding(1000, 4, seed=3)
     >>> bool((table(torch.tensor([7])) == first_rows(np.array([7]), 4, seed=3)).all())
@@ -49,7 +49,7 @@ class Embedding(nn.Embedding):
     """
 
     rows_travel = True
-    """Whether a worker exchanges the rows that it touches with parameter servers, instead of holding all of them."""
+    """Whether a worker exchanges the rows that it uses with parameter servers, instead of holding all of them."""
 
     def __init__(
         self,
@@ -86,20 +86,20 @@ class Embedding(nn.Embedding):
         self.source: EmbeddingRows | None = None
         self.name = ""
         self.whole: Tensor | None = None
-        """The whole table, where it is on its way from or to the servers."""
+        """The whole table, while it is transferred from or to the servers."""
 
     @property
     def is_declared(self) -> bool:
-        """Whether the rows are elsewhere."""
+        """Whether the rows are on the servers and not in this module."""
         return self.weight.shape[0] != self.num_embeddings
 
     @property
     def is_by_rows(self) -> bool:
-        """Whether it is too large to be put together anywhere, and is saved by rows."""
+        """Whether the table is too large to be assembled in one place, and is saved row by row."""
         return self.is_declared and self.num_embeddings * self.embedding_dim * self.weight.element_size() > WHOLE
 
     def reset_parameters(self) -> None:
-        """Gives every row its first value."""
+        """Set every row to its initial value."""
         if self.weight.device.type == "meta" or _is_planned():
             return
         with torch.no_grad():
@@ -108,11 +108,11 @@ class Embedding(nn.Embedding):
                 self.weight[start : start + len(ids)] = self.first(ids)
 
     def first(self, ids: Any) -> Tensor:
-        """The first values of some rows, made anew."""
+        """Compute the initial values of some rows."""
         return first_rows(ids, self.embedding_dim, self.seed, self.std)
 
     def forward(self, input: Tensor) -> Tensor:
-        """The rows of these ids."""
+        """Return the rows of these ids."""
         if not self.is_declared:
             return super().forward(input)
         assert self.source is not None, "a declared table has no rows of its own"
@@ -122,7 +122,7 @@ class Embedding(nn.Embedding):
         return F.embedding(inverse, self.source.rows(self.name, ids, input.device))
 
     def _declare(self, rows: int, dim: int) -> None:
-        """An nn.Embedding's attributes without its rows."""
+        """Set the attributes of an nn.Embedding without allocating its rows."""
         nn.Module.__init__(self)
         self.num_embeddings, self.embedding_dim = rows, dim
         self.padding_idx, self.max_norm, self.norm_type = None, None, 2.0
@@ -145,7 +145,7 @@ class Embedding(nn.Embedding):
 
 @contextlib.contextmanager
 def declaring() -> Iterator[None]:
-    """Tables that are made inside have no rows: servers will hold them."""
+    """Create tables without rows inside this context, because servers will hold them."""
     global _declaring
     before, _declaring = _declaring, True
     try:
@@ -155,12 +155,12 @@ def declaring() -> Iterator[None]:
 
 
 def _is_planned() -> bool:
-    """Whether tensors have shapes but no numbers, as where a network's costs are found."""
+    """Return whether tensors have shapes but no values, as in cost estimation with meta or fake tensors."""
     return isinstance(torch.empty(0), FakeTensor)
 
 
 def _require_room(rows: int, dim: int) -> None:
-    """A table that no memory here can hold is named, before it is begun."""
+    """Raise for a table that does not fit into this machine's memory, before allocating it."""
     wanted, there = rows * dim * torch.get_default_dtype().itemsize, psutil.virtual_memory().available
     if wanted > there and torch.get_default_device().type == "cpu" and not _is_planned():
         raise TaskError(
@@ -172,7 +172,7 @@ def _require_room(rows: int, dim: int) -> None:
 
 
 def first_rows(ids: Any, dim: int, seed: int, std: float = 1.0) -> Tensor:
-    """The first values of some rows: normal numbers from a hash of (seed, row, column)."""
+    """Return the initial values of some rows: normal numbers from a hash of (seed, row, column)."""
     with np.errstate(over="ignore"):
         cells: Any = np.asarray(ids, np.uint64)[:, None] * np.uint64(dim) + np.arange(dim, dtype=np.uint64)
         z = cells * np.uint64(0x9E3779B97F4A7C15) + np.uint64(seed & (1 << 64) - 1)

@@ -1,8 +1,8 @@
 """Gradient hooks: the user's hooks on parameters see the complete gradient of a step, as they do on one device.
 
-`parameter.register_hook` and `register_post_accumulate_grad_hook` are called by autograd with what one backward of one
-rank adds: a part of the batch, or of the parameter. A hook that clamps, or looks at a norm, would do something else
-with each part. So hooks are taken off the parameters and called when the gradient is complete, whole and divided.
+Autograd calls `parameter.register_hook` and `register_post_accumulate_grad_hook` with what one backward of one rank
+adds: the gradient of a part of the batch, or of a part of the parameter. A hook that clamps or reads a norm would
+give a different result on each part. So hooks are removed from the parameters and called on the complete gradient.
 """
 
 from __future__ import annotations
@@ -24,31 +24,31 @@ _BEFORE, _AFTER = "_backward_hooks", "_post_accumulate_grad_hooks"
 
 
 class GradientHooks:
-    """The hooks of a network's parameters, by name; a handle that torch gave still removes its hook."""
+    """The hooks of a network's parameters, by name; handles that torch returned still remove their hooks."""
 
     def __init__(self) -> None:
         self._before: dict[str, Hooks] = {}
         self._after: dict[str, Hooks] = {}
 
     def adopt(self, named: Iterable[tuple[str, Tensor]]) -> None:
-        """Take the hooks off parameters."""
+        """Move the hooks from the parameters into this object."""
         for name, parameter in named:
             for held, attribute in ((self._before, _BEFORE), (self._after, _AFTER)):
                 hooks = getattr(parameter, attribute, None)
                 if hooks and not held.get(name) and not any(_is_ours(hook) for hook in hooks.values()):
                     held[name] = hooks
-                    # None would leave what torch has noted of the old ones in place.
+                    # None would leave torch's registration of the old hooks in place.
                     setattr(parameter, attribute, OrderedDict())
 
     @property
     def names(self) -> list[str]:
-        """Parameters with hooks."""
+        """Names of the parameters with hooks."""
         return [name for held in (self._before, self._after) for name, hooks in held.items() if hooks]
 
     def call(self, replica: Replica, key: str) -> None:
-        """Call the hooks of one optimizer's parameters that have a gradient; all ranks do so together.
+        """Call the hooks of one optimizer's parameters that have a gradient. Collective: all ranks call it.
 
-        Hooks that were registered since the last step are taken over: autograd has not called those of parts.
+        Hooks that were registered since the last step are moved too; autograd has not called those on shards.
         """
         named = list(replica.groups[key].items())
         self.adopt((name, p) for name, p in named if hasattr(p, "_local_tensor"))
@@ -73,7 +73,7 @@ class GradientHooks:
     def _call_after(
         self, replica: Replica, name: str, parameter: nn.Parameter, gradient: Tensor, hooks: list[Callable[..., Any]]
     ) -> None:
-        """Call hooks with a parameter that has its gradient; they may change both."""
+        """Call hooks with a parameter and its gradient; they may change both."""
         whole = replica.whole(parameter.detach(), name)
         is_own = whole.data_ptr() == parameter.data_ptr() and type(parameter) is nn.Parameter
         seen = parameter if is_own else nn.Parameter(whole, parameter.requires_grad)
@@ -87,7 +87,7 @@ class GradientHooks:
 
 
 def refuse_hooks(hooks: GradientHooks) -> None:
-    """Refuse hooks on parameters where no process has a step's complete gradient before its update."""
+    """Raise for hooks on parameters if no process has a step's complete gradient before the update."""
     if hooks.names:
         raise StrategyError(
             "on parameter servers parameters have no gradient hooks: a worker has a part of the gradient only",

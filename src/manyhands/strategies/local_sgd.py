@@ -1,4 +1,4 @@
-"""A replica per device that trains by itself and agrees with the others now and then."""
+"""Local SGD: a replica per device trains independently and is synchronized periodically."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from .replica import Replica
 def replicated(
     spec: StrategySpec, world: World, model: nn.Module, optimizers: Mapping[str, Optimizer]
 ) -> LocalReplica | MirroredReplica:
-    """One of several whole networks, as its policy needs it."""
+    """Return the replica class that the policy needs: local SGD or mirrored."""
     kind = LocalReplica if isinstance(acting(make_policy(spec.sync), world), Local) else MirroredReplica
     return kind(spec, world, model, optimizers)
 
 
 class LocalReplica(Replica):
-    """One of several replicas that go apart and become one again. Batch statistics are each replica's own meanwhile.
+    """One of several replicas that train independently and are averaged periodically; batch statistics stay local.
 
-    Where hosts go apart, the ranks of a host stay together: their gradients are summed, and batch statistics shared.
+    If whole hosts run local SGD, the ranks of a host stay synchronized: they sum gradients and share batch statistics.
     """
 
     def __init__(self, spec: StrategySpec, world: World, model: nn.Module, optimizers: Mapping[str, Optimizer]) -> None:
@@ -81,7 +81,7 @@ class LocalReplica(Replica):
 
     @property
     def records_exchange(self) -> bool:
-        # There is none within a step.
+        # A local step has no exchange.
         return True
 
     @property
@@ -122,8 +122,8 @@ class LocalReplica(Replica):
             self.world.broadcast(buffer)
 
     def differences(self) -> list[str]:
-        """Compares a hash of every tensor where the replicas agree."""
-        # Hosts average theirs; what differs among the ranks of one stays so.
+        """Return the tensors whose hashes differ between replicas, if the replicas are synchronized now."""
+        # Hosts average their statistics; those of the ranks within a host may still differ.
         has_own_stats = self.spec.batch_stats == "local" and self.group.size > 1
         return odd_ones(self.world, comparable(self.model, has_own_stats=has_own_stats)) if self.agrees else []
 
@@ -135,7 +135,7 @@ class LocalReplica(Replica):
 
 
 def common_slots(world: World, replica: Replica) -> list[Tensor]:
-    """The slots of the optimizers that every replica has, in one order: one that was not used may lack some."""
+    """Return the optimizer slots that every replica has, in the same order; an unused parameter may lack some."""
     found = {
         (key, replica.names[parameter], slot): value
         for key, optimizer in replica.optimizers.items()

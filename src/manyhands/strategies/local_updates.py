@@ -1,6 +1,6 @@
-"""An update that works element by element needs this rank's part of each tensor, and nobody else's.
+"""Run elementwise optimizer updates on the local shards of DTensors.
 
-Torch would ask for every operation of it how it is done over all ranks, which takes longer than small updates do.
+Torch would dispatch every operation of the update as a DTensor operation, which takes longer than a small update.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ BY_ELEMENT = (
 
 @contextmanager
 def on_own_parts(optimizer: Optimizer, *, by_element: bool) -> Iterator[None]:
-    """An optimizer whose parameters, gradients and state are this rank's parts, if it works element by element."""
+    """Replace an elementwise optimizer's parameters, gradients and state by their local shards inside this context."""
     groups = optimizer.param_groups
     cut: list[Any] = [
         p for group in groups for p in group["params"] if type(p) is not nn.Parameter and hasattr(p, "_local_tensor")
     ]
     hooks = (*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values())
-    # Whoever looks at an update sees the tensors of all ranks.
+    # A user's hook on the optimizer must see the DTensors.
     if not cut or not by_element or any(hook is not lie_alike for hook in hooks):
         yield
         return
@@ -56,13 +56,13 @@ def on_own_parts(optimizer: Optimizer, *, by_element: bool) -> Iterator[None]:
 
 
 def own_part(tensor: Any) -> Tensor:
-    """What this rank holds of a tensor, in the same memory; whatever is no part of one is itself."""
+    """Return the local shard of a DTensor, in the same memory; any other value is returned as it is."""
     part: Tensor = getattr(tensor, "_local_tensor", tensor)
     return part
 
 
 def parted(part: Tensor, like: Any) -> DTensor:
-    """What this rank holds, as its part of a tensor of all ranks that is cut as another."""
+    """Wrap a local shard as a DTensor with the layout of another one."""
     whole = {"shape": like.shape, "stride": like.stride()}
     made: DTensor = type(like).from_local(part, like.device_mesh, like.placements, **whole)
     return made
@@ -75,7 +75,7 @@ def _own(parameter: Any) -> nn.Parameter:
 
 
 def _kept(slot: Any, known: Any, parameter: Any, mine: Tensor) -> Any:
-    """What an update has left, as a part of a tensor of all ranks where it has an element for each of this rank's."""
+    """Return an optimizer slot after an update, as a DTensor if it has one element per element of the shard."""
     if own_part(known) is slot:
         return known
     has_all = isinstance(slot, Tensor) and slot.shape == mine.shape and parameter.dim() > 0

@@ -1,4 +1,4 @@
-"""Mirrored: a replica per device, every one with the whole network; gradients are summed while backward runs."""
+"""Mirrored strategy: each device holds a replica of the whole network; gradients are summed during backward."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from .batch_stats import BatchStats
 from .replica import Replica
 
 _ROW = 1024
-"""Words that are weighed alike in every row."""
+"""Words per row; every row is weighted with the same weights."""
 
 
 class MirroredReplica(Replica):
-    """One of several equal replicas."""
+    """One of several identical replicas."""
 
     def __init__(self, spec: StrategySpec, world: World, model: nn.Module, optimizers: Mapping[str, Optimizer]) -> None:
         super().__init__(spec, world, model, optimizers)
@@ -56,7 +56,7 @@ class MirroredReplica(Replica):
 
     @property
     def records_exchange(self) -> bool:
-        # A policy that warms up and looks at its error does other things in one step than in the next.
+        # A policy with a warm-up or error feedback runs different operations in different steps.
         return self.world.is_recordable and not self._policy.changes_mathematics
 
     @property
@@ -112,7 +112,7 @@ class MirroredReplica(Replica):
             self.world.broadcast(buffer)
 
     def differences(self) -> list[str]:
-        """Compares a hash of every tensor; replicas with local batch statistics may differ in those."""
+        """Return the tensors whose hashes differ between replicas; local batch statistics may differ."""
         return odd_ones(self.world, comparable(self.model, has_own_stats=self.spec.batch_stats == "local"))
 
     def close(self) -> None:
@@ -123,7 +123,7 @@ class MirroredReplica(Replica):
 
 
 def comparable(model: nn.Module, *, has_own_stats: bool) -> dict[str, Tensor]:
-    """What must be equal on all replicas: parameters, and buffers but for batch statistics that are each one's own."""
+    """Return the tensors that must be equal on all replicas: parameters, and buffers except local batch statistics."""
     buffers = {
         name: buffer
         for name, buffer in model.named_buffers()
@@ -133,7 +133,7 @@ def comparable(model: nn.Module, *, has_own_stats: bool) -> dict[str, Tensor]:
 
 
 def require_dense(model: nn.Module) -> None:
-    """Refuses layers that make sparse gradients before any step is taken."""
+    """Raise for layers with sparse gradients, before any step runs."""
     for name, layer in model.named_modules():
         if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse and layer.weight.requires_grad:
             raise TaskError(
@@ -144,13 +144,13 @@ def require_dense(model: nn.Module) -> None:
 
 
 def mirror(model: nn.Module, world: World) -> None:
-    """Makes every replica start from the first one's values."""
+    """Broadcast the first replica's values to all replicas."""
     for tensor in (*model.parameters(), *model.buffers()):
         world.broadcast(tensor.data)
 
 
 def odd_ones(world: World, named: Mapping[str, Tensor]) -> list[str]:
-    """Names of tensors that differ from those of most ranks, and where; without a majority all ranks are named."""
+    """Return the tensors that differ from those of most ranks, with the ranks; without a majority, all ranks."""
     if not named:
         return []
     gathered = world.all_gather(torch.stack([hash_of(tensor) for tensor in named.values()]))
@@ -166,12 +166,12 @@ def odd_ones(world: World, named: Mapping[str, Tensor]) -> list[str]:
 
 
 def hash_of(tensor: Tensor) -> Tensor:
-    """A 64-bit sum over the tensor's bits that a single flipped one changes."""
+    """Return a 64-bit weighted sum over the tensor's bits; flipping any single bit changes it."""
     data = tensor.detach().contiguous().view(-1)
     if data.numel() == 0:
         return torch.zeros((), dtype=torch.int64, device=tensor.device)
     if data.storage_offset() * data.element_size() % 8:
-        data = data.clone()  # which lies where words of eight bytes may
+        data = data.clone()  # a copy is aligned to eight bytes
     bits = data.view(torch.uint8)
     num_words = len(bits) // 8
     words, tail = bits[: 8 * num_words].view(torch.int64), bits[8 * num_words :]
@@ -182,5 +182,5 @@ def hash_of(tensor: Tensor) -> Tensor:
 
 
 def _weights(count: int, device: torch.device) -> Tensor:
-    """Odd numbers: no multiple of them hides a bit, and a value elsewhere weighs something else."""
+    """Return odd weights: no multiple of an odd number hides a bit, and moving a value changes the sum."""
     return torch.arange(1, count + 1, device=device) * 2 + 1

@@ -1,7 +1,8 @@
-"""Offload: optimizer state, gradients and activations in the host's memory, so that a device holds a larger network.
+"""Offload: optimizer state, gradients and activations in host memory, so that a device can train a larger network.
 
-State visits the device a few parameters at a time when they are updated. On one device gradients leave it too, each as
-soon as backward has made it; replicas and shards need theirs for the sums. On a CPU both memories are the same.
+State is moved to the device a few parameters at a time during the update. On a single device gradients are offloaded
+too, each as soon as backward has computed it; replicas and shards need theirs for the all-reduce. On a CPU this
+changes nothing.
 """
 
 from __future__ import annotations
@@ -21,20 +22,20 @@ from .replica import Replica
 AT_ONCE = 256 << 20
 """Bytes of parameters whose state is on the device at the same time."""
 SMALL = 1 << 20
-"""Bytes below which an activation stays where it is."""
+"""Activations smaller than this many bytes stay on the device."""
 
 Bring = Callable[[nn.Parameter], Tensor | None]
 
 
 class Parking:
-    """An optimizer whose state lies in the host's memory."""
+    """An optimizer whose state is in host memory."""
 
     def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
         self._optimizer, self._device = optimizer, device
         self._homes: dict[tuple[Tensor, str], Tensor] = {}
 
     def step(self, bring: Bring) -> None:
-        """Updates all parameters, a few at a time; `bring` gives the gradient of one of them."""
+        """Update all parameters, a few at a time; `bring` returns the gradient of a parameter."""
         for some in self._chunks():
             for parameter in some:
                 parameter.grad = bring(parameter)
@@ -44,7 +45,7 @@ class Parking:
                 parameter.grad = None
                 self._park(parameter)
         if self._device.type == "cuda":
-            # Whoever reads the state next does so on the host, which must not be ahead of the copies.
+            # The state is read next on the host, which must wait for the copies.
             torch.cuda.current_stream(self._device).synchronize()
 
     def _chunks(self) -> Iterator[list[nn.Parameter]]:
@@ -73,30 +74,30 @@ class Parking:
         self._replace(parameter, home)
 
     def _replace(self, parameter: nn.Parameter, function: Callable[[str, Tensor], Tensor]) -> None:
-        """Puts what a function makes of them in the place of a parameter's slots; single numbers stay."""
+        """Replace a parameter's slots by the function's results; scalars stay unchanged."""
         state = self._optimizer.state.get(parameter, {})
         for name, slot in state.items():
             if isinstance(slot, Tensor) and slot.dim():
                 moved = function(name, own_part(slot))
                 if hasattr(slot, "_local_tensor"):
-                    # A part of a whole stays one: a new one would be brought to the device of its mesh.
+                    # Keep the DTensor and replace its shard: a new one would be moved to the device of its mesh.
                     slot._local_tensor = moved
                 else:
                     state[name] = moved
 
 
 class OffloadedReplica(Replica):
-    """A network on one device, whose gradients wait in the host's memory for the update."""
+    """A network on one device, whose gradients are in host memory until the update."""
 
     def __init__(self, spec: StrategySpec, world: World, model: nn.Module, optimizers: Mapping[str, Optimizer]) -> None:
         super().__init__(spec, world, model, optimizers)
         self._homes: dict[Tensor, Tensor] = {}
         self._gone: dict[Tensor, Tensor] = {}
-        """Gradients of the step under way, by parameter."""
+        """Gradients of the current step, by parameter."""
         self._norms: dict[Tensor, tuple[Tensor, Tensor]] = {}
-        """Of each its norm, and its largest number."""
+        """The norm and the largest absolute value of each gradient."""
         self._factors: dict[str, Tensor] = {}
-        """What gradients are multiplied with when they come back."""
+        """The factor of gradients when they return to the device."""
         self._hooks = [p.register_post_accumulate_grad_hook(self._leave) for p in self.names if p.requires_grad]
 
     def _leave(self, parameter: Tensor) -> None:
@@ -122,7 +123,7 @@ class OffloadedReplica(Replica):
             self._factors[key] = 1 / count
 
     def _numbers(self, key: str, which: int) -> Tensor:
-        """The norms of one optimizer's gradients, or their largest numbers."""
+        """Return the norms of one optimizer's gradients, or their largest absolute values."""
         found = [self._norms[p][which] for p in self.groups[key].values() if p in self._norms]
         return torch.stack(found) if found else torch.zeros(1, device=self.world.device)
 
@@ -156,7 +157,7 @@ class OffloadedReplica(Replica):
 
 
 def keeping_on_host(device: torch.device) -> torch.autograd.graph.saved_tensors_hooks:
-    """Where what backward needs of a forward is kept in the host's memory, but for parameters and what is small."""
+    """Keep tensors saved for backward in host memory inside this context, except parameters and small tensors."""
 
     def leave(tensor: Tensor) -> Any:
         is_parameter = isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
@@ -168,7 +169,7 @@ def keeping_on_host(device: torch.device) -> torch.autograd.graph.saved_tensors_
 
 
 def host_like(tensor: Tensor) -> Tensor:
-    """Room in the host's memory, pinned where the tensor is on a GPU."""
+    """Allocate a tensor in host memory, pinned if the given one is on a GPU."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda")
 
 

@@ -1,7 +1,7 @@
-"""Optimizer state in parts: every rank has the whole network and its gradients, and updates its part of each parameter.
+"""Sharded optimizer state: every rank has the whole network and its gradients, and updates its shard of each parameter.
 
-A rank's optimizer holds views of its parts, known to torch as parts of a whole (DTensors), so that its state is saved
-whole and resumed under any layout. After an update the parts are gathered.
+A rank's optimizer holds DTensor views of its shards, so that its state is saved whole and resumes under any layout.
+After an update the shards are gathered.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .sharded import whole
 
 
 class Shadows:
-    """This rank's parts of a network's parameters."""
+    """This rank's shards of a network's parameters, as views."""
 
     def __init__(self, spec: StrategySpec, world: World, model: nn.Module) -> None:
         self._mesh = world.mesh(spec.axes)["shards"]
@@ -31,7 +31,7 @@ class Shadows:
 
     @contextmanager
     def in_place(self, model: nn.Module) -> Iterator[None]:
-        """The network with them as its parameters, for whoever makes an optimizer."""
+        """Replace the network's parameters by their shards inside this context, for constructing an optimizer."""
         held = [(own, name, p) for own in (m._parameters for m in model.modules()) for name, p in own.items()]
         try:
             for own, name, parameter in held:
@@ -42,7 +42,7 @@ class Shadows:
                 own[name] = parameter
 
     def link(self, *, gradients: bool) -> None:
-        """Has the parts look at the parameters as they lie now, and at their gradients."""
+        """Point the shards to the current memory of the parameters and of their gradients."""
         for parameter, shadow in self.of.items():
             if shadow is not parameter:
                 shadow._local_tensor = self._mine(parameter.detach())  # type: ignore[attr-defined]
@@ -51,7 +51,7 @@ class Shadows:
 
     @torch.no_grad()
     def gather(self) -> None:
-        """Gives every rank the parts that the others have updated."""
+        """All-gather the shards that other ranks have updated."""
         cut = [parameter for parameter, shadow in self.of.items() if shadow is not parameter]
         kinds = {parameter.dtype for parameter in cut}
         for dtype in sorted(kinds, key=str):
@@ -83,7 +83,7 @@ class Shadows:
 
 
 class OptimizerShardedReplica(MirroredReplica):
-    """One of several equal replicas that share the optimizer's state out among them."""
+    """One of several identical replicas with sharded optimizer state."""
 
     def __init__(
         self,
@@ -126,7 +126,7 @@ class OptimizerShardedReplica(MirroredReplica):
 def sharded_optimizers(
     spec: StrategySpec, world: World, model: nn.Module, make: Callable[[nn.Module], Any]
 ) -> tuple[dict[str, Optimizer], Shadows]:
-    """Optimizers of this rank's parts."""
+    """Return optimizers of this rank's shards, and the shards."""
     from .build_replica import optimizers_of
 
     shadows = Shadows(spec, world, model)

@@ -1,7 +1,7 @@
-"""Optimizer traits: what an update looks at, found by trying it on small tensors.
+"""Optimizer traits: what an update depends on, found by trying it on small tensors.
 
-An update that works element by element runs on a rank's own part of each parameter. One that looks at rows, columns or
-norms, as Adafactor and Muon do, needs whole tensors, and one that draws random numbers the same draws on every rank.
+An elementwise update runs on a rank's own shard of each parameter. An update that reads rows, columns or norms, as
+Adafactor's and Muon's, needs whole tensors, and one that draws random numbers needs the same numbers on every rank.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class Traits:
     """What an optimizer's update of an element depends on."""
 
     by_element: bool = True
-    """On nothing but the element's own values, gradient and state."""
+    """Whether the update depends only on the element's own value, gradient and state."""
     by_tensor: bool = True
-    """On nothing but those of its own tensor."""
+    """Whether the update depends only on values of the element's own tensor."""
     draws: bool = False
-    """On random numbers."""
+    """Whether the update draws random numbers."""
 
 
 _known: WeakKeyDictionary[Optimizer, Traits] = WeakKeyDictionary()
@@ -42,7 +42,7 @@ _known: WeakKeyDictionary[Optimizer, Traits] = WeakKeyDictionary()
 def traits_of(optimizer: Optimizer) -> Traits:
     """Return the traits of an optimizer with its settings; those of torch's element-wise ones are known."""
     if type(optimizer) in BY_ELEMENT or nested_in(optimizer):
-        # A step of one that keeps others inside would be a step of theirs, on the network itself: they are tried alone.
+        # A step of an optimizer with nested ones would update the network itself, so the nested ones are tried instead.
         return Traits()
     if optimizer not in _known:
         _known[optimizer] = _tried(optimizer)
@@ -50,7 +50,7 @@ def traits_of(optimizer: Optimizer) -> Traits:
 
 
 def _tried(optimizer: Optimizer) -> Traits:
-    # The parameter servers try optimizers in the same way; their package takes a while to import.
+    # The parameter servers try optimizers in the same way; their package is slow to import.
     from .served.update import draws_numbers, is_by_element, is_by_tensor
 
     states = random_state(torch.device("cpu"))
@@ -69,7 +69,7 @@ def inner_optimizers(optimizer: Optimizer) -> list[Optimizer]:
 
 
 def require_in_stages(optimizer: Optimizer) -> None:
-    """Refuse an optimizer whose update needs tensors of stages on other ranks."""
+    """Raise for an optimizer whose update needs tensors of stages on other ranks."""
     for found in inner_optimizers(optimizer):
         traits = traits_of(found)
         if traits.draws or not traits.by_tensor:
@@ -83,7 +83,7 @@ def require_in_stages(optimizer: Optimizer) -> None:
 
 @contextmanager
 def stepping(replica: Replica, optimizer: Optimizer) -> Iterator[None]:
-    """An optimizer with the tensors that its update needs: a rank's own parts, or whole ones."""
+    """Give an optimizer the tensors that its update needs inside this context: local shards, or whole tensors."""
     with ExitStack() as scope:
         every = inner_optimizers(optimizer)
         if any(traits_of(found).draws for found in every):
@@ -102,7 +102,7 @@ def stepping(replica: Replica, optimizer: Optimizer) -> Iterator[None]:
 
 @contextmanager
 def _same_draws(world: World) -> Iterator[None]:
-    """The first rank's random numbers on all ranks; afterwards each continues with its own."""
+    """Use the first rank's random numbers on all ranks inside this context; afterwards each continues with its own."""
     if world.size == 1:
         yield
         return
@@ -120,7 +120,7 @@ def _same_draws(world: World) -> Iterator[None]:
 
 @contextmanager
 def _on_wholes(replica: Replica, optimizer: Optimizer) -> Iterator[None]:
-    """An optimizer whose parameters, gradients and state are whole on every rank while it updates them."""
+    """Make an optimizer's parameters, gradients and state whole on every rank inside this context."""
     groups, state = optimizer.param_groups, optimizer.state
     held = [group["params"] for group in groups]
     parted = [p for parameters in held for p in parameters if _is_parted(p)]

@@ -1,4 +1,4 @@
-"""ParameterServer: a worker's or the chief's network; servers hold its values and take the updates."""
+"""ParameterServer strategy: the network of a worker or of the coordinator; servers hold its values and update them."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from .replica import Replica
 
 
 class ServedReplica(Replica):
-    """A network whose values come from servers."""
+    """A network whose values come from parameter servers."""
 
     def __init__(self, spec: StrategySpec, world: World, model: nn.Module, optimizers: Mapping[str, Optimizer]) -> None:
         super().__init__(spec, world, model, optimizers)
         _require_trained(model, self._untrained)
         for parameter in self._untrained.values():
-            # Servers tell by this what is updated, and what is only held.
+            # By this flag servers distinguish parameters to update from values that they only hold.
             parameter.requires_grad_(False)
         self.slots: dict[str, Tensor] = {}
-        """What rows of tables remember whose optimizer is of another kind than the task's, as checkpoints keep it."""
+        """Optimizer slots of table rows whose optimizer differs from the task's, in the form of checkpoints."""
 
     def policy_state(self) -> dict[str, Tensor]:
         return self.slots
@@ -34,7 +34,7 @@ class ServedReplica(Replica):
 
 
 def _require_trained(model: nn.Module, untrained: Mapping[str, Tensor]) -> None:
-    """Rows of tables take their settings from the group of the optimizer that holds their table."""
+    """Raise for a table in no optimizer: its rows take their settings from the parameter group that holds it."""
     for name, part in model.named_modules():
         if isinstance(part, Embedding) and any(part.weight is parameter for parameter in untrained.values()):
             raise TaskError(

@@ -1,4 +1,4 @@
-"""A network's cut as text and as a picture: what goes where, and what crosses."""
+"""Text and SVG drawing of a partitioned network: which piece is where, and what is sent."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ WIDTH, HEIGHT, GAP = 210, 74, 46
 
 @dataclass(frozen=True)
 class Box:
-    """A piece of a network: what one rank computes without waiting for another."""
+    """A piece of a network: operations that one rank computes without waiting for another rank."""
 
     rank: int
     device: str
     parts: tuple[str, ...]
-    """The modules in it, those within one of them left out."""
+    """The outermost modules in the piece."""
     num_operations: int
     num_parameters: int
     seconds: float
-    """What its forward and backward were measured to take; 0 where nothing was measured."""
+    """Measured seconds of forward and backward; 0 if not measured."""
 
 
 @dataclass(frozen=True)
 class Arrow:
-    """Results that cross from one piece to another, of another rank."""
+    """Results that are sent from one piece to another one on another rank."""
 
     source: int
     to: int
@@ -40,7 +40,7 @@ class Arrow:
 
 @dataclass(frozen=True)
 class Outline:
-    """Where the parts of a network go under a strategy that cuts it: `print` it, or `show("cut.svg")`.
+    """Where the pieces of a partitioned network are: `print` it, or `show("cut.svg")`.
 
     >>> box = Box(0, "cpu#0", ("tower_a",), 3, 1200, 0.0)
     >>> print(Outline("placed", (box,), ()))
@@ -52,9 +52,9 @@ class Outline:
     boxes: tuple[Box, ...]
     arrows: tuple[Arrow, ...]
     table: SplitTable | None = None
-    """How the ranks of a stage hold it, where several do; bytes are those of the largest stage."""
+    """How several ranks of a stage hold it together; bytes are those of the largest stage."""
     notes: tuple[str, ...] = ()
-    """What to know of the cut besides."""
+    """Further notes about the partition."""
 
     def __str__(self) -> str:
         across = sum(arrow.num_bytes for arrow in self.arrows)
@@ -74,7 +74,7 @@ class Outline:
         return "\n".join(lines)
 
     def show(self, path: str | Path | None = None) -> None:
-        """Prints the cut; with a path ending in .svg or .html it is drawn there instead."""
+        """Print the partition; with a path ending in .svg or .html, draw it there instead."""
         if path is None:
             print(self)
             return
@@ -85,7 +85,7 @@ class Outline:
         Path(path).write_text(drawn, encoding="utf-8")
 
     def svg(self) -> str:
-        """The cut as a picture: a row per device, pieces in the order in which they run, arrows for what crosses."""
+        """Return an SVG of the partition: a row per device, pieces in execution order, and arrows for what is sent."""
         ranks = sorted({box.rank for box in self.boxes})
         rows = {rank: row for row, rank in enumerate(ranks)}
         spots = [(20 + i * (WIDTH // 2 + GAP), 20 + rows[b.rank] * (HEIGHT + GAP)) for i, b in enumerate(self.boxes)]
@@ -118,7 +118,7 @@ class Outline:
 
 
 def drawn(title: str, cut: Cut, placement: Placement, devices: Sequence[str]) -> Outline:
-    """The outline of a cut; `devices` are the names of the ranks' own."""
+    """Return the outline of a partition; `devices` are the device names of the ranks."""
     works, pieces = cut.works, [piece for piece in cut.pieces if piece.nodes]
     sizes = {name: parameter.numel() for name, parameter in placement.model.named_parameters()}
     paths = {piece.index: {works.traced.paths[node.name] for node in piece.nodes} for piece in pieces}
@@ -148,7 +148,7 @@ def drawn(title: str, cut: Cut, placement: Placement, devices: Sequence[str]) ->
 
 
 def _outermost(paths: Sequence[str], others: set[str]) -> tuple[str, ...]:
-    """The modules of some operations, as few as name them all, where others' operations belong to other modules.
+    """Return the fewest module names that cover some operations and none of the others' modules.
 
     >>> _outermost(["a.0", "a.1", "b.0"], {"b.1"})
     ('a', 'b.0')
@@ -163,7 +163,7 @@ def _outermost(paths: Sequence[str], others: set[str]) -> tuple[str, ...]:
 
 
 def _named(parts: Sequence[str]) -> str:
-    """Some names, and how many more there are.
+    """Join some names, shortened in the middle if there are many.
 
     >>> _named(("a", "b", "c", "d", "e"))
     'a, b, c … e'

@@ -1,4 +1,4 @@
-"""A network's cut before anything runs: as it would be, or as the error that it would end in."""
+"""The partition of a network before a run: its outline, or the error that it would raise."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def outline(
     slots: float = 0.0,
     rows: float = 0.0,
 ) -> Outline:
-    """Cuts a network as `fit` would, on this machine and without starting anything; the rest is as for `table_of`."""
+    """Partition a network as `fit` would, on this machine and without starting processes; others as for `table_of`."""
     layers = () if layout is None else tuple(layout.ways)
     placement = _placed(spec, model, devices, probe, measures=True, layers=layers)
     assert placement.first is not None
@@ -51,16 +51,16 @@ def outline(
 
 
 def _names(spec: StrategySpec, devices: Sequence[Device]) -> list[str]:
-    """The devices of every stage of the first replica."""
+    """Return the devices of every stage of the first replica."""
     groups = groups_along(spec.axes, *(axis for axis in ("shards", "tensor") if axis in spec.axes))
     firsts = [next(g for g in groups if stage * spec.tensor in g) for stage in range(spec.stages)]
     return [" ".join(str(devices[rank]) for rank in ranks) for ranks in firsts]
 
 
 def check_cut(spec: StrategySpec, model: nn.Module, devices: Sequence[Device], probe: Probe | None) -> None:
-    """Refuses a cut that cannot be made, from a network that need not have values.
+    """Raise for a partition that is not possible; the network may be on the meta device.
 
-    Without a probe, where the data is made in the ranks only, what depends on a call of the network is seen there.
+    Without a probe, when data is created only in the ranks, checks that need a call of the network happen there.
     """
     require_cuttable(model)
     recomputed_by(model, spec.recompute)
@@ -77,7 +77,7 @@ def check_cut(spec: StrategySpec, model: nn.Module, devices: Sequence[Device], p
     except UsageError:
         raise
     except Exception:
-        # A slip of the person's own comes again in the ranks; a network that needs its values there does not.
+        # An error in the user's code is raised again in the ranks; an error about missing values is not.
         return
 
 

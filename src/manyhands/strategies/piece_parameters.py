@@ -1,4 +1,4 @@
-"""How a rank holds the parameters of its pieces of a network. By itself it has all of each of them."""
+"""How a rank holds the parameters of its pieces of a network; in the base class each of them is whole."""
 
 from __future__ import annotations
 
@@ -13,78 +13,78 @@ from .batch_stats import BatchStats
 
 
 class Holding:
-    """A rank that shares its pieces with nobody."""
+    """The parameters of pieces that a rank shares with no other rank; subclasses shard them."""
 
     layers: Sequence[str] = ()
-    """Modules that are computed in a way of their own, so that a trace keeps them as one operation."""
+    """Modules with their own implementation, which a trace keeps as one operation."""
     notes: Sequence[str] = ()
     stats: BatchStats | None = None
-    """Batch statistics over all that go on together, where a rank's own do not count."""
+    """Batch statistics over all ranks that synchronize in every step; None for local statistics."""
     speaks = True
-    """Whether this rank's loss counts, of those that compute it."""
+    """Whether this rank's loss counts, among the ranks that compute it."""
 
     def hold(self, model: nn.Module) -> None:
-        """Keeps this rank's part of each parameter that has values."""
+        """Keep only this rank's part of each parameter that has values."""
 
     def part(self, parameter: nn.Parameter) -> nn.Parameter:
-        """What this rank has of a parameter, as a plain one that gradients are exchanged on."""
+        """Return this rank's part of a parameter, as a plain parameter whose gradient is exchanged."""
         return parameter
 
     def copies(self, parameter: nn.Parameter) -> int:
-        """How many ranks that share the pieces hold the same part of it."""
+        """Return how many of the ranks that share the pieces hold the same part of the parameter."""
         return 1
 
     def scope(self) -> AbstractContextManager[object]:
-        """Where the pieces are computed."""
+        """Return the context in which the pieces are computed."""
         return nullcontext()
 
     def back(self) -> AbstractContextManager[object]:
-        """Where backward runs."""
+        """Return the context in which backward runs."""
         return nullcontext()
 
     def again(self, contexts: Contexts | None) -> Contexts:
-        """What the first and the second time of computing a block happen in."""
+        """Return the contexts for a block's first computation and for its recomputation."""
         return contexts or (nullcontext(), nullcontext())
 
     def open(self) -> None:
-        """Makes ready what is computed with; all ranks that share the pieces do so together."""
+        """Prepare the tensors for computation. Collective over the ranks that share the pieces."""
 
     def work(self, tensor: Tensor) -> Tensor:
-        """What is computed with in the place of a parameter or a buffer."""
+        """Return the tensor to compute with in place of a parameter or a buffer."""
         return tensor
 
     def collect(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Sums gradients over the ranks that share the pieces, each its part."""
+        """Sum gradients over the ranks that share the pieces, leaving each rank its part."""
 
     def link(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Has parameters see the gradients of their parts."""
+        """Set the gradients of the original parameters to those of their parts."""
 
     def shut(self) -> None:
-        """Lets go of what was made ready."""
+        """Release what `open` prepared."""
 
     def close(self) -> None:
-        """Lets go of gradients too."""
+        """Release what `open` prepared, and the gradients."""
 
     def plain(self, tensor: Tensor) -> Tensor:
-        """A result as another rank or a loss takes it."""
+        """Return a result in the form that another rank or a loss takes."""
         return tensor
 
     def whole(self, tensor: Tensor, name: str) -> Tensor:
-        """All of a parameter, or of something that is laid out like it."""
+        """Return a whole parameter, or something that is laid out like it."""
         return tensor
 
     def part_for(self, whole: Tensor, like: Tensor, name: str) -> Tensor:
-        """What this rank holds of a whole tensor."""
+        """Return this rank's part of a whole tensor."""
         return whole
 
     def joined(self, part: Tensor, name: str) -> Tensor:
-        """All of something of which ranks have plain parts, laid out like a parameter."""
+        """Join the ranks' plain parts of something that is laid out like a parameter."""
         return part
 
     def cut(self, whole: Tensor, name: str) -> Tensor:
-        """This rank's plain part of something whole, laid out like a parameter."""
+        """Return this rank's plain part of a whole tensor that is laid out like a parameter."""
         return whole
 
     def substitute(self, node: fx.Node, path: str) -> Callable[..., Any] | None:
-        """Another function for an operation of a module."""
+        """Return a replacement for an operation of a module, or None."""
         return None

@@ -1,8 +1,8 @@
-"""One rank's share in running a network that is cut. Its pieces, and what it hands on and takes over.
+"""Runs one rank's pieces of a partitioned network, and sends and receives activations and gradients.
 
-All ranks follow one order of pieces. A result is sent as soon as its piece is done, and whoever needs it has begun to
-receive it by then or begins without waiting, so no rank ever waits for one that waits for it. Backward follows the
-order reversed, and gradients go the other way.
+All ranks follow the same order of pieces. A result is sent as soon as its piece is done; the rank that needs it posts
+the receive without waiting, so there is no deadlock. Backward follows the reverse order, and gradients are sent in the
+opposite direction.
 """
 
 from __future__ import annotations
@@ -18,37 +18,37 @@ from ..distributed import Pending, World
 from ..graph import Crossing, DrawCounter, GraphPiece, Segment, Works
 
 MAX_CROSSINGS = 1 << 16
-"""Tags of one micro-batch: more than any network has crossings."""
+"""Number of tags per micro-batch, more than any network has crossings."""
 
 
 @dataclass
 class Flow:
-    """One micro-batch on its way through a network."""
+    """One micro-batch in flight through a network."""
 
     number: int
     inputs: Sequence[Tensor]
     start: int = 0
-    """The number of the network's first random draw."""
+    """The index of the network's first random draw."""
     held: dict[str, Tensor] = field(default_factory=dict)
-    """Results that pieces of this rank need, cut off from what made them."""
+    """Results that pieces of this rank need, detached from the graph that computed them."""
     made: dict[int, dict[str, Tensor]] = field(default_factory=dict)
-    """What each piece of this rank gave, with the way back to its parameters."""
+    """Outputs of each piece of this rank, with their autograd graph."""
     coming: dict[tuple[int, bool], tuple[Tensor, Pending]] = field(default_factory=dict)
-    """What is being received, by crossing and direction."""
+    """Pending receives, by crossing and direction."""
     going: list[tuple[Tensor, Pending]] = field(default_factory=list)
-    """What is being sent; kept as it is until it has arrived."""
+    """Pending sends; the tensors are kept until they are sent."""
     buffers: dict[str, Tensor] = field(default_factory=dict)
-    """Buffers that it updates from the values before the step, by name: micro-batches do not see each other's."""
+    """Buffers that this micro-batch updates, by name, starting from the values before the step."""
 
     def settle(self) -> None:
-        """Waits until everything that was sent has left."""
+        """Wait until all sends are complete."""
         for _, pending in self.going:
             pending.wait()
         self.going.clear()
 
 
 class Relay:
-    """Runs the pieces of one rank for calls of one shape."""
+    """Run the pieces of one rank for calls of one shape."""
 
     def __init__(
         self,
@@ -71,19 +71,19 @@ class Relay:
         }
         self._in_turn = {node: name for node, name in self._own_buffers.items() if name in in_turn}
         self.given = {piece.index: [c for c in crossings if c.source is piece] for piece in pieces}
-        """What crosses from each piece."""
+        """The results that each piece sends to other ranks."""
         self._taken = {piece.index: [c for c in crossings if c.first is piece] for piece in pieces}
-        """Whose gradients are complete after each piece."""
+        """The crossings whose gradients are complete after each piece's backward."""
 
     @property
     def end(self) -> GraphPiece:
-        """The piece that holds what the network returns."""
+        """The piece that holds the network's output."""
         return self.pieces[-1]
 
     # -- forward ---------------------------------------------------------------------------------------------------
 
     def forward(self, flow: Flow, piece: GraphPiece) -> list[Tensor]:
-        """Takes part in a piece's forward: computes it here, or begins to receive what it gives; returns its last."""
+        """Compute a piece if it is this rank's, else start receiving its results; return its last segment's outputs."""
         if piece.rank != self._world.rank:
             for crossing in self.given[piece.index]:
                 if crossing.to == self._world.rank:
@@ -109,7 +109,7 @@ class Relay:
         return _Environment(flow.held, given, lambda node: self._own(flow, node))
 
     def _own(self, flow: Flow, node: str) -> Tensor:
-        """A tensor of the network; of a buffer that micro-batches update, each one's own, which backward may need."""
+        """Return a tensor of the network; of a buffer that forward updates, this micro-batch's copy for backward."""
         name = self._own_buffers.get(node)
         if name is None or not torch.is_grad_enabled():
             return self._tensor_of(node)
@@ -118,7 +118,7 @@ class Relay:
         return flow.buffers[name]
 
     def _take(self, flow: Flow, name: str) -> None:
-        """Makes sure that a result of another piece is here."""
+        """Wait until a result of another piece has arrived."""
         if name in flow.held:
             return
         crossing = next(c for c in self._arriving(name))
@@ -144,7 +144,7 @@ class Relay:
     # -- backward --------------------------------------------------------------------------------------------------
 
     def backward(self, flow: Flow, piece: GraphPiece) -> None:
-        """Takes part in a piece's backward, of all that it gave; the end's own is the loss's."""
+        """Run a piece's backward if it is this rank's, else start receiving gradients of its inputs."""
         if piece.rank != self._world.rank:
             for crossing in self._taken[piece.index]:
                 if crossing.source.rank == self._world.rank and self._has_gradient(crossing.name):
@@ -156,7 +156,7 @@ class Relay:
         self.hand_back(flow, piece)
 
     def gathered(self, flow: Flow, piece: GraphPiece) -> tuple[list[Tensor], list[Tensor]]:
-        """What a piece gave, and the gradients that came back for it."""
+        """Return a piece's outputs, and the gradients that were received for them."""
         made, gradients = [], []
         for name, tensor in flow.made.pop(piece.index, {}).items():
             parts = [
@@ -171,7 +171,7 @@ class Relay:
         return made, gradients
 
     def hand_back(self, flow: Flow, piece: GraphPiece) -> None:
-        """Sends back gradients that are complete now."""
+        """Send the gradients that are complete after this piece back to the ranks of their sources."""
         for crossing in self._taken[piece.index]:
             if self._has_gradient(crossing.name) and crossing.source.rank != self._world.rank:
                 leaf = flow.held.pop(crossing.name)
@@ -189,7 +189,7 @@ class Relay:
         return 2 * (flow.number * MAX_CROSSINGS + crossing.number) + back
 
     def _send(self, flow: Flow, crossing: Crossing, tensor: Tensor, *, back: bool) -> None:
-        # Memory of its own, in the order of dimensions that it has where nothing is split: what was made may be a view.
+        # Contiguous in the unsplit network's order of dimensions, because the tensor may be a view.
         tensor = tensor.permute(self.works.facts.values[crossing.name].order).contiguous()
         to = crossing.source.rank if back else crossing.to
         flow.going.append((tensor, self._world.start_send(tensor, to, self._tag(flow, crossing, back))))
@@ -205,7 +205,7 @@ class Relay:
 
 
 class _Environment(dict[str, Any]):
-    """What a piece reads by name: results, inputs, and the network's own tensors as they are now."""
+    """The values that a piece reads by name: results, inputs, and the network's own tensors."""
 
     def __init__(self, held: Mapping[str, Tensor], inputs: Mapping[str, Tensor], own: Callable[[str], Tensor]) -> None:
         super().__init__(held)

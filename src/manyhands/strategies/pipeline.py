@@ -1,7 +1,7 @@
-"""Pipeline: a network in stages. The parts of a batch are in different stages at the same time.
+"""Pipeline strategy: a network in stages, with the micro-batches of a batch in different stages at the same time.
 
-Stages are consecutive operations of the traced network, cut so that they take equally long. A result that a later stage
-needs goes there directly, over however many stages. What a stage does with its microbatches comes from a schedule.
+Stages are consecutive operations of the traced network, balanced by time. A result that a later stage needs is sent
+there directly, skipping the stages in between. A schedule defines the order of forwards and backwards of each stage.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .placement_rules import able_ranks, balanced, parameters_of
 from .schedules import BACKWARD, FORWARD, INPUTS, bubble, even, merged, stages_per_rank, usable
 
 NUM_UNMEASURED = 2
-"""Steps in which connections are made and memory is found, so that their bubble says nothing."""
+"""Warm-up steps that open connections and allocate memory, and are excluded from the measured bubble."""
 
 
 def place(
@@ -39,7 +39,7 @@ def place(
     look: Callable[[nn.Module], None] | None,
     layers: Sequence[str] = (),
 ) -> Placement:
-    """Cuts a network over the ranks of its group, and keeps this rank's part of it; `layers` are not cut themselves."""
+    """Partition a network over the ranks of its group and keep this rank's part; `layers` are not split themselves."""
     require_cuttable(model)
     if probe is None:
         raise StrategyError(
@@ -64,13 +64,13 @@ def place(
 
 
 def _patterns(spec: StrategySpec, model: nn.Module, inner: World) -> dict[str, int]:
-    """The map with ranks in the place of devices: the person's own, or that of the blocks the network was built in."""
+    """Return the map with ranks in place of devices: the user's, or that of the `on` blocks of the network."""
     devices = inner.gather_objects(inner.seat.device)
     return {pattern: place_of(device, devices) for pattern, device in named_devices(spec, model).items()}
 
 
 def named_devices(spec: StrategySpec, model: nn.Module) -> dict[str, str]:
-    """The device of every pattern in a spec's map, or of every module that was built in a block; none for automatic."""
+    """Return the device of every pattern in a spec's map, or of every module built in an `on` block; may be empty."""
     if spec.place == "auto":
         return marks_of(model)
     pairs = [part.rpartition("@") for part in spec.place.split(";") if part]
@@ -79,14 +79,14 @@ def named_devices(spec: StrategySpec, model: nn.Module) -> dict[str, str]:
 
 @dataclass
 class StagedPlacement(Placement):
-    """A placement in stages: consecutive ones, which go round the ranks where each has several."""
+    """A placement in consecutive stages, assigned to the ranks round-robin if each rank has several."""
 
     stages: list[int] = field(default_factory=list)
-    """The stage of every unit of the first cut."""
+    """The stage of every unit of the first partition."""
 
     @property
     def num_stages(self) -> int:
-        """All stages of all ranks."""
+        """The number of stages of all ranks together."""
         return self.num_ranks * stages_per_rank(self.spec.schedule)
 
     def notes(self) -> list[str]:
@@ -101,7 +101,7 @@ class StagedPlacement(Placement):
 
     def _pieces(self, works: Works, homes: list[int], wanted: tuple[list[str], list[str]], *, training: bool) -> Cut:
         if not training:
-            # No schedule asks for stages, so a graph that differs from training's is cut where its parameters are.
+            # Evaluation has no schedule, so a graph that differs from training's is split by where its parameters are.
             return super()._pieces(works, homes, wanted, training=training)
         returned, needed = wanted
         ranks = [stage % self.num_ranks for stage in range(self.num_stages)]
@@ -109,11 +109,11 @@ class StagedPlacement(Placement):
         return Cut(works, pieces, list(crossings(pieces)), returned)
 
     def _end(self, works: Works, homes: list[int], needed: list[str]) -> int:
-        """The rank of the last stage, which the schedule expects to have the loss."""
+        """Return the rank of the last stage, which computes the loss in every schedule."""
         return (self.num_stages - 1) % self.num_ranks
 
     def _stages_of(self, works: Works) -> list[int]:
-        """The stages of a call's units: as in the first cut where the graph is the same, else by what they read."""
+        """Return the stages of a call's units: as in the first partition for the same graph, else by their inputs."""
         if self.first is None or _shape_of(works) == _shape_of(self.first.works):
             return self.stages
         known: dict[str, set[int]] = {}
@@ -140,7 +140,7 @@ def _shape_of(works: Works) -> list[tuple[str, ...]]:
 
 
 def homes_of_stages(placement: Placement, works: Works, world: World, *, measures: bool = True) -> list[int]:
-    """Balanced stages by what the first rank measured, the same on all of them."""
+    """Return the ranks of balanced stages by the first rank's measurements, the same on all ranks."""
     assert isinstance(placement, StagedPlacement)
     if measures:
         placement.measure(works, world)
@@ -151,41 +151,41 @@ def homes_of_stages(placement: Placement, works: Works, world: World, *, measure
 
 
 class Micros(Protocol):
-    """The microbatches of a step, as a pipeline asks for them."""
+    """The micro-batches of a step, as a pipeline requests them."""
 
     sizes: list[int]
-    """How many samples each has; 0 for one that is only borrowed."""
+    """Number of samples in each micro-batch; 0 for a padding micro-batch."""
 
     def loss(self, micro: int) -> Any:
-        """The loss of a microbatch, as far as it is computed here."""
+        """Compute the loss of a micro-batch, as far as this rank computes it."""
 
     def weigh(self, micro: int, loss: Any) -> Tensor:
-        """What backward starts from."""
+        """Return the tensor that backward starts from."""
 
     def scope(self, micro: int) -> AbstractContextManager[None]:
-        """Where a microbatch's backward runs."""
+        """Return the context in which a micro-batch's backward runs."""
 
 
 class PipelineReplica(PlacedReplica):
-    """A rank's stages of a network."""
+    """One rank's stages of a network."""
 
     _now: _Micro | None = None
-    """The microbatch whose loss is being computed."""
+    """The micro-batch whose loss is being computed."""
     _num_steps = 0
     _seconds = _idle = 0.0
 
     @property
     def num_micros(self) -> int:
-        """Into how many microbatches a batch is cut, where it has enough rows."""
+        """The number of micro-batches per batch, if the batch has enough rows."""
         return self.spec.microbatches
 
     def sizes(self, rows: int) -> list[int]:
-        """The rows of each microbatch: even parts, of two rows at least where that is possible."""
+        """Return the rows of each micro-batch: even sizes, of at least two rows if possible."""
         wanted = max(1, min(self.num_micros, rows // 2))
         return even(rows, usable(self.spec.schedule, self.inner.size, wanted)) if rows > 1 else [rows]
 
     def run(self, num_micros: int, steps: Micros) -> None:
-        """Takes all microbatches through forward and backward."""
+        """Run forward and backward of all micro-batches."""
         start, waited = time.perf_counter(), self.world.waited
         self.refresh()
         self.holding.open()
@@ -205,7 +205,7 @@ class PipelineReplica(PlacedReplica):
         self._note(time.perf_counter() - start, self.world.waited - waited)
 
     def _ahead(self, micro: _Micro, stage: int, steps: Micros) -> None:
-        """Takes part in a stage's forward; whoever meets a microbatch first looks at what it calls the network with."""
+        """Run or receive a stage's forward; the rank's first call for a micro-batch runs the loss to get its inputs."""
         if micro.relay is not None and not self._is_mine(stage):
             assert micro.flow is not None
             self._through(micro.relay, micro.flow, stage)
@@ -219,7 +219,7 @@ class PipelineReplica(PlacedReplica):
             micro.objective = steps.weigh(micro.number, value)
 
     def _train(self, call: Call) -> Any:
-        """One stage of a microbatch; the whole network where no pipeline is running."""
+        """Run one stage of a micro-batch, or the whole network if no pipeline is running."""
         micro = self._now
         if micro is None:
             return super()._train(call)
@@ -262,14 +262,14 @@ class PipelineReplica(PlacedReplica):
             micro.halves.pop(stage)()
 
     def _inputs_first(self, relay: Relay, flow: Flow, piece: GraphPiece) -> Callable[[], None]:
-        """The gradients that another rank waits for; returns what computes those of the weights."""
+        """Compute the input gradients that another rank waits for; return a function for those of the weights."""
         made, gradients = relay.gathered(flow, piece)
         inputs = [flow.held[name] for name in piece.takes if flow.held[name].requires_grad]
         if not inputs or not made:
             relay.hand_back(flow, piece)
             return lambda: torch.autograd.backward(made, gradients) if made else None
         weights = [p for p in self._weights(relay.works, piece) if p.requires_grad]
-        # torch detaches in place what it starts from, which a view forbids.
+        # torch detaches the outputs in place, which views do not allow.
         made = [tensor.clone() if tensor._is_view() else tensor for tensor in made]
         _, groups = stage_backward_input(made, gradients, inputs, iter(weights))
         relay.hand_back(flow, piece)
@@ -283,7 +283,7 @@ class PipelineReplica(PlacedReplica):
         named = dict(self.model.named_parameters())
         return [self.holding.work(named[name]) for name in parameters_of(works, piece.nodes) if name in named]
 
-    # -- what was seen ---------------------------------------------------------------------------------------------
+    # -- measurements ----------------------------------------------------------------------------------------------
 
     def _note(self, seconds: float, idle: float) -> None:
         self._num_steps += 1
@@ -292,7 +292,7 @@ class PipelineReplica(PlacedReplica):
             self._idle += idle
 
     def remarks(self) -> list[str]:
-        """The bubble that was seen, beside the formula's."""
+        """Report the measured pipeline bubble next to the theoretical one."""
         every = self.inner.gather_objects((self._idle, self._seconds))
         seconds = sum(total for _, total in every)
         if not seconds:
@@ -305,13 +305,13 @@ class PipelineReplica(PlacedReplica):
 
 @dataclass
 class _Micro:
-    """A microbatch under way."""
+    """A micro-batch in flight."""
 
     number: int
     stage: int = 0
-    """The stage that it is in now."""
+    """The current stage."""
     flow: Flow | None = None
     relay: Relay | None = None
     objective: Tensor | None = None
     halves: dict[int, Callable[[], None]] = field(default_factory=dict)
-    """What is left of backwards whose first half is done, by stage."""
+    """The pending weight half of backwards whose input half is done, by stage."""

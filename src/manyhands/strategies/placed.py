@@ -1,7 +1,7 @@
-"""Placed: a network whose parts are on the devices that a person, or what they cost, says. Branches run side by side.
+"""Placed strategy: pieces of a network are on devices chosen by the user or by cost; branches run in parallel.
 
-Every rank calls the loss. Where the network's answer is, the loss is computed; on the other ranks it ends at the call
-of the network, and backward begins with the gradients that come back.
+Every rank calls the loss function. The rank with the network's output computes it; on other ranks it ends at the call
+of the network, and backward starts with the gradients received from other ranks.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from .split_table import size_text
 
 
 def autocast_of(spec: StrategySpec, device: torch.device) -> Callable[[], AbstractContextManager[object]]:
-    """Where a network is computed in the precision of a spec."""
+    """Return a factory for the autocast context of a spec's precision."""
     if spec.precision != "bf16":
         return nullcontext
     return lambda: torch.autocast(device.type, dtype=torch.bfloat16)
 
 
 class OutputOnOtherRank(Exception):
-    """The network's answer is on another rank, so the loss ends here."""
+    """Raised to end the loss function early: the network's output is on another rank."""
 
 
 class PlacedReplica(Replica):
-    """A rank's part of a network that is cut."""
+    """One rank's part of a network whose pieces are placed on several ranks."""
 
     def __init__(
         self,
@@ -58,13 +58,13 @@ class PlacedReplica(Replica):
         self.notes += self.holding.notes
         self.inner, self.outer = world.along(spec.axes, "stages"), world.along(spec.axes, "replicas")
         self.held = {key: self._held_of(group) for key, group in self.groups.items()}
-        """What this rank holds of parameters, by optimizer."""
+        """The parameters, or shards of them, that this rank holds, by optimizer."""
         self._together = [axis for axis in spec.axes if axis != "replicas"]
         """The axes of the ranks that hold one network together."""
         self._policy = acting(make_policy(spec.sync), self.outer)
         self._buckets = {key: Buckets(g, self.outer, self._policy) for key, g in self.held.items() if g}
         for buckets in self._buckets.values():
-            # Several pieces and micro-batches add to one gradient, so it is complete at the end only.
+            # Several pieces and micro-batches add to one gradient, so it is complete only at the end.
             buckets.deferred = True
         data = world.along(spec.axes, *DATA_AXES)
         self._stats = BatchStats(None, data) if spec.batch_stats != "local" and data.size > 1 else None
@@ -81,14 +81,14 @@ class PlacedReplica(Replica):
         return {name: self.holding.part(parameter) for name, parameter in mine.items()}
 
     def _own_of(self, key: str) -> list[nn.Parameter]:
-        """The network's own parameters that this rank holds something of."""
+        """Return the network's original parameters of which this rank holds at least a part."""
         return [self.groups[key][name] for name in self.held[key]]
 
     # -- forward ---------------------------------------------------------------------------------------------------
 
     @property
     def has_answer(self) -> bool:
-        """Whether the loss is computed here."""
+        """Whether this rank has the network's output and computes the loss."""
         return self.inner.rank == self.placement.end
 
     @property
@@ -109,7 +109,7 @@ class PlacedReplica(Replica):
         return False
 
     def loss(self, function: Loss, data: Any) -> Tensor | Mean:
-        """The loss of a micro-batch where it is computed; on other ranks one that weighs nothing."""
+        """Compute the loss of a micro-batch on the rank that has the output; return a zero loss on other ranks."""
         self._has_called = False
         try:
             value: Tensor | Mean = function(self.model, data)
@@ -118,7 +118,7 @@ class PlacedReplica(Replica):
         return value
 
     def nothing(self) -> Tensor | Mean:
-        """A loss of the task's kind that weighs nothing."""
+        """Return a zero loss of the task's kind, with zero weight."""
         zero = torch.zeros((), device=self.world.device)
         return Mean(zero, zero.double()) if self.placement.calling.counts else zero
 
@@ -135,7 +135,7 @@ class PlacedReplica(Replica):
         return forward
 
     def _train(self, call: Call) -> Any:
-        """Takes part in a forward for training; the answer where it is, else the end of the loss."""
+        """Run this rank's part of a training forward; return the output, or raise `OutputOnOtherRank`."""
         self.refresh()
         cut, relay = self.relay_for(call)
         self.holding.open()
@@ -147,17 +147,17 @@ class PlacedReplica(Replica):
         return self.answer_of(cut, flow, result)
 
     def answer_of(self, cut: Cut, flow: Flow, result: list[Tensor]) -> Any:
-        """What the network returns, on the rank that has it."""
+        """Return the network's output on the rank that has it; raise `OutputOnOtherRank` elsewhere."""
         if self.spec.deterministic:
             torch.default_generator.manual_seed(flow.start + cut.works.facts.num_draws)
         if not self.has_answer:
             raise OutputOnOtherRank
-        # Not a leaf: a loss may change what it is given in place.
+        # Not a leaf tensor, because a loss function may change its input in place.
         made = {name: tensor.view_as(tensor) for name, tensor in zip(cut.returned, result, strict=True)}
         return _filled(cut, made)
 
     def _answer(self, call: Call) -> Any:
-        """The network's answer on all ranks of the group, without a way back."""
+        """Return the network's output on all ranks of the group, without gradients."""
         self.refresh()
         with torch.no_grad():
             cut, relay = self.relay_for(call)
@@ -176,12 +176,12 @@ class PlacedReplica(Replica):
         if self.spec.deterministic:
             torch.default_generator.manual_seed(flow.start + cut.works.facts.num_draws)
         if torch.is_grad_enabled():
-            # Who looks at a loss in evaluation mode asks whether it has a gradient.
+            # Code that computes a loss in evaluation mode may check whether it requires a gradient.
             made = {name: tensor.requires_grad_(tensor.is_floating_point()) for name, tensor in made.items()}
         return _filled(cut, made)
 
     def relay_for(self, call: Call) -> tuple[Cut, Relay]:
-        """The cut for a call, and what this rank does of it."""
+        """Return the partition for a call, and this rank's part of running it."""
         cut = self.placement.cut(call, training=self.model.training and torch.is_grad_enabled())
         if id(cut) not in self._relays:
             own = self.buffers.all_names
@@ -191,7 +191,7 @@ class PlacedReplica(Replica):
         return self._relays[id(cut)]
 
     def refresh(self) -> None:
-        """Follows what was changed in the network since the last step."""
+        """Rebuild the pieces if the network was changed since the last step."""
         if self.placement.refresh():
             self._relays.clear()
 
@@ -199,7 +199,7 @@ class PlacedReplica(Replica):
         return Flow(number, call.tensors, torch.default_generator.initial_seed() if self.spec.deterministic else 0)
 
     def _substitute(self, node: fx.Node, path: str) -> Any:
-        """Batch statistics over the replicas in the place of a rank's own, and layers that ranks compute together."""
+        """Return a replacement for batch norm (statistics over all replicas) or for a tensor-parallel layer."""
         is_norm = getattr(node.target, "_opname", "") == "batch_norm" and bool(node.args[5])
         normalise = self._stats.normalise if self._stats is not None and is_norm else None
         return self.holding.substitute(node, path) or normalise
@@ -246,7 +246,7 @@ class PlacedReplica(Replica):
         self.holding.close()
 
     def _add_tied(self, key: str) -> None:
-        """Sums the gradients of weights that several ranks hold, in the order of ranks: equal bits on all."""
+        """Sum gradients of weights that several ranks hold, in rank order, which gives bitwise equal results."""
         for number, name in enumerate(self.groups[key]):
             ranks, parameter = sorted(self.placement.holders[name]), self.held[key].get(name)
             if len(ranks) == 1 or parameter is None or not parameter.requires_grad:
@@ -265,7 +265,7 @@ class PlacedReplica(Replica):
         return [p.grad for p in self.held[key].values() if p.grad is not None]
 
     def clip(self, key: str, max_norm: float) -> Tensor:
-        """A weight that several ranks hold counts once."""
+        """Clip the gradients to a norm that counts each weight once even if several ranks hold it; return the norm."""
         mine = [
             (p.grad, self.holding.copies(self.groups[key][name]))
             for name, p in self.held[key].items()
@@ -294,10 +294,10 @@ class PlacedReplica(Replica):
     def num_bytes(self) -> int:
         return sum(buckets.num_bytes for buckets in self._buckets.values())
 
-    # -- whole -----------------------------------------------------------------------------------------------------
+    # -- gathering and checkpoints ---------------------------------------------------------------------------------
 
     def gathered(self, parts: dict[str, Any]) -> dict[str, Any]:
-        """Nested dicts of all ranks of the group as one, with the tensors of whoever holds them."""
+        """Merge the nested dicts of all ranks of the group, broadcasting each tensor from a rank that holds it."""
         known = {*self.names.values(), *(name for name, _ in self.model.named_buffers())}
         flat = dict(_flat(parts))
         for path, tensor in flat.items():
@@ -359,7 +359,7 @@ class PlacedReplica(Replica):
                 data.broadcast(own_part(buffer))
 
     def outline(self) -> Outline:
-        """Which parts are where, and what crosses for the rows that were looked at."""
+        """Return which pieces are on which device, and what is sent between them for the probed samples."""
         names = self.inner.gather_objects(str(self.inner.seat.device))
         assert self.placement.first is not None
         return drawn(str(self.spec), self.placement.first, self.placement, names)
@@ -376,7 +376,7 @@ class PlacedReplica(Replica):
         return found
 
     def differences(self) -> list[str]:
-        """Compares what ranks of different replicas hold of the same stage."""
+        """Return the names of tensors of the same stage that differ between replicas."""
         every_one = (*self.model.named_parameters(), *self.model.named_buffers())
         named = {name: own_part(tensor.detach()) for name, tensor in every_one if not tensor.is_meta}
         found = []
@@ -395,7 +395,7 @@ class PlacedReplica(Replica):
 
 
 def _filled(cut: Cut, made: Mapping[str, Tensor]) -> Any:
-    """The network's answer; what nobody looks at is without values, so that looking at it all the same is an error."""
+    """Return the network's output; unused tensors in it are on the meta device, so that reading them raises."""
     leaves: list[Any] = []
     for output in cut.works.traced.outputs:
         if not isinstance(output, fx.Node):

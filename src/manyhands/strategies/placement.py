@@ -1,8 +1,7 @@
-"""Placement: a network cut over the ranks of a group. Every rank keeps its own parameters, and the others' names only.
+"""Placement: a network partitioned over the ranks of a group. Every rank keeps its own parameters only.
 
-A cut is found once, on the network's first call, and holds for all that follow: each kind of call (training or
-evaluation, another batch size) is traced or followed when it first comes, and its parts go to where their parameters
-are.
+The placement is found once, on the network's first call, and holds for all later calls: each kind of call (training or
+evaluation, another batch size) is traced on first use, and its operations run on the ranks that hold their parameters.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ from .recompute import SELECTIVE, recomputed_by, selective_contexts
 
 Loss = Callable[[Any, Any], Any]
 NUM_FIXED = 2
-"""Sizes of a call that are traced as they are, which is quick; from the next one on they are left free."""
+"""Number of input sizes that are traced as fixed sizes, which is fast; further ones are traced as dynamic."""
 
 
 @dataclass(frozen=True)
@@ -53,11 +52,11 @@ class Calling:
 
     call: Call
     counts: bool
-    """Whether it brings a count of its own, as `mh.mean` does."""
+    """Whether the loss returns its own count, as with `mh.mean`."""
     used: tuple[int, ...] | None
-    """Which of the tensors that the network returns it looks at; None where that is not known."""
+    """Which of the network's output tensors the loss uses; None if unknown."""
     reads: tuple[str, ...] = ()
-    """Parameters and buffers that it reads by itself, such as a scale or a penalty of weights."""
+    """Parameters and buffers that the loss reads directly, such as a scale or a weight penalty."""
 
 
 def calling(
@@ -67,9 +66,9 @@ def calling(
     *,
     computes: bool = True,
 ) -> Calling:
-    """Computes a loss on a few samples, in the mode that the network is in; nothing of the network changes.
+    """Compute a loss on a few samples in the network's current mode, and restore the network afterwards.
 
-    With `computes` off the network itself, which then needs no values, is only called and not computed.
+    With `computes=False` the network, which then needs no values, is called but not computed.
     """
     calls: list[Call] = []
     looks = _Looks(model)
@@ -91,7 +90,7 @@ def calling(
         return Calling(calls[0], False, None)
     except RuntimeError as error:
         if not computes and "meta" in str(error):
-            # A part of the network was called by itself, and has no values.
+            # A submodule was called directly, and has no values.
             raise one_call(0) from None
         raise
     finally:
@@ -104,11 +103,11 @@ def calling(
 
 
 class _Seen(Exception):
-    """The network was called, and that was all that was asked."""
+    """Raised to stop after the network's call was seen."""
 
 
 def one_call(count: int) -> TaskError:
-    """What to say of a loss that does not call its network exactly once."""
+    """Return the error for a loss that does not call its network exactly once."""
     return TaskError(
         "under a strategy that cuts the network a loss calls model(...) exactly once",
         got=f"{count} calls",
@@ -125,7 +124,7 @@ def _cannot_read(name: str) -> StrategyError:
 
 
 class _Looks(TorchDispatchMode):
-    """Notes which tensors of an answer, and which of the network's own, a loss looks at."""
+    """Record which output tensors, and which of the network's own tensors, a loss uses."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -137,14 +136,14 @@ class _Looks(TorchDispatchMode):
         self.reads: dict[str, None] = {}
 
     def over(self, compute: Callable[[], Any]) -> Any:
-        """Begins to watch what is made of the network's answer; returns copies that nobody else has."""
+        """Start to observe the use of the network's outputs; return copies that only the loss has."""
         self._is_inside = True
         leaves, structure = pytree.tree_flatten(compute())
         fresh = [leaf.detach().view_as(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self._is_inside = False
         tensors = [leaf for leaf in fresh if isinstance(leaf, Tensor)]
         self._answer, self._places = fresh, {id(tensor): place for place, tensor in enumerate(tensors)}
-        # A loss that returns a result of the network as it is looks at it too.
+        # A loss that returns an output of the network unchanged uses it too.
         self.seen |= {place for place, tensor in enumerate(tensors) if tensor.dim() == 0 or len(tensors) == 1}
         return pytree.tree_unflatten(fresh, structure)
 
@@ -165,17 +164,17 @@ class Cut:
     pieces: list[GraphPiece]
     crossings: list[Crossing]
     returned: list[str]
-    """The results that the loss, or whoever called, is given; the others stay where they are."""
+    """The results that the loss or another caller gets; the others stay on their ranks."""
 
     @property
     def end(self) -> int:
-        """The rank that has what the network returns."""
+        """The rank that has the network's output."""
         return self.pieces[-1].rank
 
 
 @dataclass
 class Placement:
-    """Where the parts of a network are, and the cuts of the calls that came so far."""
+    """Where the units of a network are, and the partitions of the calls seen so far."""
 
     model: nn.Module
     spec: StrategySpec
@@ -188,22 +187,22 @@ class Placement:
     holders: dict[str, set[int]] = field(default_factory=dict)
     """The ranks that hold each parameter and buffer."""
     named: dict[str, int] = field(default_factory=dict)
-    """The rank of modules, by name; what is in none of them follows what it reads."""
+    """The rank of modules, by name; operations outside of them follow their inputs."""
     rest: int | None = None
     end: int = 0
-    """The rank on which the loss is computed."""
+    """The rank that computes the loss."""
     first: Cut | None = None
     seconds: list[float] = field(default_factory=list)
-    """What each unit of the first cut costs, where that was asked."""
+    """Measured seconds of each unit of the first partition, if they were requested."""
     _known: dict[bool, list[Any]] = field(default_factory=dict)
     """The settings of the network's modules when it was traced, in training and in evaluation."""
     _traced: dict[Any, TracedGraph] = field(default_factory=dict)
     _cuts: dict[Any, Cut] = field(default_factory=dict)
 
-    # -- the first cut ---------------------------------------------------------------------------------------------
+    # -- the first partition ---------------------------------------------------------------------------------------
 
     def settle(self, homes_of: Callable[[Works], list[int]]) -> None:
-        """Finds the homes of the first call's parts, and with them who holds which parameter."""
+        """Find the ranks of the first call's units, and from them the ranks that hold each parameter."""
         self._modules = list(self.model.modules())
         self._known[self.model.training] = self._settings()
         works = self._works(self.calling.call, self.model.training, self._trace(self.calling.call))
@@ -228,7 +227,7 @@ class Placement:
         self._cuts[self._key(self.calling.call, self.model.training)] = self.first
 
     def _learn_names(self, works: Works, homes: list[int]) -> None:
-        """Modules all of whose parts are on one rank, for calls of other kinds."""
+        """Store the rank of modules whose units are all on one rank, for calls of other kinds."""
         found: dict[str, set[int]] = {}
         for unit, home in zip(works.units, homes, strict=True):
             found.setdefault(unit.path, set()).add(home)
@@ -237,23 +236,23 @@ class Placement:
                 self.named.setdefault(path, *ranks)
 
     def _default_home(self, name: str) -> int:
-        """Where a parameter is kept that the first call does not use."""
+        """Return the rank of a parameter that the first call does not use."""
         path = name.rpartition(".")[0]
         while path and path not in self.named:
             path = path.rpartition(".")[0]
         return self.named.get(path, self.rest or 0)
 
     def notes(self) -> list[str]:
-        """What to know of the cut, beside where its parts are."""
+        """Return notes for the user about the partition, other than where its pieces are."""
         reads = self.calling.reads
         if not reads:
             return []
         return [f"the loss itself reads {', '.join(reads[:5])}{' …' if len(reads) > 5 else ''}: all devices hold that"]
 
-    # -- cuts ------------------------------------------------------------------------------------------------------
+    # -- partitions ------------------------------------------------------------------------------------------------
 
     def cut(self, call: Call, *, training: bool) -> Cut:
-        """The cut for a call; one that comes for the first time is traced and followed."""
+        """Return the partition for a call; a new kind of call is traced first."""
         key = self._key(call, training)
         if key not in self._cuts:
             works = self._works(call, training, self._trace(call))
@@ -263,7 +262,7 @@ class Placement:
         return self._cuts[key]
 
     def refresh(self) -> bool:
-        """Forgets the traces of a network that was changed since, by a callback say; True where it was."""
+        """Drop the traces if the network was changed since, for example by a callback; return whether it was."""
         now = self._settings()
         before = self._known.setdefault(self.model.training, now)
         if now == before:
@@ -274,7 +273,7 @@ class Placement:
         return True
 
     def _settings(self) -> list[Any]:
-        """What a trace takes as it is: numbers and flags of all modules, and which parameters have gradients."""
+        """Return what a trace takes as constant: numbers and flags of all modules, and each requires_grad."""
         held = [
             value for m in self._modules for value in vars(m).values() if isinstance(value, bool | int | float | str)
         ]
@@ -293,7 +292,7 @@ class Placement:
         return training, call.key, call.shapes, torch.is_autocast_enabled(self.device.type)
 
     def _trace(self, call: Call) -> TracedGraph:
-        """A graph that holds for this call: one that is there already, or a new one."""
+        """Return a graph that is valid for this call: an existing one, or a new one."""
         key = (self.model.training, call.key)
         known = [traced for other, traced in self._traced.items() if other[:2] == key and traced.fits(call)]
         if known:
@@ -312,7 +311,7 @@ class Placement:
         return works_of(traced, facts)
 
     def _wanted(self, works: Works, used: tuple[int, ...] | None) -> tuple[list[str], list[str]]:
-        """What is returned, as far as it is used, and the results of units that it is made of."""
+        """Return the outputs that are used, and the results of units that they are made of."""
         nodes = [node for node in works.traced.outputs if isinstance(node, fx.Node)]
         tensors = [node for node in nodes if node.name in works.facts.values]
         chosen = tensors if used is None else [node for place, node in enumerate(tensors) if place in used]
@@ -321,7 +320,7 @@ class Placement:
         return [node.name for node in chosen], list(dict.fromkeys(needed))
 
     def _end(self, works: Works, homes: list[int], needed: list[str]) -> int:
-        """The rank that makes most of what the network returns, so that least must cross."""
+        """Return the rank that computes most of the network's output, so that least must be sent."""
         weights: dict[int, int] = {}
         for name in needed:
             home = homes[works.unit_of[name]]
@@ -330,7 +329,7 @@ class Placement:
         return max(weights, key=lambda rank: (weights[rank], rank)) if weights else 0
 
     def measure(self, works: Works, world: World) -> None:
-        """What the units of the first call cost, as the first rank sees it while it has all of the network."""
+        """Measure the units of the first call on the first rank, while it has all of the network."""
         tensors = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
         seconds = measured(works, self.calling.call, tensors, self.scope()) if world.is_first else []
         self.seconds = world.gather_objects(seconds)[0]
@@ -346,7 +345,7 @@ class Placement:
         holding: Holding,
         own_buffers: Collection[str] = (),
     ) -> Relay:
-        """What this rank does of a cut; `own_buffers` are updated by each micro-batch from where they were before."""
+        """Return this rank's part of a partition; a micro-batch updates `own_buffers` from before the step."""
         blocks = recomputed_by(self.model, self.spec.recompute)
         segments = {
             piece.index: segments_of(
@@ -378,7 +377,7 @@ class Placement:
         )
 
     def drop(self, rank: int) -> None:
-        """Keeps this rank's parameters and buffers; of the others only shape and dtype remain."""
+        """Keep this rank's parameters and buffers, and replace the others by meta tensors."""
         made: dict[int, Tensor] = {}
         names = {id(t): n for n, t in (*self.model.named_parameters(), *self.model.named_buffers())}
         for module in self.model.modules():
@@ -388,19 +387,19 @@ class Placement:
                         held[name] = made.setdefault(id(tensor), _name_only(tensor))  # type: ignore[assignment]
 
     def holds(self, name: str, rank: int) -> bool:
-        """Whether a rank holds a parameter or a buffer."""
+        """Return whether a rank holds a parameter or a buffer."""
         return rank in self.holders[name]
 
 
 def _changed_buffers(works: Works) -> set[str]:
-    """Names of the buffers that a forward changes in place."""
+    """Return the names of the buffers that a forward changes in place."""
     traced = works.traced
     nodes = (target.name for node in traced.graph.nodes for target in changed_at_root(node))
     return {traced.buffers[name] for name in nodes if name in traced.buffers}
 
 
 def _place_of(model: nn.Module, name: str) -> tuple[Mapping[str, Any], str]:
-    """Where a tensor of the network is found, quickly: it is asked for with every microbatch."""
+    """Return the dict and the key of a tensor of the network, for fast access in every micro-batch."""
     path, _, last = name.rpartition(".")
     module = model.get_submodule(path)
     return (module._parameters if last in module._parameters else module._buffers), last
@@ -413,7 +412,7 @@ def _name_only(tensor: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def plain_forward(model: nn.Module) -> Iterator[None]:
-    """The network's own forward, for a while."""
+    """Restore the network's own forward inside this context."""
     own = model.__dict__.pop("forward", None)
     try:
         yield
@@ -428,7 +427,7 @@ def plain_forward(model: nn.Module) -> Iterator[None]:
 def placed_homes(
     placement: Placement, patterns: Mapping[str, int], world: World, *, measures: bool = True
 ) -> Callable[[Works], list[int]]:
-    """Homes by a map; without one, automatic ones, by what the first rank measured."""
+    """Return a function that places units by a map or, without one, automatically by the first rank's measurements."""
     if patterns:
         placement.named = check_map(module_names(placement.model), patterns)
         placement.rest = patterns.get(REST)
@@ -446,7 +445,7 @@ def placed_homes(
 
 
 def require_cuttable(model: nn.Module) -> None:
-    """Refuses networks that have no forward to trace, or hooks that a trace does not contain."""
+    """Raise for networks without a forward to trace, or with hooks that a trace does not contain."""
     if isinstance(model, nn.ModuleList | nn.ModuleDict):
         raise StrategyError("a network must have a forward", got=type(model).__name__, remedy="wrap it in a module")
     for name, module in model.named_modules():

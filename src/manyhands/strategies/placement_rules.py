@@ -1,4 +1,4 @@
-"""Which rank of a group computes what, from a person's map or from what the parts of a network cost."""
+"""Assign units of a network to ranks, by the user's map or by the measured cost of the units."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from ..core import StrategyError
 from ..graph import Call, Works, plainly
 
 REST = "*"
-"""The pattern for everything that no other one names."""
+"""The pattern for everything that no other pattern matches."""
 SECONDS_PER_BYTE = 2e-9
-"""What a byte across costs, where nothing better is known: half a gigabyte in a second, there and back."""
+"""Assumed cost of transferring a byte forth and back, if unknown: half a gigabyte per second."""
 MAX_CUTS = 160
 BACKWARD = 2.0
-"""How much longer than its forward an operation's backward is taken to be."""
+"""Assumed ratio of backward to forward time of an operation."""
 
 
 def check_map(names: Sequence[str], patterns: Mapping[str, int]) -> dict[str, int]:
-    """The rank of every module that a map names; a pattern that names nothing and a part with two are refused.
+    """Return the rank of every module that a map matches; raise for unmatched patterns and modules with two ranks.
 
     >>> check_map(["", "a", "a.0", "b"], {"a.*": 0, "b": 1})
     {'a': 0, 'a.0': 0, 'b': 1}
@@ -54,14 +54,14 @@ def check_map(names: Sequence[str], patterns: Mapping[str, int]) -> dict[str, in
 
 
 def _names(pattern: str, name: str) -> bool:
-    """`tower.*` names the tower itself too: what its own forward computes between its layers."""
+    """Return whether a pattern matches; `tower.*` also matches the tower itself, for operations of its own forward."""
     return fnmatchcase(name, pattern) or (pattern.endswith(".*") and name == pattern[:-2])
 
 
 def by_map(works: Works, named: Mapping[str, int], rest: int | None, holders: Mapping[str, set[int]]) -> list[int]:
-    """Every unit's rank: that of the innermost module with a name in the map, else where most of its bytes come from.
+    """Return every unit's rank: that of its innermost module in the map, else the rank that most of its input is on.
 
-    `holders` are ranks that hold parameters already, which decides where nothing is named.
+    `holders` are the ranks that already hold a parameter, which decides for units that the map does not name.
     """
     homes: list[int] = []
     for index, unit in enumerate(works.units):
@@ -84,7 +84,7 @@ def _named_home(path: str, named: Mapping[str, int]) -> int | None:
 
 
 def able_ranks(works: Works, index: int, holders: Mapping[str, set[int]]) -> set[int] | None:
-    """The ranks that hold all of a unit's parameters; None where it has none, or nobody holds any yet."""
+    """Return the ranks that hold all of a unit's parameters; None if it has none or no rank holds any yet."""
     unit = works.units[index]
     names = [name for name in parameters_of(works, unit.nodes) if name in holders]
     if not names:
@@ -107,7 +107,7 @@ def _near(works: Works, index: int, homes: Sequence[int], named: Mapping[str, in
             weights[home] += works.facts.values[name].num_bytes if name in works.facts.values else 1
     if weights:
         return max(weights, key=lambda rank: (weights[rank], -rank))
-    # Nothing comes from anywhere yet: with whoever needs it first.
+    # It has no inputs with a rank yet: use the rank of the first unit that needs its result.
     for node in works.units[index].nodes:
         for user in works.users[node.name]:
             theirs = _named_home(works.units[user].path, named)
@@ -117,18 +117,18 @@ def _near(works: Works, index: int, homes: Sequence[int], named: Mapping[str, in
 
 
 def parameters_of(works: Works, nodes: Sequence[fx.Node]) -> list[str]:
-    """Names of the parameters and buffers that these operations read."""
+    """Return the names of the parameters and buffers that these operations read."""
     held = {**works.traced.parameters, **works.traced.buffers}
     return [held[node.name] for node in works.closure(nodes) if node.name in held]
 
 
-# -- what units cost ---------------------------------------------------------------------------------------------------
+# -- cost of units -----------------------------------------------------------------------------------------------------
 
 
 def measured(
     works: Works, call: Call, tensors: Mapping[str, Tensor], scope: AbstractContextManager[object], rounds: int = 3
 ) -> list[float]:
-    """Seconds of each unit's forward and backward, by running it: the best of a few rounds."""
+    """Measure the seconds of each unit's forward and backward, as the best of a few rounds."""
     best = [float("inf")] * len(works.units)
     with torch.no_grad(), scope:
         for _ in range(rounds):
@@ -141,7 +141,7 @@ def _one_round(works: Works, call: Call, tensors: Mapping[str, Tensor]) -> list[
     traced, facts = works.traced, works.facts
     held: dict[str, Any] = dict(zip(traced.inputs, call.tensors, strict=True))
     held.update(traced.constants)
-    # Running statistics and counters are changed on copies.
+    # Running statistics and counters are updated on copies.
     held.update({node: tensors[name].clone() for node, name in traced.buffers.items()})
     held.update({node: tensors[name] for node, name in traced.parameters.items()})
     spent = [0.0] * len(works.units)
@@ -163,7 +163,7 @@ def _one_round(works: Works, call: Call, tensors: Mapping[str, Tensor]) -> list[
 
 
 def balanced(works: Works, seconds: Sequence[float], num_stages: int) -> list[int]:
-    """Every unit's stage: consecutive ones, so that the longest stage with what it hands on is as short as can be."""
+    """Return every unit's stage: consecutive units, with the slowest stage including its sends as fast as possible."""
     layers = len({unit.path for unit in works.units})
     if layers < num_stages:
         raise too_many_stages(num_stages, layers)
@@ -178,7 +178,7 @@ def balanced(works: Works, seconds: Sequence[float], num_stages: int) -> list[in
 
 
 def too_many_stages(num_stages: int, layers: int) -> StrategyError:
-    """What to say where there is nothing to put into some stages."""
+    """Return the error for more stages than there are layers to put into them."""
     return StrategyError(
         f"a pipeline of {num_stages} stages needs at least {num_stages} layers to put into them",
         got=f"{layers}",
@@ -187,7 +187,7 @@ def too_many_stages(num_stages: int, layers: int) -> StrategyError:
 
 
 def _handed_bytes(works: Works) -> list[int]:
-    """Bytes that cross if the network is cut before each unit; an entry more than there are units."""
+    """Return the bytes to send if the network is split before each unit; one entry more than there are units."""
     change = [0] * (len(works.units) + 1)
     ends = set(works.output_needs)
     for index, unit in enumerate(works.units):
@@ -205,7 +205,7 @@ def _handed_bytes(works: Works) -> list[int]:
 
 
 def _candidates(handed: Sequence[int], num_stages: int) -> list[int]:
-    """Where a cut is worth a thought: places that hand on least, beside places all over the network."""
+    """Return positions to consider for a split: those that send least, and some spread over the network."""
     inner = range(1, len(handed) - 1)
     if len(inner) <= MAX_CUTS:
         return list(inner)
@@ -215,7 +215,7 @@ def _candidates(handed: Sequence[int], num_stages: int) -> list[int]:
 
 
 def _best_bounds(cuts: Sequence[int], total: Sequence[float], handed: Sequence[int], num_stages: int) -> list[int]:
-    """The places to cut at, by dynamic programming over the worst stage; of equal ones the least bytes."""
+    """Return the best split positions by dynamic programming over the slowest stage; ties go to fewer bytes."""
     Cost = tuple[float, float]
     best: dict[int, tuple[Cost, list[int]]] = {0: ((0.0, 0.0), [])}
     for stage in range(num_stages):
@@ -239,10 +239,10 @@ def _best_bounds(cuts: Sequence[int], total: Sequence[float], handed: Sequence[i
 
 
 def automatic(works: Works, seconds: Sequence[float], weights: Mapping[str, int], num_ranks: int) -> list[int]:
-    """Every unit's rank, so that branches run side by side and every rank holds its share of the parameters.
+    """Return every unit's rank, so that branches run in parallel and every rank holds its share of the parameters.
 
-    Two ways are tried, branch by branch and cut along the order, and the one whose step is predicted to be shorter is
-    taken. `weights` are the bytes of parameters, by name.
+    Two placements are tried, by branch and by consecutive stages, and the one with the shorter predicted step is
+    returned. `weights` are the bytes of parameters, by name.
     """
     share = 1.25 * sum(weights.values()) / num_ranks
     ways = [_by_branches(works, seconds, weights, num_ranks, share)]
@@ -260,7 +260,7 @@ def _overload(works: Works, homes: Sequence[int], weights: Mapping[str, int], sh
 
 
 def predicted(works: Works, seconds: Sequence[float], homes: Sequence[int]) -> float:
-    """When the last unit is done, where each rank does its own in order and what crosses takes its time."""
+    """Return the predicted time of a step, with each rank running its units in order and transfers taking time."""
     free: Counter[int] = Counter()
     done: list[float] = []
     for index, unit in enumerate(works.units):
@@ -277,7 +277,7 @@ def predicted(works: Works, seconds: Sequence[float], homes: Sequence[int]) -> f
 def _by_branches(
     works: Works, seconds: Sequence[float], weights: Mapping[str, int], num_ranks: int, share: float
 ) -> list[int]:
-    """One unit after another to the rank on which it is done first; one that is full takes no more parameters."""
+    """Assign each unit to the rank on which it finishes first; full ranks take no more parameters."""
     free = [0.0] * num_ranks
     room = [share] * num_ranks
     placed: dict[str, int] = {}
@@ -307,5 +307,5 @@ def _by_branches(
 
 
 def module_names(model: nn.Module) -> list[str]:
-    """The names of a network's parts."""
+    """Return the names of a network's modules."""
     return [name for name, _ in model.named_modules()]

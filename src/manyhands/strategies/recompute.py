@@ -1,6 +1,6 @@
-"""Recompute: blocks whose inner results are not kept for backward but computed again there.
+"""Recompute: activation checkpointing of blocks, whose inner results are recomputed in backward.
 
-The forward of the chosen modules is wrapped, the modules stay as they are, so names and checkpoints do not change.
+The forward of the chosen modules is wrapped; the modules stay the same, so names and checkpoints do not change.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from ..core import StrategyError
 
 BLOCKS, SELECTIVE = "blocks", "selective"
 _MARK = "recomputes"
-"""The attribute of a wrapped forward that holds what the module had in its place, None where that was its class's."""
+"""Attribute of a wrapped forward that holds the instance's previous forward; None if it was its class's."""
 SMALL = 1 << 16
-"""Elements up to which a buffer is kept as it was before every forward, whether or not it was ever changed."""
+"""Buffers with at most this many elements are saved before every forward, whether or not they ever change."""
 CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 Scope = Callable[[], AbstractContextManager[Any]]
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
 def recompute(model: nn.Module, what: str, *, own_randomness: bool = True, scope: Scope = ExitStack) -> list[str]:
-    """Makes backward compute some modules again; returns their names.
+    """Let backward recompute some modules; return their names.
 
-    `what` is "blocks" (those that are repeated in a list or a sequence), "selective" (the same, but results of matrix
-    products, convolutions and attention are kept) or a pattern of module names; empty is nothing at all.
-    `own_randomness` says that torch's generators draw for the network, so the device's state must come back too;
-    `scope` is where a network is computed, and so computed again.
+    `what` is "blocks" (modules repeated in a list or a sequence), "selective" (the same, but results of matrix
+    products, convolutions and attention are kept) or a pattern of module names; empty selects nothing.
+    `own_randomness` means that torch's generators draw for the network, so that the device's state is restored too;
+    `scope` makes the context in which the network is computed and recomputed.
 
     >>> block = lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh())
     >>> recompute(nn.Sequential(block(), block(), nn.Linear(4, 1)), "blocks")
@@ -62,7 +62,7 @@ def _chosen(model: nn.Module, what: str) -> dict[str, nn.Module]:
 
 
 def recomputed_by(model: nn.Module, what: str) -> dict[str, str]:
-    """The block that each module is in, by name, where its blocks are to be computed again in backward."""
+    """Return the block that each module is in, by name, for blocks that backward recomputes."""
     if not what:
         return {}
     chosen = _chosen(model, what)
@@ -70,13 +70,13 @@ def recomputed_by(model: nn.Module, what: str) -> dict[str, str]:
 
 
 def selective_contexts() -> Contexts:
-    """What the first and the second time of computing happen in, where results that take long are kept."""
+    """Return contexts for computing and recomputing a block in which results of expensive operations are kept."""
     first, second = create_selective_checkpoint_contexts(_policy)
     return first, second
 
 
 def keep_all(model: nn.Module) -> None:
-    """Takes `recompute` off again."""
+    """Undo `recompute`."""
     for module in model.modules():
         forward = module.__dict__.get("forward")
         if hasattr(forward, _MARK):
@@ -87,7 +87,7 @@ def keep_all(model: nn.Module) -> None:
 
 
 def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
-    """The outermost modules with parts of their own of which a container has several of one class."""
+    """Return the outermost modules with submodules of which a container has several of the same class."""
     found: dict[str, nn.Module] = {}
     for name, container in model.named_modules():
         if not isinstance(container, (*CONTAINERS, nn.Sequential)) or _is_within(name, found):
@@ -101,7 +101,7 @@ def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _matching(model: nn.Module, pattern: str) -> dict[str, nn.Module]:
-    """The outermost modules whose name fits."""
+    """Return the outermost modules whose name matches."""
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         fits = name and fnmatchcase(name, pattern) and not isinstance(module, CONTAINERS)
@@ -123,7 +123,7 @@ def _wrap(module: nn.Module, selective: bool, own_randomness: bool, scope: Scope
     own = module.__dict__.get("forward")
     forward = _recomputing(own, _Changes(), selective, own_randomness, scope)
     setattr(forward, _MARK, own)
-    # A bound method, so that a copy of the module computes with the copy's own parameters.
+    # A bound method, so that a copy of the module uses the copy's parameters.
     module.forward = MethodType(forward, module)
 
 
@@ -146,7 +146,7 @@ def _recomputing(
 
 
 def _contexts(module: nn.Module, changes: _Changes, selective: bool, scope: Scope) -> Contexts:
-    """What the first and the second time of computing happen in."""
+    """Return the contexts for computing and for recomputing a module."""
     first, second = create_selective_checkpoint_contexts(_policy) if selective else (ExitStack(), ExitStack())
     state = torch.default_generator.get_state()
     before = changes.values(module)
@@ -161,23 +161,23 @@ def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]
 
 
 class _Changes:
-    """Buffers that a module's forward changes, such as running statistics: backward must find them as they were.
+    """Buffers that a module's forward changes, such as running statistics; recomputation needs their old values.
 
-    A layer may begin to change one at any time, so small ones are all kept. Large ones are mostly constant tables, and
-    are kept once they were seen to change.
+    A layer may start to change a buffer at any time, so all small ones are saved. Large ones are mostly constant
+    tables, and are saved once they were seen to change.
     """
 
     def __init__(self) -> None:
         self._large: set[str] | None = None
 
     def values(self, module: nn.Module) -> dict[str, Tensor]:
-        """Copies of these buffers; of all of them while it is not known which large ones are changed."""
+        """Return copies of these buffers; of all of them until it is known which large ones change."""
         large = self._large
         return {n: b.clone() for n, b in module.named_buffers() if large is None or b.numel() <= SMALL or n in large}
 
     @contextmanager
     def noticed(self, module: nn.Module, before: dict[str, Tensor]) -> Iterator[None]:
-        """Finds out which large ones are changed: the first time by value, later by what torch counts of it."""
+        """Detect which large buffers change: in the first call by value, later by torch's version counter."""
         versions = {name: (buffer, buffer._version) for name, buffer in module.named_buffers()}
         yield
         now = {name: buffer for name, buffer in module.named_buffers() if buffer.numel() > SMALL}
@@ -193,7 +193,7 @@ class _Changes:
 
 @contextmanager
 def _as_before(module: nn.Module, before: dict[str, Tensor], state: Tensor) -> Iterator[None]:
-    """Copies in the place of all buffers, those that the forward changed as they were, and the CPU's generator too."""
+    """Restore the buffers and the CPU's random state from before the forward, on copies, inside this context."""
     generator = torch.default_generator
     now, after = dict(module.named_buffers()), generator.get_state()
     _put(module, {name: before.get(name, buffer).clone() for name, buffer in now.items()})
@@ -216,7 +216,7 @@ _KEPT = (
     "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
     "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_fused_attention_overrideable",
 )  # fmt: skip
-"""Operations that take long for the bytes that they make."""
+"""Operations that are expensive compared with the size of their results."""
 
 
 def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -1,4 +1,4 @@
-"""Replica: what one rank holds of a network, and how a step is taken on it. One device alone is the plain case."""
+"""Replica: the part of a network that one rank holds, and the operations of a training step on it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _AS_IT_IS = contextlib.nullcontext()
 
 
 class Replica:
-    """One replica of a network with its optimizers. Subclasses change what differs when it is split."""
+    """One replica of a network with its optimizers, on a single device; subclasses override what differs when split."""
 
     def __init__(self, spec: StrategySpec, world: World, model: nn.Module, optimizers: Mapping[str, Optimizer]) -> None:
         self.spec, self.world, self.model, self.optimizers = spec, world, model, dict(optimizers)
@@ -34,13 +34,13 @@ class Replica:
         self.is_narrow = spec.precision == "bf16"
         """Whether the network is computed in bfloat16."""
         self.group: World = world
-        """The ranks whose gradients are summed in every step; all of them, unless replicas go apart."""
+        """The ranks whose gradients are summed in every step: all ranks, except in local SGD."""
         self.hooks = GradientHooks()
-        """The user's hooks on parameters, which are called with complete gradients."""
+        """The user's hooks on parameters, called with complete gradients."""
         self.buffers = Buffers(model, {}, world)
-        """Buffers that forward updates, which the parts of a batch leave as the whole batch would."""
+        """Buffers that forward updates: after all micro-batches they have the value that the whole batch would give."""
         self.notes: list[str] = []
-        """What a person should know of how the network was split."""
+        """Messages for the user about how the network was split."""
         self.groups = {key: self._parameters_of(optimizer) for key, optimizer in self.optimizers.items()}
         self._parked: dict[str, Any] = {}
         if "optimizer" in spec.offloaded:
@@ -62,14 +62,14 @@ class Replica:
 
     @property
     def speaks(self) -> bool:
-        """Whether this rank's loss counts: of ranks that work on the same samples it is one's."""
+        """Whether this rank's loss counts: among ranks that compute the same samples exactly one does."""
         return True
 
     def scope(self) -> contextlib.AbstractContextManager[object]:
-        """Where the network and its loss are computed: the chosen precision."""
+        """Return the context for forward and loss: autocast to the chosen precision, and activation offloading."""
         narrow: contextlib.AbstractContextManager[object] = _AS_IT_IS
         if self.is_narrow:
-            # Narrow copies of all weights would outlive the blocks that are computed again, which have them again.
+            # Cached bfloat16 weights would outlive the recomputed blocks, which cast the weights again anyway.
             caches = not self.spec.recompute
             narrow = torch.autocast(self.world.device.type, dtype=torch.bfloat16, cache_enabled=caches)
         if "activations" not in self.spec.offloaded:
@@ -82,18 +82,18 @@ class Replica:
         return both
 
     def loss(self, function: Callable[[Any, Any], Any], data: Any) -> Any:
-        """The loss of a micro-batch, as far as this rank computes it."""
+        """Compute the loss of a micro-batch, or this rank's share of it."""
         return function(self.model, data)
 
     def ghost(self, is_ghost: bool) -> None:
-        """Says whether the micro-batch that follows is only borrowed, so that its statistics must not count."""
+        """Set whether the next micro-batch is a padding micro-batch, whose batch statistics must not count."""
 
     def riders(self, key: str) -> Tensor | None:
-        """Room for three numbers that are summed along with the gradients; None: they must travel by themselves."""
+        """Return space for three numbers that are summed together with the gradients; None: send them separately."""
         return None
 
     def backward(self, objective: Tensor, key: str, *, last: bool) -> None:
-        """Adds the objective's gradients to the parameters of one optimizer; `last` of the step's micro-batches."""
+        """Add the objective's gradients to one optimizer's parameters; `last` marks the step's last micro-batch."""
         if len(self.optimizers) == 1:
             objective.backward()
         else:
@@ -101,38 +101,38 @@ class Replica:
 
     @property
     def is_recordable(self) -> bool:
-        """Whether forward and backward may stand in a CUDA graph: no collective of another kind lies in them."""
+        """Whether forward and backward can be captured in a CUDA graph, that is, contain no other collectives."""
         return True
 
     @property
     def is_local(self) -> bool:
-        """Whether forward needs no other replica."""
+        """Whether forward needs no communication with other replicas."""
         return True
 
     @property
     def records_exchange(self) -> bool:
-        """Whether the sums over the replicas may stand in a CUDA graph too."""
+        """Whether the all-reduce over the replicas can be captured in a CUDA graph too."""
         return self.world.is_recordable
 
     @property
     def drifts(self) -> bool:
-        """Whether replicas go apart between agreements."""
+        """Whether this is local SGD: replicas diverge between synchronizations."""
         return False
 
     @property
     def agrees(self) -> bool:
-        """Whether all replicas hold the same network now."""
+        """Whether all replicas hold the same parameters now."""
         return True
 
     def note(self, key: str, row: Tensor) -> bool:
-        """Replicas that drift have taken a step, with its numbers in a row; True when it is time to agree."""
+        """Count a local SGD step with its numbers in `row`; return True when it is time to synchronize."""
         return False
 
     def meet(self, key: str) -> None:
-        """Makes the replicas agree on one optimizer's parameters; rows become their sums. All must call it together."""
+        """Synchronize one optimizer's parameters over the replicas and sum the rows. Collective on all replicas."""
 
     def join(self, others: Iterable[Tensor] = ()) -> None:
-        """Averages what stays a replica's own when they agree: the states of its optimizers, and whatever else."""
+        """Average over the replicas what local SGD keeps per replica: the optimizers' states, and `others`."""
 
     @property
     def num_bytes(self) -> int:
@@ -140,52 +140,52 @@ class Replica:
         return 0
 
     def policy_state(self) -> dict[str, Tensor]:
-        """What the policy remembers, of all replicas; all of them must ask together."""
+        """Return the policy's state of all replicas. Collective: all replicas call it."""
         return {}
 
     def own_policy_state(self) -> dict[str, Tensor]:
-        """What the policy remembers, as this rank holds it, without asking others; `load_policy_state` takes it too."""
+        """Return the policy's state of this rank, without communication; `load_policy_state` accepts it too."""
         return {}
 
     def load_policy_state(self, saved: Mapping[str, Tensor]) -> str:
-        """Goes on from what `policy_state` gave, on any number of replicas; says what could not be taken over."""
+        """Load what `policy_state` returned, on any number of replicas; return a message about what was dropped."""
         return "gradients that the policy had not sent yet are left out: no policy here keeps any" if saved else ""
 
     def defer(self, is_deferred: bool) -> None:
-        """Whether gradients wait for `pack` and `exchange` instead of being summed during backward."""
+        """Set whether gradients wait for `pack` and `exchange` instead of being summed during backward."""
 
     def usage(self, key: str) -> Any:
-        """Which parameters the last step used, as `settle` takes it."""
+        """Return which parameters the last step used, in the form that `settle` takes."""
         return None
 
     def settle(self, key: str, usage: Any) -> None:
-        """Takes it for known which parameters are used, so that nobody need look; None looks again."""
+        """Fix which parameters are used, so that steps skip the check; None checks in every step again."""
 
     def pack(self, key: str) -> None:
-        """Lays deferred gradients out for their exchange."""
+        """Copy deferred gradients into the buckets for their exchange."""
 
     def exchange(self, key: str) -> None:
-        """Sums deferred gradients over the replicas."""
+        """Sum deferred gradients over the replicas."""
 
     def finish(self, key: str, count: Tensor | None) -> None:
-        """Completes the gradients of one optimizer; divides them by what was counted, where the loss counts."""
+        """Complete the gradients of one optimizer; divide them by `count` if the loss is a mean over counted items."""
         if count is not None:
             gradients = [p.grad for p in self.groups[key].values() if p.grad is not None]
             torch._foreach_div_(gradients, count)
 
     def clip(self, key: str, max_norm: float) -> Tensor:
-        """Shortens the gradient to a norm; returns the norm it had."""
+        """Clip the gradient to a norm; return the norm before clipping."""
         return nn.utils.clip_grad_norm_(list(self.groups[key].values()), max_norm)
 
     def is_finite(self, key: str) -> Tensor:
-        """Whether every gradient is finite, as a flag on the device."""
+        """Return a flag on the device: whether every gradient is finite."""
         gradients = [p.grad for p in self.groups[key].values() if p.grad is not None]
         if not gradients:
             return torch.ones((), dtype=torch.bool, device=self.world.device)
         return torch.stack(torch._foreach_norm(gradients, float("inf"))).isfinite().all()
 
     def update(self, key: str, where: Tensor | None = None) -> None:
-        """Takes the optimizer's step, only if the flag `where` is set, and forgets the gradients."""
+        """Run the optimizer's step, only if the flag `where` is set, and drop the gradients."""
         if key in self._parked:
             bring = self.bringing(key)
             if where is None or bool(where):
@@ -198,7 +198,7 @@ class Replica:
             parameter.grad = None
 
     def bringing(self, key: str) -> Callable[[nn.Parameter], Tensor | None]:
-        """Takes the gradients off the parameters of one optimizer, and gives them one by one."""
+        """Detach the gradients from one optimizer's parameters; return a function from a parameter to its gradient."""
         held: dict[nn.Parameter, Tensor | None] = {}
         for group in self.optimizers[key].param_groups:
             for parameter in group["params"]:
@@ -206,35 +206,35 @@ class Replica:
         return held.pop
 
     def forget(self) -> None:
-        """Lets go of the gradients of the step under way."""
+        """Drop the gradients of the current step."""
         for parameter in self.model.parameters():
             parameter.grad = None
 
     def lay_out_anew(self) -> None:
-        """Follows parameters that lie otherwise in memory than before."""
+        """Update internal views after parameters moved in memory."""
 
     def plain(self, value: Any) -> Any:
-        """A loss, or what the network gave, with whole tensors as on one device."""
+        """Return a loss or a network output with whole tensors, as on one device."""
         return value
 
     def whole(self, tensor: Tensor, name: str = "") -> Tensor:
-        """All of a parameter, its gradient or a slot of its optimizer, on every rank that calls it together."""
+        """Return a whole parameter, gradient or optimizer slot. Collective: all ranks call it."""
         return tensor
 
     def outline(self) -> Outline | None:
-        """Which pieces of the network are where, if it is cut; all ranks ask together."""
+        """Return where each piece of a partitioned network is, or None. Collective: all ranks call it."""
         return None
 
     def hints(self) -> list[str]:
-        """What to know before a run starts."""
+        """Return hints for the user before a run starts."""
         return []
 
     def remarks(self) -> list[str]:
-        """What was seen of how the work was split; all ranks ask together."""
+        """Return observations about how the work was split. Collective: all ranks call it."""
         return []
 
     def gathered(self, parts: dict[str, Any]) -> dict[str, Any]:
-        """Nested dicts with whole tensors in the place of parts, which stand under the names of parameters."""
+        """Return nested dicts with shards, found under the names of parameters, replaced by whole tensors."""
         return self._gathered(parts, "", set(self.names.values()))  # type: ignore[no-any-return]
 
     def _gathered(self, value: Any, name: str, names: set[str]) -> Any:
@@ -245,27 +245,27 @@ class Replica:
         return {key: self._gathered(child, key if key in names else name, names) for key, child in value.items()}
 
     def part_for(self, whole: Tensor, like: Tensor, name: str = "") -> Tensor:
-        """What this rank holds of a whole tensor, laid out like the parameter of this name."""
+        """Return this rank's part of a whole tensor, laid out like the parameter of this name."""
         return whole
 
     def load(self, whole: Mapping[str, Tensor], *, strict: bool = True) -> None:
-        """Puts whole tensors into the network, by the names of the plain module."""
+        """Load whole tensors into the network, by the names of the original module."""
         self.model.load_state_dict(self.parts(whole), strict=strict)
 
     def parts(self, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """This rank's parts of whole tensors of the network, by name."""
+        """Return this rank's parts of the network's whole tensors, by name."""
         held = self.model.state_dict()
         return {n: self.part_for(value, held[n], n) if n in held else value for n, value in whole.items()}
 
     def align_buffers(self) -> None:
-        """Gives every replica the first one's buffers."""
+        """Broadcast the first replica's buffers to all replicas."""
 
     def differences(self) -> list[str]:
-        """Names of parameters and buffers that should be equal over the replicas and are not."""
+        """Return the names of parameters and buffers that should be equal over the replicas and are not."""
         return []
 
     def close(self) -> None:
-        """Takes off whatever the strategy put on the network."""
+        """Remove everything that the strategy attached to the network, such as hooks."""
 
     def _parameters_of(self, optimizer: Optimizer) -> dict[str, nn.Parameter]:
         mine = {parameter for group in optimizer.param_groups for parameter in group["params"]}

@@ -1,7 +1,7 @@
-"""Schedules: the order in which the stages of a pipeline take microbatches, for all ranks at once.
+"""Schedules: the order in which the stages of a pipeline process micro-batches, for all ranks at once.
 
-The interleaved and zero-bubble orders are torch's own. All ranks walk through one merged list, so that whoever is to
-receive something knows it as soon as it is made.
+The interleaved and zero-bubble orders are torch's. All ranks follow one merged list, so that a receiver knows of a
+tensor as soon as it is computed.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from types import SimpleNamespace
 from typing import Any
 
 FORWARD, BACKWARD, INPUTS, WEIGHTS = "F", "B", "I", "W"
-"""A stage's forward; its backward; the half of it that others wait for; and the other half."""
+"""A stage's forward; its backward; the half of backward that other stages wait for; and the other half."""
 _TORCH = {"interleaved": "Interleaved1F1B", "zero-bubble": "InterleavedZeroBubble"}
 
 
 @dataclass(frozen=True)
 class Action:
-    """Something that the rank of a stage does with a microbatch."""
+    """An operation of a stage's rank on a micro-batch."""
 
     kind: str
     stage: int
@@ -26,12 +26,12 @@ class Action:
 
 
 def stages_per_rank(schedule: str) -> int:
-    """How many stages each rank has."""
+    """Return how many stages each rank has."""
     return 2 if schedule == "interleaved" else 1
 
 
 def usable(schedule: str, num_ranks: int, num_micros: int) -> int:
-    """The largest number of microbatches, up to the one asked for, that a schedule can be made for.
+    """Return the largest number of micro-batches, up to the requested one, that a schedule supports.
 
     >>> usable("1f1b", 4, 7), usable("interleaved", 2, 7)
     (7, 6)
@@ -42,7 +42,7 @@ def usable(schedule: str, num_ranks: int, num_micros: int) -> int:
 
 
 def merged(schedule: str, num_ranks: int, num_micros: int) -> list[Action]:
-    """All actions of a step in one order in which each comes after what it needs.
+    """Return all actions of a step in one order in which each comes after those it depends on.
 
     >>> [f"{a.kind}{a.stage}{a.micro}" for a in merged("1f1b", 2, 2)]
     ['F00', 'F01', 'F10', 'B10', 'B00', 'F11', 'B11', 'B01']
@@ -74,14 +74,14 @@ def _is_ready(action: Action, done: set[tuple[str, int, int]], num_stages: int) 
 
 
 def per_rank(schedule: str, num_ranks: int, num_micros: int) -> list[list[Action]]:
-    """What each rank does, in order."""
+    """Return the actions of each rank, in order."""
     if schedule in _TORCH:
         return _torchs(_TORCH[schedule], num_ranks, stages_per_rank(schedule), num_micros)
     return [_simple(schedule, rank, num_ranks, num_micros) for rank in range(num_ranks)]
 
 
 def _simple(schedule: str, rank: int, num_ranks: int, num_micros: int) -> list[Action]:
-    """GPipe: all forwards, then all backwards; 1F1B: one of each in turns, once the pipeline is full."""
+    """Return GPipe's order, all forwards and then all backwards, or 1F1B's, alternating once the pipeline is full."""
     ahead = num_micros if schedule == "gpipe" else min(num_micros, num_ranks - rank)
     actions = [Action(FORWARD, rank, micro) for micro in range(ahead)]
     for micro in range(num_micros):
@@ -114,7 +114,7 @@ def _torchs(name: str, num_ranks: int, each: int, num_micros: int) -> list[list[
 
 
 def bubble(schedule: str, num_ranks: int, num_micros: int) -> float:
-    """The share of a step that a rank is idle by the formula, where all stages take equally long.
+    """Return the theoretical idle fraction of a step, for stages of equal duration.
 
     >>> bubble("1f1b", 4, 12), bubble("interleaved", 4, 12)
     (0.2, 0.1111111111111111)
@@ -126,7 +126,7 @@ def bubble(schedule: str, num_ranks: int, num_micros: int) -> float:
 
 
 def even(rows: int, parts: int) -> list[int]:
-    """So many rows in parts that differ by one at most, none of them empty.
+    """Split rows into parts whose sizes differ by at most one, none of them empty.
 
     >>> even(7, 3)
     [3, 2, 2]
@@ -135,7 +135,7 @@ def even(rows: int, parts: int) -> list[int]:
 
 
 def live(order: Sequence[Action], stage: int) -> int:
-    """The most microbatches of which a stage keeps something at a time."""
+    """Return the maximum number of micro-batches that a stage keeps activations of at a time."""
     most = held = 0
     for action in order:
         if action.stage == stage and action.kind in (FORWARD, BACKWARD, INPUTS):

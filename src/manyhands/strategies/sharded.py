@@ -1,6 +1,7 @@
-"""Sharded: one network in parts. Every rank holds a part of each parameter, its gradient and its optimizer state.
+"""Sharded strategy: every rank holds a shard of each parameter, of its gradient and of its optimizer state.
 
-torch's `fully_shard` cuts and gathers on the inner axis; the outer replica axis and its policy stay ours.
+torch's `fully_shard` shards and gathers along the inner axis; this module handles the outer replica axis and its
+synchronization policy.
 """
 
 from __future__ import annotations
@@ -31,22 +32,24 @@ from .mirrored import hash_of, require_dense
 from .recompute import CONTAINERS, blocks_of
 from .replica import Replica
 
-# Sums and gathers along two axes are two operations; that this is said for each of them helps nobody.
+# torch logs that collectives along two axes run as two operations; the user cannot act on that message.
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 
 def shard(model: nn.Module, spec: StrategySpec, world: World, *, apart: bool = False, compares: bool = False) -> None:
-    """Cuts a network over the ranks of its group: block by block, so that few parameters are whole at a time.
+    """Shard a network over the ranks of its group, block by block, so that few parameters are gathered at a time.
 
-    With `apart` its parts are called one by one, as those of several optimizers are: each gathers its own parameters.
-    With `compares` ranks compare the blocks that they run.
+    Args:
+        apart: Shard each callable submodule as a root of its own. Used with several optimizers, where the submodules
+            are called one by one and each gathers its own parameters.
+        compares: Let the ranks check that they run the same blocks.
     """
     if isinstance(model, CONTAINERS) and not apart:
         raise StrategyError("a network must have a forward", got=type(model).__name__, remedy="wrap it in a module")
     require_dense(model)
     mesh = world.mesh(spec.axes)["shards"]
     again = spec.sharding == "full"
-    # A single number has no parts: every rank keeps it.
+    # A scalar cannot be sharded: every rank keeps a copy.
     numbers = {parameter for parameter in model.parameters() if parameter.dim() == 0}
     roots = list(_called(model)) if apart else [model]
     _require_own(model, roots)
@@ -64,10 +67,11 @@ def shard(model: nn.Module, spec: StrategySpec, world: World, *, apart: bool = F
 
 
 def _without_views(_: nn.Module, __: Any, outputs: Any) -> Any:
-    """Answers that are no views of other tensors, as those of a linear layer are on sequences.
+    """Return the outputs with views replaced by tensors that own their data, as far as autograd is concerned.
 
-    torch gathers for backward when the gradient of an answer comes by. Changed in place, as in `logits /= 2`, a view is
-    computed from its base anew, and its gradient no longer comes by.
+    torch gathers parameters for backward in a hook on the output's gradient. If the output is a view (a linear layer's
+    output on sequences is one) and is changed in place, as in `logits /= 2`, autograd recomputes the view from its base
+    and the hook does not fire.
     """
 
     def own(answer: Tensor) -> Tensor:
@@ -78,7 +82,7 @@ def _without_views(_: nn.Module, __: Any, outputs: Any) -> Any:
 
 
 def _called(model: nn.Module) -> Iterator[nn.Module]:
-    """The parts of a network that can be called by themselves, the outermost of them."""
+    """Yield the outermost submodules that have parameters and can be called, looking inside containers."""
     for child in model.children():
         if isinstance(child, CONTAINERS):
             yield from _called(child)
@@ -87,7 +91,7 @@ def _called(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _require_own(model: nn.Module, roots: Sequence[nn.Module]) -> None:
-    """Parts that are called one by one cannot share a parameter: each gathers and lets go of its own."""
+    """Raise if submodules that are called one by one share a parameter: each gathers and frees its own parameters."""
     owners: dict[nn.Parameter, nn.Module] = {}
     names = {module: name for name, module in model.named_modules()}
     for root in roots:
@@ -102,7 +106,7 @@ def _require_own(model: nn.Module, roots: Sequence[nn.Module]) -> None:
 
 
 def taking(model: nn.Module) -> Take:
-    """Puts whole tensors, by name, into a network's parts."""
+    """Return a function that copies this rank's shard of a whole tensor into the parameter or buffer of that name."""
     held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
     @torch.no_grad()
@@ -114,7 +118,7 @@ def taking(model: nn.Module) -> Take:
 
 
 def shared_stats(model: nn.Module, spec: StrategySpec, world: World) -> BatchStats | None:
-    """Batch statistics over all ranks that go on together; None where each keeps its own."""
+    """Return batch statistics over all ranks that synchronize in every step; None where each rank keeps its own."""
     if spec.batch_stats == "local":
         return None
     drifts = spec.replicas != 1 and isinstance(make_policy(spec.sync), Local)
@@ -122,7 +126,7 @@ def shared_stats(model: nn.Module, spec: StrategySpec, world: World) -> BatchSta
 
 
 class ShardedReplica(Replica):
-    """A rank's part of a network."""
+    """One rank's shard of a network."""
 
     def __init__(
         self,
@@ -148,10 +152,10 @@ class ShardedReplica(Replica):
         self._courses: dict[str, BucketExchange] = {}
         self._course_of: dict[str, tuple[str, ...]] = {}
         self._saved: PolicyState | None = None
-        """What a checkpoint knew of the policy, until gradients come for it."""
+        """The policy's state from a checkpoint, until the first gradients arrive."""
         self._agreement: Agreement | None = None
         if isinstance(self._policy, Local) and self._outer.size > 1:
-            # The ranks of one group go on together; the groups go apart.
+            # The ranks of one group synchronize in every step; the groups run local SGD.
             self.group = world.along(spec.axes, *self._inner)
             parameters = next(iter(self.groups.values()))
             self._agreement = Agreement(self._policy, self._outer, parameters, model.buffers, own_part)
@@ -181,17 +185,17 @@ class ShardedReplica(Replica):
 
     def backward(self, objective: Tensor, key: str, *, last: bool) -> None:
         for root in self._roots:
-            # What belongs to another optimizer must not wait within torch for the next backward.
+            # Gradients of another optimizer must not stay pending inside torch until the next backward.
             root.set_requires_gradient_sync(last or len(self.groups) > 1)
         if self._roots:
-            # Gradients are averaged over the group; ours are parts of a sum.
+            # fully_shard averages gradients over the group; this project sums them.
             objective = objective * self.spec.axes["shards"]
         with self._others_kept(key):
             objective.backward()
 
     @contextmanager
     def _others_kept(self, key: str) -> Iterator[None]:
-        """Leaves the gradients of other optimizers as they are: torch computes those of whatever took part."""
+        """Restore the gradients of other optimizers after backward, which computes them for every parameter used."""
         others = [p for other, group in self.groups.items() if other != key for p in group.values()]
         before = [parameter.grad for parameter in others]
         for parameter in others:
@@ -212,13 +216,13 @@ class ShardedReplica(Replica):
             torch._foreach_div_(gradients, count.to(gradients[0].dtype))
 
     def _add_numbers(self, key: str) -> None:
-        """Means over the shards for what every one of them keeps, as torch does for the rest."""
+        """Average the gradients of unsharded parameters over the shards, as torch does for the sharded ones."""
         if not self._roots:
             return
         kept = [p for p in self.groups[key].values() if not _is_sharded(p) and p.requires_grad]
         if not kept:
             return
-        # A rank that did not use one of them takes part all the same; what no rank used keeps no gradient.
+        # A rank that did not use a parameter contributes zeros; a parameter that no rank used keeps no gradient.
         gradients = [torch.zeros_like(own_part(p)) if p.grad is None else own_part(p.grad) for p in kept]
         used = torch.tensor([float(p.grad is not None) for p in kept], device=gradients[0].device)
         flat = torch.cat([*(gradient.flatten() for gradient in gradients), used.to(gradients[0].dtype)])
@@ -230,7 +234,7 @@ class ShardedReplica(Replica):
                 parameter.grad = parted(mean, parameter) if isinstance(parameter, DTensor) else mean
 
     def _fill_in(self, key: str) -> None:
-        """Zeros for parameters that another replica used and this one did not, so that all sum the same gradients."""
+        """Set zero gradients for parameters that only other replicas used, so that all sum the same gradients."""
         trained = [p for p in self.groups[key].values() if p.requires_grad]
         used = torch.tensor([int(p.grad is not None) for p in trained], device=self.world.device)
         self._outer.all_reduce(used, "max")
@@ -278,7 +282,7 @@ class ShardedReplica(Replica):
         torch._foreach_copy_(gradients, parts)
 
     def _course_for(self, key: str, parts: Mapping[str, Tensor]) -> BucketExchange:
-        """The course of these parts; where others are used than before, what is known of them goes along."""
+        """Return the bucket exchange of these shards; if other parameters are used now, carry the policy state over."""
         if self._course_of.get(key) != tuple(parts):
             made = BucketExchange(self._policy, self._outer, parts)
             made.measures = True
@@ -289,7 +293,7 @@ class ShardedReplica(Replica):
         return self._courses[key]
 
     def _remembered(self) -> PolicyState | None:
-        """What the policy knows of all gradients."""
+        """Return the policy's state for all gradients, or the one loaded from a checkpoint if there is none yet."""
         known = PolicyState.joined(course.state() for course in self._courses.values()) if self._courses else None
         return self._saved if known is None else known
 
@@ -316,7 +320,7 @@ class ShardedReplica(Replica):
         return {} if state is None else state.own().tensors()
 
     def _unsent(self) -> dict[str, Tensor]:
-        """What the policy keeps of every replica, each parameter whole; the first rank alone has it in the end."""
+        """Return every replica's error feedback with whole parameters; only the first rank receives the tensors."""
         if not self._courses or not self._policy.changes_mathematics or self._outer.size == 1:
             return {}
         state, kept = PolicyState.joined(course.state() for course in self._courses.values()), {}
@@ -359,13 +363,13 @@ class ShardedReplica(Replica):
         return ""
 
     def _gradients(self, key: str) -> Iterator[Tensor]:
-        """This rank's parts of the gradients of one optimizer."""
+        """Yield this rank's shards of the gradients of one optimizer."""
         for parameter in self.groups[key].values():
             if parameter.grad is not None:
                 yield own_part(parameter.grad)
 
     def clip(self, key: str, max_norm: float) -> Tensor:
-        """The norm over all parts, each counted once however many ranks hold it."""
+        """Clip to a norm over all shards, counting each shard once however many ranks hold it; return the norm."""
         gradients, copies = list(self._gradients(key)), list(self._copies(key))
         norms = torch.stack(torch._foreach_norm(gradients)) if gradients else torch.zeros(1, device=self.world.device)
         squares = (norms.square() / torch.tensor(copies or [1], device=norms.device)).sum()
@@ -375,7 +379,7 @@ class ShardedReplica(Replica):
         return norm
 
     def _copies(self, key: str) -> Iterator[int]:
-        """Of each gradient, how many ranks of this replica hold the same part."""
+        """Yield for each gradient how many ranks of this replica hold the same shard."""
         axes = {axis: self.spec.axes[axis] for axis in self._inner}
         for parameter in self.groups[key].values():
             if parameter.grad is not None:
@@ -399,7 +403,7 @@ class ShardedReplica(Replica):
         if not isinstance(like, DTensor) or isinstance(whole, DTensor) or whole.shape != like.shape:
             return whole
         if all(type(place) in (Shard, Replicate) for place in like.placements):
-            # Only what is wanted of it travels: it may lie in a file that is larger than the device's memory.
+            # Slice before moving: the whole tensor may be memory-mapped from a file larger than the device's memory.
             mine = whole[_window(like)]
             return parted(mine.to(like.device, like.dtype).contiguous(), like)
         moved = whole.to(like.device, like.dtype)
@@ -411,12 +415,12 @@ class ShardedReplica(Replica):
             data.broadcast(own_part(buffer))
 
     def differences(self) -> list[str]:
-        """Compares the parts of ranks that should hold the same."""
+        """Return the names of parameters that differ between replicas, by comparing hashes of the shards."""
         named = {name: own_part(tensor.detach()) for name, tensor in self.model.named_parameters()}
         return self.odd_over(self._outer, named if self.agrees else {}, "over the replicas")
 
     def odd_over(self, world: World, named: Mapping[str, Tensor], where: str) -> list[str]:
-        """Names of tensors that some ranks do not hold alike, anywhere."""
+        """Return the names of tensors that differ between the ranks of `world`, collected from all ranks."""
         found = []
         if named and world.size > 1:
             gathered = world.all_gather(torch.stack([hash_of(tensor) for tensor in named.values()]))
@@ -439,7 +443,7 @@ def _reads_parts() -> StrategyError:
 
 
 def _outermost(module: nn.Module) -> Iterator[Any]:
-    """The modules that torch has sharded, without those within others."""
+    """Yield the outermost modules that `fully_shard` was applied to."""
     if isinstance(module, FSDPModule):
         yield module
         return
@@ -452,18 +456,18 @@ def _is_sharded(tensor: Tensor) -> bool:
 
 
 def _window(tensor: DTensor) -> tuple[slice, ...]:
-    """Where in the whole tensor this rank's part of it lies."""
+    """Return the slices of the whole tensor that this rank's shard covers."""
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return tuple(slice(begin, begin + size) for begin, size in zip(offset, shape, strict=True))
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """All of what ranks hold in parts, wherever the parts lie."""
+    """Return the whole tensor of a DTensor, gathered from all ranks; any other tensor is returned as it is."""
     if not isinstance(tensor, DTensor):
         return tensor
     return parted(own_part(tensor), tensor).full_tensor()
 
 
 def _global(part: Tensor, like: Tensor) -> Tensor:
-    """A rank's part of something that is laid out like a parameter, known as such."""
+    """Wrap a rank's shard as a DTensor laid out like the given parameter."""
     return parted(part, like) if isinstance(like, DTensor) else part

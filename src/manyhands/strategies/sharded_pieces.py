@@ -1,8 +1,8 @@
-"""The pieces of a network that several ranks hold together, along shards, tensor ranks or both.
+"""Pieces of a network that several ranks hold together, along shards, tensor ranks or both.
 
-Layers are cut along the tensor axis as `TensorParallel` cuts them; what is left of each parameter is cut along its rows
-over the shards. For a step the shards gather what they compute with, once for all microbatches, and at its end each
-gets the sum of its part of the gradients: between steps a rank has its part alone.
+Layers are split along the tensor axis as in `TensorParallel`; the rest of each parameter is sharded by rows. For a step
+the shards gather the parameters once for all micro-batches, and at its end reduce-scatter the gradients: between steps
+a rank holds only its own part.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .tensor import Cutting, Layout, in_tensors, plain, reorder, replicating
 
 
 class HeldInParts(Holding):
-    """A rank's parts of its pieces."""
+    """One rank's shards of the parameters of its pieces."""
 
     def __init__(self, spec: StrategySpec, world: World, model: nn.Module, layout: Layout | None) -> None:
         self._shards, tensor = world.along(spec.axes, "shards"), world.along(spec.axes, "tensor")
@@ -39,11 +39,11 @@ class HeldInParts(Holding):
         self._num_tensor = tensor.size
         self._parts: dict[Tensor, nn.Parameter] = {}
         self._inner: dict[str, Tensor] = {}
-        """Of each name a tensor without values, laid out as it is when the shards have gathered it."""
+        """By name, a tensor without values with the layout after the shards have gathered it."""
         self._names: dict[Tensor, str] = {}
         self._open: dict[Tensor, Tensor] = {}
 
-    # -- at rest ---------------------------------------------------------------------------------------------------
+    # -- between steps ---------------------------------------------------------------------------------------------
 
     def hold(self, model: nn.Module) -> None:
         if self._cutting is not None:
@@ -65,14 +65,14 @@ class HeldInParts(Holding):
             self._parts[parameter] = part
 
     def _at_rest(self, parameter: nn.Parameter) -> nn.Parameter:
-        """What this shard keeps of a parameter; a single number has no parts."""
+        """Return this shard's part of a parameter; a scalar is kept whole."""
         if self._shards.size == 1 or parameter.dim() == 0:
             return parameter
         mine = self._mine(own_part(parameter.detach())).clone()
         return nn.Parameter(self._wrapped(mine, parameter), requires_grad=parameter.requires_grad)
 
     def _wrapped(self, mine: Tensor, inner: Tensor) -> DTensor:
-        """A shard's rows, known to torch as a part of the whole."""
+        """Wrap a shard's rows as a DTensor of the whole parameter."""
         rows: Placement = Shard(0)
         placements = [rows]
         if isinstance(inner, DTensor):
@@ -134,7 +134,7 @@ class HeldInParts(Holding):
                 self._open[parameter] = gathered.requires_grad_(parameter.requires_grad)
 
     def _by_kind(self, parameters: Iterator[Tensor]) -> list[list[Tensor]]:
-        """Parameters of one type each, which travel together."""
+        """Group parameters by dtype; each group is sent in one collective."""
         found: dict[str, list[Tensor]] = {}
         for parameter in parameters:
             found.setdefault(str(parameter.dtype), []).append(parameter)
@@ -179,7 +179,7 @@ class HeldInParts(Holding):
         self._open.clear()
 
     def _complete(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
-        """This tensor rank's parts of gradients; those of which each rank has a term are summed, all in one go."""
+        """Return this tensor rank's shards of gradients; partial sums are reduced over the ranks in one collective."""
         if self._cutting is None:
             return [self.work(p).grad for p in parameters]  # type: ignore[misc]
         return self._cutting.completed([self.work(p) for p in parameters])
@@ -199,7 +199,7 @@ class HeldInParts(Holding):
         for parameter, part in self._parts.items():
             part.grad = parameter.grad = None
 
-    # -- layers and what lies between ------------------------------------------------------------------------------
+    # -- layers and other operations -------------------------------------------------------------------------------
 
     def plain(self, tensor: Tensor) -> Tensor:
         return tensor if self._cutting is None else plain(self._cutting.axis, tensor)
@@ -221,7 +221,7 @@ class HeldInParts(Holding):
             return lambda *args, **kwargs: function(*in_tensors(self.plain, args), **in_tensors(self.plain, kwargs))
         return None
 
-    # -- whole -----------------------------------------------------------------------------------------------------
+    # -- gathering -------------------------------------------------------------------------------------------------
 
     def whole(self, tensor: Tensor, name: str) -> Tensor:
         if not isinstance(tensor, DTensor):

@@ -1,4 +1,4 @@
-"""An update that a flag on the device can turn into none, without asking the host."""
+"""Optimizer updates that a flag on the device can skip, without synchronizing with the host."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from ..graph import CAPTURABLE, skips_on_device
 
 
 def step_where(optimizer: Optimizer, flag: Tensor | None) -> None:
-    """Takes an optimizer's step if the flag is set; otherwise parameters and state stay as they are."""
+    """Run an optimizer's step if the flag is set; otherwise leave parameters and state unchanged."""
     if flag is None:
         optimizer.step()
     elif flag.device.type != "cpu" and skips_on_device(optimizer):
-        # The fused updates read these two, which torch's own gradient scaler sets.
+        # Fused updates read these two attributes, which torch's gradient scaler sets.
         optimizer.found_inf, optimizer.grad_scale = (~flag).float(), None  # type: ignore[attr-defined]
         optimizer.step()
         del optimizer.found_inf, optimizer.grad_scale  # type: ignore[attr-defined]
@@ -31,7 +31,7 @@ def step_where(optimizer: Optimizer, flag: Tensor | None) -> None:
 
 
 def keep_where(flag: Tensor, tensors: Sequence[Tensor], before: Sequence[Tensor]) -> None:
-    """Keeps what tensors hold now if the flag is set; otherwise what they held before."""
+    """Keep the current values of tensors if the flag is set; otherwise restore the previous ones."""
     with torch.no_grad():
         for tensor, old in zip(tensors, before, strict=True):
             tensor.copy_(torch.where(flag, tensor, old))

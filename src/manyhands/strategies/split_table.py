@@ -1,4 +1,4 @@
-"""Which parameters go where, bytes on each device and on the wire, known before anything runs."""
+"""Table of which parameters go where, and of the bytes held and sent by each device, computed before a run."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LayerRow:
-    """Layers of one kind: those whose names differ in numbers only."""
+    """Layers of one kind: those whose names differ only in numbers."""
 
     name: str
     kind: str
     way: str
-    """How they are computed along the tensor axis; empty where there is none."""
+    """How the layers are computed along the tensor axis; empty without that axis."""
     count: int
     whole: int
-    """Bytes of their parameters, and of what each device holds of them."""
+    """Bytes of the layers' parameters, and of what each device holds of them."""
     held: int
 
 
 @dataclass(frozen=True)
 class SplitTable:
-    """How a network is split. Bytes are those of one device, the first; the others hold as much or less."""
+    """How a network is split. Bytes are those of the first device; the others hold as much or less."""
 
     spec: StrategySpec
     rows: tuple[LayerRow, ...]
@@ -42,15 +42,15 @@ class SplitTable:
     whole: int
     """Bytes of all parameters of the network."""
     traffic: Mapping[str, int] = field(default_factory=dict)
-    """Bytes that a device sends in a step, by what for."""
+    """Bytes that a device sends per step, by purpose."""
     notes: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON-ready data."""
+        """Return the table as JSON-serializable data."""
         return {**asdict(self), "spec": self.spec.to_dict(), "traffic": dict(self.traffic)}
 
     def lines(self) -> list[str]:
-        """A line for each kind of layer, one for memory, one for the wire."""
+        """Return a line for each kind of layer, one for memory and one for communication."""
         named = [
             (f"{row.name} x{row.count}" if row.count > 1 else row.name or "the network's own", row.kind, row.way,
              size_text(row.whole), size_text(row.held)) for row in self.rows
@@ -85,9 +85,12 @@ def table_of(
     rows: float = 0.0,
     names: Collection[str] | None = None,
 ) -> SplitTable:
-    """The table of a network under a spec with definite axes; `slots` is the optimizer's state for a byte of parameter,
-    `rows` how many times the batch of a rank is what was followed to find the layout, `names` the parameters of which a
-    device holds something, where that is not all of them.
+    """Return the table of a network under a spec with definite axes.
+
+    Args:
+        slots: Bytes of optimizer state per byte of parameter.
+        rows: A rank's batch as a multiple of the samples that the layout was found with.
+        names: The parameters that a device holds at least a part of; default: all.
     """
     placements = {} if layout is None else layout.placements(model)
     found = {name: p for name, p in model.named_parameters() if names is None or name in names}
@@ -99,7 +102,7 @@ def table_of(
     cut = sum(whole for whole, _ in held.values())
     traffic: dict[str, int] = {}
     if shards > 1:
-        # Where a batch is taken in microbatches its stage is gathered once for all of them.
+        # With micro-batches a stage's parameters are gathered once for all of them.
         rounds = 3 if spec.sharding == "full" and spec.stages == 1 else 2
         traffic["shards"] = rounds * cut * (shards - 1) // shards
     if replicas > 1:
@@ -119,7 +122,7 @@ def table_of(
 
 
 def _held(parameter: Tensor, spec: StrategySpec, place: Any) -> tuple[int, int]:
-    """Bytes of a parameter on the first rank when it is whole over the shards, and when it is cut over them."""
+    """Return a parameter's bytes on the first rank without sharding, and with sharding."""
     shape = list(parameter.shape)
     if place is not None:
         shape[place.dim] = -(-shape[place.dim] // spec.tensor)
@@ -151,7 +154,7 @@ def _rows(
 
 
 def size_text(count: float) -> str:
-    """Bytes as a person reads them.
+    """Format a number of bytes for the user.
 
     >>> size_text(3 * 2**30), size_text(1536), size_text(10)
     ('3.0 GiB', '1.5 KiB', '10 B')

@@ -1,4 +1,4 @@
-"""Many networks of one structure as one program."""
+"""Vectorized ensembles: many networks of one structure trained as one program."""
 
 from .grouping import TaskGroup, groups
 from .member import VectorizedMember

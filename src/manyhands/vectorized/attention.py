@@ -1,4 +1,4 @@
-"""Attention of a stack: all members' heads in one call of the kernel that the device has for it."""
+"""Attention of a stack: all members' heads in one call of the device's attention kernel."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _is_stacked: Callable[[Tensor], bool] = torch._C._functorch.is_batchedtensor
 
 
 class Folded(TorchFunctionMode):
-    """Computes attention with the members as a part of the batch.
+    """Compute attention with the members as part of the batch.
 
-    Below vmap, torch takes tensors that need gradients for some that need none, and keeps too little for backward.
+    Below vmap, torch does not see that tensors require gradients, and saves too little for backward.
 
     >>> q = torch.randn(3, 2, 4, 5, 8)
     >>> with Folded():
@@ -51,7 +51,7 @@ def _attention(
 
 
 class _Stacked(torch.autograd.Function):
-    """What vmap makes of attention; it is called with stacked tensors alone."""
+    """Attention with a vmap rule; it is called with stacked tensors only."""
 
     @staticmethod
     def forward(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, rest: dict[str, Any]) -> Tensor:
@@ -85,5 +85,5 @@ class _Stacked(torch.autograd.Function):
 
 
 def _first(tensor: Tensor, dim: int | None, size: int) -> Tensor:
-    """With the members in the first dimension."""
+    """Return the tensor with the members in the first dimension."""
     return tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)

@@ -1,4 +1,4 @@
-"""Building: a task's network and optimizer, with the first values that the task alone would have."""
+"""Build a task's network and optimizer, with the initial values that the task alone would have."""
 
 from __future__ import annotations
 
@@ -34,28 +34,28 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Built:
-    """A network and its optimizer as data: which parameters a group holds, and how it is updated."""
+    """A network and its optimizer as data: the parameters of each group, and how it is updated."""
 
     task: Task
     model: nn.Module
     kind: str
-    """What its optimizer is called."""
+    """The name of the optimizer's class."""
     groups: tuple[tuple[str, ...], ...]
-    """The names of the parameters of every group that are trained."""
+    """The names of the trained parameters of every group."""
     held: tuple[tuple[str, ...], ...]
-    """Those of all its parameters: some hand frozen ones to the optimizer too, which leaves them as they are."""
+    """The names of all parameters of every group, including frozen ones, which the optimizer does not change."""
     settings: tuple[dict[str, Any], ...]
-    """The numbers and flags of every group."""
+    """The hyperparameters of every group."""
     updates: tuple[Update, ...]
 
     @property
     def decays(self) -> bool:
-        """Whether some of its weights decay."""
+        """Whether any group has weight decay."""
         return any(group.get("weight_decay") for group in self.settings)
 
 
 def build(task: Task, dtype: torch.dtype | None = None) -> Built:
-    """A task's network on the CPU; the generators are left as they were."""
+    """Build a task's network and optimizer on the CPU; the random generators are restored."""
     states = random_state(CPU)
     try:
         seed_all(mix(task.seed, 0))
@@ -79,7 +79,7 @@ def build(task: Task, dtype: torch.dtype | None = None) -> Built:
 
 
 def build_model(task: Task, dtype: torch.dtype | None = None) -> nn.Module:
-    """A task's network alone, with its first values; the generators are left as they were."""
+    """Build a task's network with its initial values; the random generators are restored."""
     states = random_state(CPU)
     try:
         seed_all(mix(task.seed, 0))
@@ -91,14 +91,14 @@ def build_model(task: Task, dtype: torch.dtype | None = None) -> nn.Module:
 def _made(task: Task, dtype: torch.dtype | None) -> nn.Module:
     model = task.model()
     if dtype is not None:
-        # Complex numbers keep both parts, which nn.Module.to would not.
+        # Convert complex tensors to complex, because nn.Module.to would drop the imaginary part.
         wide = dtype.to_complex()
         model._apply(lambda t: t.to(wide if t.is_complex() else dtype if t.is_floating_point() else t.dtype))
     return model.train()
 
 
 def _require_no_hooks(model: nn.Module, optimizer: Any) -> None:
-    """Refuses hooks on gradients and updates: a stack computes both for all members at once, without the hooks."""
+    """Raise for hooks on gradients and updates, which a stack computes for all members at once without hooks."""
     hooked = [n for n, p in model.named_parameters() if p._backward_hooks or p._post_accumulate_grad_hooks]
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         hooked.append(f"the step of {type(optimizer).__name__}")
@@ -112,7 +112,7 @@ def _require_no_hooks(model: nn.Module, optimizer: Any) -> None:
 
 @torch.no_grad()
 def row_of(built: Built) -> Row:
-    """All that a member holds before its first step."""
+    """Return everything that a member holds before its first step."""
     task, model = built.task, built.model
     trained = [name for group in built.groups for name in group]
     parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
@@ -134,9 +134,9 @@ def row_of(built: Built) -> Row:
 
 
 def _matrices(model: nn.Module) -> set[str]:
-    """Weights of layers, and of nothing else: the gradients of many come with rows and columns the other way round.
+    """Return parameters used only by nn.Linear, whose gradients often come in transposed memory order.
 
-    An update reads and writes several tensors of that size, and whichever lies otherwise costs it half its speed.
+    An update reads and writes several tensors of that size, and a different memory order in one halves its speed.
     """
     holders: dict[int, set[type]] = {}
     for module in model.modules():
@@ -146,7 +146,7 @@ def _matrices(model: nn.Module) -> set[str]:
 
 
 def averaged(built: Built) -> dict[str, Tensor]:
-    """What a moving average is kept of: trained parameters, and the batch statistics that belong to them."""
+    """Return the tensors that have a moving average: trained parameters and their batch statistics."""
     own = dict(built.model.named_parameters())
     found = {name: own[name].detach() for group in built.groups for name in group}
     for path, layer in built.model.named_modules():

@@ -1,7 +1,7 @@
-"""Compiling: a stacked step traced as it runs, forward, backward and update in one graph, and compiled as a whole.
+"""Compile a stacked step: forward, backward and update are traced as one graph and compiled as a whole.
 
-A trace follows the operations that really happen, so a network, its loss and layout-free randomness may be written in
-any way that a recording allows too.
+The trace records the operations that run, so the network, its loss and layout-free randomness may use any code that can
+be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ Step = Callable[[list[Tensor], list[Any], Tensor], Tensor]
 
 
 class CannotCompile(Exception):
-    """The step cannot be compiled; the text says why."""
+    """Raised when the step cannot be compiled; the message says why."""
 
 
 class Compiled:
-    """Compiled steps of a program, one for every number of members and size of batches."""
+    """Compiled steps of a program, one for every number of members and batch size."""
 
     def __init__(self, program: Program) -> None:
         self._program = program
         self._made: dict[Hashable, Step] = {}
 
     def close(self) -> None:
-        """Ends what compiling left running."""
+        """End the compiler's worker processes."""
         if self._made:
             self.forget()
             stop_compilers()
 
     def forget(self) -> None:
-        """Lets compiled steps go, because what is built into them has changed."""
+        """Drop compiled steps, because settings built into them have changed."""
         self._made.clear()
 
     def step(
         self, stack: Stack, batch: Any, ids: Tensor, factors: Sequence[dict[str, Tensor]], *, shared: bool
     ) -> Tensor:
-        """What `Program.step` does, from a compiled step; the first one makes it and changes nothing if that fails."""
+        """Run `Program.step` as a compiled step; the first call compiles it and changes nothing if that fails."""
         leaves, shape = pytree.tree_flatten((batch, list(factors)))
         key = (ids.shape, shared, self._program.unfolds)
         tensors = list(stack.tensors.values())
@@ -70,7 +70,7 @@ class Compiled:
             batch, factors = pytree.tree_unflatten(leaves, shape)
             return self._program.step(held, batch, ids, factors, shared=shared)
 
-        # The trace computes a step, so it gets copies to change.
+        # Tracing executes a step, so it gets copies to modify.
         copies = [tensor.clone() for tensor in stack.tensors.values()]
         try:
             with torch.autograd.set_multithreading_enabled(False):
@@ -83,6 +83,6 @@ class Compiled:
 
 
 def _said(error: Exception) -> str:
-    """What a compiler said, without what it adds for those who mend compilers."""
+    """Return a compiler's error message without its debugging advice."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return " ".join(lines[:2]) or type(error).__name__

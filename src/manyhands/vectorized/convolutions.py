@@ -1,8 +1,8 @@
-"""Convolutions of a stack: grouped, as vmap makes them, or unfolded into one product of matrices for each member.
+"""Convolutions of a stack: grouped, as vmap computes them, or unfolded into one matrix product per member.
 
-Unfolding repeats every input as often as the kernel is large. That pays most where inputs have few channels, as
-pictures have: kernels of libraries are bad at these. Channels lie last, before and after, so that nothing but the
-repeated inputs is ever copied: grouped convolutions want members among the channels, and have all tensors turned over.
+Unfolding repeats every input as often as the kernel is large. That pays most for inputs with few channels, such as
+images, for which library kernels are slow. Tensors stay in channels-last order, so that only the repeated inputs are
+copied: grouped convolutions need members among the channels, and so transpose all tensors.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 GROUPED, THIN, ALL = 0, 64, 1 << 30
-"""Which convolutions are unfolded: those whose outputs are computed from so many inputs at the most."""
+"""Unfold convolutions whose outputs depend on at most this many inputs."""
 ALIGNED = 8
-"""Matrices are as wide as a multiple of this: kernels for half-precision numbers are slow on others."""
+"""Matrix widths are padded to a multiple of this, because half-precision kernels are slow on others."""
 
 
 class Unfolded(TorchFunctionMode):
-    """Computes plain convolutions by unfolding them, of outputs that have `most` inputs each; others stay as they are.
+    """Compute plain convolutions with at most `most` inputs per output by unfolding; leave others unchanged.
 
     >>> pictures, kernels = torch.randn(2, 3, 5, 5), torch.randn(4, 3, 3, 3)
     >>> with Unfolded():
@@ -41,10 +41,10 @@ class Unfolded(TorchFunctionMode):
         if func is torch.conv2d:
             return _convolved(self._most, *args, **(kwargs or {}))
         if func is F.adaptive_avg_pool2d and args:
-            # With channels last it would be computed for one member after the other.
+            # In channels-last order it would be computed for one member after the other.
             return func(args[0].contiguous(), *args[1:], **(kwargs or {}))
         if func is F.batch_norm and args and args[0].dim() == 4 and not args[0].is_contiguous():
-            # Pictures are rows of channels as they lie: nothing is turned over, which vmap cannot do on a GPU.
+            # Images are rows of channels in memory: nothing is transposed, which vmap cannot do on a GPU.
             rows = args[0].permute(0, 2, 3, 1)
             normal = func(rows.flatten(0, 2), *args[1:], **(kwargs or {}))
             return normal.reshape(rows.shape).permute(0, 3, 1, 2)
@@ -53,7 +53,7 @@ class Unfolded(TorchFunctionMode):
         except RuntimeError:
             if func is not Tensor.view:
                 raise
-            # Where a person's line knows the order of a convolution's outputs in memory, which is another one here.
+            # User code may rely on a convolution output's memory order, which is a different one here.
             return Tensor.reshape(*args, **(kwargs or {}))
 
 
@@ -77,11 +77,11 @@ def _convolved(
     shape, patches = seen.shape[:3], seen.reshape(-1, weight[0].numel())
     matrix = weight.permute(2, 3, 1, 0).flatten(0, 2)
     if bias is not None:
-        # One more input that is always 1: the product adds the bias, and its gradient comes with the others.
+        # An additional input of 1 makes the product add the bias, and its gradient comes with the others.
         patches, matrix = F.pad(patches, (0, 1), value=1.0), torch.cat([matrix, bias.unsqueeze(0)])
     if missing := -len(matrix) % ALIGNED:
         patches, matrix = F.pad(patches, (0, missing)), F.pad(matrix, (0, 0, 0, missing))
-    # One product for all samples: the kernels would be copied for each of them otherwise.
+    # One product for all samples, because otherwise the kernels would be copied for each of them.
     return (patches @ matrix).view(*shape, -1).permute(0, 3, 1, 2)
 
 

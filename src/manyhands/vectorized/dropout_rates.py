@@ -1,4 +1,4 @@
-"""Probabilities of dropout, which may differ between members although they stand in the network itself."""
+"""Dropout probabilities, which may differ between members although they are attributes of the network."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ _ATTENTION = {
     nn.TransformerEncoderLayer: ("self_attn",),
     nn.TransformerDecoderLayer: ("self_attn", "multihead_attn"),
 }
-"""Attention whose weights are dropped inside; elsewhere it looks at its probability in Python."""
+"""Attention submodules whose dropout may differ by member; elsewhere attention reads its probability in Python."""
 
 
 def chances(model: nn.Module) -> dict[str, float]:
-    """The probabilities that each member may have of its own, by the layer's path and the attribute's name.
+    """Return the dropout probabilities that may differ by member, by layer path and attribute name.
 
-    One of 0 is no such number: nothing is drawn for it, and one of 1 drops everything.
+    Probabilities of 0, which draw nothing, and of 1, which drop everything, are not among them.
 
     >>> chances(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1), nn.Dropout(0.0)))
     {'1.p': 0.1}
@@ -34,7 +34,7 @@ def chances(model: nn.Module) -> dict[str, float]:
 
 @contextlib.contextmanager
 def given_chances(model: nn.Module, numbers: Mapping[str, Tensor]) -> Iterator[None]:
-    """The network with these probabilities, and its own ones afterwards."""
+    """Set these probabilities on the network inside this context, and restore its own afterwards."""
     places = [(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in numbers]
     before = [getattr(layer, name) for layer, name in places]
     try:

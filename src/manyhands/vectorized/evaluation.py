@@ -1,4 +1,4 @@
-"""Evaluation of many networks on the same data: batches are read once, and members are measured side by side."""
+"""Evaluate many networks on the same data: batches are read once, and members are evaluated together."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Pair = tuple[Tensor, Tensor]
 
 
 class Evaluation:
-    """Measures members on a task's validation data."""
+    """Evaluate members on a task's validation data."""
 
     def __init__(self, task: Task, program: Program, device: Device, dtype: torch.dtype | None) -> None:
         self._task, self._program = task, program
@@ -30,7 +30,7 @@ class Evaluation:
         self._feed = Feed(source, batch_size=usual, shuffle=False, device=device.torch, dtype=dtype)
 
     def measure(self, stack: Stack) -> list[dict[str, float]]:
-        """The loss and the metrics of every member, averaged weights where there are some."""
+        """Return the loss and the metrics of every member, with averaged weights if there are any."""
         sums: dict[str, Pair] = {}
         functions, _ = parted(self._task, self._world)
         meters = [parted(self._task, self._world)[1] for _ in range(len(stack))]
@@ -50,7 +50,7 @@ class Evaluation:
 
 
 def stack_device(stack: Stack) -> torch.device:
-    """Where a stack lies."""
+    """Return the device of a stack."""
     return next(iter(stack.tensors.values())).device
 
 
@@ -64,7 +64,7 @@ def _add(sums: dict[str, Pair], name: str, value: Tensor | Mean, num_samples: in
 
 
 def _each(metric: Any, answers: Any, batch: Any, num_members: int) -> Tensor | Mean:
-    """A metric of every member: at once where it can be computed so, else one after another."""
+    """Compute a metric for every member: vectorized if possible, else one after another."""
 
     def one(answer: Any) -> Any:
         value = metric(answer, batch)

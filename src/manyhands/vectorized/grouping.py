@@ -1,4 +1,4 @@
-"""Grouping: which tasks can be stacked together, and why others cannot, in words."""
+"""Grouping: which tasks can be stacked together, and descriptions of why others cannot."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from .trial import try_stacked
 
 @dataclass(frozen=True)
 class TaskGroup:
-    """Tasks that can be trained as one population, by their numbers; one with a reason can only be trained alone."""
+    """Indices of tasks that can be trained as one ensemble; a task with a reason can only be trained alone."""
 
     tasks: tuple[int, ...]
     reason: str = ""
-    """Why this task cannot be stacked; empty where it can."""
+    """Why this task cannot be stacked; empty if it can."""
     unlike: str = ""
-    """Why it is not in an earlier group of tasks that can be stacked; empty for the first."""
+    """Why the tasks are not in an earlier stackable group; empty for the first group."""
     is_broken: bool = False
-    """Whether its own functions failed, as they would if it were trained alone."""
+    """Whether the task's own functions failed, as they would if it were trained alone."""
 
     @property
     def stacks(self) -> bool:
-        """Whether a population can be made of it."""
+        """Whether the tasks can be stacked."""
         return not self.reason
 
 
 def groups(tasks: Sequence[Task]) -> list[TaskGroup]:
-    """Sorts tasks into populations: those that differ in nothing but numbers go together.
+    """Group tasks into ensembles: those that differ only in numbers are in the same group.
 
     >>> import torch
     >>> def task(lr, width=8): return Task(
@@ -66,7 +66,7 @@ def groups(tasks: Sequence[Task]) -> list[TaskGroup]:
 
 
 def check_stackable(task: Task) -> None:
-    """Refuses what no population can hold."""
+    """Raise for a task that cannot be a member of an ensemble."""
     if task.loss is None:
         raise TaskError("a stacked task has a loss", got="a step of its own", remedy="train it by itself")
     if task.weights is not None:
@@ -83,7 +83,7 @@ def check_stackable(task: Task) -> None:
 
 
 def difference_between(first: Built, second: Built) -> str:
-    """What keeps two tasks from being members of one population; empty where nothing does."""
+    """Describe what keeps two tasks from being members of one ensemble; empty if nothing does."""
     if first.model is second.model:
         raise TaskError(
             "the model function must build a new network each time",

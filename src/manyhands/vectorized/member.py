@@ -1,4 +1,4 @@
-"""Member: one network of a population, and how far it has come."""
+"""Member: one network of an ensemble, and its progress."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from ..data import Cursor
 
 TRAINING, DONE, STOPPED, FAILED = "training", "done", "stopped", "failed"
 MAX_SKIPPED = 20
-"""Steps in a row without a finite loss after which a member that skips them ends all the same."""
+"""Consecutive steps without a finite loss after which a member fails even if it skips such steps."""
 
 
 @dataclass
 class VectorizedMember:
-    """What a population knows of one of its networks."""
+    """The progress of one network of an ensemble."""
 
     task: Task
     step: int = 0
@@ -25,23 +25,23 @@ class VectorizedMember:
     status: str = TRAINING
     """"training", "done", "stopped" or "failed"."""
     reason: str = ""
-    """Why it failed."""
+    """Why the member failed."""
     loss: float = math.nan
-    """The last step's."""
+    """The loss of the last step."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """What was measured last: the mean loss since then, and the validation's loss and metrics."""
+    """The last measurements: the mean loss since the previous one, and validation loss and metrics."""
     total: float = 0.0
     count: int = 0
-    """The losses since the last measurement, and how many."""
+    """The sum of the losses since the last measurement, and their number."""
     num_skipped: int = 0
 
     @property
     def is_training(self) -> bool:
-        """Whether it takes steps."""
+        """Whether the member takes steps."""
         return self.status == TRAINING
 
     def hear(self, losses: Sequence[float], *, skips: bool) -> None:
-        """Steps were taken, with these losses; what follows one that must not be is not this member's any more."""
+        """Record the losses of steps; those after a loss that ends the member are ignored."""
         total = sum(losses)
         if math.isfinite(total):
             self.step, self.loss, self.num_skipped = self.step + len(losses), losses[-1], 0
@@ -64,17 +64,17 @@ class VectorizedMember:
             self.reason = f"its loss became {loss} at step {self.step}; lower the learning rate, or set clip=1.0"
 
     def loop_state(self) -> dict[str, Any]:
-        """What `fit` keeps of its loop in a checkpoint."""
+        """Return the loop state that `fit` stores in a checkpoint."""
         validated = {name: value for name, value in self.metrics.items() if name.startswith("valid_")}
         return {"metrics": validated, "measured": {}, "sums": {"loss": [self.total, self.count]}}
 
     def take_up(self, loop: Mapping[str, Any]) -> None:
-        """Goes on from what `loop_state` gave."""
+        """Resume from what `loop_state` returned."""
         self.metrics = dict(loop.get("metrics", {}))
         self.total, self.count = loop.get("sums", {}).get("loss", (0.0, 0))
 
     def take_mean(self) -> dict[str, float]:
-        """The mean loss since the last measurement."""
+        """Return the mean loss since the last measurement."""
         mean = {"loss": self.total / self.count} if self.count else {}
         self.total, self.count = 0.0, 0
         return mean

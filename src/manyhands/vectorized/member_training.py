@@ -1,4 +1,4 @@
-"""How the steps of a population's members are computed, together or one after another."""
+"""Base class of how the steps of an ensemble's members are computed: stacked or one after another."""
 
 from __future__ import annotations
 
@@ -11,45 +11,45 @@ from .member import VectorizedMember
 
 
 class CannotStack(Exception):
-    """Members cannot be computed as one program; the text says which line and why."""
+    """Raised when members cannot be computed as one program; the message names the line and the reason."""
 
 
 class MemberTraining(ABC):
-    """Holds what the members of a population have learnt, and takes their steps."""
+    """Hold the weights and state of an ensemble's members, and take their steps."""
 
     @property
     @abstractmethod
     def num_steps_in_epoch(self) -> int:
-        """Batches of a pass over the data."""
+        """Number of batches in an epoch."""
 
     @property
     @abstractmethod
     def num_bytes(self) -> int:
-        """Bytes that all members take on the device, besides what a step needs while it is computed."""
+        """Bytes that all members take on the device, without the temporary memory of a step."""
 
     @abstractmethod
     def take(self, active: Sequence[int], most: int, total: int, taken: dict[int, list[float]]) -> None:
-        """Takes at most so many steps of some members; puts the losses of each into `taken`, also where it fails.
+        """Take at most `most` steps of some members; put the losses of each into `taken`, even if a step fails.
 
-        Schedules learn that a member has `total` steps in all.
+        `total` is the number of steps that a member's schedule assumes.
         """
 
     @abstractmethod
     def measured(self, numbers: Sequence[int]) -> dict[int, dict[str, float]]:
-        """What was measured of some members on the task's `valid`; nothing where there is none."""
+        """Return the results of some members on the task's `valid`; empty if the task has none."""
 
     @abstractmethod
     def state(self, number: int) -> dict[str, Any]:
-        """A member as the fields of a checkpoint of `fit`."""
+        """Return a member as the fields of a checkpoint of `fit`."""
 
     @abstractmethod
     def load(self, number: int, member: VectorizedMember, state: Mapping[str, Any]) -> None:
-        """Puts the fields of a checkpoint into a member's place, and its progress into `member`."""
+        """Load the fields of a checkpoint into a member's slot, and its progress into `member`."""
 
     @abstractmethod
     def replace(self, number: int, task: Task) -> None:
-        """Puts the first values of another task into a member's place."""
+        """Put the initial values of another task into a member's slot."""
 
     @abstractmethod
     def close(self) -> None:
-        """Releases what training left running; members stay as they are."""
+        """Release graphs and processes of training; members keep their state."""

@@ -1,4 +1,4 @@
-"""Population: many tasks of one structure, trained side by side as one program."""
+"""Population: a vectorized ensemble of tasks with the same structure, trained as one program."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from .sequential import OneByOne
 from .stacked_training import StackedTraining
 
 Report = Callable[[int, int, dict[str, float]], None]
-"""Hears of a member's number, its step, and what was measured of it: `loss`, `valid_loss`, `valid_…`."""
+"""Called with a member's number, its step, and its measurements: `loss`, `valid_loss`, `valid_…`."""
 
 
 class Population:
-    """Trains tasks that differ in hyper-parameters, seeds and the order of their data as one program.
+    """Train tasks that differ in hyperparameters, seeds and sample order as one vectorized program.
 
-    Each member computes what its task alone would with `deterministic=True`: its own first weights, order of samples,
-    random numbers, schedule and clipping. A member whose loss is not finite fails alone. `stop` frees a member's place
-    and `replace` fills it with another task, which starts at its own first step. Tasks that cannot be computed as one
+    Each member computes what its task alone would with `deterministic=True`: its own initial weights, sample order,
+    random numbers, schedule and clipping. A non-finite loss fails only its own member. `stop` frees a member's slot,
+    and `replace` puts another task into it, which starts at its first step. Tasks that cannot be computed as one
     program are trained one after another, with the same results, and a notice names the line and the reason.
 
-    - `tasks`: as `groups` has found them alike; those that stack with others of another structure are refused;
-    - `strategy`: precision and capture of one device;
-    - `device`: where they live; by default what this machine has;
-    - `epochs`, `steps`: how far every member goes by itself, which schedules need to know.
+    - `tasks`: tasks of one group of `groups`; stackable tasks with different structures are rejected;
+    - `strategy`: precision and capture, for one device;
+    - `device`: the device to train on; by default one of this machine's;
+    - `epochs`, `steps`: the length of every member's training, which schedules need to know.
 
     >>> net = lambda: torch.nn.Linear(4, 1)
     >>> data = torch.randn(64, 4), torch.randn(64, 1)
@@ -61,27 +61,27 @@ class Population:
         self._dtype = torch.float64 if self.spec.precision == "fp64" else None
         self._place, self._notice = place, notice
         self.members = [VectorizedMember(task) for task in tasks]
-        """In the order of the tasks, for good; `replace` puts another task into a member's place."""
+        """The members, in the order of the tasks; `replace` changes the task of a member and keeps its number."""
         self._way: MemberTraining
         try:
             self._way = StackedTraining(self.members, self.spec, place, notice)
         except CannotStack as reason:
             self._way = self._one_by_one(reason)
         self.total = steps if steps is not None else self._way.num_steps_in_epoch * epochs
-        """Steps after which a member is done."""
+        """Number of steps after which a member is done."""
 
     @property
     def num_steps_in_epoch(self) -> int:
-        """Batches of a pass over the data."""
+        """Number of batches in an epoch."""
         return self._way.num_steps_in_epoch
 
     # -- training -------------------------------------------------------------------------------------------------
 
     def train(self, until: int | None = None, *, every: int | None = None, report: Report | None = None) -> None:
-        """Trains every member to its own step `until`, by default to its end.
+        """Train every member to its own step `until`, by default to its end.
 
-        Members are measured after every pass over the data, or after `every` steps, and where they end; `report` hears
-        of it, and may call `stop` and `replace`. One that has failed is reported with what it had last.
+        Members are measured after every epoch, or after `every` steps, and at their end; then `report` is called, which
+        may call `stop` and `replace`; a failed member is reported with its last measurements.
         """
         goal = self.total if until is None else min(until, self.total)
         pace = every or self._way.num_steps_in_epoch
@@ -96,7 +96,7 @@ class Population:
                     report(number, member.step, dict(member.metrics))
 
     def step(self, count: int = 1) -> Tensor:
-        """Takes so many steps of every member that trains; returns losses by step and member, NaN where none was."""
+        """Take `count` steps of every active member; return losses by step and member, NaN where no step was taken."""
         curves = torch.full((count, len(self.members)), torch.nan, dtype=torch.float64)
         done = 0
         while done < count and (active := [n for n, m in enumerate(self.members) if m.is_training]):
@@ -108,14 +108,14 @@ class Population:
         return curves
 
     def evaluate(self) -> list[dict[str, float]]:
-        """The loss and the metrics of every member on the task's `valid`, as `valid_loss`, `valid_…`."""
+        """Return the loss and metrics of every member on the task's `valid`, as `valid_loss`, `valid_…`."""
         if self.members[0].task.valid is None:
             raise TaskError("members are measured on valid=", got="tasks without it", remedy="give them valid=")
         found = self._measured(list(range(len(self.members))))
         return [found[number] for number in range(len(self.members))]
 
     def close(self) -> None:
-        """Lets recordings go, and ends what compiling left running; members stay as they are."""
+        """Release CUDA graphs and the compiler's processes; members keep their state."""
         self._way.close()
 
     def __enter__(self) -> Population:
@@ -127,13 +127,13 @@ class Population:
     # -- members --------------------------------------------------------------------------------------------------
 
     def stop(self, member: int) -> None:
-        """Ends a member; what it has learnt stays, and its place is free."""
+        """Stop a member; its weights stay available and its slot is free."""
         found = self._member(member)
         if found.is_training:
             found.status = STOPPED
 
     def replace(self, member: int, task: Task) -> None:
-        """Puts another task into a member's place; it begins at its own first step."""
+        """Put another task into a member's slot; it starts at its own first step."""
         self._member(member)
         try:
             self._way.replace(member, task)
@@ -146,12 +146,12 @@ class Population:
         self.members[member] = VectorizedMember(task)
 
     def state(self, member: int) -> dict[str, Any]:
-        """All that a member needs to go on, by the names of its plain network: the fields of a checkpoint of `fit`."""
+        """Return a member's state by the names of its original network: the fields of a checkpoint of `fit`."""
         self._member(member)
         return self._way.state(member)
 
     def load(self, member: int, state: Mapping[str, Any]) -> None:
-        """Lets a member go on from what `state` gave, here or elsewhere, or from a checkpoint of `fit`."""
+        """Resume a member from what `state` returned, here or elsewhere, or from a checkpoint of `fit`."""
         fresh = VectorizedMember(self._member(member).task)
         try:
             self._way.load(member, fresh, state)
@@ -162,7 +162,7 @@ class Population:
         self.members[member] = fresh
 
     def model(self, member: int) -> torch.nn.Module:
-        """A member's network by itself, on the CPU, with its averaged weights where it has some."""
+        """Return a member's network as a module on the CPU, with its averaged weights if it has some."""
         state = self.state(member)
         model = build_model(self.members[member].task, self._dtype)
         model.load_state_dict({**state["model"], **state["averages"]})
@@ -170,7 +170,7 @@ class Population:
 
     @property
     def num_bytes(self) -> int:
-        """What all members take on the device, besides what a step needs while it is computed."""
+        """Bytes that all members take on the device, without the temporary memory of a step."""
         return self._way.num_bytes
 
     def _member(self, number: int) -> VectorizedMember:
@@ -181,14 +181,14 @@ class Population:
     # -- rounds ---------------------------------------------------------------------------------------------------
 
     def _take(self, active: Sequence[int], most: int) -> dict[int, list[float]]:
-        """Takes at most so many rounds of some members; returns the losses of each."""
+        """Take at most `most` rounds of some members; return the losses of each."""
         taken: dict[int, list[float]] = {}
         try:
             self._way.take(active, most, self.total, taken)
         except CannotStack as reason:
             self._hear(taken)
             self._go_apart(reason)
-            # Some may have taken steps before the one that failed.
+            # Some members may have taken steps before one failed.
             rest = [number for number in active if not taken.get(number)]
             return taken | self._take(rest, 1 if len(rest) < len(active) else most) if rest else taken
         self._hear(taken)
@@ -206,7 +206,7 @@ class Population:
                 member.status = DONE
 
     def _go_apart(self, reason: CannotStack) -> None:
-        """Lets members that were computed together go on one after another."""
+        """Switch from stacked training to training members one after another, keeping their states."""
         before = self._way
         if not isinstance(before, StackedTraining):
             raise reason

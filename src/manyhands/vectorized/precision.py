@@ -1,7 +1,7 @@
-"""Precision of a stack: what autocast does for a network, done before vmap takes its operations apart.
+"""Precision of a stack: apply autocast's casts before vmap decomposes operations.
 
-Autocast sees what vmap has made of an operation: of a layer with a bias a product in half precision and a sum in full
-precision, so that all its outputs were twice as large; of a loss single steps that would stay in half precision.
+Autocast would see the decomposed operations: a layer with a bias as a product in half precision and a sum in full
+precision, with outputs twice as large; a loss as single steps that would stay in half precision.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _WIDE |= {F.huber_loss, F.kl_div}
 
 
 class Cast(TorchFunctionMode):
-    """Gives layers numbers of `dtype`, and losses and softmax those of float32, as autocast does.
+    """Cast the inputs of layers to `dtype`, and those of losses and softmax to float32, as autocast does.
 
     >>> inputs, weights, bias = torch.randn(3, 4, 5), torch.randn(3, 2, 5), torch.randn(3, 2)
     >>> with torch.autocast("cpu", torch.bfloat16), Cast(torch.bfloat16):

@@ -40,11 +40,11 @@ from .updates import along
 
 _AS_IT_IS = contextlib.nullcontext()
 FIRST_PASS = 1
-"""A step draws its numbers in a pass over the batch; evaluation draws them outside of any."""
+"""A training step draws its random numbers within a pass over the batch; evaluation draws outside of any pass."""
 
 
 class Program:
-    """What members of one structure compute; they differ in what lies in the stack, and in nothing else."""
+    """The computation of members with the same structure, which differ only in the contents of the stack."""
 
     def __init__(self, built: Built, spec: StrategySpec, device: torch.device, draws: LayoutFree) -> None:
         self.built, self.task, self.device = built, built.task, device
@@ -53,26 +53,26 @@ class Program:
         self.skips = built.task.not_finite == "skip"
         self.clips = built.task.clip is not None
         self.decays = True
-        """Whether some member's weights decay; where none does, that part is left out."""
+        """Whether any member has weight decay; otherwise that part is left out."""
         self.is_random = True
-        """Whether random numbers are drawn; where none are, nothing needs to watch for them."""
+        """Whether random numbers are drawn; otherwise draws are not intercepted."""
         self.own_chances = False
-        """Whether members have probabilities of dropout of their own."""
+        """Whether members have different dropout probabilities."""
         self.used: frozenset[str] | None = None
-        """Parameters that get gradients, which are the same in every step; None before the first one."""
+        """Parameters that get gradients, the same in every step; None before the first step."""
         self.unfolds = GROUPED
-        """Which convolutions are unfolded; vmap makes grouped ones of the others."""
+        """Which convolutions are unfolded; vmap computes the others as grouped convolutions."""
 
     @property
     def model(self) -> nn.Module:
-        """The network that all members are; its own tensors count for nothing."""
+        """The network of all members; its own tensors are not used."""
         return self._whole.model
 
     @contextlib.contextmanager
     def trying_kernels(self) -> Iterator[None]:
-        """Where steps are taken, compiled or not: libraries try their kernels instead of guessing.
+        """Let libraries benchmark their kernels inside this context, for eager and compiled steps.
 
-        Convolutions of many groups have many ways to be computed, of which a guess is a bad one.
+        Grouped convolutions have many implementations, and the default heuristics choose badly.
         """
         before = torch.backends.cudnn.benchmark
         torch.backends.cudnn.benchmark = before or not self._spec.deterministic
@@ -84,9 +84,9 @@ class Program:
     # -- a step ---------------------------------------------------------------------------------------------------
 
     def factors(self, stack: Stack, factor: Tensor) -> list[dict[str, Tensor]]:
-        """What the next update multiplies tensors by, for every parameter group, and for averages at the end.
+        """Return the multipliers of the next update, for every parameter group, and for averages at the end.
 
-        `factor` is what schedules make of each member's learning rate.
+        `factor` is the schedules' factor of each member's learning rate.
         """
         found = []
         for index, (names, update) in enumerate(zip(self.built.groups, self.built.updates, strict=True)):
@@ -101,12 +101,12 @@ class Program:
     def step(
         self, stack: Stack, batch: Any, ids: Tensor, factors: Sequence[dict[str, Tensor]], *, shared: bool
     ) -> Tensor:
-        """Takes a step of all members in place; returns their losses.
+        """Take a step of all members in place; return their losses.
 
-        Row i of `batch` and of `ids` are the samples of member i; `factors` are what the method of that name gives.
-        Where `shared`, all have the same samples, and `batch` holds them once.
+        Row i of `batch` and of `ids` are the samples of member i; `factors` is the result of the method of that name.
+        If `shared`, all members have the same samples, and `batch` holds them once.
         """
-        # Whatever fails before the update leaves the stack as it was, so that the step can be taken again.
+        # A failure before the update leaves the stack unchanged, so that the step can be retried.
         buffers = {name: buffer.clone() for name, buffer in stack.named(BUFFERS).items()}
         leaves = {name: tensor.detach().requires_grad_() for name, tensor in stack.named(PARAMETERS).items()}
         tensors = {**leaves, **stack.named(FROZEN)}
@@ -131,7 +131,7 @@ class Program:
         return total.detach()
 
     def _require_same_use(self, used: frozenset[str]) -> None:
-        """All parameters of a stack count the same updates, so each is used in every step or in none."""
+        """Raise unless each parameter is used in every step or in none, because a stack counts updates once for all."""
         if self.used is not None and used != self.used:
             some = sorted(used ^ self.used)
             raise CannotStack(f"{some[0]} gets a gradient in some steps only, and a stack counts updates together")
@@ -149,10 +149,10 @@ class Program:
         num_passes: int = 0,
         answers: bool = False,
     ) -> Any:
-        """What every member makes of its batch, its loss or what it predicts, and its buffers afterwards.
+        """Return every member's loss or predictions for its batch, and its buffers afterwards.
 
-        The buffers that are given may be changed. `keys` makes what random numbers come from, where some are drawn;
-        `odds` are probabilities of dropout.
+        The given buffers may be changed. `keys` creates keys for random numbers, if any are drawn; `odds` are dropout
+        probabilities.
         """
 
         def one(tensors: dict[str, Tensor], buffers: dict[str, Tensor], keys: Tensor, odds: Any, batch: Any) -> Any:
@@ -171,20 +171,20 @@ class Program:
             except RuntimeError as error:
                 if self.is_random or "randomness" not in str(error):
                     raise
-                # It draws now and then only, and had not when it was looked at.
+                # The network draws only in some calls, and did not when it was probed.
                 self.is_random = True
                 return every()
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
-        """Where networks are computed: the precision, and kernels that know of stacks."""
+        """Set the precision and the kernels for stacked tensors inside this context."""
         with contextlib.ExitStack() as held:
             held.enter_context(Folded())
             held.enter_context(Unrolled())
             if self.unfolds:
                 held.enter_context(Unfolded(self.unfolds))
             if self._spec.precision == "bf16":
-                # What a cache keeps would be lost to a recording.
+                # Autocast's cache does not work with CUDA graph capture.
                 held.enter_context(torch.autocast(self.device.type, torch.bfloat16, cache_enabled=False))
                 held.enter_context(Cast(torch.bfloat16))
             yield
@@ -204,7 +204,7 @@ class Program:
             used = [name for name in names if name in gradients]
             if not used:
                 continue
-            # Complex numbers are updated as pairs of real ones, as torch does.
+            # Complex tensors are updated as pairs of real numbers, as in torch.
             slots = {slot: [_real(stack[slot, name]) for name in used] for slot in update.slots}
             parameters = [_real(stack[PARAMETERS, name]) for name in used]
             update.apply(parameters, [_real(gradients[name]) for name in used], slots, own, self.decays)
@@ -216,7 +216,7 @@ class Program:
     # -- evaluation -----------------------------------------------------------------------------------------------
 
     def evaluate(self, stack: Stack, batch: Any, ids: Tensor) -> tuple[tuple[Tensor, Tensor | None], Any]:
-        """The loss of every member on one and the same batch, and what they predict where the task has metrics."""
+        """Return the loss of every member on the same batch, and their predictions if the task has metrics."""
         tensors = {**stack.named(PARAMETERS), **stack.named(FROZEN)}
         buffers = {name: buffer.clone() for name, buffer in stack.named(BUFFERS).items()}
         for name, average in stack.named(AVERAGES).items():
@@ -235,7 +235,7 @@ class Program:
 
 
 class Whole(nn.Module):
-    """A network with its task as one module, so that tensors can be put in their place while it computes."""
+    """A network and its task as one module, so that functional_call can replace its tensors."""
 
     def __init__(self, model: nn.Module, task: Task) -> None:
         super().__init__()
@@ -247,12 +247,12 @@ class Whole(nn.Module):
             return predicted(self.task, self.model, batch), {}
         assert self.task.loss is not None
         loss = self.task.loss(self.model, batch)
-        # Some layers change their buffers, others put new ones in their place.
+        # Some layers change their buffers in place, others replace them.
         return (loss.total, loss.count) if isinstance(loss, Mean) else loss, dict(self.model.named_buffers())
 
 
 def pair_of(loss: Any) -> tuple[Tensor, Tensor | None]:
-    """Losses as their totals and counts, or as means and None."""
+    """Return losses as totals and counts, or as means and None."""
     total, count = loss if isinstance(loss, tuple) else (loss, None)
     if not isinstance(total, Tensor) or total.dim() != 1:
         raise TaskError(
@@ -268,7 +268,7 @@ def _real(tensor: Tensor) -> Tensor:
 
 
 def _clipped(gradients: dict[str, Tensor], most: Tensor) -> dict[str, Tensor]:
-    """Gradients no longer than each member allows."""
+    """Clip gradients to each member's maximum norm."""
     norms = torch.stack([torch.linalg.vector_norm(gradient.flatten(1), dim=1) for gradient in gradients.values()])
     norm = torch.linalg.vector_norm(norms, dim=0)
     scale = (most.to(norm.dtype) / (norm + 1e-6)).clamp(max=1.0)
@@ -281,6 +281,6 @@ def _finite(gradients: dict[str, Tensor], total: Tensor) -> Tensor:
 
 
 def _keep_where(good: Tensor, stack: Stack, before: dict[Key, Tensor]) -> None:
-    """Puts members back whose step is left out; chosen and not multiplied by zero, since they may not be finite."""
+    """Restore members whose step is skipped; selected and not multiplied by zero, since values may not be finite."""
     for key, tensor in stack.tensors.items():
         tensor.copy_(torch.where(good.view(-1, *[1] * (tensor.dim() - 1)), tensor, before[key]))

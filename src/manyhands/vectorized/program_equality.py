@@ -1,4 +1,4 @@
-"""Whether two networks or functions are one program, so that they differ in nothing but their numbers."""
+"""Compare networks and functions: whether two of them are one program and differ only in their numbers."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from torch.nn.utils.parametrize import is_parametrized, type_before_parametrizat
 from .dropout_rates import chances
 
 Seen = dict[tuple[int, int], tuple[Any, Any]]
-"""Pairs that are being compared, kept alive so that their ids stay theirs."""
+"""Pairs being compared, kept alive so that their ids stay unique."""
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, type)
 _OF_MODULES = {"_parameters", "_buffers", "_modules", "training", "_version"}
-"""What a module keeps that is compared by itself, or says nothing of what it computes."""
+"""Attributes of a module that are compared separately, or do not affect what it computes."""
 
 
 def network_difference(first: nn.Module, second: nn.Module) -> str:
-    """What makes two networks different programs, in words; empty where only their numbers differ.
+    """Describe what makes two networks different programs; empty if only their numbers differ.
 
     >>> network_difference(nn.LeakyReLU(0.1), nn.LeakyReLU(0.5))
     'negative_slope is 0.1 in one and 0.5 in another'
@@ -42,7 +42,7 @@ def network_difference(first: nn.Module, second: nn.Module) -> str:
 
 def _layer_difference(path: str, layer: nn.Module, other: nn.Module, free: Set[str]) -> str:
     named = f"{path}." if path else ""
-    # torch makes a class of its own for every layer with parametrized weights.
+    # torch creates a separate class for every layer with parametrized weights.
     mine, theirs = type_before_parametrizations(layer), type_before_parametrizations(other)
     if mine is not theirs or is_parametrized(layer) is not is_parametrized(other):
         return f"{path or 'the network'} is a {type(layer).__name__} in one and a {type(other).__name__} in another"
@@ -65,7 +65,7 @@ def _layer_difference(path: str, layer: nn.Module, other: nn.Module, free: Set[s
 
 
 def difference(first: Any, second: Any) -> str:
-    """How two values differ, in words; empty where they are the same.
+    """Describe how two values differ; empty if they are equal.
 
     >>> def scaled(by): return lambda x: by * x
     >>> difference(scaled(2), scaled(2)), difference(scaled(2), scaled(3))
@@ -103,7 +103,7 @@ def _difference(first: Any, second: Any, seen: Seen) -> str:
     if isinstance(first, set | frozenset):
         return "" if first == second else "is another set in one than in another"
     if isinstance(first, nn.Module):
-        # A network that a loss brings along must be the same in its numbers too.
+        # A network that a loss function refers to must have equal values too.
         mine, its = (dict(module.state_dict()) for module in (first, second))
         return network_difference(first, second) or _difference(mine, its, seen)
     return _object_difference(first, second, seen)
@@ -142,12 +142,12 @@ def _object_difference(first: Any, second: Any, seen: Seen) -> str:
 
 
 def _attributes(layer: nn.Module) -> dict[str, Any]:
-    # Older layers with a norm on their weights compute an attribute of this name before every call.
+    # Layers with the older weight_norm or spectral_norm compute an attribute of this name before every call.
     computed = {getattr(hook, "name", None) for hook in layer._forward_pre_hooks.values()}
     if isinstance(layer, nn.RNNBase):
-        computed |= {"_flat_weights", "_flat_weight_refs"}  # its parameters under other names
+        computed |= {"_flat_weights", "_flat_weight_refs"}  # aliases of its parameters
     held = {n: v for n, v in vars(layer).items() if n not in computed | _OF_MODULES and "state_dict" not in n}
-    # Hooks lie under numbers that count all hooks of the process.
+    # Hooks are keyed by a counter of all hooks in the process, so only their values are compared.
     return {n: list(v.values()) if "_hooks" in n and isinstance(v, Mapping) else v for n, v in held.items()}
 
 

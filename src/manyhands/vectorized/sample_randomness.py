@@ -1,4 +1,4 @@
-"""Learning draws: which random numbers belong to single samples, seen on a few of them before work starts."""
+"""Find out which random numbers belong to single samples, from a few samples before training starts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MOST_ROWS = 5
 
 
 def learn_draws(draws: LayoutFree, program: Program, data: Resident, batch_size: int) -> None:
-    """Computes the loss in training mode with two numbers of rows, as `fit` does; buffers and generators stay."""
+    """Compute the loss in training mode with two batch sizes, as `fit` does; buffers and generators are restored."""
     loss, model = program.task.loss, program.model
     assert loss is not None
     more = min(MOST_ROWS, batch_size)
@@ -35,7 +35,7 @@ def learn_draws(draws: LayoutFree, program: Program, data: Resident, batch_size:
     except UsageError:
         raise
     except Exception:
-        return  # a slip of the person's own comes again in the first step
+        return  # an error in the user's code is raised again in the first step
     finally:
         put_back()
         restore_random_state(states, program.device)

@@ -1,4 +1,4 @@
-"""Members one after another: the way of tasks that cannot be computed as one program, with the loop's own steps."""
+"""Train members one after another with the ordinary training loop, for tasks that cannot be stacked."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from .member import VectorizedMember
 from .member_training import MemberTraining
 
 NUM_SAMPLES = 8
-"""Samples on which a member learns which random numbers are drawn, as `fit` does."""
+"""Number of samples with which a member finds out which random numbers are drawn, as in `fit`."""
 
 
 class Alone:
-    """One member with a network, an optimizer and random numbers of its own."""
+    """One member with its own network, optimizer and random numbers."""
 
     def __init__(self, task: Task, spec: StrategySpec, device: Device, notice: Callable[[str], None]) -> None:
         def hear(entry: Mapping[str, Any]) -> None:
@@ -57,18 +57,18 @@ class Alone:
 
     @property
     def num_steps_in_epoch(self) -> int | None:
-        """Batches of a pass; None where the data do not say."""
+        """Return the number of batches in an epoch; None if the data does not have a length."""
         return self._feed.num_steps()
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its parameters, buffers and optimizer state."""
+        """Bytes of the member's parameters, buffers and optimizer state."""
         slots = [slot for o in self._hand.optimizers.values() for held in o.state.values() for slot in held.values()]
         tensors = (*self._hand.model.parameters(), *self._hand.model.buffers(), *slots)
         return sum(tensor.nbytes for tensor in tensors if isinstance(tensor, Tensor))
 
     def take(self, count: int, total: int) -> list[float]:
-        """Takes so many steps; returns their losses."""
+        """Take `count` steps; return their losses."""
         losses: list[float] = []
         with self._own_randomness():
             while len(losses) < count:
@@ -84,17 +84,17 @@ class Alone:
 
     @property
     def cursor(self) -> Cursor:
-        """Where it is in its data."""
+        """The member's position in its data."""
         return self._hand.cursors[0] if self._hand.cursors else Cursor()
 
     def measure(self) -> dict[str, float]:
-        """The loss and the metrics on the task's `valid`."""
+        """Return the loss and the metrics on the task's `valid`."""
         assert self._valid is not None
         with self._own_randomness():
             return evaluate(self._hand, self._task, self._valid)
 
     def state(self, loop: dict[str, Any]) -> dict[str, Any]:
-        """The fields of a checkpoint, as copies on the CPU."""
+        """Return the fields of a checkpoint, as copies on the CPU."""
         with self._own_randomness():
             taken = take_snapshot(self._hand, loop)
         fields = {name: value for name, value in vars(taken).items() if name != "policy"}
@@ -102,24 +102,24 @@ class Alone:
         return copied
 
     def load(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Goes on from what `state` gave; returns what the loop knew."""
+        """Resume from what `state` returned; return the saved state of the loop."""
         with self._own_randomness():
             self._factor = None
             return restore_snapshot(self._hand, Checkpoint(**state))
 
     @property
     def step(self) -> int:
-        """The steps that it has taken."""
+        """The number of steps taken."""
         return self._hand.num_steps
 
     def close(self) -> None:
-        """Ends what reads its data."""
+        """Stop reading data."""
         for feed in filter(None, (self._feed, self._valid)):
             feed.close()
         self._hand.close()
 
     def _end_pass(self) -> None:
-        """A pass whose last batch was taken is over, as the next one would find."""
+        """Move to the next epoch if the last batch of this one was taken."""
         size = self._feed.source.size
         if size is not None and self.cursor.position >= size:
             self._hand.cursors[0] = Cursor(self.cursor.epoch + 1)
@@ -207,7 +207,7 @@ class OneByOne(MemberTraining):
 
 
 def _copied(value: Any) -> Any:
-    """Nested dicts with copies of their tensors on the CPU."""
+    """Return nested dicts with copies of their tensors on the CPU."""
     if isinstance(value, Tensor):
         return value.detach().to("cpu", copy=True)
     return {key: _copied(item) for key, item in value.items()} if isinstance(value, dict) else value

@@ -1,4 +1,4 @@
-"""Which samples every member learns from in the rounds to come, each in the order that its task alone has."""
+"""Sample ids of every member for the next rounds, each in the order that its task alone would use."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from .member import VectorizedMember
 
 MAX_ROUNDS = 64
 MAX_IDS = 1 << 22
-"""Samples that are named at a time."""
+"""Number of sample ids computed at a time."""
 Passes = tuple[tuple[int, int], ...]
 """Seeds and epochs."""
 
 
 @dataclass(frozen=True)
 class Block:
-    """Some rounds in which all members have batches of one size."""
+    """Consecutive rounds in which all members have batches of the same size."""
 
     ids: Tensor
-    """By round, member and sample."""
+    """Sample ids, by round, member and position."""
     shared: bool
     """Whether all members have the same samples."""
 
@@ -37,7 +37,7 @@ class Block:
 
 @dataclass(frozen=True)
 class _Named:
-    """Samples by round, member and place: of which passes, and from where on."""
+    """Samples by round, member and position: the epochs they belong to, and their start positions."""
 
     passes: Passes
     starts: tuple[int, ...]
@@ -45,7 +45,7 @@ class _Named:
     ids: Tensor
 
     def without(self, num_rounds: int) -> _Named | None:
-        """What is left when some rounds are taken."""
+        """Return what is left after some rounds are taken."""
         if num_rounds == len(self.ids):
             return None
         starts = tuple(start + num_rounds * self.size for start in self.starts)
@@ -56,12 +56,12 @@ _NOBODY = torch.empty(0, dtype=torch.int64)
 
 
 def most_rounds(num_ids: int) -> int:
-    """Rounds of so many samples that are prepared at a time."""
+    """Return how many rounds with `num_ids` samples each are prepared at a time."""
     return max(1, min(MAX_ROUNDS, MAX_IDS // num_ids))
 
 
 class SharedFeed:
-    """The way through the data of tasks that have it in common."""
+    """Sample ids and positions of tasks that share their data."""
 
     def __init__(self, task: Task, device: torch.device, dtype: torch.dtype | None) -> None:
         source = as_source(task.data, collate=task.collate)
@@ -72,21 +72,21 @@ class SharedFeed:
         self.data = Resident(in_memory(source), device, dtype)
         whole, rest = divmod(self._size, self.batch_size)
         self.num_steps = whole + bool(rest and not self._drops)
-        """Batches of a pass."""
+        """Number of batches in an epoch."""
         self._known: tuple[Passes, Orders] | None = None
         self._ahead: _Named | None = None
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def next_size(self, cursor: Cursor) -> int:
-        """Samples of the batch that comes next."""
+        """Return the number of samples in the next batch."""
         return min(self.batch_size, self._size - cursor.position)
 
     def rounds_of_one_size(self, cursor: Cursor) -> int:
-        """How many batches of the next one's size follow each other in this pass."""
+        """Return how many consecutive batches of this epoch have the size of the next one."""
         return max(1, (self._size - cursor.position) // self.batch_size)
 
     def block(self, members: Sequence[VectorizedMember], most: int) -> Block:
-        """The next rounds of members whose next batches have the same size; at most so many."""
+        """Return at most `most` next rounds of members whose next batches have the same size."""
         wanted, most = self._wanted(members, most)
         named = self._ahead
         if named is None or (named.passes, named.starts, named.size) != (wanted.passes, wanted.starts, wanted.size):
@@ -100,7 +100,7 @@ class SharedFeed:
         return Block(ids.expand(-1, len(members), -1).contiguous(), shared=ids.shape[1] < len(members))
 
     def prepare(self, members: Sequence[VectorizedMember]) -> None:
-        """Names the samples of rounds to come while a GPU is busy with others; there it takes longer than a round."""
+        """Compute sample ids of later rounds while the GPU runs others, because there it takes longer than a round."""
         if self._stream is None or len({self.next_size(member.cursor) for member in members}) > 1:
             return
         wanted, most = self._wanted(members, MAX_ROUNDS)
@@ -108,7 +108,7 @@ class SharedFeed:
             self._ahead = self._name(wanted, most)
 
     def _wanted(self, members: Sequence[VectorizedMember], most: int) -> tuple[_Named, int]:
-        """Where the samples of the next rounds lie, still without their names, and how many rounds these are."""
+        """Return the positions of the next rounds' samples, not yet converted to ids, and the number of rounds."""
         size = self.next_size(members[0].cursor)
         most = min(most, most_rounds(size * len(members)))
         num_rounds = min(most, *(self.rounds_of_one_size(member.cursor) for member in members))
@@ -120,7 +120,7 @@ class SharedFeed:
         return _Named(passes, starts, size, _NOBODY), num_rounds
 
     def _name(self, wanted: _Named, num_rounds: int) -> _Named:
-        # Orders depend on nothing that is computed elsewhere, so their stream need not wait for any other.
+        # Orders depend on no other computation, so their stream need not wait for any other.
         with torch.cuda.stream(self._stream) if self._stream is not None else contextlib.nullcontext():
             orders = self._orders_of(wanted.passes)
             first = torch.tensor(wanted.starts, dtype=torch.int64).to(self._device).unsqueeze(1)
@@ -129,13 +129,13 @@ class SharedFeed:
         return dataclasses.replace(wanted, ids=ids)
 
     def _orders_of(self, passes: Passes) -> Orders:
-        """Kept from one block to the next: their tables take longer to make than samples to be named by them."""
+        """Return cached orders: building their tables takes longer than looking up ids in them."""
         if self._known is None or self._known[0] != passes:
             self._known = passes, Orders(self._size, passes, shuffle=self._shuffle, device=self._device)
         return self._known[1]
 
     def advance(self, members: Sequence[VectorizedMember], num_rounds: int) -> None:
-        """Puts members where they stand after so many rounds of one block; at a pass's end the next one begins."""
+        """Advance members by some rounds of one block; at the end of an epoch continue with the next one."""
         for member in members:
             member.cursor = self._after(member.cursor, num_rounds)
 

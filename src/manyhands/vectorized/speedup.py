@@ -1,6 +1,6 @@
-"""How much faster many networks of one kind are trained as one program than one after another, measured.
+"""Measure how much faster similar networks train as one vectorized program than one after another.
 
-A round of k networks takes a + b·k: what it costs to launch operations at all, and what one network adds.
+A round of k networks takes a + b·k: the cost of launching operations, and the cost that each network adds.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from .build import build
 from .population import Population
 
 SIZES = (2, 8)
-"""Populations that are measured."""
+"""Sizes of the ensembles that are measured."""
 NUM_ROUNDS, NUM_BLOCKS = 4, 3
 LEAST = 0.01
 LONG_RUN = 1000
-"""Steps that a population is told of: too few for a trial of compiled ones."""
+"""Number of steps given to an ensemble: too few to start a trial of compiled steps."""
 
 
 @dataclass(frozen=True)
 class Gain:
-    """Seconds of a step of one network alone, and of a round: `start + each * k`.
+    """Seconds of a step of one network alone, and of a round of k networks: `start + each * k`.
 
     >>> gain = Gain(alone=1.0, start=0.9, each=0.1)
     >>> round(gain(9), 3), round(gain.ceiling, 3)
@@ -39,19 +39,19 @@ class Gain:
     each: float
 
     def __call__(self, num_members: int) -> float:
-        """How many times faster so many networks are than one after another; below 1 stacking does not pay."""
+        """Return the speedup of `num_members` networks over training them one after another; below 1 is a slowdown."""
         return num_members * self.alone / (self.start + num_members * self.each)
 
     @property
     def ceiling(self) -> float:
-        """What no number of networks gets beyond."""
+        """The limit of the speedup for any number of networks."""
         return self.alone / self.each
 
 
 def gain(task: Task, strategy: StrategySpec | None = None, *, device: Any = None) -> Gain:
-    """Measures a few rounds of small populations of a task, and steps of it alone, on one device."""
+    """Measure a few rounds of small ensembles of a task, and steps of the task alone, on one device."""
     times = [_round_seconds(task, size, strategy, device) for size in SIZES]
-    # Noise must not make a network that costs nothing.
+    # Measurement noise must not make the cost of a network zero or negative.
     each = max((times[1] - times[0]) / (SIZES[1] - SIZES[0]), LEAST * times[0])
     return Gain(alone=_alone_seconds(task, strategy, device), start=max(0.0, times[0] - each * SIZES[0]), each=each)
 
@@ -59,13 +59,13 @@ def gain(task: Task, strategy: StrategySpec | None = None, *, device: Any = None
 def _round_seconds(task: Task, size: int, strategy: StrategySpec | None, device: Any) -> float:
     members = [task.replace(seed=task.seed + number, valid=None) for number in range(size)]
     with Population(members, strategy, device=device, steps=LONG_RUN) as population:
-        # On a GPU the first rounds are plain, and the next one is rehearsed.
+        # On a GPU the first rounds run eagerly, and the next one warms up the capture.
         population.step(NUM_ROUNDS)
         return _best(population, lambda: population.step(NUM_ROUNDS))
 
 
 def _alone_seconds(task: Task, strategy: StrategySpec | None, device: Any) -> float:
-    """A plain loop, or a population of one where that is faster, as a recorded step is."""
+    """Return the seconds of a step in a plain loop, or in an ensemble of one if its captured step is faster."""
     with Population([task.replace(valid=None)], strategy, device=device, steps=LONG_RUN) as population:
         population.step(NUM_ROUNDS)
         stacked = _best(population, lambda: population.step(NUM_ROUNDS))
@@ -92,7 +92,7 @@ def _alone_seconds(task: Task, strategy: StrategySpec | None, device: Any) -> fl
 
 
 def _best(population: Population, work: Any) -> float:
-    """Seconds of one round."""
+    """Return the seconds of one round."""
     times = []
     for _ in range(NUM_BLOCKS):
         began = time.perf_counter()

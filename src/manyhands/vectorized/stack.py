@@ -1,4 +1,4 @@
-"""Stack: the tensors of many networks, one row for each; everything that a step reads or changes lies in it."""
+"""Stack: the tensors of many networks, one row for each, including everything that a step reads or changes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 Key = tuple[str, str]
-"""A part of a member and a name in it: ("parameters", "0.weight"), ("exp_avg", "0.weight"), ("lr", "0")."""
+"""A kind of tensor and a name: ("parameters", "0.weight"), ("exp_avg", "0.weight"), ("lr", "0")."""
 Row = dict[Key, Tensor]
 
 PARAMETERS, FROZEN, BUFFERS, AVERAGES, CHANCES = "parameters", "frozen", "buffers", "averages", "chances"
@@ -17,7 +17,7 @@ CLIP, DECAY = ("clip", ""), ("ema", "")
 
 
 class Stack:
-    """Named tensors whose first dim is the members; each lies in memory as it did in a row.
+    """Named tensors whose first dim is the members; each row keeps its memory order.
 
     >>> stack = Stack.of([{("parameters", "w"): torch.ones(2)}, {("parameters", "w"): torch.zeros(2)}])
     >>> stack.row(1)
@@ -29,7 +29,7 @@ class Stack:
 
     @classmethod
     def of(cls, rows: Sequence[Row], device: torch.device | None = None) -> Stack:
-        """Members side by side."""
+        """Stack the rows of members."""
         return cls({key: _as_it_lies(torch.stack, [row[key] for row in rows]).to(device) for key in rows[0]})
 
     def __len__(self) -> int:
@@ -39,25 +39,25 @@ class Stack:
         return self.tensors[key]
 
     def named(self, kind: str) -> dict[str, Tensor]:
-        """The tensors of one kind, by name."""
+        """Return the tensors of one kind, by name."""
         return {name: tensor for (own, name), tensor in self.tensors.items() if own == kind}
 
     def row(self, index: int) -> Row:
-        """A copy of one member."""
+        """Return a copy of one member's row."""
         return {key: tensor[index].clone() for key, tensor in self.tensors.items()}
 
     @torch.no_grad()
     def put(self, index: int, row: Row) -> None:
-        """Makes a member this one, in the same memory."""
+        """Overwrite a member's row in place."""
         for key, tensor in self.tensors.items():
             tensor[index].copy_(row[key])
 
     def part(self, start: int, stop: int) -> Stack:
-        """Some members, in the same memory."""
+        """Return a view of some members."""
         return Stack({key: tensor[start:stop] for key, tensor in self.tensors.items()})
 
     def pick(self, rows: Sequence[int]) -> Stack:
-        """A copy of some members."""
+        """Return a copy of some members."""
         index = torch.tensor(rows, dtype=torch.int64, device=self[STEP].device)
         return Stack(
             {key: _as_it_lies(lambda own: own[0].index_select(0, index), [t]) for key, t in self.tensors.items()}
@@ -65,24 +65,24 @@ class Stack:
 
     @torch.no_grad()
     def put_back(self, rows: Sequence[int], part: Stack) -> None:
-        """Takes what `pick` gave, changed."""
+        """Write the rows that `pick` copied back into the stack."""
         index = torch.tensor(rows, dtype=torch.int64, device=self[STEP].device)
         for key, tensor in self.tensors.items():
             tensor.index_copy_(0, index, part[key])
 
     def joined(self, others: Iterable[Row]) -> Stack:
-        """With more members behind these."""
+        """Return a stack with more members appended."""
         more = Stack.of(list(others), self[STEP].device)
         return Stack({key: _as_it_lies(torch.cat, [tensor, more[key]]) for key, tensor in self.tensors.items()})
 
     @property
     def bytes_each(self) -> int:
-        """What one member takes."""
+        """Bytes of one member."""
         return sum(tensor.nbytes // max(1, len(tensor)) for tensor in self.tensors.values())
 
 
 def turned(tensor: Tensor) -> Tensor:
-    """The same numbers, with rows and columns the other way round in memory.
+    """Return the same values in transposed memory order.
 
     >>> turned(torch.zeros(2, 3)).stride()
     (1, 2)
@@ -91,7 +91,7 @@ def turned(tensor: Tensor) -> Tensor:
 
 
 def _as_it_lies(make: Callable[[list[Tensor]], Tensor], tensors: list[Tensor]) -> Tensor:
-    """What is made of tensors, in memory as the first of them."""
+    """Return `make(tensors)` in the memory order of the first tensor."""
     first = tensors[0]
     if first.dim() >= 2 and first.stride(-2) == 1 < first.stride(-1):
         return make([tensor.mT for tensor in tensors]).mT

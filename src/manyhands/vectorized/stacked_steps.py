@@ -1,4 +1,4 @@
-"""Steps of a whole stack, taken plainly or from a recording, in parts where memory is short."""
+"""Steps of a whole stack, run eagerly or as a captured CUDA graph, in chunks of members if memory is short."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from .shared_feed import Block, most_rounds
 from .stack import Stack
 
 NUM_PLAIN = 2
-"""Plain rounds before the rehearsal: libraries set themselves up in the first."""
+"""Eager rounds before the warm-up for capture, because libraries initialize themselves in the first one."""
 WORTH_SECONDS = 240.0
-"""The time that training must have before it for a trial of compiled steps, which take a minute or so to make."""
+"""Remaining training time that justifies a trial of compiled steps, which take about a minute to compile."""
 BETTER = 0.97
-"""How much of a recorded round's time a compiled one may take at most, to be kept."""
+"""Maximum ratio of a compiled round's time to a captured round's for the compiled one to be kept."""
 Way = tuple[int, int | None]
 """Which convolutions are unfolded, and how many members are computed at a time."""
 
 
 @dataclass
 class _Made:
-    """A recorded round, and the tensors that it reads and writes."""
+    """A captured round, and the tensors that it reads and writes."""
 
     ids: Tensor
     factors: Tensor
@@ -42,7 +42,7 @@ class _Made:
 
 
 class Rounds:
-    """Takes rounds of a stack, in the fastest way that this device has."""
+    """Run rounds of a stack, by the fastest method for this device."""
 
     def __init__(self, program: Program, data: Resident, spec: StrategySpec, notice: Callable[[str], None]) -> None:
         capture, deterministic = spec.capture, spec.deterministic
@@ -59,12 +59,12 @@ class Rounds:
         self._compiled = Compiled(program)
         self._largest = 0
         self.losses = torch.empty(0, 0, dtype=torch.float64)
-        """Of the rounds that were taken last, by round and member."""
+        """Losses of the rounds taken last, by round and member."""
         self.chunk: int | None = None
-        """Members that are computed at a time; None for all of them."""
+        """Number of members computed at a time; None for all of them."""
 
     def forget(self) -> None:
-        """Lets recordings go, because tensors lie elsewhere now, and the memory that they hold."""
+        """Release CUDA graphs and their memory, because tensors have moved."""
         self._made.clear()
         self._seen.clear()
         self._pool = self._new_pool()
@@ -73,19 +73,19 @@ class Rounds:
         return torch.cuda.graph_pool_handle() if self._program.device.type == "cuda" else None
 
     def close(self) -> None:
-        """Lets everything go."""
+        """Release CUDA graphs and compiled steps."""
         self.forget()
         self._compiled.close()
 
     def forget_all(self) -> None:
-        """Lets compiled steps go too, because what is built into them has changed."""
+        """Release compiled steps too, because settings built into them have changed."""
         self.forget()
         self._compiled.forget()
 
     def take(self, stack: Stack, block: Block, factors: Tensor, left: int = 0) -> Tensor:
-        """Takes all rounds of a block; returns their losses by round and member. `left` rounds follow in all.
+        """Run all rounds of a block; return their losses by round and member. `left` is the number of rounds remaining.
 
-        Where a round fails, `losses` holds those of the rounds before it.
+        If a round fails, `losses` holds those of the rounds before it.
         """
         self.losses = torch.empty(0, len(stack), dtype=torch.float64)
         if self._has_convolutions and not self._is_settled:
@@ -113,7 +113,7 @@ class Rounds:
         return losses
 
     def take_plainly(self, stack: Stack, block: Block, factors: Tensor) -> Tensor:
-        """The same, always as it is written: for members that go together just once."""
+        """Run rounds eagerly, for a set of members that occurs only once; return the losses by round and member."""
         self._is_plain = True
         try:
             rounds = range(block.num_rounds)
@@ -124,7 +124,7 @@ class Rounds:
     # -- one round ------------------------------------------------------------------------------------------------
 
     def _is_recorded(self, key: Hashable) -> bool:
-        """Whether the next round may come from a recording."""
+        """Return whether the next round may be run as a captured CUDA graph."""
         return self._records and self._seen.get(key, 0) > NUM_PLAIN
 
     def _round(self, stack: Stack, block: Block, number: int, factors: Tensor, key: Hashable) -> Tensor:
@@ -136,12 +136,12 @@ class Rounds:
             with rehearsing():
                 return self._whole(stack, ids, factor, block.shared)
         except CannotRecord as error:
-            # What waits is a person's line, before the update: the stack is as it was.
+            # The user's code synchronizes with the device before the update, so the stack is unchanged.
             self._give_up(error)
             return self._whole(stack, ids, factor, block.shared)
 
     def _whole(self, stack: Stack, ids: Tensor, factor: Tensor, shared: bool) -> Tensor:
-        """A step of all members, some at a time where they do not fit into memory together."""
+        """Run a step of all members, in chunks if they do not fit into memory together."""
         losses, start = [], 0
         while start < len(stack):
             stop = min(len(stack), start + (self.chunk or len(stack)))
@@ -159,7 +159,7 @@ class Rounds:
 
     def _step(self, stack: Stack, ids: Tensor, factor: Tensor, shared: bool) -> Tensor:
         batch, factors = self._data.fetch(ids[0] if shared else ids), self._program.factors(stack, factor)
-        # The last batch of a pass, where it is smaller, comes too rarely to be worth a minute of the compiler.
+        # A smaller last batch of an epoch is too rare to be worth a minute of compilation.
         self._largest = max(self._largest, ids.shape[1])
         if self._compiles and not self._is_plain and ids.shape[1] == self._largest:
             try:
@@ -174,16 +174,16 @@ class Rounds:
             raise OutOfMemory(f"not even one member fits into memory: {error}") from error
         self.chunk = (size + 1) // 2
         self.forget()
-        error.__traceback__ = None  # what the step held goes with its frames
+        error.__traceback__ = None  # frees the tensors held by the step's frames
         gc.collect()
         if self._program.device.type == "cuda":
             torch.cuda.empty_cache()
         self._notice(f"{size} members do not fit into memory together: {self.chunk} are computed at a time")
 
-    # -- ways -----------------------------------------------------------------------------------------------------
+    # -- choice of kernels ----------------------------------------------------------------------------------------
 
     def _choose(self, stack: Stack, block: Block, factors: Tensor) -> None:
-        """Tries how convolutions are computed fastest: grouped, some or all unfolded, or on a CPU one by one."""
+        """Choose the fastest way of computing convolutions: grouped, some or all unfolded, or on a CPU one by one."""
         self._is_settled = True
         one_by_one = [(GROUPED, 1)] if self._program.device.type == "cpu" else []
         ways: list[Way] = [(GROUPED, None), (THIN, None), (ALL, None), *one_by_one]
@@ -194,8 +194,8 @@ class Rounds:
             except RuntimeError:
                 if way[0] == GROUPED:
                     raise
-                continue  # some operation cannot take what an unfolded convolution gives
-            # Where members did not fit together, fewer of them were computed at a time.
+                continue  # an operation does not support the output of an unfolded convolution
+            # If members did not fit into memory together, they were computed in smaller chunks.
             seconds[self._program.unfolds, self.chunk] = taken
         self._set(min(seconds, key=lambda way: seconds[way]))
 
@@ -203,7 +203,7 @@ class Rounds:
         self._program.unfolds, self.chunk = way
 
     def _timed(self, way: Way, stack: Stack, block: Block, factors: Tensor) -> float:
-        """The best of some plain steps on a copy."""
+        """Return the best time of some eager steps on a copy."""
         self._set(way)
         copy = Stack({key: tensor.clone() for key, tensor in stack.tensors.items()})
         first = Block(block.ids[:1], block.shared)
@@ -217,7 +217,7 @@ class Rounds:
         return min(times[1:])
 
     def _replay(self, made: _Made, count: int, left: int) -> None:
-        """Takes rounds from a recording; where many are left, finds out whether compiled ones are faster."""
+        """Replay a captured round; if many rounds are left, test whether compiled ones are faster."""
         if not self._may_compile:
             for _ in range(count):
                 made.recording.replay()
@@ -237,7 +237,7 @@ class Rounds:
                 self._compiles = False
                 self.forget()
 
-    # -- recordings -----------------------------------------------------------------------------------------------
+    # -- CUDA graphs ----------------------------------------------------------------------------------------------
 
     def _record(self, stack: Stack, block: Block, key: Hashable) -> _Made | None:
         ids = torch.zeros_like(block.ids[:1]).repeat(most_rounds(block.ids[0].numel()), 1, 1)

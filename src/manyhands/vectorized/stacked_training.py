@@ -1,4 +1,4 @@
-"""Members as one program over their stacked tensors."""
+"""Train members as one vectorized program over their stacked tensors."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from .trial import said_of, try_stacked
 
 Result = TypeVar("Result")
 IDLE_SHARE = 4
-"""On a GPU, where another size means another recording, the stack shrinks when one row in so many is idle."""
+"""On a GPU, where another size needs another CUDA graph, the stack shrinks when at least 1/IDLE_SHARE of rows idle."""
 
 
 class StackedTraining(MemberTraining):
-    """Members whose tensors lie stacked, a row each."""
+    """Members whose tensors are stacked, one row each."""
 
     def __init__(
         self, members: list[VectorizedMember], spec: StrategySpec, place: Device, notice: Callable[[str], None]
@@ -47,16 +47,16 @@ class StackedTraining(MemberTraining):
         rows = [row_of(built) for built in self._built]
         self._odds = [chances(built.model) for built in self._built]
         self._built = [dataclasses.replace(built, model=first.model) for built in self._built]
-        """Their networks differ in numbers alone, which lie in the stack, so one of them is kept."""
+        """The networks differ only in their values, which are in the stack, so one module is kept for all."""
         self._draws = LayoutFree(self.device)
         self._course = SharedFeed(tasks[0], self.device, self._dtype)
         self._program = Program(first, spec, self.device, self._draws)
         learn_draws(self._draws, self._program, self._course.data, self._course.batch_size)
         self._stack = Stack.of(rows, self.device)
         self._rows: list[int | None] = list(range(len(tasks)))
-        """Which member lies in each row; None where nobody does."""
+        """The member in each row; None for an idle row."""
         self._parked: dict[int, Row] = {}
-        """Members that take no steps."""
+        """Rows of members that take no steps now."""
         self._rounds = Rounds(self._program, self._course.data, spec, notice)
         self._evaluation = (
             Evaluation(tasks[0], self._program, place, self._dtype) if tasks[0].valid is not None else None
@@ -88,7 +88,7 @@ class StackedTraining(MemberTraining):
         self._look_at_numbers(task)
 
     def state(self, number: int) -> dict[str, Any]:
-        # A member draws layout-free numbers, whatever the strategy says.
+        # A member always uses layout-free random numbers, whatever the strategy's setting is.
         spec = dataclasses.replace(self.spec, deterministic=True)
         return state_of(self.members[number], self._row(number), self._built[number], spec, self._program.used)
 
@@ -104,7 +104,7 @@ class StackedTraining(MemberTraining):
     # -- rows -----------------------------------------------------------------------------------------------------
 
     def _row(self, number: int) -> Row:
-        """A copy of what a member holds."""
+        """Return a copy of a member's row."""
         if number in self._parked:
             return {key: tensor.clone() for key, tensor in self._parked[number].items()}
         return self._stack.row(self._rows.index(number))
@@ -113,7 +113,7 @@ class StackedTraining(MemberTraining):
         return {key: tensor.to(self.device) for key, tensor in row.items()}
 
     def _release(self, number: int) -> None:
-        """Gives a member's row up, and what it holds."""
+        """Free a member's row and drop its contents."""
         self._parked.pop(number, None)
         if number in self._rows:
             self._rows[self._rows.index(number)] = None
@@ -131,14 +131,14 @@ class StackedTraining(MemberTraining):
             try:
                 self._rounds.take(self._stack, self._spread(block), factors, left)
             finally:
-                # Rounds before one that failed count, and so do their samples.
+                # Rounds before a failed one count, and so do their samples.
                 losses = self._rounds.losses
                 self._course.advance(laid, len(losses))
                 by_row = losses.T.tolist() if len(losses) else [[] for _ in self._rows]
                 taken |= {number: by_row[row] for row, number in enumerate(self._rows) if number is not None}
             self._course.prepare(laid)
         else:
-            # Some are at the end of a pass, with a smaller batch: members with batches of one size go together.
+            # Some members have the smaller last batch of an epoch: run members with equal batch sizes together.
             for size in set(sizes.values()):
                 some = [number for number in active if sizes[number] == size]
                 rows, members = [self._rows.index(number) for number in some], [self.members[number] for number in some]
@@ -150,7 +150,7 @@ class StackedTraining(MemberTraining):
                 taken |= dict(zip(some, losses.T.tolist(), strict=True))
 
     def _lay_out(self, active: Sequence[int]) -> None:
-        """Gives rows to those that take steps, and to nobody else as far as that is worth it."""
+        """Put active members into rows and park the others; shrink the stack when enough rows are idle."""
         wanted, laid = set(active), set(self._rows)
         for row, number in enumerate(self._rows):
             if number is not None and number not in wanted:
@@ -173,7 +173,7 @@ class StackedTraining(MemberTraining):
             self._rounds.forget()
 
     def _spread(self, block: Block) -> Block:
-        """A block with samples for idle rows too; what they learn, nobody asks."""
+        """Return a block with samples for idle rows too; their results are never read."""
         if None not in self._rows:
             return block
         laid = [row for row, number in enumerate(self._rows) if number is not None]
@@ -183,7 +183,7 @@ class StackedTraining(MemberTraining):
         return Block(ids, block.shared)
 
     def _factors(self, numbers: Sequence[int | None], num_rounds: int, total: int) -> Tensor:
-        """What schedules make of learning rates, by round and row."""
+        """Return the schedules' learning-rate factors, by round and row."""
         factors = torch.ones(num_rounds, len(numbers), dtype=torch.float64)
         known: dict[tuple[int, int], float] = {}
         for row, number in enumerate(numbers):
@@ -211,7 +211,7 @@ class StackedTraining(MemberTraining):
             for number, values in zip(numbers, found, strict=True)
         }
 
-    # -- what they share ------------------------------------------------------------------------------------------
+    # -- shared structure -----------------------------------------------------------------------------------------
 
     def _build(self, task: Task) -> Built:
         def made() -> Built:
@@ -230,7 +230,7 @@ class StackedTraining(MemberTraining):
             )
 
     def _look_at_numbers(self, *new: Task) -> None:
-        """Leaves out what no member asks for."""
+        """Leave weight decay, clipping and per-member dropout rates out of the program if no member needs them."""
         decays = any(built.decays for built in self._built)
         clips = any(task.clip is not None for task in (*(member.task for member in self.members), *new))
         apart = any(odds != self._odds[0] for odds in self._odds)
@@ -240,7 +240,7 @@ class StackedTraining(MemberTraining):
             self._rounds.forget_all()
 
     def _on_stream(self, work: Callable[[], Result]) -> Result:
-        """On a GPU, on a stream of our own: the default one cannot be recorded."""
+        """Run `work` on a side stream on a GPU, because the default stream cannot be captured."""
         if self._stream is None:
             return work()
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
@@ -251,7 +251,7 @@ class StackedTraining(MemberTraining):
 
 
 def _stacking(work: Callable[[], Result]) -> Result:
-    """Does what only tasks that stack can do; why it fails is told as `CannotStack`, where the rest may still train."""
+    """Run `work` and convert its errors to `CannotStack`, after which members can still be trained one by one."""
     try:
         return work()
     except (CannotStack, OutOfMemory, torch.OutOfMemoryError):

@@ -1,4 +1,4 @@
-"""States: one member as a checkpoint of its plain network, so that it can go on alone or in a stack."""
+"""States: a member as a checkpoint of its original network, so that it can resume alone or in a stack."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from .member_training import CannotStack
 from .stack import AVERAGES, BUFFERS, COUNT, FROZEN, PARAMETERS, STEP, Row
 
 COUNTED = ("exp_avg_sq", "square_avg")
-"""Slots beside which torch keeps a counter of its own."""
+"""Slots next to which torch keeps a step counter."""
 
 
 def state_of(
     member: VectorizedMember, row: Row, built: Built, spec: StrategySpec, used: frozenset[str] | None = None
 ) -> dict[str, Any]:
-    """The fields of a checkpoint, as `fit` writes one: `step`, `model`, `optimizers`, `state`, `averages`, `random`.
+    """Return the fields of a checkpoint of `fit`: `step`, `model`, `optimizers`, `state`, `averages`, `random`.
 
-    `used` names the parameters that get gradients, where some do not: an optimizer has no state of the others.
+    `used` names the parameters that get gradients, if some do not: an optimizer has no state for the others.
     """
     held = {name: tensor.cpu() for kind in (PARAMETERS, FROZEN, BUFFERS) for name, tensor in _kind(row, kind).items()}
     model = {name: held[_source(name, built, held)] for name in built.model.state_dict()}
@@ -40,7 +40,7 @@ def state_of(
 
 @torch.no_grad()
 def fill(member: VectorizedMember, row: Row, built: Built, state: Mapping[str, Any]) -> None:
-    """Puts what `state_of` gave, or the fields of a checkpoint of `fit`, into a member and its row."""
+    """Load what `state_of` returned, or the fields of a checkpoint of `fit`, into a member and its row."""
     model = state["model"]
     own = dict(built.model.state_dict())
     odd = sorted(set(own) ^ set(model)) or [name for name in own if own[name].shape != model[name].shape]
@@ -75,7 +75,7 @@ def fill(member: VectorizedMember, row: Row, built: Built, state: Mapping[str, A
 
 
 def row_names(row: Row) -> dict[str, Tensor]:
-    """What a row holds of the network itself, by name."""
+    """Return a row's tensors of the network itself, by name."""
     return {name: tensor for kind in (PARAMETERS, FROZEN, BUFFERS) for name, tensor in _kind(row, kind).items()}
 
 
@@ -84,7 +84,7 @@ def _kind(row: Row, kind: str) -> dict[str, Tensor]:
 
 
 def _source(name: str, built: Built, held: Mapping[str, Tensor]) -> str:
-    """The name under which a tensor is kept: a tied one stands under several."""
+    """Return the name under which a tensor is stored; a tied tensor has several names."""
     if name in held:
         return name
     every = dict(built.model.named_parameters(remove_duplicate=False)) | dict(

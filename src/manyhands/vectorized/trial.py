@@ -1,4 +1,4 @@
-"""The trial: a few samples, stacked and alone, before tasks are taken for ones that can be stacked."""
+"""Trial: compare a few samples stacked and alone, before tasks are stacked."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TOLERANCE = 1e-3
 
 
 def try_stacked(built: Built) -> None:
-    """Computes the loss and its gradients for two members at once and for one alone; they must agree."""
+    """Compute loss and gradients for two members at once and for one alone; raise unless they are equal."""
     own = dataclasses.replace(built, model=_copied(built.model))
     draws = LayoutFree(CPU)
     program = Program(own, StrategySpec(), CPU, draws)
@@ -55,7 +55,7 @@ def try_stacked(built: Built) -> None:
     alone, own_slopes = _alone(own, draws, keys[0], data.fetch(ids[0]))
     if not torch.allclose(together[0], alone, rtol=TOLERANCE, atol=1e-5):
         _refuse(f"a loss of {together[0]:.6g} and {alone:.6g}")
-    # A gradient that should be zero is nothing but rounding, so all are judged by the largest.
+    # A gradient that should be zero is only rounding, so all are compared relative to the largest.
     scale = max((float(slope.abs().max()) for slope in own_slopes.values() if slope.numel()), default=0.0)
     for name, slope in own_slopes.items():
         if name in slopes and not torch.allclose(slopes[name][0], slope, rtol=TOLERANCE, atol=TOLERANCE * scale):
@@ -72,7 +72,7 @@ def _copied(model: nn.Module) -> nn.Module:
 
 
 def said_of(error: Exception) -> str:
-    """The line that cannot be computed for many networks at once, and what torch said of it."""
+    """Return the user's line that cannot be vectorized, and torch's message."""
     said = str(error).splitlines()[0] if str(error) else type(error).__name__
     return f"{culprit(error)}, which cannot be ({said[:160]})"
 

@@ -1,4 +1,4 @@
-"""Formats of data files: how each is indexed by one quick scan, and how its rows are read."""
+"""Formats of data files: how each is indexed by one fast scan, and how its rows are read."""
 
 from .format import FileShard, Format, RecordFormat, TableFormat, check_types, damaged, unreadable_file
 from .registry import format_of

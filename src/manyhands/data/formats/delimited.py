@@ -1,4 +1,4 @@
-"""CSV files: lines of values with commas (or tabs) between them, under a line of names; a block is some lines."""
+"""CSV files: lines of values separated by commas (or tabs), after a header line of names; a block is some lines."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ from .format import (
 
 CHUNK = 1 << 24
 MAX_ROW_BYTES = 2**31 - 1
-"""What pyarrow parses at once."""
+"""Maximum bytes that pyarrow parses at once."""
 _NEWLINE, _RETURN, _QUOTE, _MARK = 10, 13, 34, b"\xef\xbb\xbf"
 _PLACE = re.compile(r"(?:In CSV column #(\d+): )?(?:CSV parse error: )?Row #(\d+): (.*)", re.DOTALL)
 _ARROW = {"float64": "float32", "double": "float32", "string": "str", "binary": "bytes"}
-"""Types that a look at the first lines finds, and what they become: torch's own float where the text says no more."""
+"""Types that pyarrow infers from the first lines, and the types used instead: floats become torch's default."""
 
 
 @dataclass(frozen=True)
 class CsvFormat(TableFormat):
-    """CSV, parsed by pyarrow; the types of its columns are those of the first block that has rows."""
+    """CSV, parsed by pyarrow; column types are those of the first block that has rows."""
 
     name: ClassVar[str] = "csv"
     endings: ClassVar[tuple[str, ...]] = ("csv", "tsv")
@@ -61,7 +61,7 @@ class CsvFormat(TableFormat):
         missing_columns(paths[0], wanted, names)
         if all(wanted.values()):
             return self
-        # A file may have a header alone, which tells nothing of the types.
+        # A file may have only a header, which does not show the types.
         shard = next((shard for shard in map(self.scan, paths) if shard.num_rows), None)
         found: dict[str, str] = {}
         if shard is not None:
@@ -113,7 +113,7 @@ class CsvFormat(TableFormat):
 
 
 def _misread(shard: FileShard, block: int, names: list[str], text: str) -> DataError:
-    """The error for what pyarrow could not parse: its own numbers count from the block's first line, from 1."""
+    """Return the error for a row that pyarrow could not parse; its row numbers start at 1 in the block."""
     place = _PLACE.search(text)
     first = int(shard.blocks[block])
     if place is None:
@@ -124,7 +124,7 @@ def _misread(shard: FileShard, block: int, names: list[str], text: str) -> DataE
 
 
 def _known(kind: str) -> str:
-    """What a look at the first lines found, as a type; dates and the like stay texts."""
+    """Return an inferred type if it is supported; dates and others stay text."""
     return kind if kind in ("int64", "float32", "bool", "str", "bytes") else "str"
 
 
@@ -140,7 +140,7 @@ def _delimiter(path: str) -> str:
 
 
 def _cuts(rows: Ids) -> Iterator[int]:
-    """The first row of every block: of some thousand rows, or about a megabyte, at least one row."""
+    """Yield the first row of every block: of some thousand rows or about a megabyte, at least one row."""
     first, num_rows = 0, len(rows) - 1
     while first < num_rows:
         yield first
@@ -155,12 +155,12 @@ def _bytes(path: str, start: int, stop: int) -> bytes:
 
 
 def _line_starts(path: str, num_bytes: int) -> Ids:
-    """Where every line that is not empty begins, the header's first; a newline between quotes ends no line."""
+    """Return the start of every non-empty line, the header's first; a newline between quotes does not end a line."""
     stops = np.concatenate([np.array([], np.int64), *_line_ends(path)])
     if not len(stops) or stops[-1] != num_bytes:
         stops = np.append(stops, num_bytes)
     starts = np.concatenate([np.zeros(1, np.int64), stops[:-1]])
-    # Whoever writes \r\n has an empty line of two characters.
+    # With \r\n line ends an empty line has two characters.
     return starts[_not_empty(path, starts, stops)]
 
 
@@ -174,7 +174,7 @@ def _not_empty(path: str, starts: Ids, stops: Ids) -> npt.NDArray[np.bool_]:
 
 
 def _line_ends(path: str) -> Iterator[Ids]:
-    """Behind every newline that ends a line. A quote opens a value only where one begins, as pyarrow sees it too."""
+    """Yield the position after every line end. A quote opens a value only at the value's start, as in pyarrow."""
     is_open, before = False, _NEWLINE
     borders = np.isin(np.arange(256), [_NEWLINE, _RETURN, ord(_delimiter(path))])
     for place, values in _chunks(path):
@@ -195,7 +195,7 @@ def _line_ends(path: str) -> Iterator[Ids]:
 
 
 def _chunks(path: str) -> Iterator[tuple[int, npt.NDArray[np.uint8]]]:
-    """The file in large parts, behind a byte order mark; none ends between two quotes, or between \\r and \\n."""
+    """Yield the file in large chunks, after a byte order mark; none ends between two quotes, or between \\r and \\n."""
     with open(path, "rb") as file:
         place = len(_MARK) if file.read(len(_MARK)) == _MARK else 0
         file.seek(place)
@@ -207,7 +207,7 @@ def _chunks(path: str) -> Iterator[tuple[int, npt.NDArray[np.uint8]]]:
 
 
 def _lone_returns(values: npt.NDArray[np.uint8]) -> Ids:
-    """Where a \\r stands without \\n, the file's last byte left out."""
+    """Return the positions of \\r without \\n, except the last byte of the chunk."""
     returns: Ids = np.flatnonzero(values[:-1] == _RETURN)
     lone: Ids = returns[values[returns + 1] != _NEWLINE]
     return lone
@@ -216,14 +216,14 @@ def _lone_returns(values: npt.NDArray[np.uint8]) -> Ids:
 def _quoted(
     values: npt.NDArray[np.uint8], before: int, borders: npt.NDArray[np.bool_], is_open: bool
 ) -> tuple[Ids, npt.NDArray[np.bool_]]:
-    """Where quotes may open or close a value, and whether one is open behind each of them."""
+    """Return the positions of quotes that may open or close a value, and whether a value is open after each."""
     quotes = np.flatnonzero(values == _QUOTE)
     firsts = np.flatnonzero(np.diff(quotes, prepend=-2) > 1)
-    # Two quotes inside of a value are one that belongs to it, so only odd numbers of them change anything.
+    # Two quotes inside a value are an escaped quote, so only runs of odd length open or close a value.
     is_odd = np.diff(np.append(firsts, len(quotes))) % 2 == 1
     places = quotes[firsts][is_odd]
     starts_value = borders[np.where(places > 0, values[places - 1], before)]
-    # Where a value begins a quote turns open to closed and closed to open; anywhere else it can only close.
+    # At the start of a value a quote toggles between open and closed; elsewhere it can only close.
     turns = np.cumsum(starts_value) + is_open
     at_last_close = np.maximum.accumulate(np.where(starts_value, 0, turns))
     opens: npt.NDArray[np.bool_] = np.equal((turns - at_last_close) % 2, 1)

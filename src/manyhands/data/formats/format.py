@@ -1,4 +1,4 @@
-"""Format: what every kind of data file has, and the errors that name a file and a row."""
+"""Format: base classes of data file formats, and errors that name a file and a row."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..columns import ColumnTable
 from ..order import Ids
 
 Types = Mapping[str, str]
-"""Columns to read and the type of each; an empty text leaves the file's own."""
+"""Columns to read and the type of each; an empty string keeps the file's type."""
 
 BLOCK_BYTES = 1 << 20
 MAX_BLOCK_ROWS = 4096
@@ -26,26 +26,26 @@ KNOWN_TYPE = re.compile(r"(bool|u?int(8|16|32|64)|float(16|32|64)|str|bytes)(\[\
 
 @dataclass(frozen=True)
 class FileShard:
-    """One file as a scan found it."""
+    """One file as scanned."""
 
     path: str
     num_bytes: int
     blocks: Ids
-    """The first row of every block, and behind them the number of rows."""
+    """The first row of every block, followed by the number of rows."""
     marks: Ids
-    """Places in the file, as its format needs them: where records or blocks begin, and where the last one ends."""
+    """Offsets in the file as its format needs them: the starts of records or blocks, and the end of the last one."""
     sizes: Ids
-    """About how many bytes of memory every block takes."""
+    """Approximate bytes of memory of every block."""
 
     @property
     def num_rows(self) -> int:
-        """Rows, records or samples of this file."""
+        """Number of rows, records or samples in this file."""
         return int(self.blocks[-1])
 
 
 @dataclass(frozen=True)
 class Format(ABC):
-    """A kind of data file, and which columns of it are wanted; None: all."""
+    """A kind of data file, and the columns to read; None: all."""
 
     name: ClassVar[str]
     endings: ClassVar[tuple[str, ...]]
@@ -53,19 +53,19 @@ class Format(ABC):
 
     @abstractmethod
     def scan(self, path: str) -> FileShard:
-        """Finds the blocks of a file without reading all of it; raises on one that cannot be read."""
+        """Find the blocks of a file without reading all of it; raise for a file that cannot be read."""
 
     def settled(self, paths: Sequence[str]) -> Format:
-        """The same with types that hold for all files, taken from the first one that has rows."""
+        """Return the format with types that hold for all files, taken from the first one that has rows."""
         return self
 
 
 class RecordFormat(Format):
-    """Files of records that are read one by one; `marks` has the place of each."""
+    """Files of records that are read one by one; `marks` has the offset of each."""
 
     @abstractmethod
     def sample(self, record: bytes) -> dict[str, object]:
-        """The sample that a record holds; raises ValueError on one that is damaged."""
+        """Decode a record into a sample; raise ValueError for a damaged one."""
 
 
 class TableFormat(Format):
@@ -73,11 +73,11 @@ class TableFormat(Format):
 
     @abstractmethod
     def table(self, shard: FileShard, block: int) -> ColumnTable:
-        """The columns of a block."""
+        """Read the columns of a block."""
 
 
 def damaged(path: str, row: int, reason: object, row_name: str = "row") -> DataError:
-    """The error for a row that cannot be read."""
+    """Return the error for a row that cannot be read."""
     return DataError(
         f"every {row_name} of {path} must be readable",
         got=f"{reason} at {row_name} {row}",
@@ -86,14 +86,14 @@ def damaged(path: str, row: int, reason: object, row_name: str = "row") -> DataE
 
 
 def unreadable_file(path: str, what: str, error: object) -> DataError:
-    """The error for a file that cannot be read at all."""
+    """Return the error for a file that cannot be read at all."""
     return DataError(
         f"{path} must be {what}", got=error, remedy="mend it, leave it out, or pass format= if it is another one"
     )
 
 
 def missing_columns(path: str, wanted: Types, known: list[str]) -> None:
-    """Raises unless a file has all the columns that are wanted."""
+    """Raise unless a file has all requested columns."""
     missing = [name for name in wanted if name not in known]
     if missing:
         raise DataError(
@@ -104,7 +104,7 @@ def missing_columns(path: str, wanted: Types, known: list[str]) -> None:
 
 
 def record_blocks(marks: Ids) -> Ids:
-    """Blocks of records: about a megabyte each, so that what is read together lies together."""
+    """Group records into blocks of about a megabyte, so that records read together are adjacent."""
     num_rows = len(marks) - 1
     num_bytes = int(marks[-1] - marks[0]) if num_rows else 0
     rows = min(MAX_BLOCK_ROWS, max(1, num_rows * BLOCK_BYTES // max(1, num_bytes)))
@@ -112,7 +112,7 @@ def record_blocks(marks: Ids) -> Ids:
 
 
 def check_types(columns: Types) -> None:
-    """Raises on a type that nobody knows."""
+    """Raise for an unknown column type."""
     for name, kind in columns.items():
         if kind and not KNOWN_TYPE.fullmatch(kind):
             raise DataError(
@@ -123,7 +123,7 @@ def check_types(columns: Types) -> None:
 
 
 def pyarrow(name: str = "") -> ModuleType:
-    """The package pyarrow, or a part of it, or an error that says how to get it."""
+    """Import pyarrow or a submodule of it; raise an error that says how to install it."""
     from importlib import import_module
 
     try:
@@ -137,7 +137,7 @@ def pyarrow(name: str = "") -> ModuleType:
 
 
 def file_size(path: str) -> int:
-    """Bytes of a file, or an error that names it."""
+    """Read bytes of a file; raise an error that names it."""
     try:
         return os.stat(path).st_size
     except OSError as error:

@@ -15,7 +15,7 @@ from .format import FileShard, TableFormat, Types, damaged, file_size, missing_c
 
 _TEXTS = ("BYTE_ARRAY", "FIXED_LEN_BYTE_ARRAY")
 _NUMBER, _TEXT = 8, 64
-"""Bytes of a value in memory; a text is an object of Python."""
+"""Bytes of a value in memory; a text is a Python object."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class ParquetFormat(TableFormat):
 
 
 def _memory(group: Any, wanted: Types | None) -> int:
-    """About what the wanted columns of a row group take in memory, where words from a dictionary are written out."""
+    """Estimate the memory of a row group's requested columns, with dictionary-encoded values expanded."""
     columns = [group.column(number) for number in range(group.num_columns)]
     return sum(
         max(column.total_uncompressed_size, column.num_values * (_TEXT if column.physical_type in _TEXTS else _NUMBER))
@@ -67,7 +67,7 @@ def _opened(path: str) -> Iterator[Any]:
     arrow, parquet = pyarrow(), pyarrow("parquet")
     with arrow.memory_map(path) as memory:
         try:
-            # No threads of its own: the feed may fork workers later.
+            # No threads of pyarrow, because the feed may fork workers later.
             file = parquet.ParquetFile(memory, pre_buffer=False, page_checksum_verification=True)
         except Exception as error:
             raise unreadable_file(path, "a whole Parquet file", f"{type(error).__name__}: {error}") from error

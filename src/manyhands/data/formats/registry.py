@@ -1,4 +1,4 @@
-"""The formats there are, and which of them a file's name asks for."""
+"""The supported formats, and how a file's format is found from its name."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from .tar import TarFormat
 from .tfrecord import TFRecordFormat
 
 FORMATS: dict[str, type[Format]] = {kind.name: kind for kind in (ParquetFormat, CsvFormat, TFRecordFormat, TarFormat)}
-"""A new format is one file and one name here."""
+"""A new format is one file and one entry here."""
 PACKED = ("gz", "bz2", "xz", "zst", "zip")
 
 
 def format_of(path: str, name: str | None, columns: Types | None) -> Format:
-    """The format of a file: the one that is named, or by the ending of its name."""
+    """Return the format of a file: the one that is named, or the one of its extension."""
     if name is not None:
         if name not in FORMATS:
             raise DataError(f"the formats are {', '.join(FORMATS)}", got=repr(name), remedy="name one of these")
         return FORMATS[name](columns)
-    # Names such as train.tfrecord-00000-of-00016 carry more behind their ending.
+    # Names such as train.tfrecord-00000-of-00016 have a suffix after the extension.
     endings = [part.partition("-")[0].lower() for part in Path(path).name.split(".")[1:]]
     if endings and endings[-1] in PACKED:
         raise DataError(

@@ -1,4 +1,4 @@
-"""Tar files, as WebDataset lays them out: members that share a name up to the first dot are one sample."""
+"""Tar files in WebDataset's layout: members with the same name up to the first dot are one sample."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .format import FileShard, RecordFormat, damaged, file_size, missing_columns
 _SECTOR, _REST = 512, 1 << 20
 _NAME = re.compile(r"((?:.*/)?[^./][^./]*)\.([^/]*)")
 Read = Callable[[int, int], bytes]
-"""`read(place, size)` gives bytes of a tar file."""
+"""`read(place, size)` returns bytes of a tar file."""
 
 
 class TarEntry(NamedTuple):
@@ -24,15 +24,15 @@ class TarEntry(NamedTuple):
     key: str
     ending: str
     start: int
-    """Where its first header is."""
+    """Offset of its first header."""
     place: int
-    """Where its content is."""
+    """Offset of its content."""
     size: int
 
 
 @dataclass(frozen=True)
 class TarFormat(RecordFormat):
-    """Tar files of samples: the key under "__key__", and the content of every member under its ending."""
+    """Tar files of samples: the key under "__key__", and the content of every member under its extension."""
 
     name: ClassVar[str] = "tar"
     endings: ClassVar[tuple[str, ...]] = ("tar",)
@@ -71,13 +71,13 @@ def _typed(value: object, kind: str) -> object:
         return value.decode()
     if kind in ("", "str", "bytes"):
         return value
-    # Numbers stand in tar files as texts: a label is a file "0001.cls" with "7" in it.
+    # Tar files store numbers as text: a label is a file "0001.cls" that contains "7".
     text = value.decode() if isinstance(value, bytes) else str(value)
     return np.array(text.split() if kind.endswith("[]") else text.strip()).astype(kind.removesuffix("[]"))[()]
 
 
 def _plain_sample(record: bytes) -> dict[str, object]:
-    """A sample that has nothing but plain files with short names, as most have, read quickly; empty for another."""
+    """Parse a sample of regular files with short names, the common case, quickly; return {} for any other."""
     found: dict[str, object] = {}
     place = 0
     while place < len(record):
@@ -107,9 +107,9 @@ def _sample(record: bytes) -> dict[str, object]:
 
 
 def _members(read: Read, num_bytes: int, *, check: bool = False) -> Iterator[TarEntry]:
-    """The files of a tar file that belong to samples; raises ValueError on damage.
+    """Yield the files of a tar file that belong to samples; raise ValueError for damage.
 
-    Checksums of headers are looked at by the scan; a file that changes afterwards is found by its size.
+    The scan verifies the checksums of headers; a file that changes afterwards is detected by its size.
     """
     place, start, long_name, long_size = 0, 0, "", -1
     while place + _SECTOR <= num_bytes:
@@ -140,7 +140,7 @@ def _members(read: Read, num_bytes: int, *, check: bool = False) -> Iterator[Tar
 
 
 def _require_zeros(read: Read, place: int, num_bytes: int) -> None:
-    """Behind the end of a tar file there is nothing; something is a hole in it, or another tar file put behind it."""
+    """Raise for data after the end of a tar file, which means a hole in it or another tar file appended to it."""
     while place < num_bytes:
         rest = read(place, min(_REST, num_bytes - place))
         if rest.strip(b"\0"):
@@ -170,7 +170,7 @@ def _name(header: bytes) -> str:
 
 
 def _notes(data: bytes) -> dict[str, str]:
-    """What a pax header says: lines of "length key=value"."""
+    """Parse a pax header: lines of "length key=value"."""
     found, place = {}, 0
     while place < len(data):
         length = int(data[place : data.index(b" ", place)])

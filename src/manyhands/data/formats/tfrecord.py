@@ -1,4 +1,4 @@
-"""TFRecord files: a length, its checksum, a record, its checksum, and so on; a record is a tf.train.Example."""
+"""TFRecord files: repeated length, checksum, record, checksum; a record is a tf.train.Example."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 
 @dataclass(frozen=True)
 class TFRecordFormat(RecordFormat):
-    """TFRecord files of tf.train.Example, read without TensorFlow; every checksum is looked at."""
+    """TFRecord files of tf.train.Example, read without TensorFlow; every checksum is verified."""
 
     name: ClassVar[str] = "tfrecord"
     endings: ClassVar[tuple[str, ...]] = ("tfrecord", "tfrecords")
@@ -45,7 +45,7 @@ class TFRecordFormat(RecordFormat):
 
 
 def masked(data: bytes) -> int:
-    """The checksum of TFRecord files: crc32c, turned and shifted."""
+    """Return the checksum of TFRecord files: crc32c, rotated and offset."""
     crc = _crc32c()(data)
     return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
@@ -61,7 +61,7 @@ def _crc32c() -> Callable[[bytes], int]:
 
 
 def _places(path: str, fd: int, num_bytes: int) -> Iterator[int]:
-    """Where every record begins, and where the last one ends."""
+    """Yield the start of every record, and the end of the last one."""
     place, row = 0, 0
     yield place
     while place < num_bytes:
@@ -79,7 +79,7 @@ def _places(path: str, fd: int, num_bytes: int) -> Iterator[int]:
 
 
 def _features(body: bytes) -> Iterator[tuple[str, Any]]:
-    """The features of a tf.train.Example: Example.features (1), Features.feature (1), then name (1) and value (2)."""
+    """Yield the features of a tf.train.Example: Example.features (1), Features.feature (1), name (1) and value (2)."""
     for _, features in _parts(body):
         for _, entry in _parts(features):
             pair = dict(_parts(entry))
@@ -87,7 +87,7 @@ def _features(body: bytes) -> Iterator[tuple[str, Any]]:
 
 
 def _values(feature: bytes) -> Any:
-    """The values of a feature: bytes (1), floats (2) or whole numbers (3)."""
+    """Return the values of a feature: bytes (1), floats (2) or integers (3)."""
     for kind, values in _parts(feature):
         if kind == 1:
             return [value for _, value in _parts(values)]
@@ -99,7 +99,7 @@ def _values(feature: bytes) -> Any:
 
 
 def _parts(data: bytes) -> Iterator[tuple[int, bytes]]:
-    """The fields of a protobuf message: number and bytes; of a varint the bytes it was written with."""
+    """Yield the fields of a protobuf message: number and bytes; for a varint its encoded bytes."""
     place, size = 0, len(data)
     while place < size:
         tag, place = _varint(data, place)
@@ -133,7 +133,7 @@ def _varint(data: bytes, place: int) -> tuple[int, int]:
 
 
 def _varints(data: bytes) -> Ids:
-    """Whole numbers written one after the other, all at once."""
+    """Decode consecutive varints at once."""
     values = np.frombuffer(data, np.uint8)
     ends = np.flatnonzero(values < 0x80)
     if len(values) and (not len(ends) or ends[-1] != len(values) - 1):

@@ -1,4 +1,4 @@
-"""Parameter servers: a sharded centre that holds values and updates them, and the workers' way to it."""
+"""Parameter servers: sharded processes that hold and update the values, and the workers' client of them."""
 
 from .client import Moved, Over, ParameterClient, ServerUnreached
 from .layout import Share, Slab, TensorPiece, cut, frames_of, tables_of, tensor_of

@@ -1,4 +1,4 @@
-"""Which pushes a server has applied, so that none is applied twice."""
+"""The pushes that a server has applied, so that none is applied twice."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 class Ledger:
-    """A set of whole numbers from 0 that are mostly consecutive.
+    """A set of non-negative integers that are mostly consecutive.
 
     >>> ledger = Ledger()
     >>> for number in (0, 2, 1, 5):
@@ -21,7 +21,7 @@ class Ledger:
 
     @property
     def state(self) -> list[int]:
-        """All of it in short: every number below the first one, and the others.
+        """The set in compact form: all numbers below the first entry, and the remaining entries themselves.
 
         >>> Ledger([2, 5]).state, len(Ledger([2, 5]))
         ([2, 5], 3)
@@ -29,7 +29,7 @@ class Ledger:
         return [self._below, *sorted(self._others)]
 
     def add(self, number: int) -> None:
-        """Enters a push; entering one twice is a mistake of ours."""
+        """Add a push; adding one twice is a bug in manyhands."""
         assert number not in self, f"push {number} was applied before"
         self._others.add(number)
         while self._below in self._others:

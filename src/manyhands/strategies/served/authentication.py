@@ -1,4 +1,4 @@
-"""The door of a listener: connections of whoever does not know the token end before anything they send is read."""
+"""ZeroMQ authentication of a listener: connections without the token are closed before their messages are read."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 import zmq
 
 WHERE = "inproc://zeromq.zap.01"
-"""Where ZeroMQ asks, for all listeners of a context."""
+"""The address of ZeroMQ's authentication protocol (ZAP), shared by all listeners of a context."""
 
 
 class Door:
-    """Answers ZeroMQ, in a thread, whether a connection may come in.
+    """Answers ZeroMQ's authentication requests in a thread.
 
-    A connection has a name of its own, drawn by the caller, and as its password the name sealed with the token. A
-    name opens the door once, so one that was overheard opens nothing.
+    A connection's username is random and its password is an HMAC of the username with the token. Every username is
+    accepted once, so that intercepted credentials cannot be replayed.
     """
 
     def __init__(self, context: zmq.Context[Any], token: bytes) -> None:
@@ -29,7 +29,7 @@ class Door:
         self._thread.start()
 
     def close(self) -> None:
-        """Lets nobody in any more."""
+        """Stop accepting connections and end the thread."""
         bell = self._context.socket(zmq.REQ)
         bell.connect(WHERE)
         bell.send(b"")
@@ -52,7 +52,7 @@ class Door:
 
 
 def knock(socket: Any, token: bytes) -> None:
-    """Gives a caller's socket the name and the password of one connection."""
+    """Set the username and password of one connection on a caller's socket."""
     name = secrets.token_hex(16).encode()
     socket.plain_username, socket.plain_password = name, _sealed(token, name)
 

@@ -1,4 +1,4 @@
-"""A worker's end: pulls values into its network, pushes its gradients, asks for rows of tables."""
+"""A worker's client of the parameter servers: pulls values, pushes gradients, and requests rows of tables."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from .sockets import Caller, Frame, LinkLost
 from .table import joined
 
 REACH = 1 / 16
-"""Share of the time limit in which a server that the chief has named must answer; then the chief is asked again."""
+"""Fraction of the timeout within which a listed server must answer; then the coordinator is asked again."""
 
 
 class Moved(Exception):
-    """The servers are elsewhere now, or hold older values: what is under way is given up and asked for again."""
+    """Raised when servers moved or hold older values: requests in flight are dropped and must be repeated."""
 
     def __init__(self, crew: ServerList) -> None:
         self.crew = crew
 
 
 class ServerUnreached(LinkLost):
-    """The connection to a server is gone, while the chief may know more."""
+    """Raised when the connection to a server is lost; the coordinator may know a replacement."""
 
     def __init__(self, text: str, number: int) -> None:
         super().__init__(text)
@@ -37,11 +37,11 @@ class ServerUnreached(LinkLost):
 
 
 class Over(Exception):
-    """The chief says that the work is done."""
+    """Raised when the coordinator ends the work."""
 
 
 class _Link:
-    """The connection to one server: room for a gradient and for values, shared with it where both are on one host."""
+    """The connection to one server, with buffers for a gradient and for values, in shared memory on the same host."""
 
     def __init__(self, share: Share, caller: Caller, worker: int | None, timeout: float) -> None:
         self.share, self.caller = share, caller
@@ -55,7 +55,7 @@ class _Link:
         self.is_pulling = False
 
     def _offer(self, worker: int, timeout: float) -> SharedSlots | None:
-        """Memory that the server has opened too; None where it is on another host."""
+        """Return memory that the server has mapped too; None if the server is on another host."""
         slots = SharedSlots(self.share)
         self.caller.send(slots.offer(worker))
         try:
@@ -75,7 +75,7 @@ class _Link:
 
 
 class ParameterClient:
-    """One worker among the servers; also the chief's, when it measures the network."""
+    """A worker's client of all parameter servers; the coordinator uses one too, for evaluation."""
 
     def __init__(
         self, model: nn.Module, shares: Sequence[Share], number: int, chief: Caller | None, token: bytes, timeout: float
@@ -97,19 +97,19 @@ class ParameterClient:
         self._touched: list[list[tuple[Tensor, Tensor]]] = [[] for _ in self.tables]
         self._before: dict[str, Tensor] = {}
         self.on_wait: Callable[[], None] = lambda: None
-        """Called now and then by a client without a chief, while it waits."""
+        """Called repeatedly while a client without a connection to the coordinator waits."""
         self.waiting: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
-        """What waiting for a server happens in, where somebody wants to know how long it takes."""
+        """Context in which the client waits for a server, for measuring how long that takes."""
         self.may_share = True
-        """Whether tensors go through shared memory where a server is on the same host."""
+        """Whether tensors go through shared memory if a server is on the same host."""
         self.crew = ServerList(-1, [])
         self.version = 0
-        """The oldest of the values that are in the network now."""
+        """The oldest version among the values that are in the network now."""
 
     # -- connections ----------------------------------------------------------------------------------------------
 
     def connect(self, crew: ServerList) -> None:
-        """Speaks with these servers from now on."""
+        """Connect to these servers and close earlier connections."""
         self.disconnect()
         self.crew = crew
         deadline = time.monotonic() + self._timeout
@@ -122,7 +122,7 @@ class ParameterClient:
                         raise ServerUnreached(str(lost), number) from None
                     self.on_wait()
                 if self.crew is not crew:
-                    # Whoever was waited for is gone, and others were connected to meanwhile.
+                    # The awaited server was replaced, and `on_wait` has connected to others.
                     return
         self._touched = [[] for _ in self.tables]
 
@@ -135,13 +135,13 @@ class ParameterClient:
             raise
 
     def disconnect(self) -> None:
-        """Lets the servers go."""
+        """Close the connections to the servers."""
         for link in self._links:
             link.close()
         self._links = []
 
     def close(self) -> None:
-        """Ends everything."""
+        """Close all connections and detach the tables."""
         self.disconnect()
         for table in self.tables:
             table.source = None
@@ -151,18 +151,18 @@ class ParameterClient:
     # -- values ---------------------------------------------------------------------------------------------------
 
     def begin_pull(self, version: int) -> None:
-        """Asks every server for values of at least this version, without waiting for them."""
+        """Request values of at least this version from every server, without waiting for them."""
         for link in self._links:
             link.caller.send(Pull(self.crew.term, version, link.is_shared))
             link.is_pulling = True
 
     @property
     def is_pulling(self) -> bool:
-        """Whether values are on their way."""
+        """Whether requested values have not arrived yet."""
         return any(link.is_pulling for link in self._links)
 
     def receive_values(self) -> int:
-        """Waits for the values that were asked for, without using them; returns the oldest one's version."""
+        """Wait for the requested values without using them; return the oldest version among them."""
         for link in self._links:
             if link.is_pulling:
                 self._await(link, Values)
@@ -170,7 +170,7 @@ class ParameterClient:
 
     @torch.no_grad()
     def put_values(self) -> None:
-        """Puts the values that came into the network."""
+        """Copy the received values into the network."""
         for link in self._links:
             into = [self._stretch(piece) for slab in link.share for piece in slab.pieces]
             values = [
@@ -186,7 +186,7 @@ class ParameterClient:
         self.version = min(link.version for link in self._links)
 
     def pull(self, version: int) -> None:
-        """Values of at least this version, in the network."""
+        """Copy values of at least this version into the network, waiting for them."""
         self.begin_pull(version)
         self.receive_values()
         self.put_values()
@@ -194,7 +194,7 @@ class ParameterClient:
     # -- gradients ------------------------------------------------------------------------------------------------
 
     def push(self, ticket: int, scale: float = 1.0, rates: list[float] | None = None) -> int:
-        """Sends the network's gradients to all servers; returns how many updates they did not know of."""
+        """Send the network's gradients to all servers; return the largest staleness in updates."""
         rows = self._rows_by_server()
         for index, link in enumerate(self._links):
             unused = self._fill(link)
@@ -208,7 +208,7 @@ class ParameterClient:
 
     @torch.no_grad()
     def _fill(self, link: _Link) -> list[int]:
-        """Lays gradients, and what was added to buffers, where they travel; returns numbers of unused parameters."""
+        """Copy gradients and changes of buffers into the send buffers; return the numbers of unused parameters."""
         unused = []
         into, gradients = [], []
         for slab, room in zip(link.share, link.pushed, strict=True):
@@ -233,12 +233,12 @@ class ParameterClient:
     # -- tables ---------------------------------------------------------------------------------------------------
 
     def rows(self, name: str, ids: Tensor, device: torch.device) -> Tensor:
-        """Rows of a table, each from the server that has it; their gradients are kept for the next push."""
+        """Return rows of a table, each from the server that has it; their gradients are kept for the next push."""
         while True:
             try:
                 return self._rows(name, ids, device)
             except Moved:
-                # The chief only looks at rows, and hears by itself that another server has them.
+                # The coordinator only reads rows, and learns by itself that another server has them.
                 if self.chief is not None:
                     raise
 
@@ -263,7 +263,7 @@ class ParameterClient:
         return rows
 
     def _rows_by_server(self) -> list[list[tuple[Tensor, Tensor]]]:
-        """By table and server: the ids of touched rows, each once, and their gradients."""
+        """Return, by table and server, the ids of the rows used, each once, and their gradients."""
         touched, self._touched = self._touched, [[] for _ in self.tables]
         spread = []
         for table, parts in zip(self.tables, touched, strict=True):
@@ -278,17 +278,17 @@ class ParameterClient:
 
     @property
     def row_gradients(self) -> list[Tensor]:
-        """Gradients of the rows that the last backward touched."""
+        """Gradients of the rows that the last backward used."""
         return [rows.grad for parts in self._touched for _, rows in parts if rows.grad is not None]
 
     def forget_gradients(self) -> None:
-        """Gives up the gradients of rows."""
+        """Drop the gradients of rows."""
         self._touched = [[] for _ in self.tables]
 
     # -- waiting --------------------------------------------------------------------------------------------------
 
     def _await(self, link: _Link, kind: type[Message]) -> tuple[Any, list[Frame]]:
-        """A server's next answer of this kind; news of the chief's comes first."""
+        """Return a server's next answer of this kind; messages from the coordinator are handled first."""
         with self.waiting():
             return self._answer(link, kind)
 
@@ -326,7 +326,7 @@ class ParameterClient:
                 return message, frames
 
     def _await_others(self, link: _Link, deadline: float) -> NoReturn:
-        """Waits until somebody is in the place of a server that is gone."""
+        """Wait until a failed server is replaced; raise `Moved` then, or `LinkLost` after the deadline."""
         while link in self._links and time.monotonic() < deadline:
             time.sleep(0.05)
             self.on_wait()
@@ -336,7 +336,7 @@ class ParameterClient:
 
 
 def _hear(chief: Caller) -> None:
-    """Takes news of the chief's; anything else that it says would be an answer, and nothing was asked."""
+    """Handle an unsolicited message of the coordinator, which is a new server list or the end of the work."""
     got = chief.receive()
     if got is None:
         return

@@ -1,4 +1,4 @@
-"""Layout: which server holds what. Tensors lie one after another and are cut evenly, so that no server is hot."""
+"""Layout: which server holds what. Tensors are concatenated and split evenly, so that servers have equal load."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from ...core import StrategyError
 from ..embedding import Embedding
 
 SMALL = 65536
-"""Bytes below which cutting a network once more is not worth a server."""
+"""Minimum bytes per server; splitting a network further is not worthwhile."""
 COUNTED = (torch.int32, torch.int64)
-"""Buffers that count: like floating-point ones they are added to."""
+"""Integer dtypes of counting buffers: workers add to them, as to floating-point buffers."""
 
 
 @dataclass(frozen=True)
 class TensorPiece:
-    """A stretch of one tensor, and where it lies in its slab."""
+    """A contiguous range of one tensor, and its position in a slab."""
 
     name: str
     start: int
@@ -30,44 +30,44 @@ class TensorPiece:
 
     @property
     def length(self) -> int:
-        """Its number of elements."""
+        """Number of elements."""
         return self.stop - self.start
 
     @property
     def place(self) -> slice:
-        """Where it lies in the slab."""
+        """The slice of the slab that holds this piece."""
         return slice(self.offset, self.offset + self.length)
 
 
 @dataclass(frozen=True)
 class Slab:
-    """What a server holds of one dtype, as one vector."""
+    """All values of one dtype that a server holds, as one vector."""
 
     dtype: torch.dtype
     pieces: tuple[TensorPiece, ...]
 
     @property
     def length(self) -> int:
-        """Elements in all."""
+        """Total number of elements."""
         return sum(piece.length for piece in self.pieces)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes in all."""
+        """Total number of bytes."""
         return self.length * self.dtype.itemsize
 
 
 Share = tuple[Slab, ...]
-"""What one server holds, besides its rows of tables."""
+"""Everything that one server holds, except rows of tables."""
 
 
 def tables_of(model: nn.Module) -> dict[str, Embedding]:
-    """The network's tables, whose rows live on the servers, by name."""
+    """Return the network's embedding tables, whose rows live on the servers, by name."""
     return {name: part for name, part in model.named_modules() if isinstance(part, Embedding)}
 
 
 def held_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """What the servers hold: trained parameters; and buffers that are added to, with parameters that nobody trains."""
+    """Return what the servers hold: trained parameters, and saved numeric buffers together with frozen parameters."""
     tables = {f"{name}.weight" if name else "weight" for name in tables_of(model)}
     trained: dict[str, Tensor] = {
         name: p for name, p in model.named_parameters() if p.requires_grad and name not in tables
@@ -77,13 +77,13 @@ def held_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]
         name: p for name, p in model.named_parameters() if not p.requires_grad and name not in tables
     }
     others.update({name: buffer for name, buffer in model.named_buffers() if name in saved})
-    # Workers build the network themselves, so what was loaded must reach them even where nothing is added to it.
+    # Workers build the network themselves, so loaded values must reach them even if no worker changes them.
     kept = {name: t for name, t in others.items() if t.is_floating_point() or t.dtype in COUNTED}
     return trained, kept
 
 
 def cut(model: nn.Module, num_servers: int, *, whole: bool) -> list[Share]:
-    """What every server holds; `whole` where the optimizer needs whole tensors."""
+    """Return what every server holds; `whole` if the optimizer needs whole tensors."""
     trained, buffers = held_tensors(model)
     _require_work(trained, bool(tables_of(model)), num_servers)
     for name, parameter in trained.items():
@@ -106,7 +106,7 @@ def cut(model: nn.Module, num_servers: int, *, whole: bool) -> list[Share]:
 
 
 def _even(parts: Mapping[str, tuple[Tensor, bool]], num_servers: int) -> list[list[TensorPiece]]:
-    """The tensors as one vector, cut into equal stretches."""
+    """Treat the tensors as one vector and split it into equal ranges."""
     total = sum(tensor.numel() for tensor, _ in parts.values())
     borders = [total * server // num_servers for server in range(num_servers + 1)]
     spread: list[list[TensorPiece]] = [[] for _ in range(num_servers)]
@@ -121,7 +121,7 @@ def _even(parts: Mapping[str, tuple[Tensor, bool]], num_servers: int) -> list[li
 
 
 def _whole(parts: Mapping[str, tuple[Tensor, bool]], num_servers: int) -> list[list[TensorPiece]]:
-    """Every tensor to the server that holds least so far, the largest first."""
+    """Assign every tensor, largest first, to the server that holds least so far."""
     spread: list[list[TensorPiece]] = [[] for _ in range(num_servers)]
     loads = [0] * num_servers
     for name, (tensor, is_trained) in sorted(parts.items(), key=lambda item: -item[1][0].numel()):
@@ -145,18 +145,18 @@ def _require_work(trained: Mapping[str, Tensor], has_tables: bool, num_servers: 
 
 
 def buffers_of(share: Share) -> list[Tensor]:
-    """Room for one value, or one gradient, of everything that a server holds."""
+    """Allocate buffers for one value, or one gradient, of everything that a server holds."""
     return [torch.zeros(slab.length, dtype=slab.dtype) for slab in share]
 
 
 def frames_of(tensors: Sequence[Tensor]) -> list[memoryview]:
-    """Tensors as raw frames, without a copy."""
+    """Return tensors as raw frames, without a copy."""
     raw: list[Any] = [tensor.detach().contiguous().view(-1).view(torch.uint8).numpy() for tensor in tensors]
     return [memoryview(array) for array in raw]
 
 
 def tensor_of(frame: memoryview, dtype: torch.dtype) -> Tensor:
-    """A raw frame as a tensor that may only be read."""
+    """Return a raw frame as a read-only tensor."""
     if not len(frame):
         return torch.zeros(0, dtype=dtype)
     if memoryview(frame).readonly:

@@ -1,4 +1,4 @@
-"""What chief, servers and workers say to each other: small typed messages; tensors travel behind them as raw frames."""
+"""Messages between coordinator, parameter servers and workers: small typed structs, with tensors as raw frames."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ import msgspec
 from ...core import RunError
 
 MAX_HEADER = 1 << 24
-"""Bytes of a message without its tensors: enough for what an optimizer remembers of a hundred thousand of them."""
+"""Maximum bytes of a message without tensors: enough for the optimizer slots of a hundred thousand tensors."""
 MAX_FRAME = 1 << 24
-"""Bytes of one frame, in which messages and parts of tensors travel; more closes the connection."""
+"""Maximum bytes of one frame, for messages and for chunks of tensors; a larger frame closes the connection."""
 
 
 class Message(msgspec.Struct, forbid_unknown_fields=True):
-    """Base of all messages: decoding checks every field."""
+    """Base of all messages; decoding validates every field."""
 
 
 class Hello(Message, tag=True):
-    """A member that wants to speak: a number drawn for this connection."""
+    """A member's first message: a nonce for this connection."""
 
     nonce: bytes
 
 
 class Challenge(Message, tag=True):
-    """The listener's own number, and proof that it knows the token."""
+    """The listener's nonce, and its proof that it knows the token."""
 
     nonce: bytes
     proof: bytes
@@ -36,32 +36,32 @@ class Proof(Message, tag=True):
 
 
 class Welcome(Message, tag=True):
-    """The connection may be used."""
+    """Accept the connection."""
 
 
 class Stranger(Message, tag=True):
-    """The connection has not proved that it knows the token."""
+    """Reject a message of a connection that has not proved to know the token."""
 
 
 class JoinRequest(Message, tag=True):
-    """A server or a worker reports to the chief; a server says where it listens."""
+    """Register a server or a worker with the coordinator; a server includes its listening address."""
 
     role: str
     number: int
     address: str = ""
     term: int = -1
-    """Of what a server holds that comes back after its connection was lost."""
+    """The term of a server's values, if it reconnects after its connection was lost."""
 
 
 class ServerList(Message, tag=True):
-    """Where the servers are. With another term whatever is under way is given up and asked for again."""
+    """The addresses of the servers. With a new term, requests in flight are dropped and repeated."""
 
     term: int
     servers: list[str]
 
 
 class Ask(Message, tag=True):
-    """A worker wants a part of the work."""
+    """Request a part of the work, sent by a worker."""
 
     term: int
 
@@ -74,31 +74,31 @@ class WorkPart(Message, tag=True):
     epoch: int
     step: int
     version: int
-    """The oldest values that it may be computed with."""
+    """The oldest version of the values that the part may be computed with."""
     rates: list[float]
-    """Learning rates by parameter group, where the worker's push is an update by itself."""
+    """Learning rates by parameter group, if the worker's push is an update of its own."""
 
 
 class Delivered(Message, tag=True):
-    """All servers have a part's gradient."""
+    """Report that all servers have a part's gradient."""
 
     term: int
     ticket: int
     total: float
     count: float
     weight: float
-    """What the part's gradient is multiplied with before it is divided by the counts of all parts."""
+    """Factor of the part's gradient before the sum is divided by the counts of all parts."""
     staleness: int
-    """How many updates the values did not know of that it was computed with."""
+    """Staleness: the number of updates missing in the values that the part was computed with."""
     skipped: bool = False
 
 
 class EndOfWork(Message, tag=True):
-    """The work is done."""
+    """End the work."""
 
 
 class Attach(Message, tag=True):
-    """Shared memory of a worker, where it is on the same machine: a process, a descriptor, and what stands in it."""
+    """Offer a worker's shared memory to a server on the same machine: a process, a descriptor, and its contents."""
 
     worker: int
     pid: int
@@ -108,28 +108,28 @@ class Attach(Message, tag=True):
 
 
 class Attached(Message, tag=True):
-    """Whether the server could open it."""
+    """Report whether the server could open the shared memory."""
 
     is_shared: bool
 
 
 class Push(Message, tag=True):
-    """A part's gradient; frames or shared memory hold the dense ones, then come ids and rows of every table."""
+    """A part's gradient: dense ones in frames or shared memory, then ids and rows of every table."""
 
     term: int
     ticket: int
     version: int
-    """That the values had which it was computed with."""
+    """The version of the values that the gradient was computed with."""
     is_shared: bool
     unused: list[int]
     """Numbers of parameters without a gradient."""
     scale: float = 1.0
     rates: list[float] = []
-    """Learning rates, where the push is an update by itself; empty where the chief closes the step."""
+    """Learning rates if the push is an update of its own; empty if the coordinator closes the step."""
 
 
 class Pushed(Message, tag=True):
-    """The gradient is kept, or applied at once; `staleness` is the number of updates that it did not know of."""
+    """Report that a gradient was stored or applied; `staleness` is the number of updates it did not include."""
 
     ticket: int
     staleness: int
@@ -137,7 +137,7 @@ class Pushed(Message, tag=True):
 
 
 class Pull(Message, tag=True):
-    """Asks for values that are at least of this version."""
+    """Request values of at least this version."""
 
     term: int
     version: int
@@ -151,7 +151,7 @@ class Values(Message, tag=True):
 
 
 class PullRows(Message, tag=True):
-    """Asks for rows of a table; their ids follow."""
+    """Request rows of a table; their ids follow as a frame."""
 
     term: int
     table: int
@@ -159,13 +159,13 @@ class PullRows(Message, tag=True):
 
 
 class RowsReply(Message, tag=True):
-    """The rows that were asked for follow."""
+    """Answer to `PullRows`; the rows follow as a frame."""
 
     version: int
 
 
 class Weighed(Message):
-    """A ticket of a step: what its gradient is multiplied with, and its share of the step's samples."""
+    """A ticket of a step: the factor of its gradient, and its share of the step's samples."""
 
     ticket: int
     scale: float
@@ -173,14 +173,14 @@ class Weighed(Message):
 
 
 class Close(Message, tag=True):
-    """Ends a step: these tickets together are its gradient."""
+    """Close a step, whose gradient is the sum over these tickets."""
 
     term: int
     step: int
     tickets: list[Weighed]
     rates: list[float]
     is_measured: bool
-    """Whether the squared norm is wanted before the update is taken."""
+    """Whether the squared norm is requested before the update is applied."""
 
 
 class Summed(Message, tag=True):
@@ -192,7 +192,7 @@ class Summed(Message, tag=True):
 
 
 class Apply(Message, tag=True):
-    """Takes the update of a step whose norm was asked for, shortened by a factor; 0 leaves it out."""
+    """Apply the update of a step whose norm was requested, scaled by a factor; 0 skips the update."""
 
     term: int
     step: int
@@ -200,17 +200,17 @@ class Apply(Message, tag=True):
 
 
 class Gone(Message, tag=True):
-    """A worker that will not come back."""
+    """Report that a worker will not come back."""
 
     worker: int
 
 
 class Save(Message, tag=True):
-    """Asks for everything that a server holds."""
+    """Request everything that a server holds."""
 
 
 class Shaped(Message, tag=True):
-    """A slot of an optimizer that is no single number: a frame holds it."""
+    """An optimizer slot that is not a scalar; its values are in a frame."""
 
     shape: list[int]
     dtype: str
@@ -220,73 +220,73 @@ Slots = dict[str, float | Shaped]
 
 
 class ServerState(Message, tag=True):
-    """What a server holds: its values, and the optimizer's slots by piece; tables follow as ids, rows and slots."""
+    """A server's state: values, and optimizer slots by piece; tables follow as ids, rows and slots."""
 
     version: int
     slots: list[Slots]
-    """By piece, by name."""
+    """Slots by piece, then by name."""
     tables: list[list[str]]
     """By table: the number of its updates, and the names of its slots."""
     applied: int
-    """Gradients since the last load."""
+    """Number of gradients applied since the last load."""
     wire: int
-    """Bytes from workers and to them."""
+    """Bytes exchanged with workers."""
 
 
 class Load(Message, tag=True):
-    """Makes a server hold this from now on; its frames are those of `ServerState`."""
+    """Replace a server's state; the frames are those of `ServerState`."""
 
     term: int
     version: int
     slots: list[Slots]
     tables: list[list[str]]
     ledger: list[int] = msgspec.field(default_factory=lambda: [0])
-    """What was applied: all tickets below the first number, and the others."""
+    """The tickets applied: all below the first number, and the others listed."""
 
 
 class Loaded(Message, tag=True):
-    """A server holds what it was given."""
+    """Report that a server has loaded its state."""
 
     term: int
 
 
 class Renew(Message, tag=True):
-    """Another term with what a server holds; a follower that hears it is a server from now on."""
+    """Start a new term with the server's current state; a follower that receives it becomes the server."""
 
     term: int
 
 
 class Lead(Message, tag=True):
-    """Where a server's follower listens; it is to be filled. Without an address there is none any more."""
+    """The address of a server's follower, which the server must fill; empty: the server has no follower any more."""
 
     address: str
 
 
 class Filled(Message, tag=True):
-    """The follower at this address has all that its server acknowledges."""
+    """Report that the follower at this address has everything that its server acknowledges."""
 
     address: str
 
 
 class Follow(Message, tag=True):
-    """What a server takes, for its follower to take too; frames as they came."""
+    """Replicate a message that a server received to its follower, with the same frames."""
 
     message: Push | Close | Apply | Load
 
 
 class Followed(Message, tag=True):
-    """The follower has taken the next thing."""
+    """Report that the follower has applied the next replicated message."""
 
 
 class Unreached(Message, tag=True):
-    """A member does not get through to a server, or a server to its follower, of the same number."""
+    """Report that a member cannot reach the server of this number, or a server its follower."""
 
     number: int
     address: str = ""
 
 
 class Beat(Message, tag=True):
-    """A question whether somebody is there, and the answer."""
+    """Heartbeat: the request and its answer."""
 
 
 AnyMessage = (
@@ -331,7 +331,7 @@ _decoder = msgspec.msgpack.Decoder(AnyMessage)
 
 
 def encode(message: Message) -> bytes:
-    """A message as bytes; one that is too long for the other end is an error here."""
+    """Encode a message as bytes; raise if it is longer than the receiver accepts."""
     data = _encoder.encode(message)
     if len(data) > MAX_HEADER:
         raise RunError(
@@ -341,12 +341,12 @@ def encode(message: Message) -> bytes:
 
 
 def decode(data: bytes | memoryview) -> AnyMessage:
-    """The message of these bytes; `msgspec.DecodeError` where they are none."""
+    """Decode a message; raise `msgspec.DecodeError` if the bytes are not a valid one."""
     if len(data) > MAX_HEADER:
         raise msgspec.DecodeError(f"a message has at most {MAX_HEADER} bytes, but got {len(data)}")
     try:
         message: AnyMessage = _decoder.decode(data)
     except (UnicodeDecodeError, RecursionError) as error:
-        # msgspec lets errors of texts and of depth through as they are.
+        # msgspec does not convert errors about text encoding and nesting depth.
         raise msgspec.DecodeError(f"not a message: {error}") from None
     return message

@@ -1,4 +1,4 @@
-"""A server's chain to its follower: what changes the server goes there too, and only then it is acknowledged."""
+"""Replication of a server to its follower: a change is acknowledged only after the follower has it too."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Then = Callable[[], None]
 
 
 class Chain:
-    """Messages on their way to a follower, in the order in which its server takes them."""
+    """Messages in flight to a follower, in the order in which its server applies them."""
 
     def __init__(self, context: zmq.Context[Any], token: bytes, address: str, timeout: float) -> None:
         self.caller = Caller(context, token, address, timeout)
@@ -24,26 +24,26 @@ class Chain:
         self._owed: deque[tuple[float, Then]] = deque()
 
     def forward(self, message: Push | Close | Apply | Load, frames: Sequence[Frame], then: Then) -> None:
-        """Sends what the server is about to take; `then` is done when the follower has it.
+        """Send a message that the server is about to apply; `then` is called when the follower has acknowledged it.
 
-        Frames are copied: an update may change them in place.
+        Frames are copied, because an update may change them in place.
         """
         self.caller.send(Follow(message), [bytes(frame) for frame in frames])
         self._owed.append((time.monotonic(), then))
 
     def hear(self) -> None:
-        """Does what waited for the follower."""
+        """Process the follower's acknowledgements and run the callbacks that waited for them."""
         while (got := self.caller.receive()) is not None:
             if isinstance(got[0], Followed):
                 self._owed.popleft()[1]()
 
     @property
     def is_silent(self) -> bool:
-        """Whether the follower owes an answer for too long."""
+        """Whether an acknowledgement of the follower is overdue."""
         return bool(self._owed) and time.monotonic() - self._owed[0][0] > self._timeout / 2
 
     def close(self) -> None:
-        """Goes on without the follower: nothing waits for it any more."""
+        """Continue without the follower: run the callbacks that wait for it."""
         self.caller.close()
         while self._owed:
             self._owed.popleft()[1]()

@@ -1,4 +1,4 @@
-"""A parameter server: holds its share of the values, gathers gradients, and updates when a step closes."""
+"""Parameter server: holds its share of the parameters, collects gradients, and updates when a step closes."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ from .update import pack_slots, pieces_of, unpack_slots
 
 @dataclass
 class Held:
-    """A gradient that waits for its step to close."""
+    """A gradient that waits until its step closes."""
 
     dense: list[Tensor]
     unused: frozenset[int]
@@ -62,7 +62,7 @@ class Held:
 
 
 class ServerShard:
-    """One server's part of the network: values, the optimizer on them, tables, and which pushes it has applied."""
+    """One server's share of the network: values, their optimizer, embedding tables, and the pushes already applied."""
 
     def __init__(self, number: int, share: Share, model: nn.Module, optimizer: Optimizer) -> None:
         self.number, self.share = number, share
@@ -85,7 +85,7 @@ class ServerShard:
     # -- gradients ------------------------------------------------------------------------------------------------
 
     def keep(self, push: Push, dense: list[Tensor], tables: list[tuple[Tensor, Tensor]]) -> bool:
-        """Holds a gradient until its step closes; False where it was applied already."""
+        """Store a gradient until its step closes; return False if it was applied already."""
         if push.ticket in self.ledger:
             return False
         before = self.held.pop(push.ticket, None)
@@ -96,21 +96,21 @@ class ServerShard:
         return True
 
     def forget(self, tickets: list[int]) -> None:
-        """Lets gradients go that came too late."""
+        """Drop gradients, for example late ones, and reuse their buffers."""
         for ticket in tickets:
             held = self.held.pop(ticket, None)
             if held is not None:
                 self._spare.append(held.dense)
 
     def sum(self, close: Close) -> float:
-        """Adds a step's gradients up, in the order of their tickets; returns the squared norm where it is wanted."""
+        """Sum a step's gradients in the order of their tickets; return the squared norm if it was requested."""
         tickets = sorted(close.tickets, key=lambda weighed: weighed.ticket)
         parts = [self.held[weighed.ticket] for weighed in tickets]
         scales, shares = [w.scale for w in tickets], [w.share for w in tickets]
         total = []
         for index, slab in enumerate(self.share):
             dense = [part.dense[index] for part in parts]
-            # What was added to buffers is averaged over samples, whatever the loss counts.
+            # Changes of buffers are averaged over samples, independent of what the loss counts.
             added = {p: _weighted([d[p.place] for d in dense], shares) for p in slab.pieces if not p.is_trained}
             if slab.dtype.is_floating_point:
                 _add_up(dense, scales)
@@ -129,7 +129,7 @@ class ServerShard:
         return self._square(total, rows) if close.is_measured else 0.0
 
     def apply(self, tickets: list[int], scale: float) -> None:
-        """Takes the update of the step that was summed; a scale of 0 leaves it out."""
+        """Apply the update of the step that was summed; a scale of 0 skips it."""
         assert self._summed is not None
         total, rows, unused, rates = self._summed
         self._summed = None
@@ -141,8 +141,8 @@ class ServerShard:
         self.forget(tickets)
 
     def apply_now(self, push: Push, dense: list[Tensor], tables: list[tuple[Tensor, Tensor]], slow: bool) -> int:
-        """Takes a push as an update by itself; returns how many updates it did not know of."""
-        # A follower that has become the server may know less than the values that were pulled from the last one.
+        """Apply a push as an update of its own; return its staleness in updates."""
+        # A follower that became the server may have an older version than the values pulled from the failed server.
         staleness = max(0, self.version - push.version)
         rates = [rate / (1 + staleness) for rate in push.rates] if slow else push.rates
         if push.scale:
@@ -154,7 +154,7 @@ class ServerShard:
     def _scaled(
         self, total: list[Tensor], rows: list[tuple[Tensor, Tensor]], scale: float
     ) -> tuple[list[Tensor], list[tuple[Tensor, Tensor]]]:
-        """Gradients times a number, in place; what was added to buffers stays as it is."""
+        """Multiply gradients by a number in place; changes of buffers stay as they are."""
         if scale != 1.0:
             for gradient in self._trained(total):
                 gradient.mul_(scale)
@@ -178,7 +178,7 @@ class ServerShard:
             for piece in slab.pieces:
                 part = gradient[piece.place]
                 if not piece.is_trained:
-                    # Statistics of as many workers as there are updates in between moved from the same old value.
+                    # Workers whose updates came in between started from the same old statistics.
                     values[piece.place] += part / (1 + staleness) if part.is_floating_point() else part
                 elif self._number_of[piece.name] in unused:
                     self.pieces[piece].grad = None
@@ -201,10 +201,10 @@ class ServerShard:
         parts = [*self._trained(total), *(gradients for _, gradients in rows)]
         return sum(float(torch.linalg.vector_norm(part, dtype=torch.float64)) ** 2 for part in parts)
 
-    # -- the whole ------------------------------------------------------------------------------------------------
+    # -- saving and loading ---------------------------------------------------------------------------------------
 
     def state(self, wire: int) -> tuple[ServerState, list[Frame]]:
-        """Everything that it holds, as a message and its frames."""
+        """Return everything that this server holds, as a message and its frames."""
         slots: list[Slots] = []
         frames = list(self.values)
         for parameter in self.pieces.values():
@@ -219,7 +219,7 @@ class ServerShard:
         return ServerState(self.version, slots, names, len(self.ledger), wire), frames_of(frames)
 
     def load(self, load: Load, frames: list[Frame]) -> None:
-        """Holds this from now on."""
+        """Replace everything that this server holds, and drop pending gradients."""
         at = iter(frames)
         for values in self.values:
             values.copy_(tensor_of(next(at), values.dtype))
@@ -235,7 +235,7 @@ class ServerShard:
 
 
 class ParameterShardServer:
-    """Answers workers and follows the chief, one message after another; or follows another server, see `Chain`."""
+    """Serves workers and the coordinator, one message at a time, or is another server's follower (see `Chain`)."""
 
     def __init__(
         self,
@@ -255,22 +255,22 @@ class ParameterShardServer:
         self._listener = MessageListener(self._context, token, timeout, *listens)
         self._chief = call_again(self._context, token, chief, timeout, self.on_wait)
         self._slots: dict[int, tuple[bytes, SharedSlots]] = {}
-        """By worker: its connection, and what is shared with it."""
+        """By worker: its connection, and the memory shared with it."""
         self._waiting: list[tuple[bytes, Pull | PullRows, list[Frame]]] = []
         self._chain: Chain | None = None
         self._is_told = False
-        """Whether the chief knows that the follower is silent."""
+        """Whether the coordinator was informed that the follower does not answer."""
         self._next_follower: str | None = None
-        """One that is to be filled when the step that was summed is taken."""
+        """Address of a follower to fill after the update of the step that was summed."""
         self._closing: Close | None = None
         self._square = 0.0
         self._term = -1
         self._is_over = False
         self.seconds = {"push": 0.0, "pull": 0.0}
-        """Where its time went."""
+        """Seconds spent on pushes and on pulls."""
 
     def run(self) -> dict[str, Any]:
-        """Serves until the chief says that it is over; returns what passed through."""
+        """Serve until the coordinator ends the work; return statistics."""
         self._join()
         try:
             while not self._is_over:
@@ -298,13 +298,13 @@ class ParameterShardServer:
             poller.register(socket, zmq.POLLIN)
         return dict(poller.poll(None if self._chain is None else int(1000 * self._timeout / 8)))
 
-    # -- the chief ------------------------------------------------------------------------------------------------
+    # -- the coordinator ------------------------------------------------------------------------------------------
 
     def _hear_chief(self) -> None:
         try:
             got = self._chief.receive()
         except LinkLost:
-            # What it holds stays good: the chief may come back, or another one that has the last checkpoint.
+            # The values stay valid: the coordinator may return, or a new one that has the last checkpoint.
             self._chief.close()
             self._chief = call_again(self._context, self._token, self._chief_address, self._timeout, self.on_wait)
             self._join()
@@ -347,13 +347,13 @@ class ParameterShardServer:
         self._closing = None
 
     def _begin_term(self, term: int) -> None:
-        """What was under way is given up; workers connect anew when they hear of a term."""
+        """Start a term: drop waiting pulls and shared memory. Workers reconnect when they learn of the new term."""
         self._term, self._waiting = term, []
         for worker in list(self._slots):
             self._drop(worker)
 
     def _drop(self, worker: int) -> None:
-        """Lets go of what is shared with a worker."""
+        """Release the memory shared with a worker."""
         if worker in self._slots:
             peer, slots = self._slots.pop(worker)
             slots.close()
@@ -363,7 +363,7 @@ class ParameterShardServer:
         return next((slots for owner, slots in self._slots.values() if owner == peer), None)
 
     def _close_step(self, message: Close | Apply) -> None:
-        """Sums a step or takes its update; the chief may say so twice, when a server is gone that had heard it."""
+        """Sum a step or apply its update. Idempotent: the coordinator may repeat the message after a server failed."""
         if message.step < self.shard.version:
             return
         if self._chain is not None:
@@ -390,14 +390,14 @@ class ParameterShardServer:
     # -- the follower ---------------------------------------------------------------------------------------------
 
     def _lead(self, address: str) -> None:
-        """Fills another follower, or goes on without one."""
+        """Replicate to the follower at this address, or continue without a follower if it is empty."""
         if self._chain is not None:
             self._chain.close()
         self._chain, self._next_follower, self._is_told = None, None, False
         if not address:
             return
         if self._closing is not None:
-            # The gradients of this step are a sum already.
+            # The gradients of this step are summed already and cannot be replicated one by one.
             self._next_follower = address
             return
         try:
@@ -414,7 +414,7 @@ class ParameterShardServer:
         self._chain = chain
 
     def _hear_follower(self, chain: Chain) -> None:
-        """Acknowledges what the follower has; whether one that is silent still counts, the chief says."""
+        """Process the follower's acknowledgements; report a silent follower to the coordinator, which decides."""
         try:
             chain.hear()
             is_silent = chain.is_silent
@@ -436,7 +436,7 @@ class ParameterShardServer:
 
     def _hear_member(self, peer: bytes, message: Any, frames: list[Frame]) -> None:
         if isinstance(message, Follow):
-            # Only who has been told to leads: a server that is filled by another one follows it.
+            # A server leads only after the coordinator said so: one that another server fills becomes its follower.
             self.leads = self.leads and not isinstance(message.message, Load)
             if not self.leads:
                 self._follow(message.message, frames)
@@ -448,7 +448,7 @@ class ParameterShardServer:
                 self._slots[message.worker] = peer, slots
             self._listener.send(peer, Attached(slots is not None))
         elif isinstance(message, Push | Pull) and message.is_shared and self._shared_with(peer) is None:
-            # Its worker is gone.
+            # The worker of this connection is gone.
             return
         elif isinstance(message, Push) and message.term == self._term:
             self._take(peer, message, frames)
@@ -480,7 +480,7 @@ class ParameterShardServer:
             self._serve_waiting()
 
     def _parts(self, push: Push, frames: list[Frame], peer: bytes | None) -> Any:
-        """The gradients of a push: dense ones, and ids and rows of every table."""
+        """Return the gradients of a push: dense ones, and ids and rows of every table."""
         shard = self.shard
         if push.is_shared:
             slots = self._shared_with(peer or b"")
@@ -496,7 +496,7 @@ class ParameterShardServer:
         return dense, tables
 
     def _enter(self, push: Push, dense: list[Tensor], tables: list[tuple[Tensor, Tensor]]) -> Pushed:
-        """Keeps a gradient, or takes it as an update by itself."""
+        """Store a gradient for its step, or apply it as an update of its own."""
         shard = self.shard
         if not push.rates:
             return Pushed(push.ticket, 0, shard.keep(push, dense, tables))
@@ -541,7 +541,7 @@ class ParameterShardServer:
 
 
 def _add_up(tensors: list[Tensor], scales: list[float]) -> None:
-    """Makes the first tensor the sum of all, each multiplied by its scale."""
+    """Sum all tensors into the first one, each multiplied by its scale."""
     if scales[0] != 1.0:
         tensors[0].mul_(scales[0])
     for tensor, scale in zip(tensors[1:], scales[1:], strict=True):
@@ -549,6 +549,6 @@ def _add_up(tensors: list[Tensor], scales: list[float]) -> None:
 
 
 def _weighted(tensors: list[Tensor], shares: list[float]) -> Tensor:
-    """The mean of tensors by their shares, in a dtype that can hold it."""
+    """Return the mean of tensors weighted by their shares, in a dtype that can hold it."""
     wide = [tensor if tensor.is_floating_point() else tensor.double() for tensor in tensors]
     return torch.stack([tensor * share for tensor, share in zip(wide, shares, strict=True)]).sum(0)

@@ -1,4 +1,4 @@
-"""Shared memory between a worker and the servers of its machine: one piece without a name for each pair of them."""
+"""Anonymous shared memory between a worker and each server on its machine."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from .layout import Share
 from .messages import Attach
 
 COOKIE = 64
-"""Bytes at the beginning that tell whether both ends see the same memory."""
+"""Bytes at the start that show whether both processes see the same memory."""
 
 
 class SharedSlots:
-    """Room for one gradient on its way to a server, and for the server's values on their way back."""
+    """Buffers for one gradient sent to a server, and for the values it returns."""
 
     def __init__(self, share: Share, *, attach: Attach | None = None) -> None:
         sizes = [_aligned(slab.num_bytes) for slab in share]
@@ -43,7 +43,7 @@ class SharedSlots:
 
     @classmethod
     def attached(cls, share: Share, attach: Attach) -> SharedSlots | None:
-        """The same memory at the server's end; None where it cannot be seen from here."""
+        """Map a worker's memory in the server process; return None if it is not accessible from here."""
         try:
             fits = os.stat(f"/proc/{attach.pid}/fd/{attach.fd}").st_size == attach.size
             slots = cls(share, attach=attach) if fits and attach.size == expected_size(share) else None
@@ -55,16 +55,16 @@ class SharedSlots:
         return slots
 
     def offer(self, worker: int) -> Attach:
-        """What a server needs to find a worker's memory."""
+        """Return the message with which a server can map this memory."""
         return Attach(worker, os.getpid(), self._fd, self.size, self.cookie)
 
     def close(self) -> None:
-        """Lets go of it; it is gone when both ends have."""
+        """Unmap the memory; it is freed when both processes have done so."""
         os.close(self._fd)
 
 
 def expected_size(share: Share) -> int:
-    """Bytes for one gradient and one value of everything that a server holds."""
+    """Return the bytes for one gradient and one value of everything that a server holds."""
     return COOKIE + 2 * sum(_aligned(slab.num_bytes) for slab in share)
 
 

@@ -1,4 +1,4 @@
-"""Sockets of ZeroMQ that speak only with whoever knows the token, and carry tensors as raw frames."""
+"""ZeroMQ sockets that authenticate peers by the job's token and send tensors as raw frames."""
 
 from __future__ import annotations
 
@@ -33,29 +33,29 @@ Frame = Any
 NONCE = 32
 REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 SOON = 3.0
-"""Seconds after which a person hears who is waited for."""
+"""Seconds of waiting after which the user is informed what the process waits for."""
 LAST = 20
-"""Milliseconds in which what was sent before a connection was lost still comes."""
+"""Milliseconds to wait for messages that were sent before a connection was lost."""
 _BIG = 65536
-"""Bytes from which a frame is sent without a copy."""
+"""Size in bytes from which a frame is sent without a copy."""
 
 
 class LinkLost(RunError):
-    """The other end of a connection does not answer or does not know us any more."""
+    """Raised when the peer of a connection does not answer or no longer accepts this connection."""
 
 
 def new_context() -> zmq.Context[Any]:
-    """What sockets are made in; one for every process and purpose, ended when its sockets are closed."""
+    """Return a ZeroMQ context: one per process and purpose, terminated after its sockets are closed."""
     return zmq.Context()
 
 
 def new_token() -> bytes:
-    """A secret for one job."""
+    """Return a random secret for one job."""
     return secrets.token_bytes(32)
 
 
 class MessageListener:
-    """Many members at one address; only those that proved to know the token are heard."""
+    """A ROUTER socket for many peers; messages are accepted only from peers that proved to know the token."""
 
     def __init__(
         self, context: zmq.Context[Any], token: bytes, timeout: float, host: str = "127.0.0.1", port: int = 0
@@ -73,12 +73,12 @@ class MessageListener:
         self._token = token
         self._strangers: dict[str, tuple[bytes, bytes]] = {}
         self._known: set[str] = set()
-        """Connections that have proved to know the token, by the names that the door knows."""
+        """Authenticated connections, by the user id that the ZeroMQ authenticator assigned."""
         self.num_bytes = 0
-        """Bytes that came and went, of messages and of tensors, those in shared memory included."""
+        """Bytes sent and received, of messages and of tensors, including those in shared memory."""
 
     def receive(self) -> tuple[bytes, AnyMessage, list[Frame]] | None:
-        """The next message of a known peer; None where it was a stranger's, or none at all."""
+        """Return the next message of an authenticated peer; None if there is none or it came from an unknown peer."""
         try:
             peer, *frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
         except zmq.Again:
@@ -96,13 +96,13 @@ class MessageListener:
         return None
 
     def send(self, peer: bytes, message: Message, frames: Sequence[Frame] = ()) -> None:
-        """Sends to a peer; one that is gone hears nothing."""
+        """Send a message to a peer; it is dropped if the peer is no longer connected."""
         head = encode(message)
         self.num_bytes += len(head) + sum(memoryview(frame).nbytes for frame in frames)
         self.socket.send_multipart([peer, head, *_cut(frames)])
 
     def close(self) -> None:
-        """Stops listening."""
+        """Stop listening and close the socket."""
         self.socket.close(linger=200)
         self._door.close()
 
@@ -121,7 +121,7 @@ class MessageListener:
 
 
 class Caller:
-    """One connection to a listener, which must answer within `reach` seconds when it is made."""
+    """A DEALER socket connected to one listener, which must answer the handshake within `reach` seconds."""
 
     def __init__(
         self, context: zmq.Context[Any], token: bytes, address: str, timeout: float, reach: float | None = None
@@ -131,7 +131,7 @@ class Caller:
         knock(self.socket, token)
         self.address, self._lost = address, ""
         self.monitor = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | REFUSED)
-        """Becomes readable when the connection is lost; what it held is lost too, so it is not used again."""
+        """Readable when the connection is lost. Pending messages are lost with it, so the connection is not reused."""
         self.socket.connect(address)
         try:
             self._introduce(token, timeout if reach is None else reach)
@@ -140,9 +140,9 @@ class Caller:
             raise
 
     def send(self, message: Message, frames: Sequence[Frame] = ()) -> None:
-        """Sends a message; a large frame must stay as it is until it is answered.
+        """Send a message without blocking; a large frame must not change until the message is answered.
 
-        Where the connection is lost nobody hears it, and `receive` says so.
+        If the connection is lost the message is dropped, and the next `receive` raises.
         """
         parts = [encode(message), *_cut(frames)]
         last = len(parts) - 1
@@ -154,7 +154,7 @@ class Caller:
                 return
 
     def receive(self, timeout: float | None = 0.0) -> tuple[AnyMessage, list[Frame]] | None:
-        """The next message, within so many seconds; None where none came."""
+        """Return the next message within `timeout` seconds, or None if none arrived."""
         if not self._has_come(timeout):
             return None
         head, *frames = self.socket.recv_multipart(copy=False)
@@ -167,7 +167,7 @@ class Caller:
         return message, _joined([frame.buffer for frame in frames])
 
     def _has_come(self, timeout: float | None) -> bool:
-        """Waits for a message; what came before a connection was lost is still read."""
+        """Wait for a message; messages that arrived before the connection was lost are still read."""
         if self.socket.poll(0):
             return True
         if self._lost:
@@ -177,7 +177,7 @@ class Caller:
         poller.register(self.monitor, zmq.POLLIN)
         ready = dict(poller.poll(None if timeout is None else int(1000 * timeout)))
         if self.monitor in ready and not self.socket.poll(LAST):
-            # Read, so that whoever polls the monitor is not woken again.
+            # Consume the event, so that polling the monitor does not wake up again.
             is_refused = recv_monitor_message(self.monitor)["event"] & REFUSED
             refused = f"whoever listens at {self.address} does not know this job's token"
             self._lost = refused if is_refused else f"the connection to {self.address} was lost"
@@ -185,7 +185,7 @@ class Caller:
         return bool(self.socket.poll(0))
 
     def expect(self, timeout: float | None) -> tuple[AnyMessage, list[Frame]]:
-        """The next message; an error where none comes in time."""
+        """Return the next message; raise `LinkLost` if none arrives in time."""
         got = self.receive(timeout)
         if got is None:
             assert timeout is not None
@@ -193,7 +193,7 @@ class Caller:
         return got
 
     def close(self) -> None:
-        """Ends the connection; what was sent still leaves."""
+        """Close the connection; messages already sent get 200 ms to leave."""
         if self.socket.closed:
             return
         self.socket.disable_monitor()
@@ -217,9 +217,9 @@ class Caller:
 def call_again(
     context: zmq.Context[Any], token: bytes, address: str, timeout: float, on_wait: Callable[[str], None]
 ) -> Caller:
-    """A new connection to somebody who may be starting anew: within the time limit it may fail and is tried again.
+    """Connect to a coordinator that may be restarting, retrying until the timeout.
 
-    `on_wait` is told once that it takes a while.
+    `on_wait` is called once when this takes longer than a few seconds.
     """
     began, is_told = time.monotonic(), False
     while True:
@@ -240,7 +240,7 @@ def _proof(token: bytes, role: bytes, caller: bytes, listener: bytes) -> bytes:
 
 
 def _cut(frames: Sequence[Frame]) -> list[Frame]:
-    """Frames in parts that may be sent: one of just the greatest length is gone on with in the next."""
+    """Split frames into chunks of at most MAX_FRAME bytes; a chunk of exactly that size is continued by the next."""
     parts: list[Frame] = []
     for frame in frames:
         whole = memoryview(frame)
@@ -249,7 +249,7 @@ def _cut(frames: Sequence[Frame]) -> list[Frame]:
 
 
 def _joined(parts: Sequence[Frame]) -> list[Frame]:
-    """The inverse of `_cut`."""
+    """Join the chunks that `_cut` made back into frames."""
     frames: list[Frame] = []
     start = 0
     for index, part in enumerate(parts):
@@ -265,9 +265,9 @@ def _joined(parts: Sequence[Frame]) -> list[Frame]:
 
 
 def _settle(socket: Any, timeout: float) -> None:
-    """Bounds what a frame may hold, and how long the other end may be silent, whose ZeroMQ answers by itself.
+    """Limit the frame size and set heartbeats, which the peer's ZeroMQ answers without the application.
 
-    What is sent waits in memory, bounded by who asks how often.
+    The send queue has no limit: it is bounded by how often peers send requests.
     """
     socket.setsockopt(zmq.HEARTBEAT_IVL, max(100, int(1000 * timeout / 8)))
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, max(400, int(1000 * timeout / 2)))

@@ -1,4 +1,4 @@
-"""Tables: rows of embeddings on a server, made when they are first asked for, trained one by one."""
+"""Tables: embedding rows on a server, created on first request and trained row by row."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from ...core import TaskError, each_of, parameters_of
 from ..embedding import Embedding, first_rows
 
 SLOTS: dict[str, tuple[str, ...]] = {"sgd": (), "adagrad": ("sum",), "adam": ("exp_avg", "exp_avg_sq")}
-"""What every row remembers, by the kind of its optimizer; torch's own names."""
+"""Optimizer slots of every row, by the kind of optimizer, with torch's names."""
 KINDS = {"SGD": "sgd", "Adagrad": "adagrad", "Adam": "adam", "AdamW": "adam"}
 MOVING = {"sgd": ("momentum", "weight_decay"), "adagrad": ("weight_decay",), "adam": ("amsgrad",)}
-"""Settings that would move rows which no batch touches, or that rows do not remember enough for."""
+"""Settings that would change rows that no batch uses, or that need slots which rows do not have."""
 FIRST = 1024
 
 
 def kind_of(table: Embedding, optimizer: Any) -> str:
-    """What trains a table's rows: what was asked for, or the kind that the task's optimizer is."""
+    """Return the kind of optimizer for a table's rows: the table's own, or that of the task's optimizer."""
     mine = next((m for m in each_of(optimizer) if any(table.weight is p for p in parameters_of(m))), optimizer)
     kind = table.optimizer or kind_of_optimizer(mine)
     if kind is None:
@@ -34,9 +34,9 @@ def kind_of(table: Embedding, optimizer: Any) -> str:
 
 
 def settings_of(name: str, table: Embedding, optimizer: Any, model: nn.Module) -> Mapping[str, Any]:
-    """The settings with which a table's rows are trained; a table with an optimizer of its own has that one's defaults.
+    """Return the settings with which a table's rows are trained; a table with its own optimizer uses the defaults.
 
-    Rows change only when a batch touches them. What moves all rows in every step, as momentum does, is refused.
+    Rows change only when a batch uses them. Settings that change all rows in each step, such as momentum, are rejected.
     """
     kind = kind_of(table, optimizer)
     if table.optimizer is not None:
@@ -54,28 +54,28 @@ def settings_of(name: str, table: Embedding, optimizer: Any, model: nn.Module) -
 
 
 def group_of(name: str, optimizer: Any, model: nn.Module) -> int:
-    """The number of the parameter group that a table is in."""
+    """Return the index of the parameter group that holds a table's weight."""
     weight = model.get_submodule(name).weight
     return next(i for i, group in enumerate(optimizer.param_groups) if any(weight is p for p in group["params"]))
 
 
 def first_slot(kind: str, settings: Mapping[str, Any]) -> float:
-    """What a row remembers at first."""
+    """Return the initial value of a row's optimizer slots."""
     return float(settings.get("initial_accumulator_value", 0.0)) if kind == "adagrad" else 0.0
 
 
 def kind_of_optimizer(optimizer: Any) -> str | None:
-    """The kind that an optimizer is of, among those that train single rows."""
+    """Return the kind of an optimizer among those that can train single rows, or None."""
     return KINDS.get(type(optimizer).__name__)
 
 
 def slot_names(kind: str) -> tuple[str, ...]:
-    """What every row remembers under an optimizer of this kind."""
+    """Return the names of a row's slots under this kind of optimizer."""
     return SLOTS[kind]
 
 
 class ServerTable:
-    """One server's rows of one table: those whose id leaves the server's number when divided by how many there are."""
+    """One server's rows of one table: those with `id % num_servers == server number`."""
 
     def __init__(self, table: Embedding, kind: str, group: Mapping[str, Any], dtype: torch.dtype) -> None:
         self.dim, self.seed, self.std, self.dtype = table.embedding_dim, table.seed, table.std, dtype
@@ -86,12 +86,12 @@ class ServerTable:
         self._slots = {name: torch.zeros(0, self.dim, dtype=dtype) for name in SLOTS[kind]}
 
     def rows(self, ids: Tensor) -> Tensor:
-        """Some rows; those that nobody asked for before are made."""
+        """Return the rows of these ids, creating those that were never requested before."""
         places = self._places(ids)
         return self._values[places]
 
     def update(self, ids: Tensor, gradients: Tensor, rate: float) -> None:
-        """Takes one step of the rows with these ids, each of which stands there once."""
+        """Run one optimizer step on the rows with these ids, which must be unique."""
         places = self._places(ids)
         self.num_updates += 1
         values = self._values[places]
@@ -115,17 +115,17 @@ class ServerTable:
 
     @property
     def slot_names(self) -> list[str]:
-        """The names of what every row remembers."""
+        """The names of the optimizer slots of every row."""
         return list(self._slots)
 
     def state(self) -> tuple[Tensor, list[Tensor]]:
-        """The ids of all rows there are, their values, and what they remember."""
+        """Return the ids of all existing rows, their values, and their optimizer slots."""
         count = len(self._index)
         ids = torch.from_numpy(np.fromiter(self._index, np.int64, count))
         return ids, [self._values[:count], *(slot[:count] for slot in self._slots.values())]
 
     def load(self, ids: Tensor, tensors: list[Tensor], num_updates: int) -> None:
-        """The inverse of `state`."""
+        """Load what `state` returned."""
         self._index = {row: place for place, row in enumerate(ids.tolist())}
         self.num_updates = num_updates
         shape = (len(ids), self.dim)
@@ -147,7 +147,7 @@ class ServerTable:
         return self.group.get(name, default)
 
     def _places(self, ids: Tensor) -> Tensor:
-        """Where rows lie; new ones are added behind the others."""
+        """Return the positions of rows in memory, appending new rows."""
         wanted = ids.tolist()
         index = self._index
         new = [row for row in wanted if row not in index]
@@ -177,7 +177,7 @@ def _grown(tensor: Tensor, rows: int) -> Tensor:
 
 
 def joined(ids: list[Tensor], gradients: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Rows of several gradients with every id once; those of the same id are added."""
+    """Merge row gradients so that every id occurs once; gradients of the same id are summed."""
     unique, inverse = torch.unique(torch.cat(ids), return_inverse=True)
     together = torch.cat(gradients)
     return unique, together.new_zeros(len(unique), together.shape[1]).index_add_(0, inverse, together)

@@ -1,4 +1,4 @@
-"""Updates on the servers: the task's own optimizer, moved from whole tensors onto the pieces that a server holds."""
+"""Updates on the servers: the task's optimizer, moved from whole tensors to the pieces that a server holds."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ DTYPES = {
     name: getattr(torch, name) for name in ("float16", "bfloat16", "float32", "float64", "int32", "int64", "bool")
 }
 FAILURES = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
-"""What an optimizer raises that cannot take the tensors it is tried on."""
+"""Errors of an optimizer that cannot handle the tensors it is tried on."""
 NUM_STEPS = 3
-"""Steps that show whether an optimizer looks at one element at a time; the first of them may be a plain one."""
+"""Number of steps that show whether an optimizer is elementwise; the first one may be a special case."""
 
 
 def moved(optimizer: Optimizer, parts: Mapping[Tensor, Sequence[nn.Parameter]]) -> Optimizer:
-    """A copy of an optimizer that holds these parts instead of its parameters; the first slots are cut likewise."""
+    """Return a copy of an optimizer that holds these parts instead of its parameters; existing slots are split too."""
     if isinstance(optimizer, Joined):
         return Joined([moved(member, parts) for member in optimizer.members])
     twin = _twin(optimizer)
@@ -39,9 +39,9 @@ def moved(optimizer: Optimizer, parts: Mapping[Tensor, Sequence[nn.Parameter]]) 
 
 
 def _twin(optimizer: Optimizer) -> Optimizer:
-    """Another optimizer of the same kind and settings, without a memory.
+    """Return another optimizer of the same kind and settings, without state.
 
-    What it keeps in attributes, such as a generator or averages, is its own, so its steps leave the first one as it is.
+    Its attributes, such as a generator or averages, are copies, so its steps do not change the original.
     """
     twin: Optimizer = object.__new__(type(optimizer))
     twin.__dict__.update(optimizer.__dict__)
@@ -49,7 +49,7 @@ def _twin(optimizer: Optimizer) -> Optimizer:
     known = vars(Optimizer([torch.zeros(1)], {}))
     for name, value in optimizer.__dict__.items():
         if name not in known:
-            # What cannot be copied, such as an open file, is shared.
+            # Attributes that cannot be copied, such as an open file, are shared.
             with contextlib.suppress(Exception):
                 twin.__dict__[name] = copy.deepcopy(value, memo)
     twin.state = defaultdict(dict)
@@ -57,7 +57,7 @@ def _twin(optimizer: Optimizer) -> Optimizer:
 
 
 def pieces_of(optimizer: Optimizer, names: Mapping[str, nn.Parameter], share: Share, values: Sequence[Tensor]) -> Any:
-    """The optimizer on the pieces of a server, and its parameters by piece."""
+    """Return the optimizer on a server's pieces, and its parameters by piece."""
     parameters: dict[TensorPiece, nn.Parameter] = {}
     parts: dict[Tensor, list[nn.Parameter]] = {}
     for slab, flat in zip(share, values, strict=True):
@@ -66,7 +66,7 @@ def pieces_of(optimizer: Optimizer, names: Mapping[str, nn.Parameter], share: Sh
                 continue
             whole = names[piece.name]
             view = flat[piece.place]
-            # A tensor that is held whole keeps its shape: an optimizer may look at rows and columns.
+            # A tensor that is held whole keeps its shape, because an optimizer may use rows and columns.
             parameters[piece] = nn.Parameter(view.view(whole.shape) if piece.length == whole.numel() else view)
             parts.setdefault(whole, []).append(parameters[piece])
     twin = moved(optimizer, parts)
@@ -78,7 +78,7 @@ def pieces_of(optimizer: Optimizer, names: Mapping[str, nn.Parameter], share: Sh
 
 
 def cut_slot(slot: Any, piece: TensorPiece, whole: Tensor) -> Any:
-    """What a piece has of an optimizer's slot: its stretch where the slot is like the tensor, else all of it."""
+    """Return a piece's part of an optimizer slot: its range if the slot is shaped like the tensor, else all of it."""
     if not isinstance(slot, Tensor):
         return slot
     if slot.shape != whole.shape or piece.length == whole.numel():
@@ -87,7 +87,7 @@ def cut_slot(slot: Any, piece: TensorPiece, whole: Tensor) -> Any:
 
 
 def pack_slots(slots: Mapping[str, Any]) -> tuple[Slots, list[Tensor]]:
-    """An optimizer's slots of one piece as plain data, and the tensors among them."""
+    """Return an optimizer's slots of one piece as plain data, and the tensors among them."""
     plain: Slots = {}
     tensors = []
     for name, value in slots.items():
@@ -100,7 +100,7 @@ def pack_slots(slots: Mapping[str, Any]) -> tuple[Slots, list[Tensor]]:
 
 
 def unpack_slots(plain: Slots, frames: Iterator[Any]) -> dict[str, Any]:
-    """The inverse of `pack_slots`, with the tensors as frames; a single number is a tensor, as torch has it."""
+    """Restore what `pack_slots` returned, with the tensors as frames; a scalar becomes a tensor, as in torch."""
     slots: dict[str, Any] = {}
     for name, value in plain.items():
         if isinstance(value, Shaped):
@@ -111,14 +111,14 @@ def unpack_slots(plain: Slots, frames: Iterator[Any]) -> dict[str, Any]:
 
 
 def needs_whole(optimizer: Optimizer) -> bool:
-    """Whether it must see whole tensors; seen by trying it. One that needs several at once is refused.
+    """Return whether an optimizer needs whole tensors, found by trying it; raise if it needs several at once.
 
     Raises:
         TaskError: It has optimizers inside it, draws random numbers, does not update what its groups hold, or its
             update of one tensor depends on others.
     """
     if isinstance(optimizer, Joined):
-        return max(map(needs_whole, optimizer.members))  # which asks all of them: each may be refused
+        return max(map(needs_whole, optimizer.members))  # max checks all members, each of which may raise
     _require_movable(optimizer)
     if is_by_element(optimizer):
         return False
@@ -132,22 +132,22 @@ def needs_whole(optimizer: Optimizer) -> bool:
 
 
 def is_by_element(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer updates every element by itself, seen by trying it."""
+    """Return whether an optimizer updates every element independently, found by trying it."""
     return all(_agree(optimizer, group, _halves) for group in optimizer.param_groups)
 
 
 def is_by_tensor(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer updates every tensor by itself, seen by trying it."""
+    """Return whether an optimizer updates every tensor independently, found by trying it."""
     return all(_agree(optimizer, group, _alone) for group in optimizer.param_groups)
 
 
 def draws_numbers(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer draws random numbers from torch's generator, seen by trying it."""
+    """Return whether an optimizer draws random numbers from torch's generator, found by trying it."""
     return any(_draws(optimizer, group) for group in optimizer.param_groups)
 
 
 def _require_movable(optimizer: Optimizer) -> None:
-    """Refuses an optimizer that servers cannot move onto their own tensors."""
+    """Raise for an optimizer that servers cannot move to their own tensors."""
     name, inner = type(optimizer).__name__, [type(one).__name__ for one in nested_in(optimizer).values()]
     hooks = [hook for hook in _hooks(optimizer) if hook is not lie_alike]
     why, remedy = "", "use for instance torch.optim.AdamW, or mh.Mirrored()"
@@ -174,7 +174,7 @@ def _hooks(optimizer: Optimizer) -> list[Any]:
 
 
 def _draws(optimizer: Optimizer, group: dict[str, Any]) -> bool:
-    """Whether steps take numbers from torch's generator."""
+    """Return whether steps draw numbers from torch's generator."""
     before = torch.get_rng_state()
     try:
         _tried(optimizer, group)
@@ -184,13 +184,13 @@ def _draws(optimizer: Optimizer, group: dict[str, Any]) -> bool:
 
 
 def _moves(optimizer: Optimizer, group: dict[str, Any]) -> bool:
-    """Whether steps change the tensors that are put in its group, or fail on them."""
+    """Return whether steps change the tensors in the optimizer's group, or fail on them."""
     found = _tried(optimizer, group)
     return found is None or not all(torch.equal(after, before) for before, after in zip(*found, strict=True))
 
 
 def _tried(optimizer: Optimizer, group: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]] | None:
-    """Matrices before and after a few steps; None where it cannot take them."""
+    """Return matrices before and after a few steps; None if the optimizer cannot handle them."""
     start, *gradients = _samples()
     try:
         return start, _walk(optimizer, group, start, gradients)
@@ -199,7 +199,7 @@ def _tried(optimizer: Optimizer, group: dict[str, Any]) -> tuple[list[Tensor], l
 
 
 def _samples() -> list[list[Tensor]]:
-    """Two matrices, and their gradients in a few steps."""
+    """Return two matrices, and their gradients in a few steps."""
     generator = torch.Generator().manual_seed(0)
     return [list(torch.randn(2, 4, 6, generator=generator, dtype=torch.float64)) for _ in range(NUM_STEPS + 1)]
 
@@ -213,7 +213,7 @@ def _alone(tensor: Tensor) -> list[Tensor]:
 
 
 def _agree(optimizer: Optimizer, group: dict[str, Any], split: Callable[[Tensor], list[Tensor]]) -> bool:
-    """Whether a few steps on parts end where the same steps on two whole matrices do."""
+    """Return whether a few steps on parts give the same result as on two whole matrices."""
     start, *gradients = _samples()
     try:
         whole = _walk(optimizer, group, start, gradients)
@@ -227,10 +227,10 @@ def _agree(optimizer: Optimizer, group: dict[str, Any], split: Callable[[Tensor]
 def _walk(optimizer: Optimizer, group: dict[str, Any], start: list[Tensor], gradients: list[list[Tensor]]) -> Any:
     parameters = [nn.Parameter(tensor.clone()) for tensor in start]
     twin = _twin(optimizer)
-    # A schedule may begin with no learning rate, and then nothing could be seen.
+    # A schedule may start with a learning rate of 0, which would hide the update.
     rate = {} if float(group.get("lr", 1.0)) else {"lr": 0.1}
     twin.param_groups = [{**group, **rate, "params": parameters}]
-    # An optimizer that makes its slots at once, as Adagrad does, has them for its own tensors only.
+    # An optimizer that creates its slots at construction, as Adagrad does, has them only for its own tensors.
     sample = next((slots for parameter, slots in optimizer.state.items() if slots and parameter.numel()), None)
     if sample is not None:
         for parameter in parameters:

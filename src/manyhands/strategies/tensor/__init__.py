@@ -1,4 +1,4 @@
-"""Layers that several ranks compute together, each with a part of the parameters."""
+"""Tensor parallelism: layers that several ranks compute together, each with a shard of the parameters."""
 
 from .axis import Axis, in_tensors
 from .glue import plain, replicating

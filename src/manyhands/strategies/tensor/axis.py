@@ -1,4 +1,4 @@
-"""Axis: the ranks that compute layers together, and the ways between a rank's own tensors and those of all of them."""
+"""Axis: the ranks that compute layers together, and conversions between local tensors and DTensors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WHOLE, SUM = Replicate(), Partial()
 
 
 class Axis:
-    """A mesh of one axis. Every way works on what autograd follows, in both directions."""
+    """A one-dimensional device mesh; all conversions are differentiable."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.mesh = mesh
@@ -24,7 +24,7 @@ class Axis:
         self.rank: int = mesh.get_local_rank()
 
     def of(self, tensor: Tensor, placement: Placement, shape: Sequence[int] | None = None) -> DTensor:
-        """What this rank computed, as its part of a tensor of all ranks; `shape` is that of the whole."""
+        """Wrap what this rank computed as its shard of a DTensor; `shape` is that of the whole tensor."""
         if shape is None:
             return DTensor.from_local(tensor, self.mesh, [placement], run_check=False)
         stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
@@ -33,49 +33,49 @@ class Axis:
         )
 
     def as_parted(self, tensor: Tensor) -> DTensor:
-        """A tensor of all ranks; a plain one is the same on each of them."""
+        """Return a DTensor; a plain tensor is taken as replicated."""
         return tensor if isinstance(tensor, DTensor) else self.of(tensor, WHOLE)
 
     def whole(self, tensor: Tensor, *, sums_gradient: bool = False) -> Tensor:
-        """All of a tensor on this rank. `sums_gradient` where each rank's gradient is only its part of a sum."""
+        """Return the whole tensor on this rank; `sums_gradient` if each rank's gradient is a partial sum."""
         if not isinstance(tensor, DTensor) and not (sums_gradient and tensor.requires_grad):
             return tensor
         parted = self.as_parted(tensor).redistribute(placements=[WHOLE])
         return parted.to_local(grad_placements=[SUM if sums_gradient else WHOLE])
 
     def part(self, tensor: Tensor, dim: int) -> Tensor:
-        """This rank's part of a tensor, cut along a dim."""
+        """Return this rank's shard of a tensor along a dim."""
         return self.as_parted(tensor).redistribute(placements=[Shard(dim % tensor.dim())]).to_local()
 
     def sharded(self, tensor: Tensor, dim: int, count: int) -> DTensor:
-        """A tensor of which this rank computed its part along a dim, where the whole has so many."""
+        """Wrap this rank's shard along a dim as a DTensor; `count` is the whole tensor's size there."""
         dim %= tensor.dim()
         return self.of(tensor, Shard(dim), [*tensor.shape[:dim], count, *tensor.shape[dim + 1 :]])
 
     def summed(self, tensor: Tensor, target: Placement = WHOLE) -> DTensor:
-        """A tensor of which each rank computed a term."""
+        """Wrap this rank's partial sum as a DTensor, reduced to the target placement."""
         return self.of(tensor, SUM).redistribute(placements=[target])
 
     def span(self, count: int) -> tuple[int, int]:
-        """Where this rank's part of so many begins and how long it is, as torch cuts."""
+        """Return the start and length of this rank's shard of `count` items, as torch splits them."""
         step = -(-count // self.size)
         begin = min(self.rank * step, count)
         return begin, min(step, count - begin)
 
     def local(self, parameter: Tensor, *, sums_gradient: bool = False) -> Tensor:
-        """This rank's part of a parameter."""
+        """Return this rank's shard of a parameter."""
         if not isinstance(parameter, DTensor):
             return parameter
         return parameter.to_local(grad_placements=[SUM] if sums_gradient else None)
 
 
 def is_cut(tensor: Any, dim: int | None = None) -> TypeGuard[DTensor]:
-    """Whether a tensor is cut, along this dim or along any."""
+    """Return whether a tensor is sharded, along this dim or along any."""
     if not isinstance(tensor, DTensor) or not isinstance(tensor.placements[0], Shard):
         return False
     return dim is None or tensor.placements[0].dim == dim % tensor.dim()
 
 
 def in_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
-    """A function on all tensors of nested data."""
+    """Apply a function to all tensors of nested data."""
     return tree_map(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, value)

@@ -1,5 +1,7 @@
-"""Glue: what stands between layers, a person's own lines. Tensors there are torch's DTensors, which are cut and whole
-at once: they have the whole's shape, and each rank holds a part. A few operations have a better rule than torch's.
+"""Glue: rules for the user's own operations between layers, on torch DTensors under tensor parallelism.
+
+A DTensor has the shape of the whole tensor while each rank holds a shard. Some operations have a better rule here than
+in torch.
 """
 
 from __future__ import annotations
@@ -19,13 +21,13 @@ from .axis import WHOLE, Axis, in_tensors, is_cut
 from .loss import cross_entropy, require_within
 
 SECTIONS = "sections"
-"""The attribute of a tensor whose last dim holds several sections, each of them cut by itself: fused projections."""
+"""Attribute of a tensor whose last dim holds several separately sharded sections, as fused projections return."""
 OF_LAYER = "of_layer"
-"""The attribute of a tensor that a layer gave out, with the layer: what is done to it may show what it holds."""
+"""Attribute of a layer's output that refers to the layer: operations on the output may reveal what it holds."""
 
 
 class Glue(TorchFunctionMode):
-    """Follows a person's own operations on tensors that are cut; what it has no rule for is torch's own affair."""
+    """Intercept the user's operations on sharded tensors; operations without a rule here are left to torch."""
 
     def __init__(
         self, axis: Axis, on_sections: Callable[[Any, Sequence[int]], None] | None = None, *, draws: bool = True
@@ -47,7 +49,7 @@ class Glue(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _settled(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Arguments whose order is the whole's, and with which autograd can go on."""
+        """Return arguments in the element order of the whole tensor and in a form that autograd can differentiate."""
         leaves = [*args, *kwargs.values()]
         parted = [leaf for leaf in leaves if isinstance(leaf, DTensor)]
         if not parted and any(isinstance(leaf, (list, tuple)) for leaf in leaves):
@@ -61,14 +63,14 @@ class Glue(TorchFunctionMode):
             return in_order(self._axis, tensor, getattr(tensor, SECTIONS))
         if not isinstance(tensor, DTensor):
             return self._axis.of(tensor, WHOLE) if tensor.requires_grad else tensor
-        # torch adds a number to every rank's term of a sum, and so as many times as there are ranks.
+        # torch would add a number to every rank's partial sum, so the result would contain it once per rank.
         is_sum = tensor.placements[0].is_partial()
         return tensor.redistribute(placements=[WHOLE]) if is_sum else tensor
 
     # -- sections of a fused projection ---------------------------------------------------------------------------
 
     def split(self, func: Any, tensor: Tensor, size: Any = 1, dim: int = 0, **kwargs: Any) -> Any:
-        """The sections of a tensor, each cut by itself."""
+        """Split a tensor into its sections, each of which stays sharded."""
         count = tensor.shape[dim]
         if func in _CHUNKS:
             size = -(-count // size)
@@ -76,7 +78,7 @@ class Glue(TorchFunctionMode):
         return self._sections(tensor, dim, sizes)
 
     def view(self, func: Any, tensor: Tensor, *shape: Any, **kwargs: Any) -> Any:
-        """A last dim made into sections and what they hold: (…, 3, heads, size)."""
+        """Split the last dim into sections and their contents: (…, 3, heads, size)."""
         sizes = list(shape[0] if len(shape) == 1 and isinstance(shape[0], (list, tuple)) else shape)
         if not all(isinstance(size, int) for size in sizes) or not isinstance(tensor, DTensor):
             return NotImplemented
@@ -95,7 +97,7 @@ class Glue(TorchFunctionMode):
         return torch.stack([part.view(*sizes[:lead], *inner) for part in parts], lead)
 
     def unflatten(self, func: Any, tensor: Tensor, dim: int, sizes: Any) -> Any:
-        """As `view`, of one dim."""
+        """Apply the rule of `view` to an unflatten of the last dim."""
         if dim % tensor.dim() != tensor.dim() - 1:
             return NotImplemented
         return self.view(func, tensor, *tensor.shape[:-1], *sizes)
@@ -106,7 +108,7 @@ class Glue(TorchFunctionMode):
             return NotImplemented
         known: Sequence[int] | None = getattr(tensor, SECTIONS, None)
         if known is None and self._on_sections is not None and hasattr(tensor, OF_LAYER):
-            # It is being found out what layers hold: this one's rows are to be cut section by section.
+            # Layers are being inspected: report that this one's rows must be sharded section by section.
             self._on_sections(getattr(tensor, OF_LAYER), sizes)
             return tuple(axis.of(p, WHOLE).redistribute(placements=[Shard(tensor.dim() - 1)])
                          for p in axis.whole(tensor).split(list(sizes), -1))  # fmt: skip
@@ -122,7 +124,7 @@ class Glue(TorchFunctionMode):
         self, func: Any, query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, dropout_p: float = 0.0,
         is_causal: bool = False, scale: float | None = None, **kwargs: Any,
     ) -> Any:  # fmt: skip
-        """Heads, or samples, that are cut are attended to where they are."""
+        """Compute attention on local shards where heads or samples are sharded."""
         tensors = (query, key, value)
         if not any(isinstance(tensor, DTensor) for tensor in (*tensors, attn_mask)):
             return NotImplemented
@@ -138,7 +140,7 @@ class Glue(TorchFunctionMode):
         mask = None if attn_mask is None else self._mask(attn_mask, dim, query.dim())
         settings = {"is_causal": is_causal, "scale": scale, **kwargs}
         if dropout_p and torch.overrides._get_current_function_mode() is not None:
-            # Another mode draws the numbers, of which it must see the shape of the whole.
+            # Another mode draws the random numbers and must see the shape of the whole tensor.
             weights, v = attention_weights(q, k, v, mask, **settings)
             shape = [*query.shape[:-1], key.shape[-2]]
             local = F.dropout(axis.of(weights, place, shape), dropout_p).to_local().to(v.dtype) @ v  # type: ignore[attr-defined]
@@ -148,7 +150,7 @@ class Glue(TorchFunctionMode):
         return axis.of(local, WHOLE) if dim is None else axis.sharded(local, dim, query.shape[dim])
 
     def _mask(self, mask: Tensor, dim: int | None, num_dims: int) -> Tensor:
-        """A mask for what this rank attends to: its part, where it has one entry for each head or sample."""
+        """Return the mask for this rank: its shard if there is one entry per head or sample, else the whole mask."""
         place = -1 if dim is None else dim - num_dims + mask.dim()
         if place >= 0 and mask.shape[place] > 1:
             return self._axis.part(mask, place)
@@ -158,7 +160,7 @@ class Glue(TorchFunctionMode):
         self, func: Any, input: Tensor, target: Tensor, weight: Any = None, size_average: Any = None,
         ignore_index: int = -100, reduce: Any = None, reduction: str = "mean", label_smoothing: float = 0.0,
     ) -> Any:  # fmt: skip
-        """Classes that are cut stay so."""
+        """Compute cross entropy without gathering sharded classes."""
         if not isinstance(input, DTensor):
             return NotImplemented
         dim = 1 if input.dim() > 1 else 0
@@ -183,7 +185,7 @@ class Glue(TorchFunctionMode):
         self, func: Any, input: Tensor, target: Tensor, weight: Any = None, reduction: int = 1,
         ignore_index: int = -100, label_smoothing: float = 0.0,
     ) -> Any:  # fmt: skip
-        """The same in a traced network, where reductions are numbers."""
+        """Compute `cross_entropy` in a traced network, where the reduction is an integer."""
         if not isinstance(input, DTensor):
             return NotImplemented
         named = ("none", "mean", "sum")[reduction]
@@ -195,7 +197,7 @@ class Glue(TorchFunctionMode):
         self, func: Any, input: Tensor, weight: Tensor, padding_idx: int | None = None, max_norm: float | None = None,
         norm_type: float = 2.0, scale_grad_by_freq: bool = False, sparse: bool = False,
     ) -> Any:  # fmt: skip
-        """Each rank looks up the rows that it holds and leaves zeros for the others; the results are summed."""
+        """Look up the rows that each rank holds, with zeros for the others, and sum the results over the ranks."""
         if sparse and isinstance(weight, DTensor) and weight.requires_grad:
             raise no_sparse_gradients("F.embedding with sparse=True")
         if not is_cut(weight, 0):
@@ -215,12 +217,12 @@ class Glue(TorchFunctionMode):
     def traced_embedding(
         self, func: Any, weight: Tensor, indices: Tensor, padding_idx: int = -1, *args: Any, **kwargs: Any
     ) -> Any:
-        """The same in a traced network, where -1 stands for no padding."""
+        """Compute `embedding` in a traced network, where -1 means no padding."""
         options = dict(zip(("scale_grad_by_freq", "sparse"), args, strict=False)) | kwargs
         return self.embedding(F.embedding, indices, weight, None if padding_idx < 0 else padding_idx, **options)
 
     def cat(self, func: Any, tensors: Any, *args: Any, **kwargs: Any) -> Any:
-        """Torch leaves out what is empty, as caches of keys and values are at first; DTensors do not know that."""
+        """Concatenate without empty tensors: torch skips them (key/value caches start empty), DTensor does not."""
         if not any(isinstance(tensor, DTensor) for tensor in tensors):
             return NotImplemented
         filled = [self._settle(tensor) for tensor in tensors if tensor.shape != (0,)]
@@ -229,7 +231,7 @@ class Glue(TorchFunctionMode):
     # -- products -------------------------------------------------------------------------------------------------
 
     def matmul(self, func: Any, input: Tensor, other: Tensor, **kwargs: Any) -> Any:
-        """Products of matrices that are cut along a dim before the last two, heads say, are computed where they are."""
+        """Multiply local shards of matrices that are sharded along a batch dim, such as heads."""
         if kwargs or not (isinstance(input, Tensor) and isinstance(other, Tensor)) or min(input.dim(), other.dim()) < 2:
             return NotImplemented
         if not (is_cut(input) or is_cut(other)):
@@ -244,11 +246,11 @@ class Glue(TorchFunctionMode):
         return self._axis.sharded(local, most + place, count)
 
     def reversed_matmul(self, func: Any, input: Tensor, other: Tensor) -> Any:
-        """The product of what is on the left, a plain tensor mostly."""
+        """Compute `other @ input` for `__rmatmul__`, where the left operand is usually a plain tensor."""
         return self.matmul(torch.matmul, other, input)
 
     def baddbmm(self, func: Any, input: Tensor, batch1: Tensor, batch2: Tensor, **kwargs: Any) -> Any:
-        """A product of many matrices, and a tensor that is added."""
+        """Compute a batched matrix product plus a tensor on local shards."""
         if not (is_cut(batch1, 0) or is_cut(batch2, 0)) or "out" in kwargs:
             return NotImplemented
         count = batch1.shape[0]
@@ -256,13 +258,13 @@ class Glue(TorchFunctionMode):
         return self._axis.sharded(local, 0, count)
 
     def _aligned(self, tensor: Tensor, place: int, count: int) -> Tensor:
-        """A rank's part along a dim that is counted from the end; all of a tensor that has only one entry there."""
+        """Return this rank's shard along a dim counted from the end, or the whole tensor if it is broadcast there."""
         if tensor.dim() >= -place and tensor.shape[place] == count:
             return self._axis.part(tensor, place)
         return self._axis.whole(tensor, sums_gradient=True)
 
     def linear(self, func: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
-        """A matrix that is whole, applied to tokens that are in parts."""
+        """Apply a replicated weight matrix to a local shard of tokens."""
         if not is_cut(input) or is_cut(input, -1) or is_cut(weight) or is_cut(bias) or input.dim() < 3:
             return NotImplemented
         dim = input.placements[0].dim  # type: ignore[attr-defined]
@@ -270,7 +272,7 @@ class Glue(TorchFunctionMode):
         return self._axis.sharded(func(input.to_local(), *own), dim, input.shape[dim])
 
     def einsum(self, func: Any, equation: Any, *operands: Any) -> Any:
-        """A sum of products is computed in parts along an index that is cut, or is the sum of such parts."""
+        """Compute an einsum on local shards of one sharded index; all-reduce if that index is summed over."""
         given = list(operands[0]) if len(operands) == 1 and isinstance(operands[0], (list, tuple)) else list(operands)
         if not isinstance(equation, str) or not any(is_cut(tensor) for tensor in given):
             return NotImplemented
@@ -279,7 +281,7 @@ class Glue(TorchFunctionMode):
         if "." in equation or not arrow or len(terms) != len(given) or any(hasattr(t, SECTIONS) for t in given):
             return NotImplemented
         cut = {term[t.placements[0].dim] for term, t in zip(terms, given, strict=True) if is_cut(t)}  # type: ignore[attr-defined]
-        # An index that stays needs no sum over the ranks.
+        # Prefer an index that is in the result: it needs no sum over the ranks.
         letter = min(cut, key=lambda each: (each not in result, each))
         holders = [(term, tensor) for term, tensor in zip(terms, given, strict=True) if letter in term]
         counts = {tensor.shape[term.index(letter)] for term, tensor in holders}
@@ -295,7 +297,7 @@ class Glue(TorchFunctionMode):
     # -- randomness, and what works on samples and channels one by one --------------------------------------------
 
     def dropout(self, func: Any, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
-        """Parts draw numbers of their own; what is whole draws the same on every rank."""
+        """Draw different random numbers for different shards, and the same on every rank for replicated tensors."""
         if not isinstance(input, DTensor) or torch.overrides._get_current_function_mode() is not None:
             return NotImplemented
         if not training or p == 0.0:
@@ -309,7 +311,7 @@ class Glue(TorchFunctionMode):
 
     @contextmanager
     def drawing(self, place: Placement, is_drawn: bool = True) -> Iterator[None]:
-        """Gives ranks that hold different parts different random numbers; afterwards all go on with the same."""
+        """Seed the generator differently per shard; afterwards all ranks continue with the same random state."""
         if not (self._draws and is_drawn and isinstance(place, Shard)):
             yield
             return
@@ -321,7 +323,7 @@ class Glue(TorchFunctionMode):
             yield
 
     def by_channel(self, func: Any, input: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Pooling and resizing look at one channel of one sample at a time."""
+        """Apply pooling or resizing, which work per channel and sample, to the local shard."""
         if not is_cut(input) or input.placements[0].dim > 1 or input.dim() < 3:  # type: ignore[attr-defined]
             return func(self._axis.whole(input), *args, **kwargs) if isinstance(input, DTensor) else NotImplemented
         dim = input.placements[0].dim  # type: ignore[attr-defined]
@@ -329,11 +331,11 @@ class Glue(TorchFunctionMode):
         return in_tensors(lambda tensor: self._axis.sharded(tensor, dim, input.shape[dim]), local)
 
     def looked_at(self, func: Any, input: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """A value that Python reads is that of the whole tensor, not of this rank's part or term of it."""
+        """Read a Python value from the whole tensor, not from this rank's shard or partial sum."""
         return func(self._axis.whole(input), *args, **kwargs) if isinstance(input, DTensor) else NotImplemented
 
     def mean(self, func: Any, input: Tensor, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Any:
-        """A mean over what is cut is a sum divided; torch's is a mean of means, of which it cannot make a sum again."""
+        """Compute a mean over a sharded dim as sum / count; torch's mean of means cannot be turned into a sum later."""
         dims = range(input.dim()) if dim is None else [dim] if isinstance(dim, int) else list(dim)
         if not is_cut(input) or kwargs or not any(is_cut(input, each) for each in dims):
             return NotImplemented
@@ -342,7 +344,7 @@ class Glue(TorchFunctionMode):
         return total.redistribute(placements=[WHOLE]) / count  # type: ignore[attr-defined]
 
     def by_element(self, func: Any, input: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Losses of each element are computed where it is; torch's own mean of them has another gradient in parts."""
+        """Compute elementwise losses on local shards; torch's own mean of them has a different gradient there."""
         if not any(isinstance(leaf, DTensor) for leaf in (input, target, *args, *kwargs.values())):
             return NotImplemented
         if not is_cut(input) or args or not kwargs.keys() <= {"reduction", "beta", "delta"}:
@@ -355,25 +357,25 @@ class Glue(TorchFunctionMode):
         return total / losses.numel() if reduction == "mean" else total
 
     def along(self, func: Any, input: Tensor, dim: int, *args: Any, **kwargs: Any) -> Any:
-        """Sums from one place to the next need all places."""
+        """Compute cumulative operations on the whole tensor if it is sharded along their dim."""
         if not is_cut(input, dim):
             return NotImplemented
         return func(self._axis.whole(input), dim, *args, **kwargs)
 
     def walk(self, func: Any, *args: Any, **kwargs: Any) -> Any:
-        """In backward a forward may be computed again, by torch.utils.checkpoint say, and needs the same rules."""
+        """Run backward with these rules active: torch.utils.checkpoint recomputes forward during backward."""
         with self:
             return _WALKS[func](*args, **kwargs)
 
     def on_whole(self, func: Any, *args: Any, **kwargs: Any) -> Any:
-        """Losses with sums and constants inside, which torch computes as one operation, see whole tensors."""
+        """Compute losses that torch implements as one operation, with inner sums and constants, on whole tensors."""
         if not any(isinstance(leaf, DTensor) for leaf in (*args, *kwargs.values())):
             return NotImplemented
         args, kwargs = in_tensors(self._axis.whole, (args, kwargs))
         return func(*args, **kwargs)
 
     def with_own_statistics(self, func: Any, input: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Norms that update the running statistics they are given see whole tensors, and the statistics themselves."""
+        """Compute norms that update running statistics on whole tensors and the original statistics."""
         if not isinstance(input, DTensor):
             return NotImplemented
         args, kwargs = in_tensors(self._axis.whole, (args, kwargs))
@@ -381,7 +383,7 @@ class Glue(TorchFunctionMode):
 
 
 def no_sparse_gradients(got: str) -> TaskError:
-    """The refusal of a layer whose gradient is sparse."""
+    """Return the error for a layer whose gradient is sparse."""
     return TaskError(
         "gradients must be dense where several ranks compute a layer: torch cannot hold parts of sparse ones",
         got=got,
@@ -390,14 +392,14 @@ def no_sparse_gradients(got: str) -> TaskError:
 
 
 def in_order(axis: Axis, tensor: Any, sections: Sequence[int]) -> Tensor:
-    """A tensor whose sections are cut one by one, in the order of the whole."""
+    """Gather a tensor whose sections are sharded separately, in the element order of the whole tensor."""
     widths = [axis.span(size)[1] for size in sections]
     parts = zip(tensor.to_local().split(widths, -1), sections, strict=True)
     return torch.cat([axis.sharded(p, -1, size).redistribute(placements=[WHOLE]) for p, size in parts], -1)
 
 
 def _changes_view(func: Any, args: Any) -> bool:
-    """Whether an operation changes a tensor in parts through a view of it, which may be a copy of a part."""
+    """Return whether an operation changes a DTensor in place through a view, which may be a copy of a shard."""
     name = getattr(func, "__name__", "")
     if not args or not isinstance(args[0], DTensor):
         return False
@@ -409,7 +411,7 @@ def _changes_view(func: Any, args: Any) -> bool:
 
 @contextmanager
 def replicating() -> Iterator[None]:
-    """Where plain tensors count as the same on every rank; torch's own ends where one within it does."""
+    """Treat plain tensors as replicated on every rank; unlike torch's context this one can be nested."""
     dispatcher = DTensor._op_dispatcher
     before = dispatcher._allow_implicit_replication
     dispatcher._allow_implicit_replication = True
@@ -420,7 +422,7 @@ def replicating() -> Iterator[None]:
 
 
 def plain(axis: Axis, tensor: Tensor) -> Tensor:
-    """A result as it is on one device, on every rank."""
+    """Return a result as on one device: the whole tensor on every rank."""
     sections = getattr(tensor, SECTIONS, None)
     return axis.whole(tensor if sections is None else in_order(axis, tensor, sections))
 
@@ -433,9 +435,9 @@ def inner_size(sizes: Sequence[int]) -> int:
 def glued(
     axis: Axis, on_sections: Callable[[Any, Sequence[int]], None] | None = None, *, draws: bool = True
 ) -> Iterator[None]:
-    """Where a person's own lines, forward and backward, work on tensors that are cut."""
+    """Let the user's own operations, forward and backward, work on sharded tensors."""
     fast = torch.backends.mha.get_fastpath_enabled()
-    # torch's fused encoder layer takes whole tensors only.
+    # torch's fused encoder layer supports only whole tensors.
     torch.backends.mha.set_fastpath_enabled(False)
     try:
         with replicating(), Glue(axis, on_sections, draws=draws):
@@ -445,14 +447,14 @@ def glued(
 
 
 _OPERATORS = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "pow", "and", "or", "xor", "mod")}
-"""Python's operators that change what is on their left."""
+"""Names of Python's in-place operators."""
 _ATEN = torch.ops.aten
 _CHUNKS = {torch.chunk, Tensor.chunk, _ATEN.chunk.default}
 _HARMLESS = {
     *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "requires_grad", "ndim", "data")),
     Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point,
 }  # fmt: skip
-"""What asks a tensor about itself."""
+"""Operations that only read a tensor's metadata."""
 _POOLS = [
     getattr(where, f"{name}{n}d{tail}")
     for where in (F, torch)
@@ -506,7 +508,7 @@ _RULES: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((torch.split, Tensor.split, torch.chunk, Tensor.chunk), Glue.split),
     **dict.fromkeys((Tensor.view, Tensor.reshape, torch.reshape), Glue.view),
     **dict.fromkeys((Tensor.unflatten, torch.unflatten), Glue.unflatten),
-    # The same in a traced network.
+    # The corresponding operators in a traced network.
     _ATEN.scaled_dot_product_attention.default: Glue.attention,
     _ATEN.cross_entropy_loss.default: Glue.cross_entropy_loss,
     _ATEN.dropout.default: Glue.dropout,

@@ -1,4 +1,4 @@
-"""Heads: torch's own multi-head attention, each rank with some of the heads."""
+"""Heads: tensor-parallel nn.MultiheadAttention, in which each rank computes some of the heads."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .layers import Call, LayerSplit
 
 
 class AttentionHeads(LayerSplit):
-    """Queries, keys and values of some heads, attention to them, and this rank's term of what comes out."""
+    """Project and attend for this rank's heads; the output projections are summed over the ranks."""
 
     name = "heads"
 
@@ -34,7 +34,7 @@ class AttentionHeads(LayerSplit):
         key_padding_mask: Tensor | None = None, need_weights: bool = True, attn_mask: Tensor | None = None,
         average_attn_weights: bool = True, is_causal: bool = False,
     ) -> Any:  # fmt: skip
-        """As the layer's own forward."""
+        """Compute what the layer's own forward does."""
         same = {id(tensor): axis.whole(tensor, sums_gradient=True) for tensor in (query, key, value)}
         inputs = [same[id(tensor)] for tensor in (query, key, value)]
         is_single = query.dim() == 2
@@ -79,14 +79,14 @@ class AttentionHeads(LayerSplit):
 
 
 def fits(layer: nn.Module, axis: Axis) -> bool:
-    """Whether it is attention whose heads can be dealt out."""
+    """Return whether a layer is multi-head attention whose heads can be distributed over the ranks."""
     if not isinstance(layer, nn.MultiheadAttention) or type(layer).forward is not nn.MultiheadAttention.forward:
         return False
     return layer.num_heads % axis.size == 0 and layer.bias_k is None and not layer.add_zero_attn
 
 
 def _attention(axis: Axis, q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
-    """How much each query attends to each key, by head: this rank's heads of them."""
+    """Return the attention weights of this rank's heads."""
     local_q, local_k = axis.part(q, 1), axis.part(k, 1)
     scores = local_q @ local_k.transpose(-2, -1) / math.sqrt(q.shape[-1])
     if mask is not None:
@@ -96,17 +96,17 @@ def _attention(axis: Axis, q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def _dropped(axis: Axis, weights: Tensor, p: float) -> Tensor:
-    """Dropout of attention weights, with the numbers that torch's own lines draw where draws are layout-free."""
+    """Apply dropout to attention weights, with the numbers that torch's own code draws if draws are layout-free."""
     if p == 0.0 or not any(isinstance(mode, LayoutFree) for mode in _get_current_function_mode_stack()):
         return F.dropout(weights, p)
-    # Rows and heads share a dim in torch's lines, and the place of a number in a shape is part of what it is.
+    # In torch's code samples and heads share a dim, and layout-free numbers depend on the position in that shape.
     rows, heads, *sizes = weights.shape
     whole = F.dropout(torch.ones(rows * heads, *sizes, dtype=weights.dtype, device=weights.device), p)
     return weights * axis.as_parted(whole.view(weights.shape)).redistribute(placements=[Shard(1)])
 
 
 def _returned(axis: Axis, weights: Tensor, num_averaged: int) -> Tensor:
-    """All of the attention weights: of each head, or their mean over so many."""
+    """Return the whole attention weights: of each head, or their mean over `num_averaged` heads."""
     if not num_averaged:
         return axis.as_parted(weights).redistribute(placements=[WHOLE])
     return axis.summed(axis.part(weights, 1).sum(1) / num_averaged)
@@ -115,7 +115,7 @@ def _returned(axis: Axis, weights: Tensor, num_averaged: int) -> Tensor:
 def _mask(
     axis: Axis, layer: Any, rows: int, padding: Tensor | None, mask: Tensor | None, dtype: torch.dtype
 ) -> Tensor | None:
-    """Both masks as one that is added, for every head that there is where it has one for each."""
+    """Combine both masks into one additive mask, with an entry for every head if a mask has one per head."""
     added = [None if m is None else _added(axis.whole(m), dtype) for m in (padding, mask)]
     by_row = None if added[0] is None else added[0].view(rows, 1, 1, -1)
     by_pair = added[1]

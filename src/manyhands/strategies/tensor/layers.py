@@ -1,6 +1,6 @@
-"""Layers: how a layer of each kind is computed by several ranks, each with a part of its parameters.
+"""Layers: how several ranks compute a layer of each kind, each with a shard of its parameters.
 
-A layer is computed as it is written, on this rank's own tensors. Only what goes in and comes out is the business here.
+The layer's own forward runs on this rank's local tensors; the classes here convert its inputs and outputs.
 """
 
 from __future__ import annotations
@@ -27,34 +27,34 @@ class LayerSplit(ABC):
 
     name: ClassVar[str]
     is_cut = True
-    """Whether ranks hold parts of its parameters."""
+    """Whether ranks hold shards of the layer's parameters."""
 
     def __init__(self, layer: nn.Module) -> None:
         self.sections: Sequence[int] | None = None
-        """The sizes of parts within a column's features that are cut one by one, such as queries, keys and values."""
+        """Sizes of the output sections that are sharded separately, such as queries, keys and values."""
         self.spreads = False
-        """Whether its result may be left in parts along dim 1, where it would be a sum."""
+        """Whether a result that is a sum over the ranks may stay sharded along dim 1."""
 
     @abstractmethod
     def placements(self, layer: nn.Module) -> dict[str, Placement]:
-        """How the layer's parameters and buffers are cut; those that are not named are whole."""
+        """Return how the layer's parameters and buffers are sharded; those not named are replicated."""
 
     def sections_of(self, layer: nn.Module) -> dict[str, Sequence[int]]:
-        """Of parameters that are cut section by section, the sections along the dim that is cut."""
+        """Return the sections along the sharded dim, for parameters that are sharded section by section."""
         return dict.fromkeys(self.placements(layer), self.sections) if self.sections else {}
 
     @abstractmethod
     def run(self, axis: Axis, layer: nn.Module, call: Call, *args: Any, **kwargs: Any) -> Any:
-        """The layer's result; `call` is its own forward."""
+        """Compute the layer's result; `call` is its own forward."""
 
     def target(self, axis: Axis, result: Tensor) -> Placement:
-        """What becomes of a result that is a sum over the ranks: parts of it, or all of it everywhere."""
+        """Return the placement of a result that is a sum over the ranks: sharded or replicated."""
         spreads = self.spreads and result.dim() == 3 and result.shape[1] % axis.size == 0
         return Shard(1) if spreads else WHOLE
 
 
 class ColumnParallel(LayerSplit):
-    """A matrix product of which each rank computes some of the features that come out."""
+    """A matrix product of which each rank computes some output features."""
 
     name = "column"
 
@@ -74,7 +74,7 @@ class ColumnParallel(LayerSplit):
 
 
 class RowParallel(LayerSplit):
-    """A matrix product of which each rank takes some of the features that go in; the results are summed."""
+    """A matrix product of which each rank reads some input features; the results are summed."""
 
     name = "row"
 
@@ -82,7 +82,7 @@ class RowParallel(LayerSplit):
         return {"weight": Shard(_dims(layer)[0])}
 
     def run(self, axis: Axis, layer: nn.Module, call: Call, *args: Any, **kwargs: Any) -> Any:
-        # Each rank adds its share of the bias, so that it is whole in the sum.
+        # Each rank adds its share of the bias, so that the sum contains it once.
         bias = layer._parameters.get("bias")
         shares = {} if bias is None else {"bias": axis.local(bias, sums_gradient=True) / axis.size}
         with _holding(axis, layer, shares):
@@ -91,7 +91,7 @@ class RowParallel(LayerSplit):
 
 
 class Channels(LayerSplit):
-    """A layer that works on every channel, or group of channels, by itself."""
+    """A layer that works on every channel, or group of channels, independently."""
 
     name = "channels"
 
@@ -121,12 +121,12 @@ class Vocabulary(LayerSplit):
         return {"weight": Shard(0)}
 
     def run(self, axis: Axis, layer: Any, call: Call, *args: Any, **kwargs: Any) -> Any:
-        # The layer's own lines may scale what is found, or look up other rows than it is called with.
+        # The layer's own forward may scale the rows, or look up other rows than its input names.
         return call(*args, **kwargs)
 
 
 class Norm(LayerSplit):
-    """A norm over the last dim: samples or tokens that are in parts stay so while it works."""
+    """A norm over the last dim; inputs sharded by sample or token stay sharded during the computation."""
 
     name, is_cut = "sequence", False
 
@@ -140,12 +140,12 @@ class Norm(LayerSplit):
         shares = {n: axis.local(p, sums_gradient=True) for n, p in layer._parameters.items() if p is not None}
         with _holding(axis, layer, shares):
             local = call(inputs.to_local(), *args[1:], **kwargs)
-        # What follows needs all of it, mostly several times.
+        # The following layers need the whole result, usually several times.
         return axis.sharded(local, 1, inputs.shape[1]).redistribute(placements=[WHOLE])
 
 
 class Replicated(LayerSplit):
-    """Every rank computes all of it."""
+    """A layer that every rank computes completely."""
 
     name, is_cut = "replicate", False
 
@@ -157,19 +157,19 @@ class Replicated(LayerSplit):
 
     @staticmethod
     def run_whole(axis: Axis, layer: nn.Module, call: Call, *args: Any, **kwargs: Any) -> Any:
-        """All of a layer's inputs, parameters and results on every rank."""
+        """Compute a layer with whole inputs, parameters and results on every rank."""
         with _holding_all(axis, layer):
             result = call(*in_tensors(axis.whole, args), **in_tensors(axis.whole, kwargs))
         return in_tensors(lambda t: axis.as_parted(t) if t.is_floating_point() else t, result)
 
 
 def ways_for(layer: nn.Module, inputs: Any, axis: Axis) -> LayerSplit | None:
-    """How to compute a layer that gets this; None for one that is no layer but a person's own lines."""
+    """Return how to compute a layer with these inputs; None for a module of the user that is not a known layer."""
     if is_parametrized(layer) or _has_computed_weight(layer):
-        # What its weight is computed from, such as spectral norm's vectors, belongs to the whole of it.
+        # Tensors that the weight is computed from, such as spectral norm's vectors, belong to the whole weight.
         return Replicated(layer)
     if isinstance(layer, _BY_PARTS) and not is_as_in_torch(layer):
-        # Lines of its own may look at all channels, or use other parameters.
+        # A custom forward may read all channels, or use other parameters.
         return Replicated(layer)
     if _is_matrix(layer):
         if is_cut(inputs, _channel_dim(layer)) and _fits(_breadth(layer), axis):
@@ -193,22 +193,22 @@ def ways_for(layer: nn.Module, inputs: Any, axis: Axis) -> LayerSplit | None:
 
 
 _BY_PARTS = (_ConvNd, _NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
-"""Layers of torch that are computed on parts of their channels or of the tokens."""
+"""torch's layers that are computed on shards of their channels or tokens."""
 
 
 def is_as_in_torch(layer: nn.Module) -> bool:
-    """Whether a layer is computed by torch's own lines, which the ways of computing parts of it are made for."""
+    """Return whether a layer runs torch's own forward, which the parallel versions are written for."""
     found = (getattr(type(layer), name, None) for name in ("forward", "_conv_forward"))
     return all(function is None or function.__module__.startswith("torch.") for function in found)
 
 
 def _has_computed_weight(layer: nn.Module) -> bool:
-    """Whether a hook computes the weight before every call, as torch.nn.utils.weight_norm does."""
+    """Return whether a hook computes the weight before every call, as torch.nn.utils.weight_norm does."""
     return isinstance(getattr(layer, "weight", None), Tensor) and "weight" not in layer._parameters
 
 
 def can_be(name: str, layer: nn.Module) -> bool:
-    """Whether a layer can be computed in the way of this name, as a person asks for."""
+    """Return whether a layer can be computed in the way of this name, which the user requested."""
     if name in (ColumnParallel.name, RowParallel.name):
         return _is_matrix(layer)
     if name == Norm.name:
@@ -217,13 +217,13 @@ def can_be(name: str, layer: nn.Module) -> bool:
 
 
 def way_named(name: str, layer: nn.Module) -> LayerSplit:
-    """The way of this name."""
+    """Return the `LayerSplit` of this name."""
     return {way.name: way for way in (ColumnParallel, RowParallel, Vocabulary, Norm, Replicated)}[name](layer)
 
 
 @contextmanager
 def _holding(axis: Axis, layer: nn.Module, instead: Mapping[str, Tensor] | None = None) -> Iterator[None]:
-    """A layer with this rank's own tensors in the place of those of all ranks."""
+    """Replace a layer's DTensors by this rank's local tensors inside this context."""
     own: list[dict[str, Any]] = [layer._parameters, layer._buffers]
     held = [dict(tensors) for tensors in own]
     try:
@@ -239,7 +239,7 @@ def _holding(axis: Axis, layer: nn.Module, instead: Mapping[str, Tensor] | None 
 
 @contextmanager
 def _holding_all(axis: Axis, module: nn.Module) -> Iterator[None]:
-    """A module and those inside of it with plain whole tensors as parameters."""
+    """Replace the parameters of a module and its submodules by whole plain tensors inside this context."""
     owners: list[dict[str, Any]] = [own for part in module.modules() for own in (part._parameters, part._buffers)]
     held = [(own, name, tensor) for own in owners for name, tensor in own.items() if isinstance(tensor, DTensor)]
     same = {id(tensor): axis.whole(tensor) for _, _, tensor in held}
@@ -254,7 +254,7 @@ def _holding_all(axis: Axis, module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _narrow(layer: Any) -> Iterator[None]:
-    """GPT-2's own layer has noted how many features come out."""
+    """Adjust the number of output features that GPT-2's Conv1D stores, inside this context."""
     if not _is_conv1d(layer):
         yield
         return
@@ -266,7 +266,7 @@ def _narrow(layer: Any) -> Iterator[None]:
 
 
 def _is_matrix(layer: Any) -> bool:
-    """Whether it multiplies by a matrix that can be cut both ways: Linear, an ungrouped convolution, GPT-2's Conv1D."""
+    """Return whether a layer's matrix can be sharded both ways: Linear, ungrouped convolutions, GPT-2's Conv1D."""
     if isinstance(layer, nn.Linear):
         return type(layer).forward is nn.Linear.forward
     if isinstance(layer, _ConvNd):
@@ -275,22 +275,22 @@ def _is_matrix(layer: Any) -> bool:
 
 
 def _is_conv1d(layer: Any) -> bool:
-    """Whether it is the matrix product that GPT-2 of the transformers library is made of."""
+    """Return whether a layer is the Conv1D of GPT-2 in the transformers library."""
     return type(layer).__name__ == "Conv1D" and type(layer).__module__.startswith("transformers.")
 
 
 def _dims(layer: nn.Module) -> tuple[int, int]:
-    """The dims of a layer's weight for what goes in and what comes out."""
+    """Return the dims of a layer's weight for its inputs and its outputs."""
     return (0, 1) if _is_conv1d(layer) or isinstance(layer, _ConvTransposeNd) else (1, 0)
 
 
 def _width(layer: Any) -> int:
-    """How many features, or channels, come out."""
+    """Return the number of output features or channels."""
     return int(layer.out_channels if isinstance(layer, _ConvNd) else layer.weight.shape[_dims(layer)[1]])
 
 
 def _breadth(layer: Any) -> int:
-    """How many features, or channels, go in."""
+    """Return the number of input features or channels."""
     return int(layer.weight.shape[_dims(layer)[0]])
 
 
@@ -299,7 +299,7 @@ def _channel_dim(layer: Any) -> int:
 
 
 def _fits(count: int, axis: Axis) -> bool:
-    """Whether every rank gets some of them."""
+    """Return whether every rank gets at least one of them."""
     return count > (axis.size - 1) * -(-count // axis.size)
 
 
@@ -308,11 +308,11 @@ def _is_norm_of_one_dim(layer: nn.Module) -> bool:
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Whether a module is somebody's own norm, which works on its own lines."""
+    """Return whether a module is a custom norm, with a forward of its own."""
     kinds = (nn.LayerNorm, nn.RMSNorm, _NormBase, nn.GroupNorm)
     return "Norm" in type(module).__name__ and not isinstance(module, kinds)
 
 
 def gathered(result: Any) -> Any:
-    """All of what is left in parts along dim 1."""
+    """Gather what is sharded along dim 1."""
     return in_tensors(lambda t: t.redistribute(placements=[WHOLE]) if is_cut(t, 1) and t.dim() == 3 else t, result)

@@ -1,8 +1,8 @@
-"""Layout: how every layer of a network is computed by several ranks, found by following a small batch through it.
+"""Layout: how several ranks compute every layer of a network, found by running a small batch through it.
 
-A layer that gets all features computes some of those that come out; one that gets some computes its term of a sum. So
-pairs of layers, attention and MLPs are cut as one would by hand, whatever the network is called. Nothing is computed or
-sent while this is found out: tensors are torch's fake ones, which know their shapes only.
+A layer that gets all features computes some output features; a layer that gets some features computes its term of a
+sum. So pairs of layers, attention and MLPs are split as by hand, whatever the modules are called. The search computes
+and sends nothing: it uses torch's fake tensors, which have only shapes.
 """
 
 from __future__ import annotations
@@ -42,30 +42,30 @@ _UNKNOWN_VALUES = (DataDependentOutputException, DynamicOutputShapeException, Un
 
 @dataclass
 class Layout:
-    """How a network is computed by several ranks."""
+    """How several ranks compute a network."""
 
     ways: dict[str, LayerSplit] = field(default_factory=dict)
-    """By the name of a layer."""
+    """How each layer is computed, by the layer's name."""
     whole: set[str] = field(default_factory=set)
-    """Modules whose own lines get whole tensors, because something in them cannot be computed in parts."""
+    """Modules whose own forward gets whole tensors, because an operation in it cannot run on shards."""
     blocks: set[str] = field(default_factory=set)
     spreads: bool = True
-    """Whether results that would be the same on every rank are left in parts within a block."""
+    """Whether results that would be replicated stay sharded within a block."""
     notes: list[str] = field(default_factory=list)
     traffic: int = 0
-    """Bytes that a rank sends for the samples that were followed, forward and backward."""
+    """Bytes that a rank sends in forward and backward of the probed samples."""
 
     def way_of(self, name: str) -> str:
-        """How a layer is computed, in a word; whole where nothing says otherwise."""
+        """Return the name of how a layer is computed; "whole" by default."""
         way = next((way for owner, way in self.ways.items() if name == owner or name.startswith(f"{owner}.")), None)
         return way.name if way is not None and way.is_cut else "whole"
 
     def placements(self, model: nn.Module) -> dict[str, Placement]:
-        """How parameters and buffers are cut, by name; those that are not named are whole."""
+        """Return how parameters and buffers are sharded, by name; those not named are replicated."""
         return dict(self._by_name(model, lambda way, layer: way.placements(layer)))
 
     def sections(self, model: nn.Module) -> dict[str, Sequence[int]]:
-        """Of parameters that are cut section by section, the sections."""
+        """Return the sections of parameters that are sharded section by section."""
         return dict(self._by_name(model, lambda way, layer: way.sections_of(layer)))
 
     def _by_name(self, model: nn.Module, ask: Callable[[LayerSplit, nn.Module], Mapping[str, Any]]) -> Iterator[Any]:
@@ -81,7 +81,7 @@ class Layout:
 def find_layout(
     model: nn.Module, axis: Axis, probe: Callable[..., Any], asked: Mapping[str, str], *, spreads: bool = True
 ) -> Layout:
-    """The layout of a network, tried; what cannot be computed in parts is whole, and named in the layout's notes."""
+    """Find a layout by trial; what cannot be computed on shards stays whole, and the layout's notes say so."""
     _require_dense(model)
     layout = Layout(blocks=set(blocks_of(model)), spreads=spreads)
     wishes = _wishes(model, asked)
@@ -118,7 +118,7 @@ def find_layout(
 
 
 def _note_whole_attention(model: nn.Module, axis: Axis, layout: Layout) -> None:
-    """Explain why attention is not split by heads, where no other note does."""
+    """Add a note why attention is not split by heads, unless another note explains it."""
     for name, module in model.named_modules():
         if isinstance(module, nn.MultiheadAttention) and not fits(module, axis) and name not in layout.whole:
             reason = "it has a forward of its own, or adds keys and values"
@@ -128,14 +128,14 @@ def _note_whole_attention(model: nn.Module, axis: Axis, layout: Layout) -> None:
 
 
 def _require_dense(model: nn.Module) -> None:
-    """Refuses layers with sparse gradients, of which torch has no form that several ranks hold in parts."""
+    """Raise for layers with sparse gradients, which torch cannot shard."""
     for name, layer in model.named_modules():
         if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse and layer.weight.requires_grad:
             raise no_sparse_gradients(f"{name or type(layer).__name__} with sparse=True")
 
 
 def _wishes(model: nn.Module, asked: Mapping[str, str]) -> dict[str, str]:
-    """The layers that a person's patterns name, with the way asked for each."""
+    """Return the layers that the user's patterns match, with the requested way for each."""
     found: dict[str, str] = {}
     for pattern, wish in asked.items():
         names = [name for name, _ in model.named_modules() if name and fnmatchcase(name, pattern)]
@@ -153,7 +153,7 @@ def _wishes(model: nn.Module, asked: Mapping[str, str]) -> dict[str, str]:
 
 
 def _note(layout: Layout, name: str, text: str) -> None:
-    """What holds of many blocks alike is said once."""
+    """Add a note; notes with the same text for several modules are merged into one."""
     for place, known in enumerate(layout.notes):
         if known.endswith(text):
             layout.notes[place] = f"{known.removesuffix(text)}, {name}{text}"
@@ -162,14 +162,14 @@ def _note(layout: Layout, name: str, text: str) -> None:
 
 
 def _give_way(model: nn.Module, layout: Layout, wishes: dict[str, str], stack: list[str], error: Exception) -> None:
-    """Makes whole what could not be computed in parts: first a module's own lines, then all of it."""
+    """Fall back to whole tensors after a failure: first for a module's own forward, then for the whole module."""
     reason = textwrap.shorten(f"{type(error).__name__}: {error}".splitlines()[0], 160, placeholder=" …")
     name = stack[-1] if stack else LOSS
     parents = [n for n in stack if n in layout.blocks]
     if name == "":
         name = "the network itself"
     if layout.spreads:
-        # What is left in parts between layers is the first thing to do without.
+        # Keeping results sharded between layers is the first thing to give up.
         layout.spreads = False
         return
     place = stack[-1] if stack else LOSS
@@ -203,7 +203,7 @@ def _follow(
     fake: Callable[[Any], Any],
     decides: bool,
 ) -> None:
-    """Computes the loss, and the second time its gradients, while `stack` says which module is at work."""
+    """Compute the loss, and in the second pass its gradients, while `stack` tracks the module that runs."""
     names = {module: name for name, module in model.named_modules()}
     stack.clear()
 
@@ -239,7 +239,7 @@ def _follow(
 
 
 def dress(model: nn.Module, axis: Axis, layout: Layout, *, decides: bool = False) -> Callable[[], None]:
-    """Has every layer computed in its way; returns what takes it off again."""
+    """Replace the forward of every layer by its parallel version; return a function that undoes it."""
     undo: list[Callable[[], None]] = []
     for name, module in model.named_modules():
         forward = _forward(model, axis, layout, name, module, decides)
@@ -268,7 +268,7 @@ def _put_on(module: nn.Module, forward: Callable[..., Any]) -> Callable[[], None
 def _forward(
     model: nn.Module, axis: Axis, layout: Layout, name: str, module: nn.Module, decides: bool
 ) -> Callable[..., Any] | None:
-    """A module's forward under a layout; None where it is as it was."""
+    """Return a module's forward under a layout; None if it does not change."""
     own = module.__dict__.get("forward")
     is_layer = name in layout.ways or (decides and not isinstance(module, nn.ModuleList) and _is_layer(module, axis))
     gathers = layout.spreads and (name in layout.blocks or is_norm(module))
@@ -296,14 +296,14 @@ def _forward(
 
 
 def _own(axis: Axis, tensor: Tensor) -> Tensor:
-    """All of a tensor, not as a view, which autograd would not let a module change in place."""
+    """Return the whole tensor, not as a view, which autograd would not allow a module to change in place."""
     whole = axis.whole(tensor)
     is_view = whole is not tensor and whole.requires_grad and whole._is_view()
     return torch.ops.aten._unsafe_view(whole, whole.shape) if is_view else whole
 
 
 def _caller(name: str, module: nn.Module, layout: Layout) -> bool:
-    """Whether the module that calls this one works on whole tensors."""
+    """Return whether the module that calls this one works on whole tensors."""
     parent = name.rpartition(".")[0]
     return bool(name) and any(
         whole == parent or (parent.startswith(f"{whole}." if whole else "") and _only_digits(parent, whole))
@@ -313,7 +313,7 @@ def _caller(name: str, module: nn.Module, layout: Layout) -> bool:
 
 
 def _only_digits(parent: str, whole: str) -> bool:
-    """Whether there is only a list of modules between the two."""
+    """Return whether there is only a list of modules between the two."""
     rest = parent.removeprefix(whole).lstrip(".")
     return "." not in rest
 
@@ -328,14 +328,14 @@ def _holds_parts(module: nn.Module, args: Any) -> bool:
 
 
 def _is_patched(forward: Any) -> bool:
-    """Whether a user has put another forward on a module, whose lines are not those of its class."""
+    """Return whether the user replaced a module's forward, so that its class says nothing about it."""
     return forward is not None and not (getattr(forward, "__module__", None) or "").startswith("manyhands.")
 
 
 def _decide(
     model: nn.Module, axis: Axis, layout: Layout, name: str, layer: nn.Module, args: Any, *, is_patched: bool
 ) -> None:
-    """Chooses a layer's way by what it gets, and cuts its parameters so."""
+    """Choose how a layer is computed by its inputs, and shard its parameters accordingly."""
     way = AttentionHeads(layer) if fits(layer, axis) else ways_for(layer, args[0] if args else None, axis)
     assert way is not None
     if is_patched:
@@ -349,7 +349,7 @@ def _decide(
 
 
 def _conflicts(way: LayerSplit, layer: nn.Module) -> bool:
-    """Whether a parameter is shared with a layer that has cut it otherwise."""
+    """Return whether a parameter is shared with a layer that shards it differently."""
     for key, place in way.placements(layer).items():
         held = layer._parameters.get(key)
         if isinstance(held, DTensor) and isinstance(held.placements[0], Shard) and held.placements[0] != place:
@@ -358,7 +358,7 @@ def _conflicts(way: LayerSplit, layer: nn.Module) -> bool:
 
 
 def cut(model: nn.Module, axis: Axis, placements: Mapping[str, Placement]) -> None:
-    """Cuts tensors that every rank has whole; one that several modules share stays the same in all of them."""
+    """Shard tensors that every rank has whole; a tensor shared by several modules stays shared."""
     for name, place in placements.items():
         owner, _, last = name.rpartition(".")
         module = model.get_submodule(owner)
@@ -379,7 +379,7 @@ def _replace(model: nn.Module, before: Any, after: Tensor) -> None:
 
 @contextmanager
 def _own_whole(axis: Axis, module: nn.Module) -> Iterator[None]:
-    """A module with plain parameters of its own; those of modules inside stay as they are."""
+    """Replace a module's own parameters by whole plain tensors inside this context; submodules keep theirs."""
     held: dict[str, Any] = dict(module._parameters)
     try:
         for name, tensor in held.items():
@@ -394,7 +394,7 @@ def _own_whole(axis: Axis, module: nn.Module) -> Iterator[None]:
 def _pretending(
     model: nn.Module, axis: Axis, layout: Layout, *, decides: bool, pretends: bool
 ) -> Iterator[Callable[[Any], Any]]:
-    """The network with fake tensors for its own, cut as the layout says as far as it is known."""
+    """Replace the network's tensors by fake ones inside this context, sharded as far as the layout is known."""
     owners: list[dict[str, Any]] = [own for module in model.modules() for own in (module._parameters, module._buffers)]
     held = [(own, dict(own)) for own in owners]
     mode = FakeTensorMode(allow_non_fake_inputs=True) if pretends else None
@@ -423,7 +423,7 @@ def _pretending(
 def _stand_in(axis: Axis, tensor: Tensor, fake: Callable[[Any], Any]) -> Tensor:
     is_parameter = isinstance(tensor, nn.Parameter)
     if tensor.is_meta:
-        # A network without values, looked at where no values are needed.
+        # A network on the meta device, inspected without values.
         tensor = torch.empty_like(tensor, device=axis.mesh.device_type).requires_grad_(tensor.requires_grad)
         return tensor if not is_parameter else axis.of(tensor.detach(), WHOLE).requires_grad_(tensor.requires_grad)
     copy: Tensor = fake(tensor.detach())
@@ -433,7 +433,7 @@ def _stand_in(axis: Axis, tensor: Tensor, fake: Callable[[Any], Any]) -> Tensor:
 
 
 class _Traffic(TorchDispatchMode):
-    """Counts the bytes that collectives send."""
+    """Count the bytes that collectives send."""
 
     def __init__(self, axis: Axis) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

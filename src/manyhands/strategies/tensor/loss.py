@@ -1,4 +1,4 @@
-"""Cross entropy of logits whose classes are cut over ranks: nobody ever holds a whole row of them."""
+"""Cross entropy of logits whose classes are sharded over ranks, without gathering whole rows."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """As torch's own, of this rank's part of the logits along dim 1, or dim 0 where there is no other."""
+    """Compute torch's cross entropy from this rank's shard of the logits along dim 1, or dim 0 if 1-dimensional."""
     is_single = logits.dim() == 1
     rows = logits.unsqueeze(0) if is_single else logits.movedim(1, -1)
     counted = target != ignore_index
@@ -36,12 +36,12 @@ def cross_entropy(
 
 
 def require_within(indices: Tensor, count: int, text: str) -> None:
-    """Raise torch's own error for an index that is negative or too large; no rank's part would have such a row."""
+    """Raise torch's error for an index that is negative or too large, which no rank's shard contains."""
     if isinstance(indices, FakeTensor):
         return
     is_known = (indices >= 0) & (indices < count)
     if indices.device.type != "cpu":
-        # Without a wait for the device; its kernels end the process in the same way.
+        # Does not wait for the device; torch's own kernels abort in the same way.
         torch._assert_async(is_known.all(), text.format("?"))
     elif not is_known.all():
         raise IndexError(text.format(int(indices[~is_known][0])))
@@ -52,7 +52,7 @@ def _losses(*args: Any) -> Tensor:
 
 
 class _Losses(torch.autograd.Function):
-    """The loss of every row: the logarithm of the sum of exponentials, less the target's logit."""
+    """The loss of every row: the log-sum-exp of its logits minus the target's logit."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, target: Tensor, num_classes: int, smoothing: float, axis: Axis) -> Tensor:

@@ -23,7 +23,7 @@ from .layout import Layout, dress
 
 
 class Cutting:
-    """A network that is cut along the tensor axis: its layout, and what was put on it."""
+    """A network that is split along the tensor axis: its layout, and the forwards attached to its layers."""
 
     def __init__(self, spec: StrategySpec, world: World, model: nn.Module, layout: Layout) -> None:
         self.axis = Axis(world.mesh(spec.axes)["tensor"])
@@ -33,12 +33,12 @@ class Cutting:
         self._take_off: Callable[[], None] = _nothing
 
     def apply(self, model: nn.Module) -> None:
-        """Replaces every parameter by this rank's part of it, and has layers computed in parts."""
+        """Replace every parameter by this rank's shard, and let layers compute on shards."""
         self.cut(model)
         self._take_off = dress(model, self.axis, self.layout)
 
     def cut(self, model: nn.Module) -> None:
-        """Replaces every parameter that has values by this rank's part of it."""
+        """Replace every parameter that has values by this rank's shard."""
         placements = self.layout.placements(model)
         made: dict[Any, nn.Parameter] = {}
         for name, tensor in [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]:
@@ -58,7 +58,7 @@ class Cutting:
                     module._parameters[last] = made[held]
 
     def part(self, whole: Tensor, name: str, placements: Mapping[str, Any]) -> DTensor:
-        """This rank's part of a tensor that all ranks have."""
+        """Return this rank's shard of a tensor that all ranks have."""
         place = placements.get(name, WHOLE)
         if not isinstance(place, Shard):
             return self.axis.of(whole.clone(), WHOLE)
@@ -68,7 +68,7 @@ class Cutting:
         return self.axis.sharded(local, place.dim, whole.shape[place.dim])
 
     def completed(self, parameters: Sequence[Any]) -> list[Tensor]:
-        """This rank's parts of gradients; those of which each rank has a term are summed, all in one go."""
+        """Return this rank's shards of gradients; partial sums are reduced over the ranks in one collective."""
         found: dict[int, Tensor] = {}
         terms: list[tuple[int, Tensor]] = []
         for place, parameter in enumerate(parameters):
@@ -85,16 +85,16 @@ class Cutting:
         return [found[place] for place in range(len(parameters))]
 
     def scope(self) -> contextlib.AbstractContextManager[None]:
-        """Where the network and its loss are computed."""
+        """Return the context in which the network and its loss are computed."""
         return glued(self.axis)
 
     def take_off(self) -> None:
-        """Gives the layers their own forward back."""
+        """Restore the layers' original forward."""
         self._take_off()
 
 
 class TensorReplica(ShardedReplica):
-    """A rank's part of a network whose layers are cut, alone or times shards and replicas."""
+    """One rank's part of a network with tensor-parallel layers, optionally combined with shards and replicas."""
 
     def __init__(
         self,
@@ -130,13 +130,13 @@ class TensorReplica(ShardedReplica):
         super().finish(key, count)
 
     def _complete(self, key: str) -> None:
-        """Sums gradients of which each rank has a term, all in one go."""
+        """Sum gradients of which each rank has a partial sum, in one collective."""
         odd: list[Any] = [
             p for p in self.groups[key].values() if p.grad is not None and _placements(p.grad) != _placements(p)
         ]
         terms = []
         for parameter in odd:
-            # In the order of the group: these are collectives, and a set has another order on every rank.
+            # Iterate in the order of the group, because every rank must run the collectives in the same order.
             if parameter.placements[-1] == WHOLE and parameter.grad.placements[-1].is_partial():
                 terms.append(parameter)
             else:
@@ -171,7 +171,7 @@ class TensorReplica(ShardedReplica):
         return place.dim
 
     def differences(self) -> list[str]:
-        """Also compares what every rank of the tensor axis should hold."""
+        """Return tensors that differ between replicas or between ranks of the tensor axis that should hold the same."""
         named: dict[str, Any] = dict(self.model.named_parameters())
         common = {name: p.to_local() for name, p in named.items() if p.placements[-1] == WHOLE}
         return [*super().differences(), *self.odd_over(self._cutting.ranks, common, "over the tensor axis")]
@@ -183,7 +183,7 @@ class TensorReplica(ShardedReplica):
 
 
 def _nothing() -> None:
-    """What is taken off of a network that has nothing on."""
+    """Do nothing: there is nothing to remove from the network."""
 
 
 def _placements(tensor: Any) -> Any:
@@ -191,7 +191,7 @@ def _placements(tensor: Any) -> Any:
 
 
 def reorder(whole: Tensor, dim: int, sections: Sequence[int] | None, size: int, *, back: bool = False) -> Tensor:
-    """Puts the parts that each rank has of every section side by side, so that a plain cut gives them to it; and back.
+    """Reorder so that an even split gives each rank its part of every section; `back` undoes it.
 
     >>> reorder(torch.arange(8), 0, [4, 4], 2).tolist()
     [0, 1, 4, 5, 2, 3, 6, 7]

@@ -1,4 +1,4 @@
-"""Updates of optimizers for many networks at once, each with its own hyper-parameters."""
+"""Optimizer updates for many networks at once, each with its own hyperparameters."""
 
 from .registry import KNOWN, update_for
 from .update import Numbers, Slots, Update, along

@@ -12,7 +12,7 @@ from .update import Numbers, Slots, Update, along, decayed
 
 
 class Adam(Update):
-    """torch.optim.Adam; AdamW is the same with weights that decay by themselves."""
+    """torch.optim.Adam; AdamW is the same with decoupled weight decay."""
 
     numbers = ("lr", "beta1", "beta2", "eps", "weight_decay")
     flags = ("amsgrad", "maximize", "decoupled_weight_decay")

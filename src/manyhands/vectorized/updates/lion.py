@@ -10,7 +10,7 @@ from .update import Numbers, Slots, Update, along
 
 
 class Lion(Update):
-    """Lion as its authors wrote it, and as the packages that people install have it."""
+    """Lion as in its authors' code and in commonly installed packages."""
 
     numbers = ("lr", "beta1", "beta2", "weight_decay")
 

@@ -19,11 +19,11 @@ UPDATES: dict[type, type[Update]] = {
 }
 KNOWN = "SGD, Adam, AdamW, RMSprop, Lion"
 _LION = {"params", "lr", "betas", "weight_decay", "maximize", "foreach", "capturable", "differentiable", "initial_lr"}
-"""What a group of Lion may say; torch has none, so it is known by its name and by this."""
+"""Keys of a Lion parameter group; torch has no Lion, so it is recognized by its name and these keys."""
 
 
 def update_for(optimizer: Optimizer) -> type[Update] | None:
-    """The update that does what this optimizer does; None where none is known to."""
+    """Return the update that computes what this optimizer does; None if none is known."""
     kind = type(optimizer)
     if kind in UPDATES:
         return UPDATES[kind]

@@ -24,7 +24,7 @@ class Sgd(Update):
         return {
             "momentum": numbers["momentum"],
             "decay": numbers["weight_decay"],
-            # The first gradient is taken whole.
+            # The first gradient is not dampened.
             "taken": torch.where(numbers["count"] == 0, 1.0, 1.0 - numbers["dampening"]),
             "size": -numbers["lr"],
         }
