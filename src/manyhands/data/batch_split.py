@@ -38,7 +38,7 @@ def share_of(count: int, accumulate: int, replica: int, num_replicas: int) -> Re
     """Return one replica's part of a global batch of `count` samples.
 
     >>> share_of(10, 2, replica=1, num_replicas=2)
-    Share(rows=array([3, 4, 8, 9]), sizes=(2, 2), global_sizes=(5, 5))
+    ReplicaShare(rows=array([3, 4, 8, 9]), sizes=(2, 2), global_sizes=(5, 5))
     """
     global_sizes = cut(count, min(accumulate, count))
     runs, start = [], 0

@@ -144,7 +144,7 @@ class Objects(Column):
 class ColumnTable:
     """Columns by name.
 
-    >>> table = Table({"x": Numbers(np.arange(4.0)), "name": Objects(["a", "b", "c", "d"])})
+    >>> table = ColumnTable({"x": Numbers(np.arange(4.0)), "name": Objects(["a", "b", "c", "d"])})
     >>> table.take(np.array([3, 1])).batch()
     {'x': tensor([3., 1.], dtype=torch.float64), 'name': ['d', 'b']}
     >>> table.sample(2)["name"]

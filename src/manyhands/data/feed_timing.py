@@ -42,7 +42,7 @@ class FeedTiming:
     def limit(self) -> str:
         """What limits the speed: "input", "copy" or "compute".
 
-        >>> Pace(input=3.0, compute=7.0).limit, Pace(input=0.1, compute=9.0).limit, Pace(copy=2.0, compute=7.0).limit
+        >>> FeedTiming(input=3.0, compute=7.0).limit, FeedTiming(input=0.1, compute=9.0).limit, FeedTiming(copy=2.0, compute=7.0).limit
         ('input', 'compute', 'copy')
         """
         if self.total and self.copying > SATURATED * self.total:
@@ -54,7 +54,7 @@ class FeedTiming:
     def said(self, workers: int) -> str:
         """Return a message for the user if data is the bottleneck, else an empty string.
 
-        >>> Pace(input=3.0, compute=7.0).said(workers=2)
+        >>> FeedTiming(input=3.0, compute=7.0).said(workers=2)
         'input is the limit: 30% of the time went into waiting for data, which 2 worker processes read'
         """
         readers = "this process reads" if not workers else f"{workers} worker process{'es' * (workers > 1)} read"
