@@ -547,9 +547,9 @@ def Pipeline(
     offload: str = "",
     deterministic: bool = False,
 ) -> StrategySpec:
-    """A network in stages, one per device; the parts of a batch are in different stages at the same time.
+    """Pipeline parallel training: a stage of the network per device; the stages work on different microbatches.
 
-    Stages are cut so that they take equally long. The loss is computed on the last stage for every microbatch.
+    Stages are balanced to take equally long. The loss is computed on the last stage for every microbatch.
 
     >>> Pipeline(4, microbatches=16)
     StrategySpec(stages=4, microbatches=16)
@@ -582,12 +582,12 @@ def Placed(
     offload: str = "",
     deterministic: bool = False,
 ) -> StrategySpec:
-    """Parts of a network on devices of one's choice; parts that do not need each other run at the same time.
+    """Place parts of a network on chosen devices; parts that do not depend on each other run at the same time.
 
-    `where` maps patterns of module names to devices: "cuda:1", "host2/cuda:0", or their number in `on=`. "*" is for
-    all that nothing else names; what is in no part goes where most of what it reads is. Without a map the
-    `with mh.on(...):` blocks in which the network was built decide; where there are none, the network is cut so that
-    its parts take equally long, hold their share of the parameters, and send little to each other.
+    `where` maps patterns of module names to devices: "cuda:1", "host2/cuda:0", or their index in `on=`. "*" matches all
+    modules that no other pattern names; operations outside of these parts run where most of their inputs are. Without a
+    map, the `with mh.on(...):` blocks in which the network was built decide; if there are none, the network is
+    partitioned for equal time, balanced parameters and little communication.
 
     >>> Placed({"tower_a.*": "cpu:0", "tower_b.*": "cpu:1"})
     StrategySpec(stages=2, place='tower_a.*@cpu:0;tower_b.*@cpu:1')
@@ -618,15 +618,15 @@ NAMED: dict[str, dict[str, Any]] = {
     "ps": {"replicas": None, "servers": 1},
     "tensorparallel": {"tensor": 2},
 }
-"""Strategies by the one word that people change."""
+"""Strategies by name."""
 _ELSEWHERE = {"dp": "mirrored", "ddp": "mirrored", "fsdp": "sharded", "tp": "tensorparallel", "pp": "pipeline"}
-"""What the field calls them."""
+"""Common abbreviations of strategies."""
 _AXIS = {"mirrored": "replicas", "sharded": "shards", "pipeline": "stages", "tensorparallel": "tensor"}
-"""Where the number of a strategy stands."""
+"""The axis that a strategy's number sets."""
 
 
 def _product(field: dataclasses.Field[Any], one: StrategySpec, other: StrategySpec) -> Any:
-    """A setting of two specs together: a product for an axis, else the one that is not the default."""
+    """Combine a setting of two specs: the product for an axis, otherwise the value that is not the default."""
     a, b = getattr(one, field.name), getattr(other, field.name)
     if field.name in AXES:
         if (not a or not b) and 1 not in (a, b):
@@ -646,7 +646,7 @@ def _product(field: dataclasses.Field[Any], one: StrategySpec, other: StrategySp
 
 
 def as_spec(strategy: StrategySpec | str | None) -> StrategySpec:
-    """A spec from what a person passes; None means all devices there are."""
+    """Return a spec from a user's argument; None means data parallel on all available devices."""
     if strategy is None:
         return Mirrored()
     if isinstance(strategy, str):
@@ -661,7 +661,7 @@ def as_spec(strategy: StrategySpec | str | None) -> StrategySpec:
 
 
 def split_settings(text: str) -> list[str]:
-    """Settings between commas; what stands in brackets stays together.
+    """Split settings at commas, except inside parentheses.
 
     >>> split_settings("replicas=2,sync=localsteps(16,by=topk(0.1,warmup=1))")
     ['replicas=2', 'sync=localsteps(16,by=topk(0.1,warmup=1))']
@@ -688,7 +688,7 @@ def _named(word: str) -> dict[str, Any]:
 
 
 def _meant(word: str) -> str:
-    """What somebody may have meant by a word that is no strategy: sharded(2), sharded:2, shraded."""
+    """Return a suggestion for an unknown strategy such as sharded(2), sharded:2 or shraded."""
     name, _, number = re.sub(r"[(:*]", "=", word).rstrip(")").partition("=")
     alike = difflib.get_close_matches(name, [*NAMED, *_ELSEWHERE, "auto"], 1)
     if not alike:
@@ -714,7 +714,7 @@ def _setting(key: str, text: str) -> tuple[str, Any]:
 
 
 def _check_servers(spec: StrategySpec) -> None:
-    """Refuses settings of parameter servers that make no sense, alone or together."""
+    """Raise StrategyError for invalid or contradictory parameter-server settings."""
     for name in ("servers", "backup", "followers", *(() if spec.staleness is None else ("staleness",))):
         value = getattr(spec, name)
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
