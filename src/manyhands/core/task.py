@@ -1,4 +1,4 @@
-"""Task: a network, its loss, its optimizer and its data, as frozen data that every verb takes."""
+"""Task: a network, its loss, its optimizer and its data, as one immutable object."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ _ARGUMENTS = {
     "step": ("hand", "batch"),
     "schedule": ("step", "total"),
 }
-"""What a task's functions are called with."""
+"""Arguments that a task's functions are called with."""
 
 
 @dataclass(frozen=True, eq=False)
 class Mean:
-    """A mean kept as its total and its count, so that parts can be added before dividing."""
+    """A mean stored as its total and its count, so that shares can be added before dividing."""
 
     total: Tensor
     count: Tensor
 
 
 def mean(total: Tensor, count: Tensor | int) -> Mean:
-    """A loss or metric that counts tokens, boxes or pixels instead of samples.
+    """Return a loss or metric that counts tokens, boxes or pixels instead of samples.
 
-    Totals and counts are summed over replicas and micro-steps before the division, so the answer is the same
+    Totals and counts are summed over replicas and micro-steps before the division, so the result is the same
     however the batch is split.
 
     >>> import torch
@@ -54,7 +54,7 @@ def mean(total: Tensor, count: Tensor | int) -> Mean:
     if isinstance(count, torch.Tensor):
         counted = count.to(total.device).detach().double()
     else:
-        # Made on the device: a copy from the host would make it wait.
+        # Created on the device: a copy from the host would synchronize.
         counted = torch.full((), float(count), dtype=torch.float64, device=total.device)
     if counted.numel() != 1:
         raise TaskError("the count of mh.mean must be a single number", got=tuple(counted.shape), remedy="sum it")
@@ -68,40 +68,40 @@ _VARIADIC = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Task:
-    """What is to be learned: factories and plain functions, nothing to inherit from.
+    """Definition of a training task: factories and plain functions, without a base class to inherit from.
 
     `loss(model, batch)` returns the mean over the batch's samples, or `mh.mean(total, count)`. Instead of it,
-    `step(hand, batch)` may do its own arithmetic with `hand.minimize(...)`.
+    `step(hand, batch)` may implement a custom step with `hand.minimize(...)`.
 
-    - `model`: makes the network, on the CPU; it is called once in every process;
-    - `optimizer`: makes the optimizer of a model. A list or a dict of optimizers over disjoint parameters takes its
-      steps together (matrices to Muon and the rest to AdamW, say); with `step` the keys of a dict name them for
-      `hand.minimize`. Parameters that no optimizer holds stay as they are;
+    - `model`: creates the network, on the CPU; it is called once in every process;
+    - `optimizer`: creates the optimizer of a model. A list or a dict of optimizers over disjoint parameters is stepped
+      together (such as Muon for matrices and AdamW for the rest); with `step` the keys of a dict name them for
+      `hand.minimize`. Parameters that no optimizer holds stay fixed;
     - `data`: arrays or tensors (alone, in a tuple or a dict), a dataset, an iterable, a DataLoader, a Hugging Face
-      dataset, `mh.files(...)`, `mh.bucketed(...)`, or a function that makes one;
-    - `loss`, `step`: what is minimised, one of the two;
-    - `valid`: data that is measured after every epoch, of the same kinds;
+      dataset, `mh.files(...)`, `mh.bucketed(...)`, or a function that creates one;
+    - `loss`, `step`: what is minimized, one of the two;
+    - `valid`: data that is evaluated after every epoch, of the same kinds;
     - `batch_size`: global, the same on one device or a thousand; a DataLoader and `mh.bucketed` bring their own;
     - `collate`: makes a batch of a list of samples; by default tensors are stacked and ragged fields padded;
-    - `shuffle`: whether every epoch has an order of its own;
+    - `shuffle`: whether every epoch has a different order;
     - `workers`: background processes that read the data, per replica; None chooses;
     - `predict`: `predict(model, *inputs)`, whose parameter names are the Predictor's inputs; by default the model on
       the batch's first element;
-    - `metrics`: by name, measured on `valid`: a function `metric(outputs, batch)` on what `predict` gives, a mean over
-      samples or `mh.mean`; an object of torchmetrics, which gets (outputs, batch[1]); an object of one's own with
+    - `metrics`: by name, evaluated on `valid`: a function `metric(outputs, batch)` of the outputs of `predict`, a mean
+      over samples or `mh.mean`; a torchmetrics object, which gets (outputs, batch[1]); a custom object with
       `update(outputs, batch)`, `compute()` and, for several replicas, `merge(other)`; a function without arguments that
-      makes such an object; or a pair (object, function of (outputs, batch)) that says what else `update` gets, a tuple
-      or a dict of names;
-    - `clip`: largest norm of an optimizer's whole gradient; None for none;
+      creates such an object; or a pair (object, function of (outputs, batch)), whose function returns the arguments of
+      `update`, a tuple or a dict of names;
+    - `clip`: maximum norm of an optimizer's whole gradient; None for none;
     - `schedule`: `schedule(step, total)` multiplies the optimizer's own learning rate;
-    - `not_finite`: what a step does whose gradient is not finite: "stop" the run, or "skip" that step and go on;
-    - `max_skipped`: so many skipped steps in a row, and the run goes back to its last good state; where the same place
-      fails again, it ends;
-    - `ema`: decay of a moving average of the weights, such as 0.999, which looks back about 1000 steps: validation,
-      `run.model()` and exports use the average, training goes on with the weights themselves;
-    - `weights`: what the network begins with, instead of what `model` gave it: a file of weights, a folder of Hugging
-      Face, an exported model's or a run's, or `mh.weights(...)`; read straight into the parts that a device holds;
-    - `seed`: of the first weights, the order of the data and random numbers.
+    - `not_finite`: what happens if a gradient is not finite: "stop" the run, or "skip" the step and continue;
+    - `max_skipped`: number of consecutive skipped steps after which the run returns to its last good state; if the same
+      place fails again, the run ends;
+    - `ema`: decay of an exponential moving average of the weights, such as 0.999 for about 1000 steps: validation,
+      `run.model()` and exports use the average, training continues with the weights themselves;
+    - `weights`: initial weights instead of those that `model` creates: a file of weights, a folder of Hugging Face, an
+      exported model's or a run's, or `mh.weights(...)`; each device reads only the shards that it holds;
+    - `seed`: seed of the initial weights, the order of the data and random numbers.
 
     >>> import torch
     >>> task = Task(
@@ -217,7 +217,7 @@ class Task:
         return f"Task({', '.join(parts)}, {data})"
 
     def make_optimizer(self, model: nn.Module) -> Any:
-        """The optimizer of a network, several of them joined into one; with `step` a dict of them stays one."""
+        """Return the optimizer of a network, several of them joined into one; with `step`, a dict stays a dict."""
         from .optimizers import make_optimizers
 
         return make_optimizers(self.optimizer, model, keyed=self.step is not None)

@@ -1,7 +1,7 @@
-"""Members apart: each in a process or behind a server of its own, and a coordinator that does not wait for ever.
+"""Remote members of an ensemble, each in a process or behind a server, and a coordinator with deadlines.
 
-A query goes to all members at once. What has come by the deadline is combined, if the quorum is among it, and the
-answer says who it is from. A member whose process dies is started again.
+A query goes to all members at once. The answers that arrive before the deadline are combined if there is a quorum, and
+the result lists the members it is from. A member whose process dies is restarted.
 """
 
 from __future__ import annotations
@@ -26,36 +26,36 @@ from .team import CombinationRule
 
 ANSWERED = "answered"
 AGAIN_SECONDS = 0.5
-"""Between two attempts to start a member again."""
+"""Seconds between two attempts to restart a member."""
 MOST_OPEN = 128
-"""Queries that a member may owe an answer; with more of them the pipe to its process would be full, and block."""
+"""Maximum queries in flight per member; with more, the pipe to its process would fill up and block."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a team says, and who it is from."""
+    """Combined prediction of a team, and the members it is from."""
 
     outputs: dict[str, Tensor]
     members: tuple[int, ...]
-    """Those that have answered in time."""
+    """Members that answered in time."""
     missing: dict[int, str]
-    """The others, with the reasons."""
+    """The other members, with the reasons."""
 
     @property
     def is_degraded(self) -> bool:
-        """Whether somebody is missing."""
+        """Whether a member is missing."""
         return bool(self.missing)
 
 
 class MemberHandle(ABC):
-    """Where a member sits: it is asked, and answers later."""
+    """Handle of a member that answers queries asynchronously."""
 
     def __init__(self) -> None:
         self._num_open = 0
         self._counting = threading.Lock()
 
     def ask(self, inputs: dict[str, Tensor]) -> Future[dict[str, Tensor]]:
-        """Asks it; one that stands still is asked no more until it answers, or what it is asked would pile up."""
+        """Send a query; an unresponsive member gets no more queries until it answers, so that they do not pile up."""
         answer: Future[dict[str, Tensor]]
         try:
             if self._num_open >= MOST_OPEN:

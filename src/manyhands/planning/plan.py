@@ -1,4 +1,4 @@
-"""Plan: the ranked ways of splitting a workload over a cluster, the pick, the curve; and plans of several clusters."""
+"""Plan: the ranked strategies for a workload on a cluster, the pick and the curve; and plans of several clusters."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from .search import PlanOption, Search
 from .workload import Workload, is_lossy
 
 Measure = Callable[[StrategySpec], float | str]
-"""Seconds of a step with this spec, tried on the hardware at hand; or why it could not be taken."""
+"""Returns the measured seconds of a step with this spec on the available hardware, or why it could not run."""
 BANDS = {"measured": 0.05, "calibrated": 0.15, "catalogue": 0.3}
-"""How far a time may be off, by where its constants come from."""
+"""Expected relative error of a time, by the source of its constants."""
 SUFFIX = ".toml"
 TARGETS = (0.25, 0.5, 1, 2, 4, 8, 16)
-"""Batch sizes, over the task's own, whose time to a target is told."""
+"""Batch sizes, relative to the task's own, whose time to a target is reported."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What every way of splitting would cost, the fastest first.
+    """Predicted cost of every strategy, fastest first.
 
     `plan.best` is the pick, `plan.show()` prints the table and the curve, `plan.save_html(path)` writes a page.
     """
@@ -39,7 +39,7 @@ class Plan:
     cluster: Cluster
     options: tuple[PlanOption, ...]
     control: PlanOption
-    """Plain data parallel, beside which no pick may be slower."""
+    """Plain data parallel, the baseline that the pick must not be slower than."""
     alone: float
     """Seconds of a step on one device."""
     curve: Curve
@@ -47,34 +47,34 @@ class Plan:
     fingerprint: str = ""
     num_networks: int = 1
     ways: tuple[ManyNetworksEstimate, ...] = ()
-    """How to train so many such networks, the fastest first, where several were asked for."""
+    """Ways to train several such networks, fastest first, if several were requested."""
 
     @property
     def best(self) -> Pick:
-        """The fastest that fits and can be run; where some were tried, the fastest of those."""
+        """The fastest option that fits and can run; among measured ones if there are any."""
         able = [option for option in self.options if option.can_run]
         tried = [option for option in able if option.measured is not None]
         return Pick(option=min(tried or able, key=lambda option: option.seconds), plan=self)
 
     @property
     def band(self) -> float:
-        """How far predicted times may be off, as a part of them."""
+        """Expected relative error of predicted times."""
         return BANDS["calibrated" if self.cluster.measured else "catalogue"]
 
     def efficiency(self, option: PlanOption) -> float:
-        """Speed-up over one device, for each device."""
+        """Return the speed-up over one device, divided by the number of devices."""
         devices = 1 if self.cluster.shared else option.estimate.num_devices
         return self.alone / option.seconds / devices
 
     def cost(self, option: PlanOption, samples: float = 1e6) -> float | None:
-        """Money for so many samples, where a price is known."""
+        """Return the cost of this many samples; None without a price."""
         if self.cluster.price is None:
             return None
         hours = option.seconds * samples / self.workload.batch_size / 3600
         return hours * option.estimate.num_devices * self.cluster.price
 
     def steps_over_least(self) -> float | None:
-        """Steps to a target over those of an endless batch, where the gradient's noise is known."""
+        """Return the ratio of steps to a target to those of an infinite batch; None if gradient noise is unknown."""
         return None if self.workload.noise is None else steps_needed(self.workload.batch_size, self.workload.noise)
 
     def to_target(self) -> dict[int, float]:
