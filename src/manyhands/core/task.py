@@ -223,12 +223,12 @@ class Task:
         return make_optimizers(self.optimizer, model, keyed=self.step is not None)
 
     def replace(self, **changes: Any) -> Task:
-        """A copy with some fields changed."""
+        """Return a copy with some fields changed."""
         return dataclasses.replace(self, **changes)
 
 
 def as_task(task: Task | Callable[..., Task], params: Mapping[str, Any] | None = None) -> Task:
-    """A Task from a Task, or from a function with defaults that makes one."""
+    """Return a Task from a Task, or from a function with defaults that creates one."""
     if isinstance(task, Task):
         if params:
             raise SettingsError(
@@ -254,7 +254,7 @@ def as_task(task: Task | Callable[..., Task], params: Mapping[str, Any] | None =
 
 
 def task_name(task: Task | Callable[..., Task]) -> str:
-    """A short name for runs of this task: its function's, or that of the file it stands in where it is just "task"."""
+    """Return a short name for runs of this task: its function's name, or its file's if that is just "task"."""
     name = getattr(task, "__name__", "task")
     if name != "task" and name.isidentifier():
         return name
@@ -265,13 +265,13 @@ def task_name(task: Task | Callable[..., Task]) -> str:
 
 
 def typed(task: Callable[..., Task], params: Mapping[str, Any]) -> dict[str, Any]:
-    """The task's own parameters, with texts turned into the types of its signature.
+    """Return the task's parameters, with strings converted to the types of its signature.
 
     >>> def task(lr: float = 1e-3, width: int = 8) -> Task: ...
     >>> typed(task, {"lr": "3e-4", "width": "16"})
     {'lr': 0.0003, 'width': 16}
 
-    Names that a `**` parameter takes are passed on, as texts where it has no type.
+    Names that a `**` parameter accepts are passed on, as strings if it has no type.
     """
     parameters = inspect.signature(task).parameters
     own = {name: item for name, item in parameters.items() if item.kind not in _VARIADIC}
@@ -298,7 +298,7 @@ def typed(task: Callable[..., Task], params: Mapping[str, Any]) -> dict[str, Any
 
 
 def convert(name: str, value: Any, kind: Any) -> Any:
-    """A value as the type that a signature asks for; texts are read."""
+    """Convert a string to the type that a signature requires; other values are returned unchanged."""
     if not isinstance(value, str):
         return value
     options = [arg for arg in typing.get_args(kind) if arg is not type(None)] or [kind]
@@ -321,7 +321,7 @@ def convert(name: str, value: Any, kind: Any) -> Any:
 
 
 def _require_arguments(name: str, function: Any, arguments: tuple[str, ...]) -> None:
-    """A function of other arguments is told before anything is trained; what is no plain function is left alone."""
+    """Raise TaskError before training if a plain function cannot take these arguments; skip other objects."""
     if inspect.isfunction(function) and not _takes(function, arguments):
         raise TaskError(
             f"{name} is called with ({', '.join(arguments)})",
@@ -331,7 +331,7 @@ def _require_arguments(name: str, function: Any, arguments: tuple[str, ...]) -> 
 
 
 def _takes(function: Any, arguments: tuple[str, ...]) -> bool:
-    """Whether a plain function can be called with so many arguments."""
+    """Return whether a plain function can be called with these arguments."""
     try:
         return inspect.isfunction(function) and inspect.signature(function).bind(*arguments) is not None
     except TypeError:
@@ -351,5 +351,5 @@ def _require_metric(name: str, metric: Any) -> None:
 
 
 def _is_a(value: object, package: str, name: str) -> bool:
-    """Whether this is an instance of a class of torch, which need not be imported for that."""
+    """Return whether a value is an instance of a class, without importing its package."""
     return any(base.__name__ == name and base.__module__.startswith(package) for base in type(value).__mro__)

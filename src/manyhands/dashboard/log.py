@@ -110,7 +110,7 @@ class Log(LogSource):
         return "interrupted" if is_here and not self.is_alive else "serving"
 
     def on_starting(self, entry: dict[str, Any]) -> None:
-        self.versions, self.splits = {}, {}  # a server forgets them with its process
+        self.versions, self.splits = {}, {}  # a restarted server has none
 
     def on_serving(self, entry: dict[str, Any]) -> None:
         self.serving, self.is_up = entry, True

@@ -58,7 +58,7 @@ class StackedMembers(nn.Module):
             alike = all(torch.allclose(plain[name], stacked[name], rtol=1e-5, atol=1e-6) for name in plain)
             if alike and _seconds(self._stacked, example) < _seconds(self, example):
                 return True
-        except Exception:  # what vmap has no rule for is computed plainly
+        except Exception:  # operations without a vmap rule are computed one by one
             pass
         self._stack = None
         return False

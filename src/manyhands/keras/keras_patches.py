@@ -112,7 +112,7 @@ def _remembering_metric(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _summing(original: Callable[..., Any]) -> Callable[..., Any]:
-    """An optimizer gets the gradients of all replicas."""
+    """Wrap an optimizer's update so that it gets the gradients summed over all replicas."""
 
     @functools.wraps(original)
     def summing(self: Any, grads: Any, trainable_variables: Any = None) -> Any:

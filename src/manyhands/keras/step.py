@@ -183,7 +183,7 @@ _states: dict[int, list[Tensor]] = {}
 
 @contextlib.contextmanager
 def own_numbers(hand: Hand) -> Iterator[None]:
-    """Draws for computing, which differ by replica, leave the numbers alone that decide the order of the data."""
+    """Draw from the replica's own generator states inside, leaving the shared ones, which order the data, unchanged."""
     generators = [torch.default_generator]
     if hand.device.type == "cuda":
         torch.cuda.init()

@@ -132,7 +132,7 @@ def estimate(
         sizes = [workload.wire * piece.served(micros * rows / network.rows) for piece in whole.pieces]
         size = sum(sizes)
         served = _served(busiest, servers, sizes, pushers or parts)
-        if spec.staleness != 0:  # workers go on with the values they have, until the servers are what is waited for
+        if spec.staleness != 0:  # asynchronous workers wait only if the servers are the bottleneck
             served = max(0.0, sum(servers.rounds(size, pushers or parts)) - span)
     communication = exposed_tensor + gradients + served
     busy = span + gradients + served + late + update

@@ -83,7 +83,7 @@ def _peak(
         # Backward also holds the gradient that it starts from, as large as the part's output.
         working = (piece.backward.peak * piece.share(spec.tensor) + piece.output) * samples + again
         if spec.accumulate * spec.microbatches > 1:
-            working += piece.largest / spec.tensor  # a gradient stands by itself until it is added to those before
+            working += piece.largest / spec.tensor  # a new gradient exists separately until it is accumulated
         grown += gradients * piece.gradient_bytes / total
         best = max(best, (held, working, grown), key=sum)
         held -= size

@@ -140,7 +140,7 @@ class NamespaceHosts(Sequence[NamespaceHost]):
         _ip("-n", self._switch, "link", "del", "other")
 
     def joined(self, fn: Callable[[World], Any], *, timeout: float = 60.0) -> Callable[[World], Any]:
-        """A function for an engine of this machine: each of its ranks moves to a host and joins the others from there.
+        """Return a function for a local engine: each of its ranks moves to a host and joins the others from there.
 
         engine.start(hosts.joined(work), resolve("cpu*3")[0]) runs work(world) with a rank on each of three hosts.
         """
@@ -161,7 +161,7 @@ class NamespaceHosts(Sequence[NamespaceHost]):
         return work
 
     def close(self) -> None:
-        """Takes everything away again; programs that still run there keep a network that leads nowhere."""
+        """Remove all namespaces; programs that still run there keep a disconnected network."""
         for namespace in (*(host.namespace for host in self._hosts), self._switch):
             subprocess.run(["ip", "netns", "del", namespace], capture_output=True)
             shutil.rmtree(_NAMES / namespace, ignore_errors=True)
@@ -179,7 +179,7 @@ class NamespaceHosts(Sequence[NamespaceHost]):
 
 
 def _own_folder(namespace: str) -> Path:
-    """Where a namespace's own files lie; another program may be taking the folder above away, because it is empty."""
+    """Create and return the folder of a namespace; retries if another process removes the empty parent folder."""
     while True:
         with contextlib.suppress(FileNotFoundError):
             (_NAMES / namespace).mkdir(parents=True)

@@ -223,7 +223,7 @@ class Driver:
         """Record that a trial has reached a rung or its last epoch, and apply the stopping policy."""
         values = tuple(one.of(trial.metrics) for one in self.rules.objectives)
         for one, value in zip(self.rules.objectives, values, strict=True):
-            if math.isnan(value):  # it has no place among the others
+            if math.isnan(value):  # NaN cannot be ranked
                 self._end(
                     trial, STOPPED, f"its {one.name} is nan; lower the learning rate, or look at how it is measured"
                 )

@@ -209,7 +209,7 @@ def as_space(space: Any) -> dict[str, Range]:
     for name, one in space.items():
         if isinstance(one, str):
             one = parse_range(one)
-        elif isinstance(one, Sequence) and not isinstance(one, tuple):  # in Keras' and Ray's words a pair is a range
+        elif isinstance(one, Sequence) and not isinstance(one, tuple):  # in Keras and Ray a tuple is a range
             one = Choice(tuple(one))
         if not isinstance(one, Range):
             raise SettingsError(

@@ -150,7 +150,7 @@ class Stacked(Executor):
             return False
         try:
             shelf.population.replace(shelf.free[0], task)
-        except Exception:  # it is another network, or one that cannot be built, which is told where it runs alone
+        except Exception:  # another structure, or a build error, which is reported when it runs alone
             return False
         self._begin(shelf, shelf.free[0], work)
         return True

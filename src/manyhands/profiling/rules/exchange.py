@@ -24,7 +24,7 @@ SETTLED = 0.6
 def slow_rank(profile: Profile) -> Advice | None:
     """Advise if one rank's work takes longer and all others wait for it."""
     slow = profile.stragglers
-    if not slow or profile.spec.get("staleness", 0) is None:  # where nobody waits for anybody
+    if not slow or profile.spec.get("staleness", 0) is None:  # asynchronous workers do not wait
         return None
     worst = max(slow, key=lambda one: one.work)
     others = [one.breakdown for one in profile.ranks if one.rank != worst.rank]
