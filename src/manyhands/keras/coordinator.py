@@ -1,4 +1,4 @@
-"""Stand-in for tf.distribute.coordinator, with an error that explains the alternative."""
+"""Placeholder for tf.distribute.coordinator, with an error that explains the alternative."""
 
 from __future__ import annotations
 
