@@ -168,7 +168,7 @@ def distributed(strategy: Strategy, x: Any, *args: Any, micros: int = 1) -> Any:
 
 
 def _is_mixed_by_workers(adapter: Any) -> bool:
-    # Keras does not shuffle inputs without an end.
+    # Keras reads inputs of unknown length in its own order.
     return bool(adapter.shuffle and adapter.enqueuer) and adapter.num_batches is not None
 
 

@@ -45,7 +45,7 @@ class Largest:
 @message
 @dataclass(frozen=True, kw_only=True)
 class Larger:
-    """Times of steps with this batch and with a larger one, alternating; of each a low quantile."""
+    """Lower quartiles of the step times with this batch size and with a larger one, measured in succession."""
 
     rows: int
     seconds: float

@@ -180,7 +180,7 @@ class GrpcListener:
         self._num_calls = 0
 
     async def open(self, host: str, port: int) -> int:
-        """Start listening and return the port, 0 if that failed."""
+        """Start listening and return the port; raises OSError if it cannot be bound."""
         self._server = grpc.aio.server(options=_options(self._limits))
         for service in self._services:
             handlers = {
