@@ -1,11 +1,11 @@
-"""The tree of errors: what a person can mend says the rule, the value and the remedy.
+"""Exception hierarchy. Errors that the user can correct contain the rule, the value and the remedy.
 
 ManyhandsError
-├── UsageError (ValueError)      a mistake that can be mended; nothing was started, nothing was lost
+├── UsageError (ValueError)      a mistake that the user can correct; nothing was started, nothing was lost
 │   ├── TaskError                the task: model, loss, optimizer, step
 │   ├── DataError                a dataset, a loader, a batch
 │   ├── DeviceError              devices that are not there or cannot be used
-│   ├── StrategyError            a way of splitting that does not exist or does not fit
+│   ├── StrategyError            a strategy that does not exist or does not fit
 │   ├── SettingsError            an option, a configuration file, a task parameter
 │   ├── CheckpointError          a checkpoint that is corrupt, foreign or of another model
 │   ├── ArchiveError             an exported model that is corrupt or could execute code
@@ -13,7 +13,7 @@ ManyhandsError
 │   └── SendError                something that cannot be sent to a worker process
 └── RunError (RuntimeError)      something broke while running
     ├── WorkerFailed             a rank raised or died: who, why, its traceback
-    │   └── NoProgress           a step crashed again and again, however often ranks were replaced
+    │   │   └── NoProgress           a step crashed repeatedly, although ranks were replaced
     ├── PeerLost                 a collective was aborted because a peer died
     ├── ReplicasDiffer           replicas that should be equal are not
     ├── LossNotFinite            the loss became NaN or infinite
@@ -25,11 +25,11 @@ from __future__ import annotations
 
 
 class ManyhandsError(Exception):
-    """Root of everything that manyhands raises on purpose."""
+    """Base class of all exceptions that manyhands raises on purpose."""
 
 
 class UsageError(ManyhandsError, ValueError):
-    """A mistake that a person can mend.
+    """A mistake that the user can correct.
 
     >>> print(UsageError("batch_size must be at least 1", got=0, remedy="pass batch_size=32"))
     batch_size must be at least 1, but got 0; pass batch_size=32
@@ -49,47 +49,47 @@ def _rebuild_usage(kind: type[UsageError], rule: str, got: object, remedy: str) 
 
 
 class TaskError(UsageError):
-    """The task itself: model, loss, optimizer, step."""
+    """Invalid task: model, loss, optimizer or step."""
 
 
 class DataError(UsageError):
-    """A dataset, a loader or a batch."""
+    """Invalid dataset, loader or batch."""
 
 
 class DeviceError(UsageError):
-    """Devices that are not there or cannot be used."""
+    """Devices that do not exist or cannot be used."""
 
 
 class StrategyError(UsageError):
-    """A way of splitting that does not exist or does not fit."""
+    """Strategy that does not exist or does not fit."""
 
 
 class SettingsError(UsageError):
-    """An option, a configuration file or a task parameter."""
+    """Invalid option, configuration file or task parameter."""
 
 
 class CheckpointError(UsageError):
-    """A checkpoint that is corrupt, foreign, or of another model."""
+    """Checkpoint that is corrupt, foreign, or of another model."""
 
 
 class ArchiveError(UsageError):
-    """An exported model that is corrupt, or that could execute code."""
+    """Exported model that is corrupt, or that could execute code."""
 
 
 class FileError(UsageError):
-    """A file that is not a regular file, is larger than its limit, or is damaged."""
+    """File that is not a regular file, is larger than its limit, or is damaged."""
 
 
 class SendError(UsageError):
-    """Something that cannot be sent to a worker process."""
+    """Object that cannot be sent to a worker process."""
 
 
 class RunError(ManyhandsError, RuntimeError):
-    """Something broke while running."""
+    """Failure during execution."""
 
 
 class WorkerFailed(RunError):
-    """A rank raised or died; the first failure of a job, not its echo in the others."""
+    """A rank raised or died; reports the first failure of a job, not the failures that follow from it."""
 
     def __init__(self, rank: int, host: str, reason: str, traceback: str = "") -> None:
         self.rank, self.host, self.reason, self.traceback = rank, host, reason, traceback
@@ -101,7 +101,7 @@ class WorkerFailed(RunError):
 
 
 class NoProgress(WorkerFailed):
-    """A step crashed again and again, so that replacing ranks does not help; the command line ends with code 70."""
+    """A step crashed repeatedly, so that replacing ranks does not help; the command line exits with code 70."""
 
     exit_code = 70
 

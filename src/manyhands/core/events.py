@@ -1,4 +1,4 @@
-"""The event log: one append-only file of JSON lines per run, which everything that shows a run reads."""
+"""Event log: one append-only file of JSON lines per run, which all displays of a run read."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from .fields import is_event
 from .files import open_regular, parse_json, read_lines
 
 SCHEMA = 1
-"""Version of the schema; it stands in every line as "v"."""
+"""Version of the schema, written to every line as "v"."""
 
 Event = dict[str, Any]
 
 EVENTS = "events.jsonl"
-"""The log's name in its folder."""
+"""File name of the log in its folder."""
 
 
 def event(kind: str, **values: Any) -> Event:
-    """An event: what happened (`kind`), when (`t`, seconds since the epoch), and its values.
+    """Create an event: what happened (`kind`), when (`t`, seconds since the epoch), and its values.
 
     >>> event("step", step=3, loss=0.5)["kind"]
     'step'
@@ -33,10 +33,10 @@ def event(kind: str, **values: Any) -> Event:
 
 
 class EventLog:
-    """Appends events to a file, one JSON line each.
+    """Append events to a file, one JSON line each.
 
-    A full disk costs events, not the run: a warning is given once, the next event that can be written starts on a line
-    of its own, and a notice before it says how many are missing.
+    A full disk loses events, but does not fail the run: there is one warning, the next event that can be written starts
+    on a new line, and a notice before it reports how many are missing.
     """
 
     def __init__(self, path: Path) -> None:
@@ -45,7 +45,7 @@ class EventLog:
         self._num_lost, self._reason, self._has_warned = 0, "", False
         self._file = open_regular(path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
         size = os.fstat(self._file).st_size
-        # A crash can leave half a line.
+        # A crash can leave an incomplete line.
         self._is_torn = bool(size) and os.pread(self._file, 1, size - 1) != b"\n"
 
     def write(self, entry: Mapping[str, Any]) -> None:
@@ -66,7 +66,7 @@ class EventLog:
         os.close(self._file)
 
     def _append(self, lines: bytes) -> None:
-        """Write all bytes, after the end of a line that was left unfinished."""
+        """Write all bytes, after terminating a line that was left unfinished."""
         rest = data = b"\n" + lines if self._is_torn else lines
         try:
             while rest:
@@ -81,7 +81,7 @@ def _line(entry: Mapping[str, Any]) -> str:
 
 
 def keep_event(folder: str | Path, entry: Mapping[str, Any]) -> None:
-    """Adds one event to the log of a folder, and lets it go again."""
+    """Append one event to the log of a folder and close the log."""
     log = EventLog(Path(folder) / EVENTS)
     try:
         log.write(entry)
@@ -90,9 +90,9 @@ def keep_event(folder: str | Path, entry: Mapping[str, Any]) -> None:
 
 
 def read_events(path: Path) -> Iterator[Event]:
-    """Yield the events of a log, oldest first; a warning says how many lines were damaged and skipped.
+    """Yield the events of a log, oldest first; a warning reports how many damaged lines were skipped.
 
-    The last line does not count while it is unfinished: it may be written at this moment.
+    An unfinished last line is ignored: it may be being written.
     """
     if not os.path.lexists(path):
         return
@@ -109,7 +109,7 @@ def read_events(path: Path) -> Iterator[Event]:
 
 
 def parse_event(line: bytes) -> Event | None:
-    """Return the event of a line; None where the line is damaged, or not as `fields` describes it."""
+    """Return the event of a line; None if the line is damaged, or does not match `fields`."""
     try:
         entry = parse_json(line)
     except FileError:

@@ -1,7 +1,7 @@
-"""The fields of events, of journals and of run.json that readers depend on, with their types.
+"""Fields of events, journals and run.json that readers depend on, with their types.
 
-A log may be damaged, or written by another program: a line that is not as described here is skipped as a whole, so
-that readers and pages need no checks of their own. Fields that are not listed may hold anything.
+A log may be damaged, or written by another program: a line that does not match is skipped as a whole, so that readers
+and pages need no further checks. Fields that are not listed may hold anything.
 """
 
 from __future__ import annotations
@@ -13,52 +13,52 @@ Check = Callable[[Any], bool]
 Fields = Mapping[str, Check]
 
 LATEST = 1e11
-"""Seconds since the epoch that an event can have happened at: about the year 5138."""
+"""Latest valid time of an event in seconds since the epoch: about the year 5138."""
 LONGEST_NAME = 300
-"""Characters of the name of a host, a device, a model, a phase or a curve."""
+"""Maximum characters of the name of a host, a device, a model, a phase or a curve."""
 MOST_PHASES = 100
-"""Phases that a step is divided into."""
+"""Maximum number of phases of a step."""
 MOST_STEPS = 10**8
-"""Steps of one run: lists of losses have one entry for each."""
+"""Maximum steps of one run: lists of losses have one entry for each."""
 
 
 def number(value: Any) -> bool:
-    """Whether it is a number that fits into 64 bits; NaN and infinity are such numbers."""
+    """Return whether a value is a number that fits into 64 bits, including NaN and infinity."""
     return isinstance(value, float) or (type(value) is int and -(2**63) <= value < 2**63)
 
 
 def count(value: Any) -> bool:
-    """Whether it is a whole number that a float can hold exactly."""
+    """Return whether a value is a nonnegative integer that a float represents exactly."""
     return type(value) is int and 0 <= value < 2**53
 
 
 def step(value: Any) -> bool:
-    """Whether it can be the number of a step."""
+    """Return whether a value can be the number of a step."""
     return type(value) is int and 0 <= value <= MOST_STEPS
 
 
 def moment(value: Any) -> bool:
-    """Whether it can be a time of an event, in seconds since the epoch."""
+    """Return whether a value can be the time of an event, in seconds since the epoch."""
     return number(value) and 0 <= value <= LATEST
 
 
 def text(value: Any) -> bool:
-    """Whether it is a string."""
+    """Return whether a value is a string."""
     return isinstance(value, str)
 
 
 def label(value: Any) -> bool:
-    """Whether it is a string of the length of a name."""
+    """Return whether a value is a string short enough for a name."""
     return isinstance(value, str) and len(value) <= LONGEST_NAME
 
 
 def phases(value: Any) -> bool:
-    """Whether it says how many seconds each of a few phases took."""
+    """Return whether a value maps a few phases to seconds."""
     return named(number)(value) and len(value) <= MOST_PHASES and all(map(label, value))
 
 
 def mapping(value: Any) -> bool:
-    """Whether it is an object."""
+    """Return whether a value is a JSON object."""
     return isinstance(value, dict)
 
 
@@ -68,12 +68,12 @@ def maybe(check: Check) -> Check:
 
 
 def listed(check: Check) -> Check:
-    """Return a check of lists, by that of their items."""
+    """Return a check of lists, given that of their items."""
     return lambda value: isinstance(value, list) and all(map(check, value))
 
 
 def named(check: Check) -> Check:
-    """Return a check of objects, by that of their values."""
+    """Return a check of objects, given that of their values."""
     return lambda value: isinstance(value, dict) and all(map(check, value.values()))
 
 
@@ -146,7 +146,7 @@ FIELDS: dict[str, Fields] = {
     "routing": {"devices": maybe(listed(text)), "host": maybe(label), "backends": maybe(listed(text))},
     **{f"version_{state}": _VERSION for state in ("loading", "failed", "available", "ended")},
 }  # fmt: skip
-"""By kind of event, its fields."""
+"""Fields by kind of event."""
 RECORD_FIELDS: Fields = {
     "spec": mapping,
     "params": maybe(mapping),
@@ -157,7 +157,7 @@ RECORD_FIELDS: Fields = {
 }
 """The fields of a run.json."""
 CREATE_STUDY, STUDY_ATTRIBUTE, CREATE_TRIAL, END_TRIAL, REPORT, TRIAL_ATTRIBUTE = 0, 2, 4, 6, 7, 8
-"""What a line of a study's journal says, as Optuna numbers it."""
+"""Optuna's operation codes of a study's journal lines."""
 _STUDY = having(
     objectives=maybe(listed(lambda value: listed(text)(value) and len(value) == 2)),
     space=maybe(mapping),
@@ -174,17 +174,17 @@ JOURNAL_FIELDS: dict[int, Fields] = {
     REPORT: {"trial_id": count, "step": count, "intermediate_value": number, "seconds": number},
     TRIAL_ATTRIBUTE: {"trial_id": count, "user_attr": mapping},
 }  # fmt: skip
-"""By what a line of a study's journal says, its fields."""
+"""Fields by operation code of a study's journal lines."""
 
 
 def is_journal_line(value: Any) -> bool:
-    """Return whether a value is a line of a study's journal as readers expect it."""
+    """Return whether a value is a well-formed line of a study's journal."""
     is_line = isinstance(value, dict) and type(value.get("op_code")) is int
     return is_line and maybe(count)(value.get("trial_id")) and holds(value, JOURNAL_FIELDS.get(value["op_code"], {}))
 
 
 def is_event(value: Any) -> bool:
-    """Return whether a value is an event as readers expect it.
+    """Return whether a value is a well-formed event.
 
     >>> is_event({"t": 1.0, "kind": "end", "step": 3}), is_event({"t": 1.0, "kind": "end", "step": "3"})
     (True, False)

@@ -19,9 +19,9 @@ from typing import Any, BinaryIO
 from .errors import FileError
 
 LINE_LIMIT = 4 << 20
-"""Bytes of one line of a log or a journal."""
+"""Maximum bytes of one line of a log or a journal."""
 DEPTH_LIMIT = 64
-"""Levels of nested JSON: deeper than anything that is written here, and far from Python's recursion limit."""
+"""Maximum nesting of JSON: deeper than anything manyhands writes, and far from Python's recursion limit."""
 _KINDS = {
     stat.S_IFIFO: "a FIFO",
     stat.S_IFSOCK: "a socket",
@@ -68,7 +68,7 @@ def opened(path: str | Path, *, follow_links: bool = False) -> Iterator[Path]:
     file = open_regular(path, follow_links=follow_links)
     try:
         name = Path(f"/dev/fd/{file}")
-        # Where no such file system is mounted, the path itself; its kind was checked a moment ago.
+        # Without /dev/fd, the path itself; its kind was just checked.
         yield name if name.exists() else Path(path)
     finally:
         os.close(file)
@@ -123,7 +123,7 @@ def _too_deep() -> FileError:
 
 
 def read_lines(file: BinaryIO, limit: int = LINE_LIMIT) -> Iterator[bytes | None]:
-    """Yield the lines of a file; None stands for a line of more than `limit` bytes, which is never held in memory."""
+    """Yield the lines of a file; None for a line of more than `limit` bytes, which is never held in memory."""
     while line := file.readline(limit + 1):
         if len(line) <= limit:
             yield line

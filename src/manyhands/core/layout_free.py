@@ -4,13 +4,13 @@ A counter-based hash takes the place of the generators while a network and its l
 depends on which sample it is and not on where it is computed, so the answer is the same on any number of replicas,
 under accumulation, when a run is resumed on other devices, and when a block's forward is computed again in backward.
 
-**Which dim holds the samples** is learned before work starts, by computing with two numbers of rows (`learn`). What was
-not seen then is taken by its size, given the rows that the network sees: the first dim if it has as many entries; in
-three or more dims the second (time first, then batch); the first dim if it is a multiple (rows and heads, or rows and
-places, in one dim); else any dim with exactly so many. A split changes that number, so this may err, and `guess` tells
-of it. Where no dim holds samples, and for parameters, the numbers are the same on every replica and in every
-micro-batch. A replica that borrowed a row draws whatever it likes, because that row weighs nothing. An element is known
-by its coordinates beside the sample, so padding a batch to another length does not change what the other places draw.
+**Which dim holds the samples** is learned before work starts, by computing with two numbers of rows (`learn`). A draw
+that was not seen then is judged by its size, given the rows that the network sees: the first dim if it has as many
+entries; in three or more dims the second (time first, then batch); the first dim if it is a multiple (rows and heads,
+or rows and positions, in one dim); else any dim of exactly that size. A split changes that number, so this may err, and
+`guess` reports it. If no dim holds samples, and for parameters, the numbers are the same on every replica and in every
+micro-batch. The draws of a replica with a borrowed row do not matter, because that row has weight 0. An element is
+identified by its coordinates beside the sample, so padding a batch to another length does not change other positions.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ _GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133
 _LAST = 0x846CA68B - 2**32
 KEPT_PLACES, KEPT_SHAPES = 1 << 14, 64
 NUM_WATCHED = 6
-"""Scopes that are looked at for draws that were not caught: forward and backward of the first steps."""
+"""Number of scopes checked for draws that bypass this mode: forward and backward of the first steps."""
 NUM_LOOKS = 4
-"""Times that draws are looked at beforehand: branches may be taken at random."""
+"""Number of traces that learn the sample dims: branches may be taken at random."""
 _BITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
 """Bits of a uniform number: as many as stay below 1 in its dtype."""
 
@@ -50,7 +50,7 @@ _paused: list[bool] = []
 
 @contextmanager
 def as_written() -> Iterator[None]:
-    """Where a network is followed and not computed, so that its random operations must be seen as they are."""
+    """Disable the mode while a network is traced, so that its random operations appear unchanged."""
     _paused.append(True)
     try:
         yield
@@ -59,10 +59,10 @@ def as_written() -> Iterator[None]:
 
 
 class LayoutFree(TorchFunctionMode):
-    """Takes the place of torch's generators for what one replica draws.
+    """Torch function mode that replaces torch's generators for the draws of one replica.
 
-    `load` says which samples a step has, `select` which of them come now; inside `with drawing():` torch's random
-    operations answer by hash, and Python's and numpy's generators are those of the step.
+    `load` sets the samples of a step, `select` those of the current micro-batch; inside `with drawing():` torch's
+    random operations are computed by hash, and Python's and numpy's generators are seeded for the step.
 
     >>> draws = LayoutFree(torch.device("cpu"))
     >>> draws.load(0, 7, np.arange(4))
@@ -85,11 +85,11 @@ class LayoutFree(TorchFunctionMode):
         self._is_drawing = False
         self._only_first = False
         self.num_draws = 0
-        """Random operations that were answered."""
+        """Number of random operations computed by hash."""
         self.strayed = False
-        """Whether an operation was seen that draws from torch's own generators in spite of this."""
+        """Whether an operation was seen that still draws from torch's own generators."""
         self.guess = ""
-        """The first draw of which only the size told what it is for, in words; empty while there is none."""
+        """Description of the first draw whose sample dim was guessed from its size; empty if there is none."""
         self._dims = SampleDims()
         self._trace: dict[int, Sizes] | None = None
         self._num_watched = 0
@@ -100,9 +100,9 @@ class LayoutFree(TorchFunctionMode):
     # -- which samples --------------------------------------------------------------------------------------------
 
     def load(self, seed: int, step: int, ids: NDArray[np.int64]) -> None:
-        """The samples of a step, all of them at first; the only part that a captured step leaves outside.
+        """Set the samples of a step and select all of them; the only part outside of a captured step.
 
-        The keys stay at one place on the device as long as their number does.
+        The keys keep their device memory while their number stays the same.
         """
         self._seed = mix(seed, step)
         self._host = torch.from_numpy(_keys(self._seed, ids))
@@ -111,13 +111,13 @@ class LayoutFree(TorchFunctionMode):
         self.select(0, len(ids))
 
     def begin(self) -> None:
-        """Another pass over the step's micro-batches; it draws other numbers than those before."""
+        """Start another pass over the step's micro-batches, which draws different numbers."""
         self._num_passes += 1
 
     def select(self, start: int, size: int) -> None:
-        """The samples that come now; calls are counted anew, so a micro-batch draws what the whole would."""
+        """Select the current samples and restart the call count, so that a micro-batch draws what the batch would."""
         self._rows = max(1, size)
-        # A borrowed row has no sample; it gets the key of what belongs to none.
+        # A borrowed row has no sample; it gets the key of draws that belong to no sample.
         self._part = slice(start, start + size) if size else slice(-1, None)
         self._call = self._num_passes << 32
         self._is_new = True
@@ -126,9 +126,9 @@ class LayoutFree(TorchFunctionMode):
 
     @contextmanager
     def given(self, keys: Tensor, num_passes: int) -> Iterator[None]:
-        """Draws inside with keys that were made elsewhere, as `stacked_keys` does: a network in a stack has its own.
+        """Draw inside with keys made elsewhere, such as by `stacked_keys` for each network of a vectorized ensemble.
 
-        The last key is for what belongs to no sample; `num_passes` says how often `begin` would have been called.
+        The last key is for draws that belong to no sample; `num_passes` is the number of calls of `begin`.
         """
         before = self._keys
         self._keys, self._num_passes = keys, num_passes
@@ -140,7 +140,7 @@ class LayoutFree(TorchFunctionMode):
             self._keys = before
 
     def _settle(self) -> None:
-        """Sets the generators of the CPU to what comes now."""
+        """Seed the CPU generators for the current call."""
         torch.default_generator.manual_seed(self._call)
         if self._is_new:
             self._shared = mix(self._seed, self._call)
@@ -149,7 +149,7 @@ class LayoutFree(TorchFunctionMode):
             self._is_new = False
 
     def drew_on_host(self) -> str:
-        """Which of Python's and numpy's generators gave numbers since they were set; "" if none did."""
+        """Return which of Python's and numpy's generators was used since it was seeded; "" if none was."""
         if random.getstate() != random.Random(self._shared).getstate():
             return "random"
         fresh = np.random.RandomState(self._shared & 0xFFFFFFFF)
@@ -183,7 +183,7 @@ class LayoutFree(TorchFunctionMode):
         self._dims = dims
 
     def _traced(self, compute: Callable[[int], Any], rows: int, look: int) -> dict[int, Sizes]:
-        """The shapes that are drawn with so many rows, by the number of the call."""
+        """Return the shapes drawn with this number of rows, by call number."""
         self.load(0, look, np.arange(rows))
         self.begin()
         self.select(0, rows)
@@ -193,14 +193,14 @@ class LayoutFree(TorchFunctionMode):
             compute(rows)
         return trace
 
-    # -- where it holds -------------------------------------------------------------------------------------------
+    # -- scopes ---------------------------------------------------------------------------------------------------
 
     @contextmanager
     def drawing(self) -> Iterator[None]:
-        """Answers every random operation inside; the CPU's own generator is given back as it was.
+        """Compute every random operation inside by hash; afterwards the CPU generator has its previous state.
 
-        Inside, the seed of that generator is the number of the next call. Whoever keeps and restores it, as
-        checkpointing does before it computes a forward again, gets the same numbers again.
+        Inside, the seed of that generator is the number of the next call. Code that saves and restores it, as
+        activation checkpointing does before it recomputes a forward pass, gets the same numbers again.
         """
         if self._is_drawing:
             yield
@@ -219,11 +219,11 @@ class LayoutFree(TorchFunctionMode):
             generator.set_state(state)
 
     def watch_anew(self) -> None:
-        """Look at the next few draws as at the first ones, which were those of a trial in evaluation mode."""
+        """Check the next draws as the first ones were checked; those belonged to a trial run in evaluation mode."""
         self._num_watched = 0
 
     def _watch(self, offset: int) -> None:
-        """The first few times, looks whether something drew from torch's own generators all the same."""
+        """In the first few scopes, check whether something drew from torch's own generators."""
         if self._num_watched < NUM_WATCHED:
             untouched = torch.Generator().manual_seed(self._call).get_state()
             self.strayed |= self._device_offset() != offset
@@ -231,7 +231,7 @@ class LayoutFree(TorchFunctionMode):
             self._num_watched += 1
 
     def _device_offset(self) -> int:
-        """How far the device's generator has come."""
+        """Return the offset of the device's generator."""
         if self._device.type != "cuda" or self._num_watched >= NUM_WATCHED or torch.cuda.is_current_stream_capturing():
             return 0
         index = self._device.index if self._device.index is not None else torch.cuda.current_device()
@@ -239,7 +239,7 @@ class LayoutFree(TorchFunctionMode):
 
     @contextmanager
     def samples_first(self) -> Iterator[None]:
-        """Where samples are in the first dim for certain."""
+        """Assume inside that samples are in the first dim."""
         before, self._only_first = self._only_first, True
         try:
             yield
@@ -247,7 +247,7 @@ class LayoutFree(TorchFunctionMode):
             self._only_first = before
 
     def cover(self, model: nn.Module) -> list[RemovableHandle]:
-        """Lets a network draw so whenever it is called; the handles take that off again."""
+        """Register hooks that make a network draw by hash whenever it is called; returns their handles."""
         open_scopes: list[AbstractContextManager[None]] = []
 
         def enter(*_: Any) -> None:
@@ -264,7 +264,7 @@ class LayoutFree(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         replacement = None if _paused else self._replacements.get(func)
-        # A generator of a person's own keeps its numbers.
+        # A generator passed by the user is used as it is.
         if replacement is None or kwargs.get("generator") is not None:
             return func(*args, **kwargs)
         return replacement(self, *args, **kwargs)
@@ -272,7 +272,7 @@ class LayoutFree(TorchFunctionMode):
     # -- numbers --------------------------------------------------------------------------------------------------
 
     def words(self, shape: Shape, device: torch.device, owner: Tensor | None = None, *, shared: bool = False) -> Tensor:
-        """32 random bits for every element, as int32; the upper ones are the better ones.
+        """Return 32 random bits for every element, as int32; the upper bits have better quality.
 
         `owner` is the tensor they are drawn for: those for a parameter do not depend on the sample, nor do `shared`.
         """
@@ -293,7 +293,7 @@ class LayoutFree(TorchFunctionMode):
         return drawn.view(rows, *inner).movedim(0, dim).reshape(list(shape))
 
     def _dim_of(self, call: int, shape: Sizes) -> int | None:
-        """The dim that holds the samples of a draw, as it was seen; else by its size."""
+        """Return the dim that holds the samples of a draw, as learned or else judged by its size."""
         if self._trace is not None:
             self._trace[call] = shape
         seen = self._dims.find(call, shape, self._rows)
@@ -306,7 +306,7 @@ class LayoutFree(TorchFunctionMode):
         return dim
 
     def _places(self, inner: tuple[int, ...], device: torch.device) -> Tensor:
-        """A code for every element of a sample; those of small shapes are kept, which makes small draws cheaper."""
+        """Return a code for every element of a sample; small shapes are cached, which makes small draws cheaper."""
         found = self._known_places.get((inner, device))
         if found is None:
             found = _places(inner, device)
@@ -316,19 +316,19 @@ class LayoutFree(TorchFunctionMode):
         return found
 
     def keep(self, shape: Shape, p: float, device: torch.device, owner: Tensor | None = None) -> Tensor:
-        """True with probability p."""
+        """Return a mask that is True with probability p."""
         threshold = round((1.0 - p) * 2**32) - 2**31
         return self.words(shape, device, owner) >= min(threshold, 2**31 - 1)
 
     def kept(self, shape: Shape, dropped: Tensor, device: torch.device, owner: Tensor | None = None) -> Tensor:
-        """What `keep` says for a probability that is a tensor, as each member of a stack has its own."""
+        """Return the mask of `keep` for a probability given as a tensor, such as one per member of an ensemble."""
         threshold = ((1.0 - (1.0 - dropped)) * 2**32).round() - 2**31
         return self.words(shape, device, owner) >= threshold.clamp(max=2**31 - 1).to(torch.int32)
 
     def uniform(
         self, shape: Shape, device: torch.device, dtype: torch.dtype = torch.float32, owner: Tensor | None = None
     ) -> Tensor:
-        """Numbers in [0, 1)."""
+        """Return uniform numbers in [0, 1)."""
         bits = _BITS[dtype]
         if dtype is not torch.float64:
             top = self.words(shape, device, owner).bitwise_right_shift_(32 - bits)
@@ -339,7 +339,7 @@ class LayoutFree(TorchFunctionMode):
     def normal(
         self, shape: Shape, device: torch.device, dtype: torch.dtype = torch.float32, owner: Tensor | None = None
     ) -> Tensor:
-        """Standard normal numbers, by Box and Muller."""
+        """Return standard normal numbers (Box-Muller)."""
         wide = torch.float64 if dtype is torch.float64 else torch.float32
         radius = self.exponential(shape, device, wide, owner).mul_(2.0).sqrt_()
         angle = self.uniform(shape, device, wide, owner).mul_(2 * torch.pi)
@@ -348,13 +348,13 @@ class LayoutFree(TorchFunctionMode):
     def exponential(
         self, shape: Shape, device: torch.device, dtype: torch.dtype = torch.float32, owner: Tensor | None = None
     ) -> Tensor:
-        """Exponential numbers of rate 1, never 0, so that their logarithm is finite."""
+        """Return exponential numbers of rate 1, never 0, so that their logarithm is finite."""
         wide = torch.float64 if dtype is torch.float64 else torch.float32
         drawn = self.uniform(shape, device, wide, owner).neg_().log1p_().neg_()
         return drawn.clamp(min=max(2.0 ** -(_BITS[wide] + 1), torch.finfo(dtype).tiny)).to(dtype)
 
     def integers(self, shape: Shape, low: int, high: int, device: torch.device, owner: Tensor | None = None) -> Tensor:
-        """Whole numbers from low up to and without high, as int64."""
+        """Return integers in [low, high), as int64."""
         count = high - low
         words = self.words(shape, device, owner).to(torch.int64).add_(2**31)
         if count <= 2**31:
@@ -364,7 +364,7 @@ class LayoutFree(TorchFunctionMode):
 
 
 def batch_dim(shape: Shape, rows: int) -> int | None:
-    """The dim along which a drawn tensor seems to hold the samples, by its size; None where there is none.
+    """Return the dim along which a drawn tensor seems to hold the samples, judged by its size, or None.
 
     >>> batch_dim((4, 3), 4), batch_dim((9, 4, 3), 4), batch_dim((8, 3), 4), batch_dim((5, 4), 4), batch_dim((5,), 4)
     (0, 1, 0, 1, None)
@@ -381,7 +381,7 @@ def batch_dim(shape: Shape, rows: int) -> int | None:
 
 
 def _keys(seed: int, ids: NDArray[np.int64]) -> NDArray[np.int64]:
-    """A well-mixed 64-bit key for every sample, and behind them one for what belongs to no sample (splitmix64)."""
+    """Return a 64-bit key for every sample, and a last one for draws that belong to no sample (splitmix64)."""
     keys = np.append(ids, -1).astype(np.uint64) * np.uint64(_GOLDEN) + np.uint64(seed)
     keys = (keys ^ keys >> np.uint64(30)) * np.uint64(_FIRST)
     keys = (keys ^ keys >> np.uint64(27)) * np.uint64(_SECOND)
@@ -389,7 +389,7 @@ def _keys(seed: int, ids: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def stacked_keys(seeds: Tensor, steps: Tensor, ids: Tensor) -> Tensor:
-    """The keys that `load(seeds[i], steps[i], ids[i])` makes, for many networks at once and on their device.
+    """Return the keys that `load(seeds[i], steps[i], ids[i])` makes, for many networks at once and on their device.
 
     >>> draws = LayoutFree(torch.device("cpu"))
     >>> draws.load(5, 7, np.arange(3))
@@ -410,12 +410,12 @@ def stacked_keys(seeds: Tensor, steps: Tensor, ids: Tensor) -> Tensor:
 
 
 def _shifted(values: Tensor, count: int) -> Tensor:
-    """Shifted to the right, with zeros coming in as for numbers without a sign."""
+    """Return the values shifted right logically, that is, filled with zeros."""
     return (values >> count) & (1 << 64 - count) - 1
 
 
 def _places(inner: Shape, device: torch.device) -> Tensor:
-    """A code for every element of a sample, made from its coordinates, in one row."""
+    """Return a code for every element of a sample, made from its coordinates, in one row."""
     codes = torch.zeros(1, 1, dtype=torch.int32, device=device)
     for dim, size in enumerate(inner):
         if size != 1:
@@ -425,9 +425,9 @@ def _places(inner: Shape, device: torch.device) -> Tensor:
 
 
 def _scramble(places: Tensor, keys: Tensor) -> Tensor:
-    """The hash of every (key, place), as rows of int32: a 32-bit finaliser that two halves of the key enter."""
+    """Return the hash of every (key, place), as rows of int32: a 32-bit finalizer that two halves of the key enter."""
     keys = keys.bitwise_xor(keys >> 32)
-    # Not a view of halves, for which torch 2.11 has no rule in stacked networks.
+    # Not a view of halves, for which torch 2.11 has no vmap rule.
     first, second = (half.to(torch.int32).unsqueeze(-1) for half in (keys, keys >> 32))
     x = places ^ first
     x ^= x >> 16
@@ -439,6 +439,6 @@ def _scramble(places: Tensor, keys: Tensor) -> Tensor:
 
 
 def _signed(value: int, bits: int = 32) -> int:
-    """The lower bits as a signed number, as torch's int32 or int64 has it."""
+    """Return the lower bits as a signed number, as torch's int32 or int64 stores it."""
     half = 1 << bits - 1
     return (value + half) % (2 * half) - half

@@ -1,4 +1,4 @@
-"""Optimizers as a task declares them: one, a list or a dict of several, joined into one where a loss is minimised."""
+"""Optimizers of a task: one, a list or a dict of several, joined into one if a loss is minimized."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ class Joined(Optimizer):
 
     @property
     def state(self) -> MutableMapping[Tensor, Any]:  # type: ignore[override]
-        """What the members remember of each parameter."""
+        """The members' state of each parameter."""
         return self._states
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        """Takes a step of every member."""
+        """Step every member."""
         for member in self.members:
             member.step()
 
@@ -61,7 +61,7 @@ class Joined(Optimizer):
             member.zero_grad(set_to_none)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Takes what `state_dict` gave: every member gets its own groups, with its parameters counted from 0."""
+        """Load the result of `state_dict`: every member gets its own groups, with its parameters counted from 0."""
         groups, start = iter(state_dict["param_groups"]), 0
         for member in self.members:
             own = [{**next(groups)} for _ in member.param_groups]
@@ -74,7 +74,7 @@ class Joined(Optimizer):
 
 
 class _States(MutableMapping[Tensor, Any]):
-    """The states of several optimizers as one; what is new goes to the optimizer that holds the parameter."""
+    """The states of several optimizers as one mapping; new entries go to the optimizer that holds the parameter."""
 
     def __init__(self, members: Sequence[Optimizer]) -> None:
         self._members = members
@@ -92,7 +92,7 @@ class _States(MutableMapping[Tensor, Any]):
         return any(parameter in member.state for member in self._members)
 
     def get(self, parameter: Tensor, default: Any = None) -> Any:
-        # The states are defaultdicts: indexing them would make an entry.
+        # The states are defaultdicts: indexing them would create an entry.
         return next((member.state[parameter] for member in self._members if parameter in member.state), default)
 
     def __iter__(self) -> Iterator[Tensor]:
@@ -112,18 +112,18 @@ class _States(MutableMapping[Tensor, Any]):
 
 
 def each_of(optimizer: Optimizer) -> tuple[Optimizer, ...]:
-    """The optimizers that take the steps: the members of joined ones, or the optimizer itself."""
+    """Return the optimizers that are stepped: the members of a joined one, or the optimizer itself."""
     return optimizer.members if isinstance(optimizer, Joined) else (optimizer,)
 
 
 def make_optimizers(make: Callable[[Any], Any], model: nn.Module, *, keyed: bool) -> Any:
-    """What a task's optimizer function returns, with lists and dicts joined into one optimizer.
+    """Return what a task's optimizer function returns, with lists and dicts joined into one optimizer.
 
     Args:
-        keyed: Whether a dict stays one, as a task with `step` has it, whose lines name the optimizers.
+        keyed: Whether a dict stays a dict, for a task with `step`, which refers to optimizers by key.
 
     Raises:
-        TaskError: The function made a learning-rate scheduler, which nothing would step.
+        TaskError: The function created a learning-rate scheduler, which would never be stepped.
     """
     made = make(model)
     several = list(made.values()) if isinstance(made, Mapping) else made
@@ -138,7 +138,7 @@ def make_optimizers(make: Callable[[Any], Any], model: nn.Module, *, keyed: bool
 
 
 def joined(optimizers: Sequence[Any]) -> Optimizer:
-    """One optimizer of several."""
+    """Join several optimizers into one."""
     odd = next((made for made in optimizers if not isinstance(made, Optimizer)), None)
     if odd is not None or not optimizers:
         raise TaskError(
@@ -150,7 +150,7 @@ def joined(optimizers: Sequence[Any]) -> Optimizer:
 
 
 def nested_in(optimizer: Optimizer) -> dict[str, Optimizer]:
-    """Optimizers that an optimizer keeps as its attributes and steps itself, by attribute."""
+    """Return optimizers that an optimizer holds as attributes and steps itself, by attribute."""
     found: dict[str, Optimizer] = {}
     for name, value in vars(optimizer).items():
         items = value.items() if isinstance(value, dict) else enumerate(value) if _is_list(value) else [("", value)]
@@ -159,7 +159,7 @@ def nested_in(optimizer: Optimizer) -> dict[str, Optimizer]:
 
 
 def groups_of(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """The parameter groups of an optimizer, its members and the optimizers that it keeps inside, each once."""
+    """Return the parameter groups of an optimizer, its members and its nested optimizers, without duplicates."""
     found = {id(group): group for group in optimizer.param_groups}
     inner = [one for member in each_of(optimizer) for one in nested_in(member).values()]
     found |= {id(group): group for one in inner for group in groups_of(one)}
@@ -167,7 +167,7 @@ def groups_of(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
-    """All parameters that an optimizer holds."""
+    """Yield all parameters that an optimizer holds."""
     return (parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
@@ -176,7 +176,7 @@ def _is_list(value: Any) -> bool:
 
 
 def _refuse_scheduler(made: Iterable[Any]) -> None:
-    """Refuses a scheduler beside an optimizer: only the user's own loop could step it, and there is none."""
+    """Raise TaskError for a scheduler beside an optimizer: only a custom training loop could step it."""
     for item in made:
         found = _scheduler_of(item)
         if found:
@@ -189,7 +189,7 @@ def _refuse_scheduler(made: Iterable[Any]) -> None:
 
 
 def _scheduler_of(made: Any) -> str:
-    """The name of a scheduler that this is, or that nothing but a user's loop could step; empty where there is none."""
+    """Return the name of a scheduler that only a custom training loop could step; empty if there is none."""
     if isinstance(made, LRScheduler):
         return type(made).__name__
     if not isinstance(made, Optimizer) or not has_scheduler(made) or _steps_by_itself(made):
@@ -198,11 +198,11 @@ def _scheduler_of(made: Any) -> str:
 
 
 def has_scheduler(optimizer: Optimizer) -> bool:
-    """Whether a learning-rate scheduler was made for an optimizer: torch marks its step then."""
+    """Return whether a learning-rate scheduler was created for an optimizer: torch then marks its step."""
     return any(getattr(member.step, "_wrapped_by_lr_sched", False) for member in each_of(optimizer))
 
 
 def _steps_by_itself(optimizer: Optimizer) -> bool:
-    """Whether an optimizer's own step may step its scheduler: in a hook, or because it holds the scheduler."""
+    """Return whether an optimizer's own step may step its scheduler: in a hook, or because it holds the scheduler."""
     hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
     return bool(hooks) or any(isinstance(value, LRScheduler) for value in vars(optimizer).values())

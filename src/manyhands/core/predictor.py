@@ -1,4 +1,4 @@
-"""Predictor: every trained thing, as a call on inputs with a signature."""
+"""Predictor: interface of trained models, called on inputs with a signature."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A tensor's dtype and shape; None where the size is free, as the batch dimension is."""
+    """A tensor's dtype and shape; None for dynamic sizes, such as the batch dimension."""
 
     dtype: str
     shape: tuple[int | None, ...]
@@ -24,7 +24,7 @@ class TensorSpec:
         return f"{self.dtype}[{', '.join('*' if n is None else str(n) for n in self.shape)}]"
 
     def accepts(self, tensor: Tensor) -> bool:
-        """Whether a tensor has this dtype and shape."""
+        """Return whether a tensor has this dtype and shape."""
         return (
             str(tensor.dtype).removeprefix("torch.") == self.dtype
             and tensor.dim() == len(self.shape)
@@ -34,13 +34,13 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Signature:
-    """Names and specs of what goes in and what comes out."""
+    """Names and specs of the inputs and outputs."""
 
     inputs: Mapping[str, TensorSpec]
     outputs: Mapping[str, TensorSpec]
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready data."""
+        """Return the signature as JSON-ready data."""
         return {
             side: {name: {"dtype": spec.dtype, "shape": list(spec.shape)} for name, spec in specs.items()}
             for side, specs in (("inputs", self.inputs), ("outputs", self.outputs))
@@ -48,7 +48,7 @@ class Signature:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Signature:
-        """The inverse of `to_dict`."""
+        """Create a signature from the result of `to_dict`."""
         return cls(
             *(
                 {name: TensorSpec(spec["dtype"], tuple(spec["shape"])) for name, spec in values[side].items()}
@@ -58,24 +58,24 @@ class Signature:
 
 
 class Predictor(ABC):
-    """A call on inputs: one array (where there is one input) or a dict of them, the batch dimension first.
+    """A callable on inputs: one array (if there is one input) or a dict of them, batch dimension first.
 
-    A model, an ensemble and a remote one all are Predictors; serving knows nothing more.
+    Models, ensembles and remote models are Predictors; serving uses only this interface.
     """
 
     signature: Signature
 
     @abstractmethod
     def run(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Answers checked inputs with named outputs."""
+        """Compute named outputs for validated inputs."""
 
     def __call__(self, inputs: Any) -> Any:
-        """Checks the inputs against the signature; one output comes back bare, several as a dict."""
+        """Validate the inputs and compute; a single output is returned bare, several as a dict."""
         outputs = self.run(self.checked(inputs))
         return next(iter(outputs.values())) if len(outputs) == 1 else outputs
 
     def checked(self, inputs: Any) -> dict[str, Tensor]:
-        """The inputs as named tensors, or an error that says what was expected and what came."""
+        """Return the inputs as named tensors; raises an error with the expected and the given inputs."""
         import torch
 
         wanted = self.signature.inputs

@@ -1,4 +1,4 @@
-"""What layout-free randomness puts in the place of torch's random operations, one function for each."""
+"""Replacements of torch's random operations for layout-free randomness, one function for each."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _is_stacked: Callable[[Tensor], bool] = torch._C._functorch.is_batchedtensor
 
 
 def replacements() -> _Replacements:
-    """The replacement for every operation of torch that draws."""
+    """Return the replacement for every operation of torch that draws."""
     return _Replacements(_TABLE)
 
 
 class _Replacements(dict[Any, Replacement]):
-    """Known ones, and those of functions written in Python, which are looked at when they first come."""
+    """Known replacements, and those of functions written in Python, which are analysed on first use."""
 
     def get(self, func: Any, default: Any = None) -> Any:
         found = super().get(func, default)
@@ -40,20 +40,20 @@ class _Replacements(dict[Any, Replacement]):
 
 
 def _inside(composite: Callable[..., Any], draws: LayoutFree, *args: Any, **kwargs: Any) -> Any:
-    """Runs a function so that what it calls is seen again."""
+    """Run a function so that the operations it calls are replaced too."""
     with draws:
         return composite(*args, **kwargs)
 
 
 def _multi_head(draws: LayoutFree, *args: Any, **kwargs: Any) -> Any:
-    """Inside, rows and heads share the first dim, whatever sizes the others have."""
+    """Run multi-head attention; inside, rows and heads share the first dim, whatever sizes the others have."""
     with draws.samples_first():
         return _inside(_MULTI_HEAD, draws, *args, **kwargs)
 
 
 @functools.cache
 def _may_draw(func: types.FunctionType) -> bool:
-    """Whether a function of torch calls a random operation, at whatever depth."""
+    """Return whether a function of torch calls a random operation, at any depth."""
     seen: set[types.FunctionType] = set()
     todo = [func]
     while todo:
@@ -79,7 +79,7 @@ def _is_torch(func: types.FunctionType) -> bool:
 
 
 def without_own_check(func: Any) -> types.FunctionType:
-    """A copy that does not ask who overrides it: it would be handed back to us for ever."""
+    """Return a copy that skips the __torch_function__ check, which would lead to infinite recursion."""
     quiet = dict.fromkeys(("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"), _nobody)
     namespace = {**func.__globals__, **quiet}
     copy = types.FunctionType(func.__code__, namespace, func.__name__, func.__defaults__, func.__closure__)
@@ -114,7 +114,7 @@ def _feature_dropout(draws: LayoutFree, input: Tensor, p: float, train: bool, in
 
 def _masked(draws: LayoutFree, input: Tensor, p: Any, shape: Shape, inplace: bool) -> Tensor:
     if isinstance(p, Tensor):
-        # Members of a stack have probabilities of their own, between 0 and 1.
+        # Members of an ensemble have separate probabilities, between 0 and 1.
         scale: Any = (1.0 / (1.0 - p)).to(input.dtype)
         keep = draws.kept(shape, p, input.device, input)
     else:
@@ -126,7 +126,7 @@ def _masked(draws: LayoutFree, input: Tensor, p: Any, shape: Shape, inplace: boo
 
 
 def _is_zero(p: Any) -> bool:
-    """Whether nothing is dropped, and so nothing drawn."""
+    """Return whether nothing is dropped, so that nothing is drawn."""
     return not isinstance(p, Tensor) and p == 0.0
 
 
@@ -145,7 +145,7 @@ def _feature_alpha_dropout(draws: LayoutFree, input: Tensor, p: float, train: bo
 
 
 def _self_normalising(draws: LayoutFree, input: Tensor, p: float, train: bool, inplace: bool, shape: Shape) -> Tensor:
-    """Sets what it drops to the value that SELU goes to, and keeps mean and variance."""
+    """Set dropped elements to SELU's saturation value, and preserve mean and variance."""
     _require_probability(p)
     if not train or p == 0.0:
         return input
@@ -207,7 +207,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Attention step by step where weights are dropped, because a fused kernel draws its own numbers."""
+    """Compute attention step by step if weights are dropped, because a fused kernel draws its own numbers."""
     if _is_zero(dropout_p):
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
@@ -243,13 +243,13 @@ def attention_weights(
 
 
 def _safe_softmax(weights: Tensor) -> Tensor:
-    """Zeros in a row that may look at nothing, as torch's own attention has them; its gradient is zero too."""
+    """Return a softmax with zeros in fully masked rows, as in torch's own attention; their gradient is zero too."""
     empty = (weights == -torch.inf).all(-1, keepdim=True)
     return torch.softmax(weights.masked_fill(empty, 0.0), -1).masked_fill(empty, 0.0)
 
 
 def _recurrent(operation: Callable[..., Any], num_states: int) -> Replacement:
-    """A recurrent network layer by layer, because its dropout between them happens inside of one operation."""
+    """Return a replacement that runs a recurrent network layer by layer, to draw the dropout between layers."""
 
     def run(draws: LayoutFree, input: Tensor, *args: Any) -> Any:
         if isinstance(args[1], Tensor) or len(args) != 8:
@@ -287,7 +287,7 @@ def _packed(operation: Callable[..., Any], data: Tensor, *args: Any) -> Any:
 
 
 def _factory(fill: Callable[..., Tensor]) -> Replacement:
-    """torch.rand and its like: a size, and what the tensor is to be."""
+    """Return a replacement for torch.rand and similar functions, which take a size and tensor options."""
 
     def make(draws: LayoutFree, *args: Any, out: Tensor | None = None, **kwargs: Any) -> Tensor:
         kwargs.pop("names", None), kwargs.pop("generator", None)
@@ -300,7 +300,7 @@ def _factory(fill: Callable[..., Tensor]) -> Replacement:
 
 
 def _like(fill: Callable[..., Tensor]) -> Replacement:
-    """torch.rand_like and its like; numbers for a parameter do not depend on the sample."""
+    """Return a replacement for torch.rand_like and similar functions; draws for a parameter ignore the sample."""
 
     def make(draws: LayoutFree, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         bounds = [kwargs.pop(name) for name in ("low", "high") if name in kwargs]
@@ -312,7 +312,7 @@ def _like(fill: Callable[..., Tensor]) -> Replacement:
 
 
 def _inplace(fill: Callable[..., Tensor]) -> Replacement:
-    """Tensor.uniform_ and its like."""
+    """Return a replacement for Tensor.uniform_ and similar methods."""
 
     def make(draws: LayoutFree, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         kwargs.pop("generator", None)
@@ -326,12 +326,12 @@ def _initial(fill: Callable[..., Tensor], draws: LayoutFree, tensor: Tensor, *ar
 
 
 def _given(values: Tensor, out: Tensor | None) -> Tensor:
-    """Values in the tensor that was given for them, if one was."""
+    """Return values in the `out` tensor, if one was given."""
     return values if out is None else _filled(values, out.resize_(values.shape))
 
 
 def _made(values: Tensor, empty: Tensor) -> Tensor:
-    """Values as a new tensor of that kind; in a stack they are many where the tensor would be one for all members."""
+    """Return values as a new tensor like `empty`; under vmap they stay separate for each member."""
     if _is_stacked(values) and not _is_stacked(empty):
         return values.to(empty.dtype)
     return _filled(values, empty)
@@ -343,7 +343,7 @@ def _filled(values: Tensor, empty: Tensor) -> Tensor:
 
 
 def _size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Shape, list[Any]]:
-    """The size among a factory's arguments, and the bounds before it."""
+    """Return the size among a factory's arguments, and the bounds before it."""
     if "size" in kwargs:
         size, rest = kwargs.pop("size"), list(args)
     elif args and isinstance(args[-1], Sequence):
@@ -409,7 +409,7 @@ def _fill_integers(draws: LayoutFree, out: Tensor, *bounds: Any, owner: Tensor |
 def _fill_random(
     draws: LayoutFree, out: Tensor, *bounds: Any, to: Any = None, owner: Tensor | None = None, **named: Any
 ) -> Tensor:
-    """Tensor.random_: whole numbers below a bound, by default all that the dtype holds exactly."""
+    """Replace Tensor.random_: integers below a bound, by default all that the dtype represents exactly."""
     given = [named["from"]] if "from" in named else []
     given = [*bounds, *given, *([] if to is None else [to])]
     if not given:
@@ -426,7 +426,7 @@ def _integers(draws: LayoutFree, *args: Any, **kwargs: Any) -> Tensor:
 def _normal(
     draws: LayoutFree, mean: Any, std: Any = 1.0, size: Any = None, *, out: Tensor | None = None, **kwargs: Any
 ) -> Tensor:
-    """torch.normal, of numbers with a size or of tensors."""
+    """Replace torch.normal, for numbers with a size or for tensors."""
     if size is not None:
         return _factory(_fill_normal)(draws, mean, std, size, out=out, **kwargs)  # type: ignore[no-any-return]
     shape = torch.broadcast_shapes(*(value.shape for value in (mean, std) if isinstance(value, Tensor)))
@@ -459,7 +459,7 @@ def _multinomial(
 
 
 def _permutation(draws: LayoutFree, n: int, **kwargs: Any) -> Tensor:
-    """The same on every replica: a permutation of a replica's own samples would look at how they are split."""
+    """Return a permutation that is equal on all replicas: one of a replica's samples would depend on the split."""
     kwargs.pop("generator", None)
     kwargs["dtype"] = kwargs.get("dtype") or torch.int64
     empty = torch.empty(n, **kwargs)
@@ -531,7 +531,7 @@ _TABLE: dict[Any, Replacement] = {
     torch._sample_dirichlet: _refused("a Dirichlet distribution"),
 }
 for _walk in (_T.backward, torch.autograd.backward, torch.autograd.grad):
-    # In backward a forward may be computed again, and its draws must be seen again.
+    # Backward may recompute a forward pass, whose draws must be replaced too.
     _TABLE[_walk] = functools.partial(_inside, without_own_check(_walk))
 _NAMES = {func.__name__ for func in _TABLE}
-"""The names under which functions written in Python call them."""
+"""The names under which functions written in Python call these operations."""

@@ -1,4 +1,4 @@
-"""Randomness: seeds made from what they stand for, and the state of every generator that a step draws from."""
+"""Randomness: derived seeds, and the state of every generator that a step draws from."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MASK = (1 << 64) - 1
 
 
 def mix(*parts: int) -> int:
-    """A 63-bit seed from whole numbers, each of which matters.
+    """Return a 63-bit seed derived from integers, in which each of them and their order matter.
 
     >>> mix(0, 1) != mix(1, 0)
     True
@@ -29,7 +29,7 @@ def mix(*parts: int) -> int:
 
 
 def seed_all(seed: int) -> None:
-    """Seeds torch (all devices), numpy and Python."""
+    """Seed torch (all devices), numpy and Python."""
     import numpy as np
     import torch
 
@@ -39,7 +39,7 @@ def seed_all(seed: int) -> None:
 
 
 def random_state(device: torch.device) -> dict[str, Tensor]:
-    """The state of every generator, as byte tensors."""
+    """Return the state of every generator, as byte tensors."""
     import numpy as np
     import torch
 
@@ -59,7 +59,7 @@ def random_state(device: torch.device) -> dict[str, Tensor]:
 
 
 def restore_random_state(states: dict[str, Tensor], device: torch.device) -> None:
-    """The inverse of `random_state`."""
+    """Restore the generators from the result of `random_state`."""
     import numpy as np
     import torch
 
@@ -75,12 +75,12 @@ def restore_random_state(states: dict[str, Tensor], device: torch.device) -> Non
 
 @contextlib.contextmanager
 def seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Draws inside from torch's and Python's generators with this seed; afterwards they go on from where they were."""
+    """Seed torch's and Python's generators inside; afterwards they have their previous state."""
     import torch
 
     on_device = None if device.type == "cpu" else torch.get_device_module(device)
     before = torch.get_rng_state(), on_device and on_device.get_rng_state(device), random.getstate()
-    # Not torch.manual_seed, which looks for every kind of device and takes a quarter of a millisecond.
+    # Not torch.manual_seed, which checks every kind of device and takes a quarter of a millisecond.
     torch.default_generator.manual_seed(seed)
     if on_device is not None:
         on_device.manual_seed(seed)

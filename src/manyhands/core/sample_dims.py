@@ -1,8 +1,8 @@
-"""Which dim of a draw holds the samples: seen by computing the same with two numbers of rows, not guessed from sizes.
+"""Find out which dim of a random draw holds the samples, by computing with two numbers of rows.
 
-What a replica sees of a shape does not tell: 8 rows, or 8 places of a table. With 3 rows and with 5 it does: the dim
-that goes from 3 to 5 (or from 12 to 20) holds the samples, and a shape that stays as it is belongs to none of them.
-Draws are known by their number, and by their shape where another branch was taken and numbers have moved.
+A single shape is ambiguous: 8 may be rows, or entries of a table. Comparing 3 rows with 5 decides: the dim that
+changes from 3 to 5 (or from 12 to 20) holds the samples, and a shape that does not change belongs to none of them.
+Draws are identified by their call number, or by their shape if another branch was taken and numbers have shifted.
 """
 
 from __future__ import annotations
@@ -15,30 +15,30 @@ Sizes = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Seen:
-    """A draw: the dim that holds the samples, None where there is none, and its shape for one row."""
+    """A draw: the dim that holds the samples, or None, and its shape for one row."""
 
     dim: int | None
     shape: Sizes
 
     def at(self, rows: int) -> Sizes:
-        """The shape for so many rows."""
+        """Return the shape for this number of rows."""
         return tuple(size * rows if dim == self.dim else size for dim, size in enumerate(self.shape))
 
     def resembles(self, shape: Sizes, rows: int) -> bool:
-        """Whether this can be the same draw in a batch of another length."""
+        """Return whether this can be the same draw in a batch of another length."""
         if len(shape) != len(self.shape) or self.dim is None:
             return len(shape) == len(self.shape)
         unit = self.shape[self.dim]
         return shape[self.dim] == rows if unit == 1 else shape[self.dim] % rows == 0
 
     def shares_a_size(self, shape: Sizes) -> bool:
-        """Whether a dim besides that of the samples has the size that it had."""
+        """Return whether a dim other than the samples' has an unchanged size."""
         pairs = zip(self.shape, shape, strict=True)
         return any(old == new for dim, (old, new) in enumerate(pairs) if dim != self.dim)
 
 
 class SampleDims:
-    """What was seen of every draw.
+    """Sample dims of all observed draws.
 
     >>> dims = SampleDims()
     >>> dims.add(3, {0: (3, 7), 1: (7, 4), 2: (1,)}, 5, {0: (5, 7), 1: (7, 4), 2: (1,)})
@@ -51,16 +51,16 @@ class SampleDims:
         self._kinds: set[Seen] = set()
 
     def add(self, few: int, first: Mapping[int, Sizes], more: int, second: Mapping[int, Sizes]) -> None:
-        """The shapes of draws, by their numbers, with few rows and with more."""
+        """Add the shapes of draws, by call number, with few rows and with more."""
         for call in first.keys() & second.keys():
             seen = _seen(few, first[call], more, second[call])
             if seen is not None:
                 self._kinds.add(seen)
-            # A number under which different draws come tells nothing.
+            # A call number with different draws is ambiguous.
             self._numbered[call] = seen if self._numbered.get(call, seen) == seen else None
 
     def find(self, call: int, shape: Sizes, rows: int) -> Seen | None:
-        """What is known of a draw; None where it was not seen."""
+        """Return what is known of a draw; None if it was not observed."""
         numbered = self._numbered.get(call)
         if numbered is not None and numbered.at(rows) == shape:
             return numbered
@@ -73,7 +73,7 @@ class SampleDims:
 
 
 def _seen(few: int, first: Sizes, more: int, second: Sizes) -> Seen | None:
-    """What two shapes of one draw tell; None where they do not."""
+    """Compare two shapes of one draw; return None if they are inconclusive."""
     if len(first) != len(second):
         return None
     moved = [dim for dim, (a, b) in enumerate(zip(first, second, strict=True)) if a != b]

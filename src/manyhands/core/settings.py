@@ -1,4 +1,4 @@
-"""Settings: where every value of a verb comes from. An argument wins, then the file, the environment, the default."""
+"""Settings with precedence: an argument, then the file, then the environment, then the default."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .task import convert
 PREFIX = "MANYHANDS_"
 """The setting `epochs` is MANYHANDS_EPOCHS in the environment."""
 MOST_BYTES = 1 << 20
-"""Bytes of a file of settings."""
+"""Maximum bytes of a settings file."""
 ARGUMENT, DEFAULT = "argument", "default"
 
 T = TypeVar("T")
@@ -26,16 +26,16 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Resolved(Generic[T]):
-    """Settings, each with where it came from."""
+    """Settings, each with its source."""
 
     values: T
     sources: Mapping[str, str]
     """By setting: `argument`, the file's name, the variable's name, or `default`."""
     tables: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """The tables of the file, such as the task's own parameters."""
+    """The tables of the file, such as the task's parameters."""
 
     def chosen(self) -> dict[str, tuple[Any, str]]:
-        """What was set, and where; the defaults left out."""
+        """Return the settings that were not left at their default, with their sources."""
         return {
             name: (getattr(self.values, name), source) for name, source in self.sources.items() if source != DEFAULT
         }
@@ -49,7 +49,7 @@ def resolve_settings(
     tables: Sequence[str] = (),
     environ: Mapping[str, str] | None = None,
 ) -> Resolved[T]:
-    """The settings of a dataclass; an argument of None was not given.
+    """Resolve the settings of a dataclass; an argument of None counts as not given.
 
     >>> @dataclass(frozen=True, kw_only=True)
     ... class Settings:
@@ -75,7 +75,7 @@ def resolve_settings(
 
 
 def variable(name: str) -> str:
-    """The environment variable of a setting.
+    """Return the environment variable of a setting.
 
     >>> variable("save_every")
     'MANYHANDS_SAVE_EVERY'
@@ -94,7 +94,7 @@ def _from_environment(environ: Mapping[str, str], hints: Mapping[str, Any], name
 def _read(
     file: Path | None, hints: Mapping[str, Any], tables: Sequence[str]
 ) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
-    """The file's settings and its tables; everything in it must be known and of the right type."""
+    """Return the file's settings and its tables; raises for unknown names and wrong types."""
     if file is None:
         return {}, {}
     values: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""StrategySpec: how a network is split, as plain data that prints, serialises and compares."""
+"""StrategySpec: how training is distributed, as plain data that can be printed, serialized and compared."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ ALIASES = {
     "ep": "expert",
     "workers": "replicas",
 }
-"""The field's own abbreviations of our axes."""
+"""The field's usual abbreviations of the axes."""
 
 AXES = ("replicas", "shards", "tensor", "stages", "context", "expert")
 MESH_ORDER = ("replicas", "shards", "stages", "tensor")
 OPEN_AXES = ("replicas", "shards", "stages")
-"""Axes that can be as long as there are devices for."""
+"""Axes that may take all available devices."""
 DATA_AXES = ("replicas", "shards")
-"""Axes along which ranks take different samples."""
+"""Axes along which ranks process different samples."""
 PRECISIONS = ("fp32", "bf16", "fp64")
 WAYS = ("column", "row", "vocabulary", "sequence", "replicate")
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
@@ -38,51 +38,50 @@ SHARDINGS = ("full", "gradients", "optimizer")
 OFFLOADS = ("optimizer", "activations")
 CAPTURES = ("auto", "graph", "compile", "off")
 _NONE = {"replicas": "all", "shards": "all", "staleness": "none"}
-"""What None stands for in a spec's text."""
+"""Text that represents None in a spec's string form."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StrategySpec:
-    """How a network is split over devices.
+    """How training is distributed over devices.
 
     `mh.Single()`, `mh.Mirrored()` and `mh.Sharded()` are short ways of writing one. Axes are counts of devices, 1 by
-    default; None for replicas or shards means as many as there are devices for.
+    default; None for replicas or shards means all available devices.
 
-    - `replicas`: whole networks side by side, each with its part of every batch;
-    - `shards`: ranks that hold one network in parts; each of them takes its part of every batch too;
-    - `stages`: ranks that hold one network in pieces, one after another or as `place` says; 0 for as many as there are
-      devices for;
-    - `tensor`, `context`, `expert`: axes of layers cut across devices, of long sequences and
-      of experts; those that are not built yet are refused;
-    - `sharding`: what is cut over the shards: "full" (parameters, gradients and optimizer state), "gradients" (the
-      same, but parameters stay whole between forward and backward) or "optimizer" (its state alone);
-    - `layout`: where layers are not to be cut as they are found to: patterns of their names, each with "column", "row",
-      "vocabulary", "sequence" (norms, and what leads to them, on some of the tokens each) or "replicate", such as
-      "*.mlp.*:replicate;head:column";
-    - `sync`: how replicas agree: a policy of `mh.sync` or its text, "bf16" or "localsteps(16)" say; "allreduce" is
-      exact, "auto" chooses;
+    - `replicas`: copies of the whole network (data parallel), each with its share of every batch;
+    - `shards`: ranks among which the network's state is sharded; each of them processes its share of every batch;
+    - `stages`: ranks that each hold a piece of the network, as a pipeline or as `place` maps them; 0 for all available
+      devices;
+    - `tensor`, `context`, `expert`: axes of tensor, context and expert parallelism; those that are not implemented are
+      refused;
+    - `sharding`: what is sharded: "full" (parameters, gradients and optimizer state), "gradients" (the same, but
+      parameters stay whole between forward and backward) or "optimizer" (optimizer state only);
+    - `layout`: overrides of the automatic tensor-parallel layout: patterns of layer names, each with "column", "row",
+      "vocabulary", "sequence" (norms and the layers before them, each rank with some of the tokens) or "replicate",
+      such as "*.mlp.*:replicate;head:column";
+    - `sync`: how replicas synchronize: a policy of `mh.sync` or its text, such as "bf16" or "localsteps(16)";
+      "allreduce" is exact, "auto" chooses;
     - `batch_stats`: batch statistics of the whole batch, "sync"; of each micro-batch over all replicas, "micro"; or of
-      each replica's part by itself, "local". The last two change the mathematics;
+      each replica's share alone, "local". The last two change the mathematics;
     - `precision`: "fp32", "bf16" (autocast; weights stay fp32) or "fp64";
-    - `accumulate`: micro-batches, one after another, that a batch is cut into;
-    - `capture`: how a step is executed on a GPU: "auto" records it as CUDA graphs and compiles it when that pays,
-      "graph" only records, "compile" compiles from the start, "off" runs it as it is written;
-    - `recompute`: what backward computes again instead of keeping it: "" nothing, "blocks" those that are repeated in a
-      list or a sequence, "selective" the same but for matrix products, convolutions and attention, or a pattern of
-      module names such as "*.mlp";
-    - `offload`: what waits in the host's memory: "optimizer" its state (and on one device the gradients), "activations"
-      what backward needs of forward, or both as "optimizer+activations";
+    - `accumulate`: number of micro-batches per batch for gradient accumulation;
+    - `capture`: how a step is executed on a GPU: "auto" captures CUDA graphs and compiles when that pays, "graph" only
+      captures, "compile" compiles from the start, "off" runs eagerly;
+    - `recompute`: activation checkpointing: "" none, "blocks" for blocks repeated in a list or a sequence, "selective"
+      the same but keeping matrix products, convolutions and attention, or a pattern of module names such as "*.mlp";
+    - `offload`: what is kept in host memory: "optimizer" its state (and on one device the gradients), "activations"
+      those saved for backward, or both as "optimizer+activations";
     - `deterministic`: whether random numbers are layout-free: the same on any number of replicas;
-    - `microbatches`: parts of a batch that are under way in a pipeline at the same time;
-    - `schedule`: the order in which its stages take them: "gpipe", "1f1b", "interleaved" or "zero-bubble";
+    - `microbatches`: micro-batches in flight in a pipeline;
+    - `schedule`: the pipeline schedule: "gpipe", "1f1b", "interleaved" or "zero-bubble";
     - `place`: a map from parts of the network to devices, as "tower_a.*@0;tower_b.*@1", or "auto"; empty is a pipeline;
-    - `servers`: processes that hold and update the parameters, 0 for none: replicas are then workers that pull values
-      and push gradients;
-    - `staleness`: under servers, how many steps behind a worker's values may be: 0 is synchronous and exact, None lets
-      nobody wait for anybody;
+    - `servers`: parameter servers, which hold and update the parameters, 0 for none: replicas are then workers that
+      pull values and push gradients;
+    - `staleness`: with servers, how many steps old a worker's values may be: 0 is synchronous and exact, None is fully
+      asynchronous;
     - `correction`: whether a stale gradient's learning rate is divided by 1 + its staleness;
-    - `backup`: how many of the workers a step does without: it closes with what comes first;
-    - `followers`: 1 where every server has a follower that takes its place when it dies.
+    - `backup`: number of stragglers that a step does not wait for;
+    - `followers`: 1 to give every server a follower that replaces it when it fails.
 
     >>> StrategySpec.parse("dp=4,accumulate=2")
     StrategySpec(replicas=4, accumulate=2)
@@ -116,7 +115,7 @@ class StrategySpec:
     followers: int = 0
 
     def __post_init__(self) -> None:
-        # A policy's object prints as the text that makes it again, so that a spec stays plain data.
+        # Store a policy object as the text that recreates it, so that a spec stays plain data.
         object.__setattr__(self, "sync", _text_of(self.sync))
         for axis in AXES:
             count = getattr(self, axis)
@@ -185,7 +184,7 @@ class StrategySpec:
 
     @property
     def changes_mathematics(self) -> str:
-        """How its updates differ from one device's, besides its policy; empty where they do not."""
+        """How the updates differ from those of one device, apart from the sync policy; empty if they do not."""
         if not self.servers or (self.staleness == 0 and not self.backup):
             return ""
         if self.staleness is None:
@@ -196,14 +195,14 @@ class StrategySpec:
 
     @property
     def num_devices(self) -> int | None:
-        """How many devices it needs; None when it takes all there are."""
+        """Number of devices it needs; None if it takes all available ones."""
         if self.replicas is None or self.shards is None or not self.stages:
             return None
         return self.replicas * self.shards * self.tensor * self.stages
 
     @property
     def axes(self) -> dict[str, int]:
-        """The axes of its mesh that are more than one rank long, outermost first: who talks most sits side by side.
+        """The mesh axes longer than 1, outermost first: ranks that communicate most are adjacent.
 
         >>> StrategySpec(tensor=4, replicas=2).axes
         {'replicas': 2, 'tensor': 4}
@@ -215,7 +214,7 @@ class StrategySpec:
 
     @property
     def layouts(self) -> dict[str, str]:
-        """The patterns of `layout`, each with the way of its layers.
+        """The patterns of `layout`, each with its layer split.
 
         >>> StrategySpec(tensor=2, layout="*.mlp.*:replicate;head:column").layouts
         {'*.mlp.*': 'replicate', 'head': 'column'}
@@ -234,11 +233,11 @@ class StrategySpec:
 
     @property
     def num_parts(self) -> int:
-        """Into how many parts a batch is cut; ranks that differ along other axes work on the same one."""
+        """Number of shares a batch is split into; ranks that differ only along other axes process the same share."""
         return math.prod(self.axes.get(name, 1) for name in DATA_AXES)
 
     def __mul__(self, other: StrategySpec) -> StrategySpec:
-        """Both ways of splitting at once: axes are multiplied, settings of both are kept.
+        """Combine two ways of splitting: axes are multiplied, settings of both are kept.
 
         >>> Sharded(4) * Mirrored(2)
         StrategySpec(replicas=2, shards=4)
@@ -248,7 +247,7 @@ class StrategySpec:
         return StrategySpec(**{f.name: _product(f, self, other) for f in dataclasses.fields(self)})
 
     def with_devices(self, count: int) -> StrategySpec:
-        """The same with definite numbers of replicas and shards, for so many devices.
+        """Return the spec with the open axes resolved for this number of devices.
 
         >>> StrategySpec(replicas=None, shards=2).with_devices(6)
         StrategySpec(replicas=3, shards=2)
@@ -268,7 +267,7 @@ class StrategySpec:
 
     @property
     def arithmetic(self) -> str:
-        """How the number of its devices comes about, where several axes make it.
+        """The factors of the number of devices as text, if several axes contribute.
 
         >>> StrategySpec(tensor=2, stages=3).arithmetic
         ' (2 tensor x 3 stages)'
@@ -277,17 +276,17 @@ class StrategySpec:
         return f" ({' x '.join(factors)})" if len(factors) > 1 else ""
 
     def explain(self, task: Any) -> Any:
-        """How it splits a task: the table of `mh.explain(task, spec)`."""
-        # The verb joins rooms that this one does not know.
+        """Return a table of how the spec splits a task, as `mh.explain(task, spec)` does."""
+        # Imported by name because explain depends on packages above this one.
         return import_module(__name__.partition(".")[0]).explain(task, self)
 
     def to_dict(self) -> dict[str, Any]:
-        """What differs from the defaults, as JSON-ready data."""
+        """Return the settings that differ from the defaults, as JSON-ready data."""
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if getattr(self, f.name) != f.default}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> StrategySpec:
-        """The inverse of `to_dict`; unknown keys are refused."""
+        """Create a spec from the result of `to_dict`; raises StrategyError for unknown keys."""
         known = {f.name for f in dataclasses.fields(cls)}
         for key in values:
             if key not in known:
@@ -304,7 +303,7 @@ class StrategySpec:
 
     @classmethod
     def parse(cls, text: str) -> StrategySpec:
-        """Reads `"mirrored"`, `"replicas=4,tensor=2"`, `"dp=4"` or `"mirrored,accumulate=2"`."""
+        """Parse `"mirrored"`, `"replicas=4,tensor=2"`, `"dp=4"` or `"mirrored,accumulate=2"`."""
         values: dict[str, Any] = {}
         named: list[str] = []
         for part in filter(None, (piece.strip() for piece in split_settings(text))):
@@ -338,7 +337,7 @@ def Single(
     offload: str = "",
     deterministic: bool = False,
 ) -> StrategySpec:
-    """One device, in the caller's process.
+    """Train on one device, in the caller's process.
 
     >>> Single(accumulate=4)
     StrategySpec(accumulate=4)
@@ -359,12 +358,12 @@ _policy_checks: list[Callable[[str], object]] = []
 
 
 def check_policies_by(check: Callable[[str], object]) -> None:
-    """Lets whoever knows the policies refuse a text that names none of them, when a strategy is written."""
+    """Register a check that raises for a text that names no known sync policy; called when a strategy is created."""
     _policy_checks.append(check)
 
 
 def policy_text(policy: object) -> str:
-    """The text of a policy, which is a policy's object or its text already."""
+    """Return the text of a sync policy, given as an object or as text, after checking it."""
     text = _text_of(policy)
     for check in _policy_checks:
         check(text)
@@ -393,12 +392,12 @@ def Mirrored(
     offload: str = "",
     deterministic: bool = False,
 ) -> StrategySpec:
-    """A replica per device; every replica takes its part of each batch and gradients are averaged.
+    """Data parallel training: a replica per device processes its share of each batch, and gradients are averaged.
 
-    `sync` says how: exactly by default. "bf16", "fp16", `mh.sync.Int8()`, `mh.sync.TopK(0.01)`, `mh.sync.PowerSGD(4)`
-    send fewer bytes, `mh.sync.LocalSteps(16)` and `mh.sync.DiLoCo(100)` send seldom; they change the mathematics.
-    With `between="hosts"` they act between hosts only. "auto" measures and keeps the answer, `mh.sync.Auto(lossy=True)`
-    may choose any of them.
+    `sync` chooses how, exactly by default. "bf16", "fp16", `mh.sync.Int8()`, `mh.sync.TopK(0.01)` and
+    `mh.sync.PowerSGD(4)` send fewer bytes, `mh.sync.LocalSteps(16)` and `mh.sync.DiLoCo(100)` synchronize rarely; they
+    change the mathematics. With `between="hosts"` they act between hosts only. "auto" measures and caches its choice,
+    `mh.sync.Auto(lossy=True)` may choose any of them.
 
     >>> Mirrored(2)
     StrategySpec(replicas=2)
@@ -429,11 +428,11 @@ def Sharded(
     offload: str = "",
     deterministic: bool = False,
 ) -> StrategySpec:
-    """One network in parts: every rank holds a part of each parameter, gradient and optimizer state.
+    """Sharded data parallel training: every rank holds a shard of each parameter, gradient and optimizer state.
 
     `sharding="gradients"` keeps whole parameters between forward and backward, which costs memory and saves traffic;
-    `sharding="optimizer"` keeps the network and its gradients whole on every rank, and cuts the optimizer's state.
-    With `replicas` several such groups train side by side (shard inside a host, replicate across).
+    `sharding="optimizer"` keeps parameters and gradients whole on every rank and shards only the optimizer state.
+    With `replicas`, several such groups train in parallel (shard inside a host, replicate across hosts).
 
     >>> Sharded(4, replicas=2)
     StrategySpec(replicas=2, shards=4)
@@ -465,9 +464,9 @@ def TensorParallel(
     offload: str = "",
     deterministic: bool = False,
 ) -> StrategySpec:
-    """Layers cut across devices: each computes some features, heads or rows of the vocabulary of every batch.
+    """Tensor parallel training: each device computes some features, heads or vocabulary rows of every layer.
 
-    How is found by following a few samples through the network; `layout` overrules it by patterns of layers' names,
+    The split is found by tracing a few samples through the network; `layout` overrides it by patterns of layer names,
     such as {"*.mlp.*": "replicate", "head": "column"}.
 
     >>> TensorParallel(2, replicas=4, layout={"head": "replicate"})
@@ -501,15 +500,15 @@ def ParameterServer(
     recompute: str = "",
     deterministic: bool = False,
 ) -> StrategySpec:
-    """Servers hold the parameters and update them; workers pull values and push gradients, and may come and go.
+    """Parameter servers hold and update the parameters; workers pull values, push gradients, and may come and go.
 
     - `staleness=0`: a step is the whole batch, as on one device; `staleness=3`: a worker may be three steps ahead of
-      the slowest; `staleness=None`: nobody waits, and every worker's batch is an update by itself;
-    - `backup=1`: a step closes without the slowest of the workers, whose samples are handed out again;
+      the slowest; `staleness=None`: workers never wait, and every worker's batch is a separate update;
+    - `backup=1`: a step does not wait for the slowest worker, whose samples are assigned again;
     - `correction`: a stale gradient's learning rate is divided by 1 + its staleness;
-    - `followers=1`: every server has a follower, which has all that the server acknowledges and takes its place when it
-      dies, so that nothing is taken again. It doubles the memory of the servers and what they compute. Without it
-      servers go on from the last checkpoint.
+    - `followers=1`: every server has a follower, which has all that the server acknowledges and replaces it when it
+      fails, so that no step is repeated. It doubles the servers' memory and computation. Without it, servers resume
+      from the last checkpoint.
 
     All but the plain `staleness=0` change the mathematics.
 
@@ -548,9 +547,9 @@ def Pipeline(
     offload: str = "",
     deterministic: bool = False,
 ) -> StrategySpec:
-    """A network in stages, one per device; the parts of a batch are in different stages at the same time.
+    """Pipeline parallel training: a stage of the network per device; the stages work on different microbatches.
 
-    Stages are cut so that they take equally long. The loss is computed on the last stage for every microbatch.
+    Stages are balanced to take equally long. The loss is computed on the last stage for every microbatch.
 
     >>> Pipeline(4, microbatches=16)
     StrategySpec(stages=4, microbatches=16)
@@ -583,12 +582,12 @@ def Placed(
     offload: str = "",
     deterministic: bool = False,
 ) -> StrategySpec:
-    """Parts of a network on devices of one's choice; parts that do not need each other run at the same time.
+    """Place parts of a network on chosen devices; parts that do not depend on each other run at the same time.
 
-    `where` maps patterns of module names to devices: "cuda:1", "host2/cuda:0", or their number in `on=`. "*" is for
-    all that nothing else names; what is in no part goes where most of what it reads is. Without a map the
-    `with mh.on(...):` blocks in which the network was built decide; where there are none, the network is cut so that
-    its parts take equally long, hold their share of the parameters, and send little to each other.
+    `where` maps patterns of module names to devices: "cuda:1", "host2/cuda:0", or their index in `on=`. "*" matches all
+    modules that no other pattern names; operations outside of these parts run where most of their inputs are. Without a
+    map, the `with mh.on(...):` blocks in which the network was built decide; if there are none, the network is
+    partitioned for equal time, balanced parameters and little communication.
 
     >>> Placed({"tower_a.*": "cpu:0", "tower_b.*": "cpu:1"})
     StrategySpec(stages=2, place='tower_a.*@cpu:0;tower_b.*@cpu:1')
@@ -619,15 +618,15 @@ NAMED: dict[str, dict[str, Any]] = {
     "ps": {"replicas": None, "servers": 1},
     "tensorparallel": {"tensor": 2},
 }
-"""Strategies by the one word that people change."""
+"""Strategies by name."""
 _ELSEWHERE = {"dp": "mirrored", "ddp": "mirrored", "fsdp": "sharded", "tp": "tensorparallel", "pp": "pipeline"}
-"""What the field calls them."""
+"""Common abbreviations of strategies."""
 _AXIS = {"mirrored": "replicas", "sharded": "shards", "pipeline": "stages", "tensorparallel": "tensor"}
-"""Where the number of a strategy stands."""
+"""The axis that a strategy's number sets."""
 
 
 def _product(field: dataclasses.Field[Any], one: StrategySpec, other: StrategySpec) -> Any:
-    """A setting of two specs together: a product for an axis, else the one that is not the default."""
+    """Combine a setting of two specs: the product for an axis, otherwise the value that is not the default."""
     a, b = getattr(one, field.name), getattr(other, field.name)
     if field.name in AXES:
         if (not a or not b) and 1 not in (a, b):
@@ -647,7 +646,7 @@ def _product(field: dataclasses.Field[Any], one: StrategySpec, other: StrategySp
 
 
 def as_spec(strategy: StrategySpec | str | None) -> StrategySpec:
-    """A spec from what a person passes; None means all devices there are."""
+    """Return a spec from a user's argument; None means data parallel on all available devices."""
     if strategy is None:
         return Mirrored()
     if isinstance(strategy, str):
@@ -662,7 +661,7 @@ def as_spec(strategy: StrategySpec | str | None) -> StrategySpec:
 
 
 def split_settings(text: str) -> list[str]:
-    """Settings between commas; what stands in brackets stays together.
+    """Split settings at commas, except inside parentheses.
 
     >>> split_settings("replicas=2,sync=localsteps(16,by=topk(0.1,warmup=1))")
     ['replicas=2', 'sync=localsteps(16,by=topk(0.1,warmup=1))']
@@ -689,7 +688,7 @@ def _named(word: str) -> dict[str, Any]:
 
 
 def _meant(word: str) -> str:
-    """What somebody may have meant by a word that is no strategy: sharded(2), sharded:2, shraded."""
+    """Return a suggestion for an unknown strategy such as sharded(2), sharded:2 or shraded."""
     name, _, number = re.sub(r"[(:*]", "=", word).rstrip(")").partition("=")
     alike = difflib.get_close_matches(name, [*NAMED, *_ELSEWHERE, "auto"], 1)
     if not alike:
@@ -715,7 +714,7 @@ def _setting(key: str, text: str) -> tuple[str, Any]:
 
 
 def _check_servers(spec: StrategySpec) -> None:
-    """Refuses settings of parameter servers that make no sense, alone or together."""
+    """Raise StrategyError for invalid or contradictory parameter-server settings."""
     for name in ("servers", "backup", "followers", *(() if spec.staleness is None else ("staleness",))):
         value = getattr(spec, name)
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:

@@ -1,4 +1,4 @@
-"""Task: a network, its loss, its optimizer and its data, as frozen data that every verb takes."""
+"""Task: a network, its loss, its optimizer and its data, as one immutable object."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ _ARGUMENTS = {
     "step": ("hand", "batch"),
     "schedule": ("step", "total"),
 }
-"""What a task's functions are called with."""
+"""Arguments that a task's functions are called with."""
 
 
 @dataclass(frozen=True, eq=False)
 class Mean:
-    """A mean kept as its total and its count, so that parts can be added before dividing."""
+    """A mean stored as its total and its count, so that shares can be added before dividing."""
 
     total: Tensor
     count: Tensor
 
 
 def mean(total: Tensor, count: Tensor | int) -> Mean:
-    """A loss or metric that counts tokens, boxes or pixels instead of samples.
+    """Return a loss or metric that counts tokens, boxes or pixels instead of samples.
 
-    Totals and counts are summed over replicas and micro-steps before the division, so the answer is the same
+    Totals and counts are summed over replicas and micro-steps before the division, so the result is the same
     however the batch is split.
 
     >>> import torch
@@ -54,7 +54,7 @@ def mean(total: Tensor, count: Tensor | int) -> Mean:
     if isinstance(count, torch.Tensor):
         counted = count.to(total.device).detach().double()
     else:
-        # Made on the device: a copy from the host would make it wait.
+        # Created on the device: a copy from the host would synchronize.
         counted = torch.full((), float(count), dtype=torch.float64, device=total.device)
     if counted.numel() != 1:
         raise TaskError("the count of mh.mean must be a single number", got=tuple(counted.shape), remedy="sum it")
@@ -68,40 +68,40 @@ _VARIADIC = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Task:
-    """What is to be learned: factories and plain functions, nothing to inherit from.
+    """Definition of a training task: factories and plain functions, without a base class to inherit from.
 
     `loss(model, batch)` returns the mean over the batch's samples, or `mh.mean(total, count)`. Instead of it,
-    `step(hand, batch)` may do its own arithmetic with `hand.minimize(...)`.
+    `step(hand, batch)` may implement a custom step with `hand.minimize(...)`.
 
-    - `model`: makes the network, on the CPU; it is called once in every process;
-    - `optimizer`: makes the optimizer of a model. A list or a dict of optimizers over disjoint parameters takes its
-      steps together (matrices to Muon and the rest to AdamW, say); with `step` the keys of a dict name them for
-      `hand.minimize`. Parameters that no optimizer holds stay as they are;
+    - `model`: creates the network, on the CPU; it is called once in every process;
+    - `optimizer`: creates the optimizer of a model. A list or a dict of optimizers over disjoint parameters is stepped
+      together (such as Muon for matrices and AdamW for the rest); with `step` the keys of a dict name them for
+      `hand.minimize`. Parameters that no optimizer holds stay fixed;
     - `data`: arrays or tensors (alone, in a tuple or a dict), a dataset, an iterable, a DataLoader, a Hugging Face
-      dataset, `mh.files(...)`, `mh.bucketed(...)`, or a function that makes one;
-    - `loss`, `step`: what is minimised, one of the two;
-    - `valid`: data that is measured after every epoch, of the same kinds;
+      dataset, `mh.files(...)`, `mh.bucketed(...)`, or a function that creates one;
+    - `loss`, `step`: what is minimized, one of the two;
+    - `valid`: data that is evaluated after every epoch, of the same kinds;
     - `batch_size`: global, the same on one device or a thousand; a DataLoader and `mh.bucketed` bring their own;
     - `collate`: makes a batch of a list of samples; by default tensors are stacked and ragged fields padded;
-    - `shuffle`: whether every epoch has an order of its own;
+    - `shuffle`: whether every epoch has a different order;
     - `workers`: background processes that read the data, per replica; None chooses;
     - `predict`: `predict(model, *inputs)`, whose parameter names are the Predictor's inputs; by default the model on
       the batch's first element;
-    - `metrics`: by name, measured on `valid`: a function `metric(outputs, batch)` on what `predict` gives, a mean over
-      samples or `mh.mean`; an object of torchmetrics, which gets (outputs, batch[1]); an object of one's own with
+    - `metrics`: by name, evaluated on `valid`: a function `metric(outputs, batch)` of the outputs of `predict`, a mean
+      over samples or `mh.mean`; a torchmetrics object, which gets (outputs, batch[1]); a custom object with
       `update(outputs, batch)`, `compute()` and, for several replicas, `merge(other)`; a function without arguments that
-      makes such an object; or a pair (object, function of (outputs, batch)) that says what else `update` gets, a tuple
-      or a dict of names;
-    - `clip`: largest norm of an optimizer's whole gradient; None for none;
+      creates such an object; or a pair (object, function of (outputs, batch)), whose function returns the arguments of
+      `update`, a tuple or a dict of names;
+    - `clip`: maximum norm of an optimizer's whole gradient; None for none;
     - `schedule`: `schedule(step, total)` multiplies the optimizer's own learning rate;
-    - `not_finite`: what a step does whose gradient is not finite: "stop" the run, or "skip" that step and go on;
-    - `max_skipped`: so many skipped steps in a row, and the run goes back to its last good state; where the same place
-      fails again, it ends;
-    - `ema`: decay of a moving average of the weights, such as 0.999, which looks back about 1000 steps: validation,
-      `run.model()` and exports use the average, training goes on with the weights themselves;
-    - `weights`: what the network begins with, instead of what `model` gave it: a file of weights, a folder of Hugging
-      Face, an exported model's or a run's, or `mh.weights(...)`; read straight into the parts that a device holds;
-    - `seed`: of the first weights, the order of the data and random numbers.
+    - `not_finite`: what happens if a gradient is not finite: "stop" the run, or "skip" the step and continue;
+    - `max_skipped`: number of consecutive skipped steps after which the run returns to its last good state; if the same
+      place fails again, the run ends;
+    - `ema`: decay of an exponential moving average of the weights, such as 0.999 for about 1000 steps: validation,
+      `run.model()` and exports use the average, training continues with the weights themselves;
+    - `weights`: initial weights instead of those that `model` creates: a file of weights, a folder of Hugging Face, an
+      exported model's or a run's, or `mh.weights(...)`; each device reads only the shards that it holds;
+    - `seed`: seed of the initial weights, the order of the data and random numbers.
 
     >>> import torch
     >>> task = Task(
@@ -217,18 +217,18 @@ class Task:
         return f"Task({', '.join(parts)}, {data})"
 
     def make_optimizer(self, model: nn.Module) -> Any:
-        """The optimizer of a network, several of them joined into one; with `step` a dict of them stays one."""
+        """Return the optimizer of a network, several of them joined into one; with `step`, a dict stays a dict."""
         from .optimizers import make_optimizers
 
         return make_optimizers(self.optimizer, model, keyed=self.step is not None)
 
     def replace(self, **changes: Any) -> Task:
-        """A copy with some fields changed."""
+        """Return a copy with some fields changed."""
         return dataclasses.replace(self, **changes)
 
 
 def as_task(task: Task | Callable[..., Task], params: Mapping[str, Any] | None = None) -> Task:
-    """A Task from a Task, or from a function with defaults that makes one."""
+    """Return a Task from a Task, or from a function with defaults that creates one."""
     if isinstance(task, Task):
         if params:
             raise SettingsError(
@@ -254,7 +254,7 @@ def as_task(task: Task | Callable[..., Task], params: Mapping[str, Any] | None =
 
 
 def task_name(task: Task | Callable[..., Task]) -> str:
-    """A short name for runs of this task: its function's, or that of the file it stands in where it is just "task"."""
+    """Return a short name for runs of this task: its function's name, or its file's if that is just "task"."""
     name = getattr(task, "__name__", "task")
     if name != "task" and name.isidentifier():
         return name
@@ -265,13 +265,13 @@ def task_name(task: Task | Callable[..., Task]) -> str:
 
 
 def typed(task: Callable[..., Task], params: Mapping[str, Any]) -> dict[str, Any]:
-    """The task's own parameters, with texts turned into the types of its signature.
+    """Return the task's parameters, with strings converted to the types of its signature.
 
     >>> def task(lr: float = 1e-3, width: int = 8) -> Task: ...
     >>> typed(task, {"lr": "3e-4", "width": "16"})
     {'lr': 0.0003, 'width': 16}
 
-    Names that a `**` parameter takes are passed on, as texts where it has no type.
+    Names that a `**` parameter accepts are passed on, as strings if it has no type.
     """
     parameters = inspect.signature(task).parameters
     own = {name: item for name, item in parameters.items() if item.kind not in _VARIADIC}
@@ -298,7 +298,7 @@ def typed(task: Callable[..., Task], params: Mapping[str, Any]) -> dict[str, Any
 
 
 def convert(name: str, value: Any, kind: Any) -> Any:
-    """A value as the type that a signature asks for; texts are read."""
+    """Convert a string to the type that a signature requires; other values are returned unchanged."""
     if not isinstance(value, str):
         return value
     options = [arg for arg in typing.get_args(kind) if arg is not type(None)] or [kind]
@@ -321,7 +321,7 @@ def convert(name: str, value: Any, kind: Any) -> Any:
 
 
 def _require_arguments(name: str, function: Any, arguments: tuple[str, ...]) -> None:
-    """A function of other arguments is told before anything is trained; what is no plain function is left alone."""
+    """Raise TaskError before training if a plain function cannot take these arguments; skip other objects."""
     if inspect.isfunction(function) and not _takes(function, arguments):
         raise TaskError(
             f"{name} is called with ({', '.join(arguments)})",
@@ -331,7 +331,7 @@ def _require_arguments(name: str, function: Any, arguments: tuple[str, ...]) -> 
 
 
 def _takes(function: Any, arguments: tuple[str, ...]) -> bool:
-    """Whether a plain function can be called with so many arguments."""
+    """Return whether a plain function can be called with these arguments."""
     try:
         return inspect.isfunction(function) and inspect.signature(function).bind(*arguments) is not None
     except TypeError:
@@ -351,5 +351,5 @@ def _require_metric(name: str, metric: Any) -> None:
 
 
 def _is_a(value: object, package: str, name: str) -> bool:
-    """Whether this is an instance of a class of torch, which need not be imported for that."""
+    """Return whether a value is an instance of a class, without importing its package."""
     return any(base.__name__ == name and base.__module__.startswith(package) for base in type(value).__mro__)

@@ -1,4 +1,4 @@
-"""A log of something that is no run: plans, profiles, and what a server did."""
+"""Log folder that is not a run: plans, profiles, and the events of a server."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from .log_tail import Tail
 ACCESS = "access.jsonl"
 NUM_NEWS = 1000
 LONGEST_NEWS = 2000
-"""Characters of a line of the time line."""
+"""Maximum characters of a time line entry."""
 MOST_KEPT = 50
-"""Plans and profiles of a log that are kept, the last ones."""
+"""Number of latest plans and profiles kept per log."""
 MOST_NAMES = 1000
-"""Models, and versions of a model, that are kept."""
+"""Number of models, and of versions per model, that are kept."""
 NUM_BUCKETS = 600
-"""Stretches of time that requests are counted by; with more, two neighbours become one."""
+"""Maximum number of time buckets in which requests are counted; beyond it, neighbours are merged."""
 LATE_SECONDS = 1.5
-"""A server writes down what it answered every second: what is younger is not all there."""
+"""Age in seconds from which a bucket is complete: servers write their access log every second."""
 FIRST, RATIO, NUM_BOUNDS = 1e-5, 1.25, 80
-"""Latencies are counted between bounds that are a quarter apart, from 10 microseconds on."""
+"""Latency histogram bounds: from 10 microseconds on, each 1.25 times the previous one."""
 SERVING = (
     "starting", "serving", "stopping", "stopped", "split", "rolled_back", "watch_failed",
     "version_loading", "version_failed", "version_available", "version_ended",
@@ -43,7 +43,7 @@ FAULTS = ("rolled_back", "watch_failed", "version_failed", "replica_lost", "repl
 
 
 class Bucket:
-    """Requests of a stretch of time."""
+    """Requests of a time interval."""
 
     __slots__ = ("bounds", "num", "num_refused", "t")
 
@@ -63,7 +63,7 @@ class Bucket:
         self.bounds = [a + b for a, b in zip(self.bounds, other.bounds, strict=True)]
 
     def quantile(self, share: float) -> float | None:
-        """Seconds below which this share of the requests lies."""
+        """Return the seconds below which this share of the requests lies."""
         wanted, seen = math.ceil(share * self.num), 0
         for place, num in enumerate(self.bounds):
             seen += num
@@ -87,7 +87,7 @@ class Log(LogSource):
         self.is_up = False
         self.buckets: dict[int, Bucket] = {}
         self.width = 1
-        """Seconds of a bucket."""
+        """Width of a bucket in seconds."""
         super().__init__(name, path)
 
     def _open(self) -> list[tuple[Tail, Any]]:
@@ -102,7 +102,7 @@ class Log(LogSource):
 
     @property
     def state(self) -> str:
-        """serving, stopped, or interrupted: a server that was killed does not say so."""
+        """One of serving, stopped or interrupted; a killed server writes no event."""
         if not self.is_up:
             return "stopped"
         here = socket.gethostname()
@@ -110,12 +110,12 @@ class Log(LogSource):
         return "interrupted" if is_here and not self.is_alive else "serving"
 
     def on_starting(self, entry: dict[str, Any]) -> None:
-        self.versions, self.splits = {}, {}  # a server forgets them with its process
+        self.versions, self.splits = {}, {}  # a restarted server has none
 
     def on_serving(self, entry: dict[str, Any]) -> None:
         self.serving, self.is_up = entry, True
 
-    # A router's log is one of a server whose devices are other servers.
+    # A router's log is like a server's, with other servers as its devices.
     on_routing = on_serving
 
     def on_stopped(self, entry: dict[str, Any]) -> None:
@@ -144,7 +144,7 @@ class Log(LogSource):
             states[version] = state
 
     def take_access(self, line: dict[str, Any]) -> None:
-        """Counts a request that was answered."""
+        """Count a request from the access log."""
         if not fields.holds(line, ACCESS_FIELDS):
             raise ValueError("not a line of an access log")
         self.changed = max(self.changed, min(line["t"], time.time()))
@@ -166,7 +166,7 @@ class Log(LogSource):
         self.buckets = wide
 
     def _over_time(self) -> list[Bucket]:
-        """Stretches in order: zeros where nobody asked, and without the one that still goes on."""
+        """Return the buckets in order, with zeros for idle times and without the current, incomplete one."""
         known = self.buckets
         if known and self.state == "serving":
             last = int(time.time() - LATE_SECONDS) // self.width * self.width - self.width
@@ -200,14 +200,14 @@ class Log(LogSource):
 
 
 def _words(key: str, value: Any) -> str:
-    """What an event says, as a person would."""
+    """Return an event's value as readable text."""
     if key == "shares":
         return _shared_out(value) or "none"
     return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _shared_out(shares: Sequence[dict[str, Any]]) -> str:
-    """A split in words.
+    """Return a traffic split as text.
 
     >>> _shared_out([{"model": "m", "version": 1, "weight": 9.0}, {"model": "m", "version": 2, "weight": 1.0}])
     '90% m 1, 10% m 2'

@@ -1,4 +1,4 @@
-"""A folder that the dashboard reads, and what it has understood of it so far."""
+"""Base class of the folders that the dashboard reads."""
 
 from __future__ import annotations
 
@@ -13,44 +13,44 @@ from ..core import EVENTS, fields
 from .log_tail import Tail
 
 SILENT_SECONDS = 60.0
-"""Who said nothing for so long, and did not end, was interrupted, unless a program still holds its lock."""
+"""Seconds without an event after which a folder counts as interrupted, unless a process holds its lock."""
 PARTS = b'"kind": "parts"'
-"""Each replica's part of every loss, which `replay` needs and no page shows."""
+"""Events with each replica's share of every loss, which `replay` needs and no page shows."""
 
 
 class LogSource(ABC):
-    """One folder. `refresh` reads a slice of what is new; `summary` is its line in a list, `detail` its page."""
+    """One folder. `refresh` reads a slice of new data; `summary` is its entry in a list, `detail` its page."""
 
     kind: str
     lock: str
-    """The file on which whoever writes the folder holds a lock."""
+    """The file that the writer of the folder locks."""
 
     def __init__(self, name: str, path: Path) -> None:
         self.id, self.path = name, path
         self.stamp = 0
-        """The library's count when it changed last."""
+        """The library's stamp at the last change."""
         self.began = self.changed = 0.0
-        """When the first and the last event happened."""
+        """Time of the first and of the last event."""
         self.signature: tuple[tuple[int, int], ...] = ()
-        """When its files changed last, and their sizes."""
+        """Modification times and sizes of its files."""
         self.has_read: tuple[tuple[int, int], ...] = ()
-        """What the signature was at the last look."""
+        """The signature at the last read."""
         self.is_held = False
-        """Whether a program holds its lock."""
+        """Whether a process holds its lock."""
         self.num_refused = 0
-        """Lines that were JSON, but not as readers expect them."""
+        """Number of lines that were JSON, but not of the expected form."""
         self.failure = ""
         """Why it is not read any more."""
         self._tails = self._open()
 
     @property
     def pending(self) -> int:
-        """Bytes that wait to be read."""
+        """Number of unread bytes."""
         return 0 if self.failure else sum(tail.pending for tail, _ in self._tails)
 
     @property
     def unreadable(self) -> str:
-        """What could not be read, in words; empty where everything could."""
+        """Description of what could not be read; empty if everything could."""
         count = self.num_refused + sum(tail.num_damaged for tail, _ in self._tails)
         lines = [f"{count} {'line' if count == 1 else 'lines'} could not be read"] if count else []
         errors = [tail.error for tail, _ in self._tails if tail.error]
@@ -58,18 +58,18 @@ class LogSource(ABC):
 
     @property
     def was_replaced(self) -> bool:
-        """Whether another file has taken the place of one: all of it has to be read anew."""
+        """Whether a file was replaced, so that all of it has to be read again."""
         return any(tail.was_replaced for tail, _ in self._tails)
 
     @property
     def is_alive(self) -> bool:
-        """Whether somebody still writes it, as far as can be seen from here."""
+        """Whether a process still writes the folder, judged by its lock and its last event."""
         return self.is_held or time.time() - self.changed < SILENT_SECONDS
 
     @property
     @abstractmethod
     def state(self) -> str:
-        """How it is doing, in a word."""
+        """Current state as one word."""
 
     def refresh(self) -> bool:
         """Read a slice of what is new; return whether there was something."""
@@ -82,31 +82,31 @@ class LogSource(ABC):
                 try:
                     take(entry)
                 except Exception:
-                    # Whatever a line of another program does to a reader, the other lines are read.
+                    # An unexpected line must not prevent reading the others.
                     self.num_refused += 1
         return seen or self.unreadable != before
 
     def _open(self) -> list[tuple[Tail, Any]]:
-        """The files, and who takes their lines; here the events, by methods called `on_KIND`."""
+        """Return the files to read and the handlers of their lines; here events, handled by methods named `on_KIND`."""
         return [(Tail(self.path / EVENTS, without=(PARTS,)), self.take_event)]
 
     def take_event(self, entry: dict[str, Any]) -> None:
-        """Take an event; raise where it is not as readers expect it."""
+        """Process an event; raises ValueError if it is malformed."""
         if not fields.is_event(entry):
             raise ValueError("not an event")
-        # A clock may be wrong: what has been read has happened.
+        # The writer's clock may be ahead: an event that was read has happened.
         moment = min(entry["t"], time.time())
         self.began, self.changed = self.began or moment, max(self.changed, moment)
         self.take(entry)
 
     def take(self, entry: dict[str, Any]) -> None:
-        """Take an event that is as readers expect it."""
+        """Process a well-formed event."""
         known = getattr(self, f"on_{entry['kind']}", None)
         if known is not None:
             known(entry)
 
     def about(self) -> dict[str, Any]:
-        """What all sources have in common, for lists and pages."""
+        """Return the fields that all sources have in common."""
         return {
             "id": self.id,
             "name": printable(self.path.name),
@@ -118,11 +118,11 @@ class LogSource(ABC):
 
     @abstractmethod
     def summary(self) -> dict[str, Any]:
-        """What a list shows."""
+        """Return the data for lists."""
 
     @abstractmethod
     def detail(self) -> dict[str, Any]:
-        """What its own page shows."""
+        """Return the data of its own page."""
 
 
 def printable(name: str) -> str:
@@ -135,7 +135,7 @@ def printable(name: str) -> str:
 
 
 def dump(value: Any) -> bytes:
-    """JSON that browsers read: numbers that it does not have become null.
+    """Return JSON that browsers can parse; NaN and infinities become null.
 
     >>> dump({"loss": float("nan")})
     b'{"loss": null}'

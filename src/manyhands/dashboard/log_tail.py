@@ -1,4 +1,4 @@
-"""A file of JSON lines that grows, read from where it was left the last time."""
+"""Incremental reader of a growing file of JSON lines."""
 
 from __future__ import annotations
 
@@ -11,36 +11,36 @@ from typing import Any
 from ..core import LINE_LIMIT, FileError, open_regular, parse_json
 
 SLICE = 1 << 18
-"""Bytes that are read at a time, so that one long log keeps no other waiting."""
+"""Bytes read at a time, so that one long log does not delay the others."""
 FEW_BRACKETS = 64
-"""A line with no more brackets than this cannot be nested too deep, so that many such lines are parsed in one go."""
+"""Number of brackets up to which a line cannot be nested too deeply, so that many such lines are parsed together."""
 
 
 class Tail:
-    """Yields what was appended since the last look; half a line at the end waits for its rest.
+    """Return the entries appended since the last read; an incomplete last line is left for later.
 
-    Lines that hold one of `without` are passed over before they are parsed. A file that was replaced or cut is begun
-    anew, and `was_replaced` says so once. Lines that are damaged or longer than `LINE_LIMIT` are counted; a file that
-    is not a regular file is not opened, and `error` says so.
+    Lines that contain one of `without` are skipped before parsing. A file that was replaced or truncated is read from
+    the start, and `was_replaced` is set once. Lines that are damaged or longer than `LINE_LIMIT` are counted; a file
+    that is not a regular file is not opened, and `error` is set.
     """
 
     def __init__(self, path: Path, without: tuple[bytes, ...] = ()) -> None:
         self.path, self._without = path, without
         self.offset = self.num_read = 0
-        """Where the next look begins, and the bytes that were ever read."""
+        """Offset of the next read, and total bytes read."""
         self.was_replaced = False
         self.num_damaged = 0
-        """Lines that could not be read."""
+        """Number of lines that could not be parsed."""
         self.error = ""
         """Why the file cannot be read at all."""
         self._file_id: tuple[int, int] | None = None
         self._pending = 0
         self._is_skipping = False
-        """Whether the rest of a line that is too long comes next."""
+        """Whether the next data is the rest of a line that is too long."""
 
     @property
     def pending(self) -> int:
-        """Bytes that are known to wait."""
+        """Number of bytes known to be unread."""
         return self._pending
 
     def read(self) -> list[dict[str, Any]]:
@@ -70,7 +70,7 @@ class Tail:
         return self._taken(data, size)
 
     def _taken(self, data: bytes, size: int) -> list[bytes]:
-        """The whole lines of what was read; a line that is too long is passed over piece by piece."""
+        """Return the complete lines of the data; a line that is too long is skipped piece by piece."""
         self.num_read += len(data)
         whole = data.rfind(b"\n") + 1
         is_too_long = not whole and len(data) >= LINE_LIMIT
@@ -86,7 +86,7 @@ class Tail:
         return lines
 
     def _look(self, file: int) -> int:
-        """The file's size; notes when it is another file than before."""
+        """Return the file's size; detect that it was replaced or truncated."""
         found = os.fstat(file)
         who = (found.st_dev, found.st_ino)
         if self._file_id is not None and (who != self._file_id or found.st_size < self.offset):
@@ -97,7 +97,7 @@ class Tail:
 
 
 def _parsed(lines: Sequence[bytes]) -> list[Any]:
-    """All lines in one go, which is twice as fast; one by one where some are damaged. None stands for those."""
+    """Parse all lines together, which is twice as fast, or one by one if some are damaged; None for damaged lines."""
     if all(line.count(b"[") + line.count(b"{") <= FEW_BRACKETS for line in lines):
         try:
             found = json.loads((b"[%b]" % b",".join(lines)).decode())

@@ -1,4 +1,4 @@
-"""Metrics of a running server: asked for now and then, as Prometheus would, and kept for a while."""
+"""Metrics of a running server, polled like Prometheus does and kept for a while."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ NUM_LOOKS = 900
 MOST_BYTES = 4 << 20
 TIMEOUT = 1.0
 LONGEST_ERROR = 500
-"""Characters of a reason that pages show."""
+"""Maximum characters of an error that pages show."""
 
 
 @dataclass
 class MetricsSample:
-    """The figures of one moment, by model and version."""
+    """Metrics at one moment, by model and version."""
 
     t: float
     requests: dict[tuple[str, str], dict[str, float]] = field(default_factory=dict)
-    """By outcome: OK, or the code of the refusal."""
+    """Request counts by outcome: OK, or the status code."""
     latency: dict[tuple[str, str], dict[float, float]] = field(default_factory=dict)
-    """Requests that took at most so many seconds."""
+    """Cumulative latency histogram: requests that took at most this many seconds."""
     gauges: dict[tuple[str, str], dict[str, float]] = field(default_factory=dict)
     backends: dict[str, dict[str, float]] = field(default_factory=dict)
-    """Of a router: by server, whether it is up, what it works on, has answered, and was asked elsewhere."""
+    """Metrics of a router's backends by server: whether it is up, requests in flight, answered and lost."""
 
     @classmethod
     def parse(cls, text: str, t: float) -> MetricsSample:
-        """From Prometheus' text.
+        """Parse Prometheus' text format.
 
         >>> look = Look.parse('manyhands_requests_total{model="m",version="1",code="OK"} 3', 0.0)
         >>> look.requests
@@ -61,7 +61,7 @@ class MetricsSample:
 
 
 class Metrics:
-    """Looks at a server's `/metrics`, and turns counts into rates."""
+    """Poll a server's `/metrics` and compute rates from the counters."""
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
@@ -69,7 +69,7 @@ class Metrics:
         self._looks: deque[MetricsSample] = deque(maxlen=NUM_LOOKS)
 
     def look(self) -> None:
-        """Asks once; a server that does not answer is told on the page."""
+        """Poll once; an error is shown on the page."""
         try:
             # The dashboard accepts only addresses of http and https.
             with urllib.request.urlopen(f"{self.url}/metrics", timeout=TIMEOUT) as answer:  # noqa: S310
@@ -81,7 +81,7 @@ class Metrics:
             self.error = f"{self.url} does not answer: {reason}"[:LONGEST_ERROR]
 
     def to_dict(self) -> dict[str, Any]:
-        """Rates and latencies between every two looks, and the last figures."""
+        """Return rates and latencies between consecutive samples, and the latest values."""
         looks = list(self._looks)
         who = sorted(looks[-1].requests.keys() | looks[-1].gauges.keys()) if looks else []
         versions = []
@@ -99,7 +99,7 @@ class Metrics:
 
 
 def _backends(looks: list[MetricsSample]) -> list[dict[str, Any]]:
-    """The servers behind a router: the last figures, and answers a second between every two looks."""
+    """Return a router's backends: the latest values, and answers per second between consecutive samples."""
     found = []
     for name, figures in sorted(looks[-1].backends.items()) if looks else []:
         pairs = [(a, b) for a, b in pairwise(looks) if name in a.backends and name in b.backends]
@@ -114,13 +114,13 @@ def _answered(before: MetricsSample, after: MetricsSample, backend: str) -> floa
 
 
 def _rate(before: MetricsSample, after: MetricsSample, who: tuple[str, str]) -> float:
-    """Requests a second, whatever became of them."""
+    """Return the requests per second, regardless of their outcome."""
     counts = [sum(look.requests.get(who, {}).values()) for look in (before, after)]
     return max(0.0, counts[1] - counts[0]) / max(1e-9, after.t - before.t)
 
 
 def _quantile(before: MetricsSample, after: MetricsSample, who: tuple[str, str], share: float) -> float | None:
-    """Seconds within which this share of the requests between two looks was answered."""
+    """Return the seconds within which this share of the requests between two samples was answered."""
     now, then = after.latency.get(who, {}), before.latency.get(who, {})
     counts = {bound: count - then.get(bound, 0.0) for bound, count in sorted(now.items())}
     total = max(counts.values(), default=0.0)

@@ -1,4 +1,4 @@
-"""A run: its curves, where every rank's time goes, what was lost and how it went on."""
+"""A training run: its curves, the time of each rank, failures and recoveries."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from .series import Series
 
 RECORD = "run.json"
 RECORD_LIMIT = 4 << 20
-"""Bytes of a run.json."""
+"""Maximum bytes of a run.json."""
 NUM_NEWS = 1000
-"""Lines of the time line that are kept."""
+"""Number of time line entries kept."""
 LONGEST_NEWS = 2000
-"""Characters of one of them."""
+"""Maximum characters of a time line entry."""
 MOST_CURVES, MOST_RANKS = 1000, 4096
-"""Curves and ranks of one run that are kept; a curve takes up to 48 KiB."""
+"""Number of curves and ranks kept per run; a curve takes up to 48 KiB."""
 NUM_SAMPLES = 64
-"""Timed steps of a rank whose median is shown."""
+"""Number of timed steps per rank whose median is shown."""
 LEAST_SECONDS = 0.2
-"""A throughput is of at least so long, because the clock of two events close to each other says little."""
+"""Minimum seconds over which throughput is measured; timestamps of close events are too imprecise."""
 NEWS = (
     "notice", "skipped", "lost", "recovered", "straggler", "hang", "member_lost", "followed", "chosen", "sync",
 )  # fmt: skip
@@ -32,12 +32,12 @@ TALKED = ("v", "t", "kind", "text")
 
 
 class Rank:
-    """What is known of one rank."""
+    """State of one rank."""
 
     def __init__(self) -> None:
         self.host = self.device = self.limit = ""
         self.seconds: dict[str, float] = {}
-        """Where its time went so far."""
+        """Seconds spent so far, by activity."""
         self.memory, self.pace = Series(), Series()
         self.held: dict[str, int] = {}
         self.samples: deque[dict[str, float]] = deque(maxlen=NUM_SAMPLES)
@@ -45,7 +45,7 @@ class Rank:
         self.is_slow = False
 
     def phases(self) -> dict[str, float]:
-        """The median step by what it does, where steps were timed."""
+        """Return the median seconds of each phase of a step, if steps were timed."""
         names = dict.fromkeys(name for sample in self.samples for name in sample)
         return {name: median(sample.get(name, 0.0) for sample in self.samples) for name in names}
 
@@ -65,7 +65,7 @@ class Rank:
 
 
 class RunFolder(LogSource):
-    """A folder that `fit` wrote."""
+    """Folder written by `fit`."""
 
     kind, lock = "run", ".lock"
 
@@ -92,14 +92,14 @@ class RunFolder(LogSource):
         self.split: dict[str, Any] | None = None
         self.plan: dict[str, Any] | None = None
         self.servers: dict[str, Any] = {}
-        """What happened between workers and parameter servers, in numbers."""
+        """Counters of the exchange between workers and parameter servers."""
         self.trial_state = ""
-        """What its study says of it, where it is a trial that has ended."""
+        """State that the study reports, if this is a trial that has ended."""
         self._timed_from: tuple[float, int] | None = None
         self._began_at, self._began_when = 0, 0.0
 
     def refresh(self) -> bool:
-        # The record is there before the first event, and is written again at the end under parameter servers.
+        # run.json exists before the first event; with parameter servers it is written again at the end.
         before = self.unreadable
         seen = super().refresh()
         if seen or not self.record:
@@ -126,14 +126,14 @@ class RunFolder(LogSource):
 
     @property
     def state(self) -> str:
-        """running, finished, stopped, failed or interrupted."""
+        """One of running, finished, stopped, failed or interrupted."""
         if self.end or self.trial_state:
             return str(self.end.get("state") or self.trial_state)
         return "running" if self.is_alive else "interrupted"
 
     @property
     def steps_per_second(self) -> float | None:
-        """Lately; of a run that has ended over all of its steps, because its last look may be of a moment."""
+        """Recent steps per second; for a run that has ended, the mean over all of its steps."""
         lasted = self.end.get("t", self._began_when) - self._began_when
         if lasted > 0 and self.step > self._began_at:
             return float((self.step - self._began_at) / lasted)
@@ -141,7 +141,7 @@ class RunFolder(LogSource):
 
     @property
     def step_seconds(self) -> float | None:
-        """Of a step alone: the median of those that were timed, else the mean without validation and checkpoints."""
+        """Seconds of a step: the median of timed steps, else the mean without validation and checkpoints."""
         rank = self.ranks.get(0, Rank())
         if rank.samples:
             return median(sum(sample.values()) for sample in rank.samples)
@@ -168,7 +168,7 @@ class RunFolder(LogSource):
         self._time(entry["t"])
 
     def _time(self, moment: float) -> None:
-        """Steps a second since the last look, validation and checkpoints included."""
+        """Record the steps per second since the last measurement, validation and checkpoints included."""
         if self._timed_from is None:
             self._timed_from = moment, self.step
         then, step = self._timed_from
@@ -187,7 +187,7 @@ class RunFolder(LogSource):
                 self._curve(self.logged, name).add(entry["step"], value)
 
     def _curve(self, group: dict[str, Series], name: str) -> Series:
-        """The curve of a name; one that is thrown away where there is no room for it."""
+        """Return the curve of a name, or one that is discarded if there are too many."""
         if name in group:
             return group[name]
         num_curves = sum(map(len, (self.losses, self.metrics, self.logged, self.rates)))
@@ -254,7 +254,7 @@ class RunFolder(LogSource):
         if kind in NEWS:
             self._tell(entry, str(entry.get("text") or _said(entry)))
 
-    # -- what pages get -------------------------------------------------------------------------------------------
+    # -- data of the pages ----------------------------------------------------------------------------------------
 
     def summary(self) -> dict[str, Any]:
         first = next(iter(self.losses.values()), None)
@@ -300,10 +300,10 @@ class RunFolder(LogSource):
         }
 
     def placed(self) -> list[dict[str, Any]]:
-        """Which rank is where, for the page of the cluster."""
+        """Return the host and device of every rank, for the cluster page."""
         devices = self.record.get("devices", [])
         found = []
-        # Devices are named without a host where there is one host only, and some rank may have told which.
+        # Device names lack the host if there is only one; a rank may have reported it.
         known = next((rank.host for rank in self.ranks.values() if rank.host), "this host")
         for number in sorted({*self.ranks, *range(len(devices))}):
             rank = self.ranks.get(number, Rank())
@@ -329,7 +329,7 @@ class RunFolder(LogSource):
         self.news.append({**told, "step": entry.get("step"), "rank": entry.get("rank")})
 
     def _forget_after(self, step: int) -> None:
-        """Steps behind the state that a run goes on from are taken again."""
+        """Drop data after the step from which a run resumes, because these steps are repeated."""
         self.step = step
         for group in (self.losses, self.metrics, self.logged, self.rates):
             for series in group.values():
@@ -339,7 +339,7 @@ class RunFolder(LogSource):
 
 
 def _said(entry: dict[str, Any]) -> str:
-    """An event without a text of its own, in words."""
+    """Return a description of an event that has no text."""
     if entry["kind"] == "lost":
         return f"rank {entry.get('rank')} on {entry.get('host')} was lost: {entry.get('reason')}"
     if entry["kind"] == "recovered":
@@ -350,5 +350,5 @@ def _said(entry: dict[str, Any]) -> str:
 
 
 def _text(spec: dict[str, Any]) -> str:
-    """A strategy as a person writes it."""
+    """Return a strategy in the syntax that users write."""
     return ",".join(f"{name}={'none' if value is None else value}" for name, value in spec.items()) or "single"

@@ -1,4 +1,4 @@
-"""Every folder that there is to show, found and read in the background, the newest first."""
+"""Library of the folders that the dashboard shows, found and read in the background, newest first."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from .run import RECORD, RunFolder
 from .study import JOURNAL, StudyFolder
 
 DEPTH = 4
-"""How deep below a folder runs are looked for: runs/NAME, studies/NAME/trials/NUMBER."""
+"""Depth below a folder to search for runs: runs/NAME, studies/NAME/trials/NUMBER."""
 PASSED_OVER = ("checkpoints",)
 INTERVAL = 0.5
-"""Seconds between two looks."""
+"""Seconds between two scans."""
 LONGEST_ERROR = 500
-"""Characters of a reason that pages show."""
+"""Maximum characters of an error that pages show."""
 MOST_FOLDERS = 20_000
-"""Folders below one that is shown; further ones are not looked into."""
+"""Maximum number of folders searched below a shown one."""
 LOCKS = Path("/proc/locks")
 
 
 class Library:
-    """Finds folders and keeps what was understood of them up to date.
+    """Find folders and keep their parsed contents up to date.
 
-    Whatever changes gets the next number, the `stamp`; whoever has seen one asks for what came after it.
+    Every change gets the next number, the `stamp`; a client that has seen a stamp requests the changes after it.
     """
 
     def __init__(self, folders: Sequence[Path], servers: Sequence[str] = ()) -> None:
@@ -42,18 +42,18 @@ class Library:
         self.sources: dict[str, LogSource] = {}
         self.stamp = 0
         self.has_changed = threading.Condition()
-        """Its lock is held by whoever reads or changes anything here."""
+        """Its lock guards all reads and changes of the library."""
         self._next = threading.Lock()
-        """Held by whoever waits for its turn, so that reading does not keep pages from theirs."""
+        """Held while waiting for the lock, so that turns are taken in order and reading does not starve pages."""
         self.error = ""
-        """Why the last look that failed did."""
+        """Error of the last failed scan."""
         self._states: dict[str, str] = {}
         self._scanned_at = float("-inf")
         self._wanted = ""
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[None]:
-        """Keeps everything as it is for a moment; turns are taken in order."""
+        """Hold the lock for a moment; turns are taken in order."""
         with self._next:
             self.has_changed.acquire()
         try:
@@ -62,18 +62,18 @@ class Library:
             self.has_changed.release()
 
     def run(self, closing: threading.Event) -> None:
-        """Reads until it is closed."""
+        """Read folders until `closing` is set."""
         while not closing.is_set():
             try:
                 is_more = self.refresh()
             except Exception as error:
-                # Whatever a look stumbled over, the next one is taken.
+                # An error during one scan must not end the loop.
                 is_more, self.error = False, f"{type(error).__name__}: {error}"[:LONGEST_ERROR]
             if not is_more:
                 closing.wait(INTERVAL)
 
     def watch_servers(self, closing: threading.Event) -> None:
-        """Asks servers for their metrics until it is closed; one that does not answer keeps no log waiting."""
+        """Poll the servers' metrics until `closing` is set; a separate loop, so that a slow server delays no log."""
         while not closing.wait(2 * INTERVAL):
             for metrics in self.servers:
                 metrics.look()
@@ -82,7 +82,7 @@ class Library:
                 self.has_changed.notify_all()
 
     def refresh(self) -> bool:
-        """Looks for new folders now and then, and reads a slice of one that has grown; whether more is waiting."""
+        """Scan for new folders periodically and read a slice of one that has grown; return whether more is pending."""
         if time.monotonic() - self._scanned_at > INTERVAL:
             self._scanned_at = time.monotonic()
             self._scan()
@@ -96,14 +96,14 @@ class Library:
         return True
 
     def want(self, name: str) -> LogSource | None:
-        """A source that somebody looks at: it is read first."""
+        """Return a source and read it with priority from now on, as a page shows it."""
         self._wanted = name
         return self.sources.get(name)
 
-    # -- what pages get; the lock is held -------------------------------------------------------------------------
+    # -- data of the pages; the lock is held ----------------------------------------------------------------------
 
     def overview(self, since: int = 0) -> dict[str, Any]:
-        """Summaries of everything that changed after a stamp, and the names of all that there are."""
+        """Return summaries of everything that changed after a stamp, and the names of all sources."""
         changed = [source for source in self.sources.values() if source.stamp > since]
         found: dict[str, Any] = {
             name: [self._told(source, "summary") for source in changed if source.kind == kind]
@@ -113,12 +113,12 @@ class Library:
         return {"stamp": self.stamp, "ids": list(self.sources), "pending": pending, "error": self.error, **found}
 
     def detail(self, name: str, kind: str) -> dict[str, Any] | None:
-        """What the page of a source shows; it is read first from now on. None where there is no such source."""
+        """Return the data of a source's page and read it with priority; None if there is no such source."""
         source = self.want(name)
         return self._told(source, "detail") if source is not None and source.kind == kind else None
 
     def _told(self, source: LogSource, what: str) -> dict[str, Any]:
-        """The summary or the detail of a source; where it cannot be made, that of an empty one that says why."""
+        """Return a source's summary or detail; on an error, that of an empty source with the error."""
         try:
             told = getattr(source, what)()
         except Exception as error:
@@ -126,14 +126,14 @@ class Library:
         return dict(told)
 
     def _failed(self, source: LogSource, error: Exception) -> LogSource:
-        """Replaces a source whose files could not be understood; others are read and shown as before."""
+        """Replace a source whose files could not be parsed by an empty one; others are not affected."""
         fresh = self.sources[source.id] = type(source)(source.id, source.path)
         fresh.failure = f"it could not be read: {type(error).__name__}: {error}"[:LONGEST_ERROR]
         fresh.signature = fresh.has_read = source.signature
         return fresh
 
     def plans(self) -> list[dict[str, Any]]:
-        """Every plan with what was measured: by the planner itself, and by runs of the same task."""
+        """Return every plan with its measurements, by the planner itself and by runs of the same task."""
         found = []
         for source in self.sources.values():
             plans = [source.plan] if isinstance(source, RunFolder) and source.plan else []
@@ -142,7 +142,7 @@ class Library:
         return sorted(found, key=lambda plan: -plan["t"])
 
     def cluster(self) -> list[dict[str, Any]]:
-        """What runs where: an entry for every rank of a run, and for every device of a server."""
+        """Return an entry for every rank of a run and for every device of a server."""
         found = []
         for source in self.sources.values():
             if isinstance(source, RunFolder):
@@ -184,7 +184,7 @@ class Library:
             return seen
 
     def _note(self, changed: Sequence[LogSource]) -> None:
-        """Gives what changed the next number and wakes up whoever waits for it."""
+        """Assign the next stamp to changed sources and notify waiting threads."""
         with self.turn():
             if changed:
                 self.stamp += 1
@@ -193,7 +193,7 @@ class Library:
                 self.has_changed.notify_all()
 
     def _in_order(self) -> list[LogSource]:
-        """What somebody looks at first, then what changed last."""
+        """Return the sources to read: the one shown on a page first, then the most recently changed."""
         return sorted(
             self.sources.values(),
             key=lambda source: (source.id != self._wanted, -max(source.signature, default=(0, 0))[0]),
@@ -226,7 +226,7 @@ class Library:
         self._note(changed)
 
     def _trial_state(self, name: str) -> str:
-        """What a study says of one of its trials that has ended: its run does not know that it is over."""
+        """Return the state of an ended trial from its study, because the trial's run does not record its end."""
         folder, _, number = name.rpartition("/trials/")
         study = self.sources.get(folder)
         if not isinstance(study, StudyFolder) or not number.isdecimal() or int(number) >= len(study.trials):
@@ -243,7 +243,7 @@ class Library:
 
 
 def _named(folders: Sequence[Path]) -> dict[str, Path]:
-    """Folders by their names; those of one name get numbers."""
+    """Return folders by name, with numbers appended to equal names."""
     found: dict[str, Path] = {}
     for path in dict.fromkeys(folder.resolve() for folder in folders):
         number = 1
@@ -254,7 +254,7 @@ def _named(folders: Sequence[Path]) -> dict[str, Path]:
 
 
 def _below(path: Path, depth: int) -> Iterator[Path]:
-    """A folder and those in it; links are not followed."""
+    """Yield a folder and its subfolders; links are not followed."""
     yield path
     if not depth:
         return
@@ -277,7 +277,7 @@ def _kind_of(path: Path) -> type[LogSource] | None:
 
 
 def _signature(path: Path) -> tuple[tuple[int, int], ...]:
-    """When the files of a folder changed, and their sizes, which grow with every line."""
+    """Return modification times and sizes of a folder's files; sizes grow with every line."""
     found = []
     for name in (EVENTS, JOURNAL, ACCESS, RECORD):
         try:
@@ -296,7 +296,7 @@ def _inode(path: Path) -> int | None:
 
 
 def _locked_files() -> set[int]:
-    """Inodes that some program holds a lock on; looked up without taking a lock, which would be in its way."""
+    """Return inodes locked by some process, read without taking a lock, which could block that process."""
     try:
         lines = LOCKS.read_text().splitlines()
     except OSError:
@@ -305,7 +305,7 @@ def _locked_files() -> set[int]:
 
 
 def _is_of(run: RunFolder, plan: dict[str, Any]) -> bool:
-    """Whether a run took the steps that a plan is of, on devices of its kind: a CPU says nothing about GPUs."""
+    """Whether a run has the task, batch size and kind of device of a plan, so that they can be compared."""
     record = run.record
     on_cpu = all(str(device).rpartition("/")[2].startswith("cpu") for device in record.get("devices", []))
     is_alike = record.get("task") == plan["task"] and record.get("batch_size") == plan.get("batch_size")

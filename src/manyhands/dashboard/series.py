@@ -1,4 +1,4 @@
-"""Series: a curve of bounded size, whatever number of points it is made of."""
+"""Series: a curve of bounded size, whatever its number of points."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from collections.abc import Sequence
 from typing import Any
 
 MOST = 1000
-"""Points that are kept; beyond, two neighbours become one."""
+"""Maximum number of intervals; beyond it, neighbours are merged."""
 
 
 class Series:
-    """Values by step: the mean of every stretch, and the lowest and highest within it.
+    """Values by step: the mean of every interval, and the lowest and highest value within it.
 
-    A stretch is one step until there are too many; then stretches are joined in pairs, so that any number of points
-    takes the same memory and the same time to draw. A value that is not finite is left out.
+    An interval is one step until there are too many; then intervals are merged in pairs, so that any number of points
+    takes the same memory and the same time to draw. A value that is not finite is omitted.
 
     >>> series = Series(most=4)
     >>> for step in range(8):
@@ -28,21 +28,21 @@ class Series:
     def __init__(self, most: int = MOST) -> None:
         self._most = most
         self.stride = 1
-        """Points that a stretch is made of."""
+        """Number of points per interval."""
         self.num = 0
-        """Points that were ever added."""
+        """Number of points ever added."""
         self.last = math.nan
         self._first, self._x, self._sum, self._count = array("d"), array("d"), array("d"), array("q")
         self._low, self._high = array("d"), array("d")
 
     def add(self, x: float, value: float | None) -> None:
-        """Adds a point behind the others."""
+        """Append a point."""
         if value is not None and math.isfinite(value):
             self._take(float(x), float(x), float(value), 1, float(value), float(value))
             self.last = value
 
     def extend(self, xs: Sequence[float], values: Sequence[float | None]) -> None:
-        """Adds points behind the others; many of them at once where they fall into one stretch."""
+        """Append points, many at once if they fall into one interval."""
         found = [value for value in values if value is not None and math.isfinite(value)]
         if len(found) < len(values):
             xs = [x for x, value in zip(xs, values, strict=True) if value is not None and math.isfinite(value)]
@@ -55,7 +55,7 @@ class Series:
             at += len(some)
 
     def _take(self, first: float, x: float, total: float, count: int, low: float, high: float) -> None:
-        """Adds some points, as many as there is room for in a stretch: to the last one, or to a new one."""
+        """Add points that fit into one interval, to the last one or to a new one."""
         self.num += count
         if len(self._x) >= self._most and self._count[-1] >= self.stride:
             self._join()
@@ -74,7 +74,7 @@ class Series:
         self._high[-1] = max(self._high[-1], high)
 
     def forget_after(self, x: float) -> None:
-        """Lets go of what lies behind a step: it was taken again."""
+        """Drop points after a step, because these steps are repeated."""
         kept = bisect_right(self._first, x)
         for column in (self._first, self._x, self._sum, self._count, self._low, self._high):
             del column[kept:]
@@ -83,7 +83,7 @@ class Series:
             self.last = self._sum[-1] / self._count[-1]
 
     def to_dict(self) -> dict[str, Any]:
-        """Columns for a chart; low and high only where a stretch has several points."""
+        """Return columns for a chart; low and high only if intervals have several points."""
         mean = [total / count for total, count in zip(self._sum, self._count, strict=True)]
         columns: dict[str, Any] = {"x": list(self._x), "mean": mean}
         if self.stride > 1:
@@ -94,7 +94,7 @@ class Series:
         return len(self._x)
 
     def _join(self) -> None:
-        """Every two neighbours become one; one without a neighbour stays, and is filled on."""
+        """Merge neighbouring intervals in pairs; one without a neighbour stays and is filled up."""
         even = len(self._x) // 2 * 2
         left, right = slice(0, even, 2), slice(1, even, 2)
         rest = slice(even, None)

@@ -1,4 +1,4 @@
-"""The dashboard: a small web server for one machine. It answers questions and changes nothing."""
+"""Dashboard: a small read-only web server for one machine."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ HEADERS = {
     "Cache-Control": "no-store",
 }
 SINCE = re.compile(r"[0-9]{1,18}")
-"""A stamp."""
+"""Pattern of a stamp."""
 MOST_STREAMS = 64
 QUIET_SECONDS = 10.0
-"""A stream without news says so after so long, which shows whether somebody still listens."""
+"""Seconds without changes after which a stream sends a keep-alive, which detects closed connections."""
 
 
 class Dashboard:
-    """Serves the page for some folders, on this machine only, until it is closed.
+    """Serve the page for some folders, on this machine only, until it is closed.
 
     with Dashboard(["runs"]) as dashboard:
         print(dashboard.url)
@@ -73,7 +73,7 @@ class Dashboard:
             thread.start()
 
     def close(self) -> None:
-        """Stops serving."""
+        """Stop serving."""
         self.closing.set()
         with self.library.has_changed:
             self.library.has_changed.notify_all()
@@ -88,10 +88,10 @@ class Dashboard:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # -- answers --------------------------------------------------------------------------------------------------
+    # -- responses ------------------------------------------------------------------------------------------------
 
     def answer(self, path: str, query: dict[str, str]) -> dict[str, Any] | list[Any] | None:
-        """The data behind a page; None where there is no such thing."""
+        """Return the data of an API path; None if there is no such path."""
         library = self.library
         with library.turn():
             if path == "/api/overview":
@@ -108,7 +108,7 @@ class Dashboard:
         return None
 
     def stream(self, send: Callable[[bytes], None]) -> None:
-        """Tells a page every new stamp, until it is gone or the dashboard closes."""
+        """Send every new stamp to a page until it disconnects or the dashboard closes."""
         library, seen = self.library, -1
         if not self._streams.acquire(blocking=False):
             return
@@ -142,7 +142,7 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = 30
 
     def do_GET(self) -> None:
-        # Another site whose name was made to lead here must not read what is shown.
+        # Protects against DNS rebinding: a site whose name resolves to this host must not read the data.
         if self.headers.get("Host", "") not in self.server.names:
             self._send(403, b"open it as http://127.0.0.1", "text/plain")
             return
@@ -190,11 +190,11 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.flush()
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Says nothing: a person looks at the page, not at the terminal."""
+        """Log nothing."""
 
 
 def _static_files() -> dict[str, bytes]:
-    """The page's own files by their names; nothing else can be asked for."""
+    """Return the page's static files by name; no other file can be requested."""
     if not _STATIC:
         base = Path(str(STATIC))
         _STATIC.update({str(path.relative_to(base)): path.read_bytes() for path in base.rglob("*") if path.is_file()})

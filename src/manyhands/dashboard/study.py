@@ -1,4 +1,4 @@
-"""A study: its trials from the journal; and the team that its members are, where it is one."""
+"""A study: its trials from the journal, and the ensemble that its members form, if any."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from .log_tail import Tail
 JOURNAL = "journal.log"
 STATES = ("running", "finished", "stopped", "failed")
 MOST_READ, MOST_REPORTS = 100_000, 10_000
-"""Trials of a study, and reports of a trial, that are kept."""
+"""Number of trials of a study, and of reports of a trial, that are kept."""
 MOST_TRIALS = 2000
-"""Trials that a page gets: the best ones and the last; a summary counts all of them."""
+"""Number of trials that a page gets: the best and the latest; a summary counts all of them."""
 
 
 class StudyFolder(LogSource):
-    """A folder that `tune` or `ensemble` wrote, in the format of Optuna's journal."""
+    """Folder written by `tune` or `ensemble`, in the format of Optuna's journal."""
 
     kind, lock = "study", JOURNAL
 
     def __init__(self, name: str, path: Path) -> None:
         self.study: dict[str, Any] = {}
-        """What is searched for, and how."""
+        """The study's settings: search space, objectives and search method."""
         self.trials: list[dict[str, Any]] = []
         self.ranges: dict[str, dict[str, Any]] = {}
         self.counts = dict.fromkeys(STATES, 0)
@@ -39,27 +39,27 @@ class StudyFolder(LogSource):
 
     @property
     def state(self) -> str:
-        """running, interrupted or finished."""
+        """One of running, interrupted or finished."""
         if self.counts[STATES[0]]:
             return STATES[0] if self.is_alive else "interrupted"
         return STATES[0] if self.is_held else "finished"
 
     @property
     def objectives(self) -> list[list[str]]:
-        """Names and modes, "min" or "max"."""
+        """Names and modes ("min" or "max") of the objectives."""
         return list(self.study.get("objectives") or [])
 
     def on_team(self, entry: dict[str, Any]) -> None:
         self.team = {name: value for name, value in entry.items() if name not in ("v", "kind")}
 
     def refresh(self) -> bool:
-        # Lines of a journal do not say when they were written.
+        # Lines of a journal have no timestamps.
         seen = super().refresh()
         self.changed = max((changed for changed, _ in self.signature), default=0) / 1e9
         return seen
 
     def take_line(self, line: dict[str, Any]) -> None:
-        """Takes a line of the journal."""
+        """Process a line of the journal."""
         if not fields.is_journal_line(line):
             raise ValueError("not a line of a journal")
         code = line["op_code"]

@@ -1,4 +1,4 @@
-"""Ensembles: trained networks that answer as one, in one program or apart."""
+"""Ensembles: trained networks that answer as one, in one program or in separate processes."""
 
 from .combination import COMBINATIONS, Combination, require_combination
 from .member import Member, member_of, require_alike

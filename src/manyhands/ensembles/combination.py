@@ -1,4 +1,4 @@
-"""Combinations: one answer from the members' answers. Those that have weights fit them on validation data."""
+"""Combinations of the members' predictions into one. Those with weights fit them on validation data."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROUNDS = 200
 
 
 class Combination(nn.Module):
-    """Takes answers by member and row, and gives one for every row, in the members' own form."""
+    """Combine predictions, given by member and row, into one per row, in the members' output form."""
 
     name: ClassVar[str] = ""
     needs_data: ClassVar[bool] = False
@@ -28,19 +28,19 @@ class Combination(nn.Module):
 
     @abstractmethod
     def forward(self, answers: Tensor) -> Tensor:
-        """The combined answer of all members."""
+        """Return the combined prediction of all members."""
 
     def of_some(self, answers: Tensor, who: Sequence[int]) -> Tensor:
-        """The combined answer of those members that have answered."""
+        """Return the combined prediction of the members that have answered."""
         found: Tensor = self(answers)
         return found
 
     def fit(self, answers: Tensor, labels: Tensor) -> None:
-        """Learns from what the members say of data whose labels are known."""
+        """Fit the weights to the members' predictions on labelled data."""
 
 
 class MeanCombination(Combination):
-    """The mean: of probabilities where answers are classes."""
+    """Mean; for classes, of probabilities."""
 
     name = "mean"
 
@@ -49,7 +49,7 @@ class MeanCombination(Combination):
 
 
 class Vote(Combination):
-    """Each member has one vote for a class; of numbers it is the median, of whole numbers the most frequent one."""
+    """Majority vote of classes; for real numbers the median, for integers the most frequent value."""
 
     name = "vote"
 
@@ -64,7 +64,7 @@ class Vote(Combination):
 
 
 class Weighted(Combination):
-    """A mean with weights, none below zero and one in all: those under which the validation data is most likely."""
+    """Mean with nonnegative weights that sum to 1 and maximize the likelihood of the validation data."""
 
     name = "weighted"
     needs_data = True
@@ -90,7 +90,7 @@ class Weighted(Combination):
         right = _of_label(as_probabilities(answers.double(), self.form), labels).clamp_min(1e-12)
         weights = self.weights.double()
         for _ in range(ROUNDS):
-            # Expectation-maximisation of a mixture's weights, whose likelihood has one maximum.
+            # Expectation-maximization of a mixture's weights, whose likelihood has one maximum.
             shares = weights[:, None] * right
             weights = (shares / shares.sum(0)).mean(1)
         self.weights.copy_(weights)
@@ -101,7 +101,7 @@ class Weighted(Combination):
 
 
 class Stacking(Combination):
-    """A small model on the members' answers: a weight for each member and a bias for each class or number."""
+    """Small linear model on the members' predictions: a weight per member and a bias per class or number."""
 
     name = "stacked"
     needs_data = True
@@ -121,7 +121,7 @@ class Stacking(Combination):
         return mixed.log_softmax(-1) if self.form == LOGITS else mixed.softmax(-1)
 
     def of_some(self, answers: Tensor, who: Sequence[int]) -> Tensor:
-        """Members that are missing are replaced by the mean of those that are there."""
+        """Return the combined prediction; missing members are replaced by the mean of the others."""
         features = [answers[list(who).index(m)] if m in who else answers.mean(0) for m in range(self.num_members)]
         found: Tensor = self(torch.stack(features))
         return found
@@ -137,7 +137,7 @@ class Stacking(Combination):
             optimizer.zero_grad()
             mixed = (features * weights.view(-1, *[1] * (features.dim() - 1))).sum(0) + bias
             loss = F.mse_loss(mixed, labels.double()) if self.form == NUMBERS else _cross_entropy(mixed, labels)
-            # A little pull to the plain mean, so that few rows do not make wild weights.
+            # Slight regularization towards the plain mean, so that few rows do not lead to extreme weights.
             loss = loss + 1e-3 * ((weights - 1 / len(answers)).square().sum() + bias.square().sum())
             loss.backward()
             return loss

@@ -1,4 +1,4 @@
-"""Members: trained networks with what they take and give, which must be the same for all of a team."""
+"""Members of an ensemble: trained networks whose inputs and outputs must be the same."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..training import Run
 
 @dataclass(frozen=True)
 class Member:
-    """A network, how it predicts, and an example of what it takes."""
+    """A network, its predict function, and an example of its inputs."""
 
     name: str
     model: nn.Module
@@ -25,12 +25,12 @@ class Member:
     free: dict[str, set[int]]
 
     def answer(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Its answer to checked inputs."""
+        """Return the prediction for validated inputs."""
         return named(self.predict(self.model, *(inputs[name] for name in self.signature.inputs)))
 
 
 def member_of(source: Any) -> Member:
-    """A member from a run, or from an exported model."""
+    """Return a member from a run, or from an exported model."""
     if isinstance(source, Run):
         predictor = source.predictor()
         task = source.require_task()
@@ -52,7 +52,7 @@ def member_of(source: Any) -> Member:
 
 
 def require_alike(names: Sequence[str], signatures: Sequence[Signature]) -> None:
-    """Members must take and give the same."""
+    """Raise an error unless all members have the same inputs and outputs."""
     first = signatures[0]
     for name, other in zip(names[1:], signatures[1:], strict=True):
         for side in ("inputs", "outputs"):
@@ -69,7 +69,7 @@ def require_alike(names: Sequence[str], signatures: Sequence[Signature]) -> None
 
 
 def named(outputs: Any) -> dict[str, Tensor]:
-    """Outputs as a dict; a bare tensor is called "output"."""
+    """Return outputs as a dict; a bare tensor is named "output"."""
     return {"output": outputs} if isinstance(outputs, Tensor) else dict(outputs)
 
 

@@ -1,4 +1,4 @@
-"""What a member's numbers mean, so that they can be combined: logits, probabilities, or plain numbers."""
+"""Meaning of a member's outputs, which decides how they are combined: logits, probabilities, or plain numbers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _TINY = 1e-12
 
 
 def form_of(answers: Tensor, labels: Tensor | None) -> str:
-    """The form of answers by member, row and class, by themselves and by the labels that belong to them.
+    """Return the form of predictions by member, row and class, judged by their values and labels.
 
     >>> form_of(torch.tensor([[[2.0, -1.0]]]), torch.tensor([0]))
     'logits'
@@ -26,10 +26,10 @@ def form_of(answers: Tensor, labels: Tensor | None) -> str:
 
 
 def as_probabilities(answers: Tensor, form: str) -> Tensor:
-    """Logits as probabilities; anything else as it is."""
+    """Return logits as probabilities; anything else unchanged."""
     return answers.softmax(-1) if form == LOGITS else answers
 
 
 def as_form(probabilities: Tensor, form: str) -> Tensor:
-    """Probabilities as the members give them: for logits their logarithms, so that softmax gives them back."""
+    """Return probabilities in the members' form: for logits their logarithms, whose softmax gives them back."""
     return probabilities.clamp_min(_TINY).log() if form == LOGITS else probabilities

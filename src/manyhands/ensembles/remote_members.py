@@ -1,7 +1,7 @@
-"""Members apart: each in a process or behind a server of its own, and a coordinator that does not wait for ever.
+"""Remote members of an ensemble, each in a process or behind a server, and a coordinator with deadlines.
 
-A query goes to all members at once. What has come by the deadline is combined, if the quorum is among it, and the
-answer says who it is from. A member whose process dies is started again.
+A query goes to all members at once. The answers that arrive before the deadline are combined if there is a quorum, and
+the result lists the members it is from. A member whose process dies is restarted.
 """
 
 from __future__ import annotations
@@ -26,36 +26,36 @@ from .team import CombinationRule
 
 ANSWERED = "answered"
 AGAIN_SECONDS = 0.5
-"""Between two attempts to start a member again."""
+"""Seconds between two attempts to restart a member."""
 MOST_OPEN = 128
-"""Queries that a member may owe an answer; with more of them the pipe to its process would be full, and block."""
+"""Maximum queries in flight per member; with more, the pipe to its process would fill up and block."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a team says, and who it is from."""
+    """Combined prediction of a team, and the members it is from."""
 
     outputs: dict[str, Tensor]
     members: tuple[int, ...]
-    """Those that have answered in time."""
+    """Members that answered in time."""
     missing: dict[int, str]
-    """The others, with the reasons."""
+    """The other members, with the reasons."""
 
     @property
     def is_degraded(self) -> bool:
-        """Whether somebody is missing."""
+        """Whether a member is missing."""
         return bool(self.missing)
 
 
 class MemberHandle(ABC):
-    """Where a member sits: it is asked, and answers later."""
+    """Handle of a member that answers queries asynchronously."""
 
     def __init__(self) -> None:
         self._num_open = 0
         self._counting = threading.Lock()
 
     def ask(self, inputs: dict[str, Tensor]) -> Future[dict[str, Tensor]]:
-        """Asks it; one that stands still is asked no more until it answers, or what it is asked would pile up."""
+        """Send a query; an unresponsive member gets no more queries until it answers, so that they do not pile up."""
         answer: Future[dict[str, Tensor]]
         try:
             if self._num_open >= MOST_OPEN:
@@ -76,15 +76,15 @@ class MemberHandle(ABC):
 
     @abstractmethod
     def _asked(self, inputs: dict[str, Tensor]) -> Future[dict[str, Tensor]]:
-        """Asks it, whatever else it has to do."""
+        """Send a query to the member, regardless of other queries in flight."""
 
     @abstractmethod
     def close(self) -> None:
-        """Lets it go."""
+        """Release the member and its resources."""
 
 
 class ProcessSeat(MemberHandle):
-    """A member in a process of its own on a device; one that dies is started again."""
+    """Member in a separate process on a device; a process that dies is restarted."""
 
     def __init__(self, engine: Engine, member: Member, device: Device) -> None:
         super().__init__()
@@ -101,12 +101,12 @@ class ProcessSeat(MemberHandle):
             return self._service.call("answer", inputs)
 
     def ready(self) -> None:
-        """Returns when it answers."""
+        """Wait until the member answers."""
         self._service.call("is_ready").result()
 
     @property
     def pid(self) -> int:
-        """Its process."""
+        """The process ID of the member."""
         return int(self._service.call("process").result())
 
     def close(self) -> None:
@@ -114,7 +114,7 @@ class ProcessSeat(MemberHandle):
 
 
 class CallSeat(MemberHandle):
-    """A member that a function reaches, a server's client say; it is called on a thread."""
+    """Member that is reached by a function, such as a server's client; it is called on a thread."""
 
     def __init__(self, call: Callable[[dict[str, Tensor]], dict[str, Tensor]], name: str) -> None:
         super().__init__()
@@ -129,13 +129,13 @@ class CallSeat(MemberHandle):
 
 
 class TeamApart(Predictor):
-    """Members apart, coordinated from here; from any number of threads.
+    """Ensemble whose members run remotely and are coordinated here; usable from any number of threads.
 
     - `deadline`: seconds for an answer;
-    - `quorum`: how many members must have answered; with fewer the query is refused.
+    - `quorum`: number of members that must have answered; with fewer the query is refused.
 
-    `team.ask(inputs)` gives an Answer that says who has answered; as a Predictor, a team tells it in the output
-    "answered", a row of bools for every row of the inputs.
+    `team.ask(inputs)` returns an Answer that lists the members that have answered; as a Predictor, a team reports it
+    in the output "answered", a row of bools for every row of the inputs.
     """
 
     def __init__(
@@ -161,7 +161,7 @@ class TeamApart(Predictor):
 
     @property
     def seats(self) -> list[MemberHandle]:
-        """Where the members sit."""
+        """Handles of the members."""
         return self._seats
 
     def run(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -171,11 +171,11 @@ class TeamApart(Predictor):
         return {**answer.outputs, ANSWERED: mask.expand(rows, -1).clone()}
 
     def ask(self, inputs: Any) -> Answer:
-        """The team's answer, and who it is from."""
+        """Return the team's answer, and the members it is from."""
         return self._ask(self.checked(inputs))
 
     def close(self) -> None:
-        """Lets all members go."""
+        """Close all members."""
         for seat in self._seats:
             seat.close()
 
@@ -213,7 +213,7 @@ class TeamApart(Predictor):
 
 
 class _Making:
-    """Makes a member's end in its process."""
+    """Create a member's service in its process."""
 
     def __init__(self, member: Member) -> None:
         self._member = member
@@ -229,16 +229,16 @@ class _Answering:
 
     @torch.no_grad()
     def answer(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The member's answer, on the CPU."""
+        """Return the member's prediction, on the CPU."""
         moved = {name: tensor.to(self._device) for name, tensor in inputs.items()}
         return {name: tensor.cpu() for name, tensor in self._member.answer(moved).items()}
 
     def is_ready(self) -> bool:
-        """Whether it answers."""
+        """Return True once the member can answer."""
         return True
 
     def process(self) -> int:
-        """Where it lives."""
+        """Return the process ID."""
         import os
 
         return os.getpid()

@@ -32,7 +32,7 @@ class StackedMembers(nn.Module):
         self.models = nn.ModuleList(copy.deepcopy(model).to(device) for model, device in placed)
 
     def forward(self, *inputs: Tensor) -> dict[str, Tensor]:
-        """Answers of all members, one after another or on their own devices."""
+        """Return the predictions of all members, computed one after another or on their own devices."""
         home = inputs[0].device
         found = []
         for number, (model, predict) in enumerate(zip(self.models, self._predicts, strict=True)):
@@ -42,14 +42,14 @@ class StackedMembers(nn.Module):
 
     @torch.no_grad()
     def answer(self, *inputs: Tensor) -> dict[str, Tensor]:
-        """The same, by whichever program is faster."""
+        """Return the predictions of all members, by the stacked program if that was found to be faster."""
         if self._stack is None:
             return self(*inputs)  # type: ignore[no-any-return]
         return self._stacked(*inputs)
 
     @torch.no_grad()
     def settle(self, example: Sequence[Tensor]) -> bool:
-        """Tries the members as one stacked program, and keeps to it where it answers alike and sooner."""
+        """Try to compute the members as one stacked program (vmap); use it if the results agree and it is faster."""
         if len(set(self._devices or ())) > 1 or not self._alike():
             return False
         self._stack = self.stacked_parts()
@@ -58,13 +58,13 @@ class StackedMembers(nn.Module):
             alike = all(torch.allclose(plain[name], stacked[name], rtol=1e-5, atol=1e-6) for name in plain)
             if alike and _seconds(self._stacked, example) < _seconds(self, example):
                 return True
-        except Exception:  # what vmap has no rule for is computed plainly
+        except Exception:  # operations without a vmap rule are computed one by one
             pass
         self._stack = None
         return False
 
     def stacked_parts(self) -> tuple[nn.Module, dict[str, Tensor]]:
-        """The structure of all members, without values, and the tensors of each, one upon the other."""
+        """Return the members' common structure on the meta device, and their tensors stacked by name."""
         base = copy.deepcopy(self.models[0]).to("meta")
         tensors = [{**dict(model.named_parameters()), **dict(model.named_buffers())} for model in self.models]
         return base, {name: torch.stack([one[name].detach() for one in tensors]) for name in tensors[0]}
@@ -84,14 +84,14 @@ class StackedMembers(nn.Module):
         return {name: answer.to(inputs[0].device) for name, answer in found.items()}
 
     def _alike(self) -> bool:
-        """Whether members differ in the values of their tensors only, as far as can be seen."""
+        """Return whether members seem to differ only in the values of their tensors."""
         first = self.models[0]
         shapes = [[(name, t.shape, t.dtype) for name, t in model.state_dict().items()] for model in self.models]
         return all(shape == shapes[0] for shape in shapes) and all(str(model) == str(first) for model in self.models)
 
 
 def _seconds(call: Callable[..., Any], example: Sequence[Tensor]) -> float:
-    """The shortest of some tries."""
+    """Return the shortest time of some tries."""
     times = []
     for _ in range(TRIES):
         began = time.perf_counter()

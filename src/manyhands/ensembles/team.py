@@ -1,4 +1,4 @@
-"""Team: several trained networks that answer as one, in one program."""
+"""Team: an ensemble of trained networks that answers as one model, in one program."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from .uncertainty import Calibration, calibration, mutual_information, spread
 
 SPREAD, MUTUAL = "spread", "mutual_information"
 Batches = Sequence[tuple[dict[str, Tensor], Tensor | None]]
-"""Inputs by name, and the labels that belong to them where there are some."""
+"""Inputs by name, and their labels if there are any."""
 
 
 class CombinationRule:
-    """How the members' answers become one: a combination for every output, and what is told beside it."""
+    """How the members' predictions are combined: a combination for every output, and optional uncertainties."""
 
     def __init__(self, combinations: Mapping[str, Combination], uncertainty: bool) -> None:
         self.combinations, self.uncertainty = dict(combinations), uncertainty
 
     @classmethod
     def of(cls, name: str, answers: Mapping[str, Tensor], labels: Tensor | None, uncertainty: bool) -> CombinationRule:
-        """The rule of a name, for answers by output, member and row; fitted where it learns from labels."""
+        """Create the rule of a name for predictions by output, member and row; fit it if it needs labels."""
         kind = require_combination(name)
         made: dict[str, Combination] = {}
         for place, (output, values) in enumerate(answers.items()):
             form = form_of(values, labels if place == 0 else None)
-            # What else a network tells has no labels to learn from; whole numbers, such as classes, have no mean.
+            # Only the first output has labels to learn from; integers, such as classes, have no mean.
             chosen = kind if place == 0 or not kind.needs_data else MeanCombination
             made[output] = (chosen if values.is_floating_point() else Vote)(len(values), form)
             if made[output].needs_data:
@@ -49,7 +49,7 @@ class CombinationRule:
         return cls(made, uncertainty)
 
     def combined(self, answers: Mapping[str, Tensor], who: Sequence[int] | None = None) -> dict[str, Tensor]:
-        """One answer for every row; `who` are the members that have answered, where not all have."""
+        """Return one prediction for every row; `who` are the members that answered, if not all did."""
         found = {
             name: rule(answers[name]) if who is None else rule.of_some(answers[name], who)
             for name, rule in self.combinations.items()
@@ -63,7 +63,7 @@ class CombinationRule:
         return found
 
     def signature(self, member: Signature) -> Signature:
-        """What a team gives whose members give this."""
+        """Return the signature of a team whose members have this signature."""
         outputs = dict(member.outputs)
         if self.uncertainty:
             first = next(iter(self.combinations))
@@ -75,10 +75,10 @@ class CombinationRule:
 
 
 class Team(Predictor):
-    """Members in one program: a Predictor that is served and exported like any model.
+    """Ensemble in one program: a Predictor that is served and exported like any model.
 
-    `team(inputs)` answers in the members' own form; `team.uncertainty(inputs)` says how far they disagree, and
-    `team.calibration()` whether it is right as often as it says. `mh.apart(team)` puts each in a process of its own.
+    `team(inputs)` answers in the members' output form; `team.uncertainty(inputs)` measures how far they disagree, and
+    `team.calibration()` how well confidence matches accuracy. `mh.apart(team)` puts each member in its own process.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Team(Predictor):
         self.rule = CombinationRule.of(combine, answers, labels, uncertainty)
         self.signature = self.rule.signature(members[0].signature)
         self.is_stacked = bool(members[0].example) and self._program.settle(self._ordered(members[0].example))
-        """Whether all members are computed as one stacked program, which is so where that is faster."""
+        """Whether all members are computed as one stacked program, because that is faster."""
 
     def __repr__(self) -> str:
         names = ", ".join(member.name for member in self.members)
@@ -111,17 +111,17 @@ class Team(Predictor):
             return self.rule.combined(self._program.answer(*self._ordered(inputs)))
 
     def each(self, inputs: Any) -> dict[str, Tensor]:
-        """What every member says: by output, member and row."""
+        """Return every member's predictions: by output, member and row."""
         return self._program.answer(*self._ordered(self.checked(inputs)))
 
     def uncertainty(self, inputs: Any) -> dict[str, Tensor]:
-        """How far members disagree on every row: their spread, and for classes the mutual information."""
+        """Return the members' disagreement for every row: their spread, and for classes the mutual information."""
         answers = self.each(inputs)
         told = CombinationRule(self.rule.combinations, True).combined(answers)
         return {name: told[name] for name in (SPREAD, MUTUAL) if name in told}
 
     def calibration(self, batches: Batches | None = None) -> tuple[Calibration, list[Calibration]]:
-        """Of the team, and of every member alone, on the validation data."""
+        """Return the calibration of the team and of every member alone, on the validation data."""
         answers, labels = self._on(self._batches if batches is None else batches)
         first = next(iter(self.rule.combinations))
         form = self.rule.combinations[first].form
@@ -131,7 +131,7 @@ class Team(Predictor):
         return calibration(together, labels), [calibration(as_probabilities(a, form), labels) for a in answers[first]]
 
     def export(self, path: str | Path) -> Path:
-        """Writes the team as the next version under a folder: all members and their combination in one program."""
+        """Write the team as the next version under a folder: all members and their combination in one program."""
         example = self.members[0].example
         if not example:
             raise DataError("a team is exported with an example", got="exported members", remedy="use their runs")
@@ -140,7 +140,7 @@ class Team(Predictor):
         return export(network, _called, example, Path(path), free=self.members[0].free, extra=extra)
 
     def _together(self) -> StackedMembers:
-        """All members in one program, on the CPU."""
+        """Return all members in one program, on the CPU."""
         return StackedMembers([m.model for m in self.members], [m.predict for m in self.members], named).eval()
 
     def _ordered(self, inputs: Mapping[str, Tensor]) -> list[Tensor]:
@@ -148,7 +148,7 @@ class Team(Predictor):
 
     @torch.no_grad()
     def _on(self, batches: Batches) -> tuple[dict[str, Tensor], Tensor | None]:
-        """What all members say of some batches, and the labels."""
+        """Return all members' predictions for some batches, and the labels."""
         parts = [self._program.answer(*self._ordered(inputs)) for inputs, _ in batches if inputs]
         if not parts:
             raise DataError("a team needs an example of its inputs", got="none", remedy="pass data=")
@@ -158,7 +158,7 @@ class Team(Predictor):
 
 
 class _Exported(nn.Module):
-    """The whole team as one network."""
+    """The whole team as one module."""
 
     def __init__(self, program: StackedMembers, rule: CombinationRule) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Uncertainty: how far members disagree, and whether a team is as often right as it says."""
+"""Uncertainty: how far members disagree, and how well an ensemble's confidence matches its accuracy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NUM_BINS = 15
 
 
 def spread(answers: Tensor, form: str) -> Tensor:
-    """The standard deviation over the members, for every row: of the winning class, or the mean over all numbers."""
+    """Return the standard deviation over the members by row: of the winning class, or the mean over all numbers."""
     values = as_probabilities(answers if answers.is_floating_point() else answers.float(), form)
     deviation = values.std(0, unbiased=False)
     if form == NUMBERS:
@@ -23,9 +23,9 @@ def spread(answers: Tensor, form: str) -> Tensor:
 
 
 def mutual_information(answers: Tensor, form: str) -> Tensor:
-    """What a row's class would tell about which member is right: the part of the doubt that more data could end.
+    """Return the mutual information of class and member by row: the uncertainty that more data could resolve.
 
-    Zero where all members say the same, however unsure they are.
+    Zero if all members agree, however unsure they are.
 
     >>> sure = torch.tensor([[[0.9, 0.1]], [[0.1, 0.9]]])
     >>> unsure = torch.tensor([[[0.5, 0.5]], [[0.5, 0.5]]])
@@ -37,22 +37,22 @@ def mutual_information(answers: Tensor, form: str) -> Tensor:
 
 
 def entropy(probabilities: Tensor) -> Tensor:
-    """Of the classes, in nats."""
+    """Return the entropy of the classes, in nats."""
     found: Tensor = torch.special.entr(probabilities).sum(-1)
     return found
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """How often answers are right, and how often they say that they are."""
+    """Accuracy of predictions compared with their confidence."""
 
     error: float
-    """The expected calibration error: the mean gap between confidence and accuracy over bins of confidence."""
+    """Expected calibration error: the mean gap between confidence and accuracy over bins of confidence."""
     accuracy: float
     loss: float
-    """The mean negative log likelihood."""
+    """Mean negative log likelihood."""
     confidence: tuple[float, ...]
-    """The mean of every bin that has rows, and beside it how often these rows were right, and their number."""
+    """Mean confidence of every nonempty bin; the following fields have the accuracy and the number of its rows."""
     right: tuple[float, ...]
     counts: tuple[int, ...]
 
@@ -61,7 +61,7 @@ class Calibration:
 
 
 def calibration(probabilities: Tensor, labels: Tensor) -> Calibration:
-    """The calibration of probabilities by row and class.
+    """Return the calibration of probabilities by row and class.
 
     >>> calibration(torch.tensor([[0.75, 0.25], [0.75, 0.25]]), torch.tensor([0, 1])).error
     0.25
@@ -82,5 +82,5 @@ def calibration(probabilities: Tensor, labels: Tensor) -> Calibration:
 
 
 def _by_row(values: Tensor) -> Tensor:
-    """One number for every row: the mean where a row has several places."""
+    """Return one number per row: the mean if a row has several positions."""
     return values.flatten(1).mean(1) if values.dim() > 1 else values

@@ -1,4 +1,4 @@
-"""Keras on its PyTorch backend, or a clear word about why not."""
+"""Import of Keras with its PyTorch backend, or an error that explains why it failed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ BACKEND = "torch"
 
 
 def require_torch_backend() -> ModuleType:
-    """Imports Keras; whoever has not chosen a backend gets PyTorch."""
+    """Import and return Keras; PyTorch is the default if no backend was chosen."""
     if "keras" not in sys.modules:
         os.environ.setdefault("KERAS_BACKEND", BACKEND)
     try:

@@ -1,4 +1,4 @@
-"""Which rows of a global batch are this replica's."""
+"""Which rows of a global batch belong to a replica."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class MicroBatchRows:
 
     @property
     def is_ghost(self) -> bool:
-        """Whether there is none for this replica, so that it borrows one to take part in the collectives."""
+        """Whether this replica has no rows, so that it borrows one to take part in the collectives."""
         return self.size == 0
 
     @property
     def weight(self) -> float:
-        """How much of the step they are."""
+        """Fraction of the step's rows."""
         return self.size / self.total
 
 
@@ -49,9 +49,9 @@ class KerasShare:
 
     @classmethod
     def of(cls, total: int, *, rank: int | None, size: int, micros: int = 1) -> KerasShare:
-        """The share of one of so many replicas, or of one beside them, which has no rows.
+        """Return the share of a replica, or the empty share of a process beside the replicas (rank None).
 
-        A batch of fewer rows than micro-batches has fewer of these.
+        A batch with fewer rows than micro-batches has fewer of them.
         """
         rows = []
         num_micros = max(1, min(micros, total))
@@ -64,16 +64,16 @@ class KerasShare:
 
     @property
     def total(self) -> int:
-        """Rows of the whole batch."""
+        """Number of rows of the whole batch."""
         return self.rows[0].total
 
     def ids(self, ids: list[Any]) -> list[Any]:
-        """This replica's of the batch's samples, with borrowed ones where a micro-batch has none for it."""
+        """Return this replica's samples of the batch, with a borrowed one for each micro-batch without any."""
         return [sample for rows in self.rows for sample in ids[rows.start : rows.start + rows.size] or ids[:1]]
 
     @classmethod
     def among(cls, counts: list[int], rank: int) -> KerasShare:
-        """The share of a replica where each has so many rows of its own.
+        """Return the share of a replica, given each replica's number of rows.
 
         >>> Share.among([3, 2], 1).rows
         (Rows(start=3, size=2, total=5, last=True),)
@@ -82,15 +82,15 @@ class KerasShare:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is no row for this replica at all."""
+        """Whether this replica has no rows at all."""
         return all(rows.is_ghost for rows in self.rows)
 
     def taken(self, batch: Any) -> Any:
-        """This replica's rows of a whole batch."""
+        """Return this replica's rows of a whole batch."""
         return _mapped(lambda leaf: leaf[self.ids(list(range(self.total)))], batch)
 
     def micros(self, own: Any) -> Iterator[tuple[MicroBatchRows, Any]]:
-        """This replica's rows, micro-batch by micro-batch."""
+        """Yield this replica's rows by micro-batch."""
         if len(self.rows) == 1:
             yield self.rows[0], own
             return
@@ -102,12 +102,12 @@ class KerasShare:
 
 
 def num_rows(batch: Any) -> int:
-    """Rows of a batch of arrays, in any structure."""
+    """Return the number of rows of a batch of arrays, in any structure."""
     return int(next(leaf for leaf in tree.flatten(batch) if leaf is not None).shape[0])
 
 
 def without_rows(batch: Any) -> Any:
-    """The same arrays with no rows."""
+    """Return a batch's arrays with zero rows."""
     return _mapped(lambda leaf: leaf[:0], batch)
 
 
@@ -117,18 +117,18 @@ def _mapped(cut: Callable[[Any], Any], batch: Any) -> Any:
 
 _handed_out: list[KerasShare] = []
 _shares: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""By array of a batch the share that it belongs to, for as long as the array is there."""
+"""The share that each array of a batch belongs to, as long as the array exists."""
 
 
 def hand_out(share: KerasShare, own: Any = None) -> None:
-    """Notes of which share a batch is, and that what a step of Keras computes next is computed of it."""
+    """Record the share of a batch, which the next step of Keras will compute."""
     _handed_out[:] = [share]
     for leaf in _arrays(own):
         _shares[leaf] = share
 
 
 def known_share(values: Any) -> KerasShare | None:
-    """The share of which some of these arrays are; None where none of them was handed out as they are."""
+    """Return the share of the first of these arrays that was handed out; None if none was."""
     return next((_shares[leaf] for leaf in _arrays(values) if leaf in _shares), None)
 
 
@@ -137,7 +137,7 @@ def _arrays(values: Any) -> list[Any]:
 
 
 def take_share(own: Any) -> KerasShare:
-    """The share that rows at hand are, once."""
+    """Return the recorded share for these rows and clear it."""
     if not _handed_out:
         raise StrategyError(
             "a step of a distributed model is taken on its part of a batch",

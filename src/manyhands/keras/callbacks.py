@@ -1,4 +1,4 @@
-"""Callbacks run once, on the first replica; what they change in the model, know and raise the others get from it."""
+"""Callbacks of Keras, which run on the first replica only; their effects and errors are sent to the others."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ _PER_BATCH = {
         for when in ("begin", "end")
     },
 }
-"""By what Keras calls for a batch the names under which a callback may answer."""
+"""Method names that a callback may implement, by the name that Keras calls for a batch."""
 
 _LOOKING = (BackupAndRestore, ModelCheckpoint, RunLog, TensorBoard)
-"""What changes nothing after a batch, so that nobody has to ask whether it did."""
+"""Callbacks that change nothing after a batch, so that replicas need not synchronize after it."""
 
 
 class OnceForAll(CallbackList):  # type: ignore[misc]
     """The callbacks of a fit, an evaluation or a prediction.
 
-    On the first replica they see a model that is theirs alone: an evaluation in a callback happens there only. After
-    each call the others follow: weights, attributes, the optimizer's state, whether to stop, the epoch to begin with.
-    What a callback raises is raised on all. At the end the others' callbacks know what the first one's do.
+    On the first replica they run without the others, so an evaluation in a callback happens there only. After each call
+    the others receive changes of weights, attributes, optimizer state, the stop flag and the initial epoch. An
+    exception of a callback is raised on all replicas. At the end, callback attributes are copied to the others.
     """
 
     def __init__(self, strategy: Strategy, model: Any, callbacks: Any, verbose: Any, **more: Any) -> None:
@@ -54,12 +54,12 @@ class OnceForAll(CallbackList):  # type: ignore[misc]
         saves_in_between = any(isinstance(getattr(each, "save_freq", None), int) for each in given)
         is_logged = any(isinstance(each, RunLog) for each in given)
         is_first = strategy.hand.is_first
-        # Callbacks may be given to the first replica alone; when to meet is for all the same.
+        # Only the first replica may have callbacks, but all must synchronize at the same points.
         own = (per_batch, saves_in_between, is_logged)
         self._per_batch, self._saves_in_between, is_logged = brought_by_all(strategy.hand, "call callbacks", own)[0]
         self._clock = FitTimer(strategy.hand) if is_logged else None
         if verbose == "auto" and not sys.stdout.isatty():
-            # Under launch every move of a bar would be a line; Keras itself recommends a line per epoch there.
+            # Under launch every update of a progress bar would be a line; Keras recommends a line per epoch there.
             verbose = 2
         strategy.failure = None
         try:
@@ -73,7 +73,7 @@ class OnceForAll(CallbackList):  # type: ignore[misc]
         except Exception as error:
             strategy.failure = error
         met(strategy)
-        # In another thread they could not be told from the steps that go on meanwhile.
+        # Callbacks in another thread could not be distinguished from concurrent steps.
         self._async_train = self._async_test = self._async_predict = False
 
     def _once(self, name: str, *args: Any) -> None:
@@ -86,7 +86,7 @@ class OnceForAll(CallbackList):  # type: ignore[misc]
                     getattr(CallbackList, name)(self, *args)
                 changes = before.changes() if before is not None else changes
         except Exception as error:
-            # The others do not listen now: they hear of it when all meet next, after a step at the latest.
+            # The others learn of the failure at the next synchronization, after a step at the latest.
             self._strategy.failure = error
         if follow:
             met(self._strategy, changes).follow(hand, self.model)
@@ -105,8 +105,8 @@ class OnceForAll(CallbackList):  # type: ignore[misc]
             self._clock.end(what)
 
     def _tell_what_they_know(self) -> None:
-        """Lets a script ask any replica's EarlyStopping for its best epoch, or history for its learning rates."""
-        # The first one may have been given callbacks that the others were not; a history all have.
+        """Copy callback attributes to all replicas, such as EarlyStopping's best epoch or the history."""
+        # The first replica may have callbacks that the others lack; all have a history.
         groups = [self._given, [self._history] if self._history else []]
         own = [[(type(each).__name__, plain_attributes(each)) for each in group] for group in groups]
         told = self._strategy.hand.world.gather_objects(own if self._strategy.hand.is_first else None)[0]
@@ -172,7 +172,7 @@ class OnceForAll(CallbackList):  # type: ignore[misc]
 
 
 def met(strategy: Strategy, changes: Changes | None = None) -> Changes:
-    """What the first replica's callbacks have changed; or raises on all replicas what they have raised there."""
+    """Return what the first replica's callbacks have changed; an exception raised there is raised on all replicas."""
     own, strategy.failure = strategy.failure, None
     packed = None if own is None else _packed(own)
     failure, told = strategy.hand.world.gather_objects((packed, changes or Changes()))[0]
@@ -184,7 +184,7 @@ def met(strategy: Strategy, changes: Changes | None = None) -> Changes:
 
 
 def _packed(error: Exception) -> tuple[str, Opaque | None]:
-    """What it says, and itself; of one that is made of other arguments than it says, what it consists of."""
+    """Return an exception's text and a pickle of it, or of its parts if it cannot be recreated from its arguments."""
     for form in (error, (type(error), error.args, vars(error))):
         with contextlib.suppress(Exception):
             packed = Opaque.of(form)

@@ -1,4 +1,4 @@
-"""Cluster resolvers by their known names: who is in the cluster, as manyhands understands it."""
+"""Cluster resolvers under TensorFlow's names, based on manyhands' own cluster detection."""
 
 from __future__ import annotations
 
@@ -19,37 +19,37 @@ class ClusterResolver:
 
     @property
     def task_type(self) -> str | None:
-        """This process's part: chief, worker, ps or evaluator; None in a program of its own."""
+        """This process's role: chief, worker, ps or evaluator; None outside of a cluster."""
         return None if self._cluster is None else self._cluster.host.role
 
     @property
     def task_id(self) -> int | None:
-        """Which one of its part it is."""
+        """Index of this process among those with its role."""
         if self._cluster is None:
             return None
         alike = [index for index, host in enumerate(self._cluster.hosts) if host.role == self.task_type]
         return alike.index(self._cluster.here)
 
     def cluster_spec(self) -> ClusterSpec:
-        """Addresses by part."""
+        """Return addresses by role."""
         jobs: dict[str, list[str]] = {}
         for host in () if self._cluster is None else self._cluster.hosts:
             jobs.setdefault(host.role, []).append(f"{host.name}:{host.port}" if host.port else host.name)
         return ClusterSpec(jobs)
 
     def num_accelerators(self, *args: Any, **kwargs: Any) -> dict[str, int]:
-        """Accelerators here, by kind."""
+        """Return the number of local accelerators by kind."""
         import torch
 
         return {"GPU": torch.cuda.device_count()} if torch.cuda.is_available() else {}
 
     def master(self, *args: Any, **kwargs: Any) -> str:
-        """Where the ranks meet."""
+        """Return the rendezvous address of the ranks."""
         return "" if self._cluster is None else f"{self._cluster.address}:{self._cluster.port}"
 
 
 class ClusterSpec:
-    """Addresses by part.
+    """Addresses by role.
 
     >>> cluster = ClusterSpec({"worker": ["a:1", "b:1"]})
     >>> cluster, cluster.num_tasks("worker")
@@ -64,36 +64,36 @@ class ClusterSpec:
 
     @property
     def jobs(self) -> list[str]:
-        """The parts that there are."""
+        """The existing roles."""
         return sorted(self._jobs)
 
     def as_dict(self) -> dict[str, list[str]]:
-        """Addresses by part."""
+        """Return addresses by role."""
         return dict(self._jobs)
 
     def num_tasks(self, job_name: str) -> int:
-        """How many have a part."""
+        """Return the number of processes with a role."""
         return len(self._jobs[job_name])
 
     def job_tasks(self, job_name: str) -> list[str]:
-        """The addresses of a part."""
+        """Return the addresses of a role."""
         return list(self._jobs[job_name])
 
 
 class TFConfigClusterResolver(ClusterResolver):
-    """By TF_CONFIG; where there is none, by whatever else laid the cluster out."""
+    """Resolver for TF_CONFIG; without it, for any other detected cluster environment."""
 
 
 class SlurmClusterResolver(ClusterResolver):
-    """By SLURM's environment."""
+    """Resolver for SLURM's environment."""
 
 
 class KubernetesClusterResolver(ClusterResolver):
-    """By what Kubeflow or a headless service sets in a pod."""
+    """Resolver for the environment that Kubeflow or a headless service sets in a pod."""
 
 
 class SimpleClusterResolver(ClusterResolver):
-    """By what it is given; ranks themselves still find each other by TF_CONFIG, so that must say the same."""
+    """Resolver with a given cluster; ranks still rendezvous by TF_CONFIG, which must describe the same cluster."""
 
     def __init__(self, cluster_spec: ClusterSpec | Mapping[str, list[str]], **kwargs: Any) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ class SimpleClusterResolver(ClusterResolver):
 
 
 class GCEClusterResolver(ClusterResolver):
-    """Not there: manyhands asks no cloud who is in a group of machines."""
+    """Not supported: manyhands does not query cloud APIs for the members of an instance group."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         raise SettingsError(
@@ -122,14 +122,14 @@ class GCEClusterResolver(ClusterResolver):
 
 
 class TPUClusterResolver(ClusterResolver):
-    """Not there: PyTorch's TPU devices are no devices of manyhands."""
+    """Not supported: manyhands has no TPU devices."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         _no_tpu("TPUClusterResolver")
 
 
 def TPUStrategy(*args: Any, **kwargs: Any) -> NoReturn:
-    """Not there either."""
+    """Raise an error: TPUs are not supported."""
     _no_tpu("TPUStrategy")
 
 

@@ -1,4 +1,4 @@
-"""What tf.distribute.coordinator has, in words."""
+"""Placeholder for tf.distribute.coordinator, with an error that explains the alternative."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ..core import SettingsError
 
 
 def ClusterCoordinator(*args: Any, **kwargs: Any) -> NoReturn:
-    """Not there: nothing is scheduled, every replica runs the loop."""
+    """Raise SettingsError: there is no scheduling, since every replica runs the loop."""
     raise SettingsError(
         "every replica runs the loop itself",
         got="a ClusterCoordinator",

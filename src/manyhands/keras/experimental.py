@@ -1,4 +1,4 @@
-"""Names that scripts know as experimental."""
+"""Names of tf.distribute.experimental."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = [
 
 
 def CentralStorageStrategy(*args: Any, **kwargs: Any) -> NoReturn:
-    """Not there: every replica has the variables."""
+    """Raise StrategyError: central storage is not supported, since every replica has all variables."""
     raise StrategyError(
         "every replica has all variables", got="CentralStorageStrategy", remedy="use MirroredStrategy instead"
     )

@@ -1,4 +1,4 @@
-"""A Keras model as an exported one: served, loaded and put in teams as any other."""
+"""Export of Keras models, to be served, loaded and combined in ensembles like any other exported model."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from ..storage import export as store_export
 from .strategy import strategy_of
 
 ROWS, FREE = 4, 8
-"""Rows, and the size of a dim that is free besides them, of an example that a model is followed with."""
+"""Rows, and the size of other dynamic dims, of the example that a model is traced with."""
 
 
 def export(model: Any, path: str | Path, example: Any = None) -> Path | None:
-    """Writes the next version of a model under a folder that `mh.serve` watches and `mh.load` reads.
+    """Write the next version of a model under a folder that `mh.serve` watches and `mh.load` reads.
 
     - `example`: a small batch of inputs, or a dict of them by name; by default made from the model's `keras.Input`s.
 
-    Several replicas write it once: the first does, the others get None.
+    With several replicas, the first writes it and the others get None.
 
     >>> import tempfile, keras
     >>> model = keras.Sequential([keras.Input((4,), name="features"), keras.layers.Dense(2)])
@@ -51,7 +51,7 @@ def _given(model: Any, example: Any) -> tuple[dict[str, Tensor], dict[str, set[i
 
 
 def _declared(model: Any) -> tuple[dict[str, Tensor], dict[str, set[int]]]:
-    """Examples of what a model of `keras.Input`s takes, and which dims besides the rows are free."""
+    """Return examples of the inputs of a model with `keras.Input`s, and which dims except the rows are dynamic."""
     declared = getattr(model, "inputs", None)
     if not declared:
         raise TaskError(
@@ -77,7 +77,7 @@ def _packed(model: Any, names: list[str], values: tuple[Tensor, ...]) -> Any:
 
 
 def _named(model: Any, outputs: Any) -> Any:
-    """A tensor, or a dict of them by the names of the outputs."""
+    """Return a tensor, or a dict of them by output name."""
     if isinstance(outputs, (Tensor, Mapping)):
         return outputs
     names = getattr(model, "output_names", None) or [f"output_{number}" for number in range(len(outputs))]

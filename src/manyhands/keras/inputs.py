@@ -1,7 +1,7 @@
-"""Inputs: whatever Keras takes, of which every replica gets its rows of each global batch.
+"""Distributed inputs: any input that Keras accepts, of which every replica gets its rows of each global batch.
 
-All replicas walk the same global batches in the same order. Where a DataLoader indexes its samples, and Keras makes
-one of arrays, a replica reads only its own; of what can only be iterated every replica reads all and keeps its rows.
+All replicas iterate over the same global batches in the same order. From an indexed DataLoader, which Keras also makes
+of arrays, a replica reads only its own samples; from iterable data every replica reads everything and keeps its rows.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ if TYPE_CHECKING:
 
 
 class DistributedInput(DataAdapter):  # type: ignore[misc]
-    """A replica's part of an input: iterate over it, or pass it to fit, evaluate or predict."""
+    """A replica's share of an input: iterate over it, or pass it to fit, evaluate or predict."""
 
     def __init__(self, adapter: Any, strategy: Strategy, micros: int = 1) -> None:
         self._adapter, self._strategy, self._micros = adapter, strategy, micros
 
     def __iter__(self) -> Iterator[Any]:
-        """A loop of a person's own: a replica for which a batch has no rows gets arrays without any, as in TensorFlow.
+        """Iterate for a custom training loop; a replica without rows of a batch gets empty arrays, as in TensorFlow.
 
-        Who never takes rows computes with a borrowed one all the same.
+        A process that never takes rows, such as a server, gets a borrowed row instead.
         """
         return self._handed_out(self._strategy.worker is None)
 
     def _handed_out(self, borrows: bool) -> Iterator[Any]:
-        # Begun at once, as Keras' own are: what is drawn for an order must not depend on when it is first asked for.
+        # Started immediately, as in Keras: the random order must not depend on when the first batch is requested.
         batches = self._begun()
 
         def handed_out() -> Iterator[Any]:
@@ -59,14 +59,14 @@ class DistributedInput(DataAdapter):  # type: ignore[misc]
                 hand_out(share, moved)
                 step = current_step()
                 if step is not None and step.is_plain_sum:
-                    # Taken within the step, which is one of this batch from here on.
+                    # The batch was requested inside the step, so the step now counts these rows.
                     step.rows = share.rows[0]
                 yield moved
 
         return handed_out()
 
     def _begun(self) -> Iterator[tuple[KerasShare, Any]]:
-        """Every batch of this replica's, with borrowed rows where it has none; alone it takes whole ones."""
+        """Return this replica's batches, with borrowed rows where it has none; outside collective work, whole ones."""
         if not self._strategy.is_alone:
             share_randomness(self._strategy.hand, "iterate over a distributed dataset")
         loader = self._adapter.get_torch_dataloader()
@@ -104,7 +104,7 @@ class DistributedInput(DataAdapter):  # type: ignore[misc]
         return self._handed_out(borrows=True)
 
     def of(self, strategy: Strategy, micros: int) -> DistributedInput:
-        """The same for a model's strategy, in micro-batches."""
+        """Return the input for a model's strategy, with this number of micro-batches."""
         self.require_replicas_of(strategy)
         if micros == self._micros:
             return self
@@ -113,7 +113,7 @@ class DistributedInput(DataAdapter):  # type: ignore[misc]
         return cut
 
     def require_replicas_of(self, strategy: Strategy | None) -> None:
-        """Refuses to give some of the rows to a model that takes them for all."""
+        """Raise DataError if a model that does not train on these replicas would take some rows for all."""
         own = self._strategy
         if own.is_alone or own.hand.size == 1:
             return
@@ -152,7 +152,7 @@ class DistributedInput(DataAdapter):  # type: ignore[misc]
 
 
 def distributed(strategy: Strategy, x: Any, *args: Any, micros: int = 1) -> Any:
-    """What Keras would make of an input, cut for the replicas; None stays None."""
+    """Return Keras' data adapter for an input, split for the replicas; None stays None."""
     if x is None:
         return None
     if isinstance(x, DistributedInput):
@@ -168,19 +168,19 @@ def distributed(strategy: Strategy, x: Any, *args: Any, micros: int = 1) -> Any:
 
 
 def _is_mixed_by_workers(adapter: Any) -> bool:
-    # What has no end Keras takes in its own order.
+    # Keras reads inputs of unknown length in its own order.
     return bool(adapter.shuffle and adapter.enqueuer) and adapter.num_batches is not None
 
 
 class _InOneOrder(PyDataset):  # type: ignore[misc]
-    """A PyDataset in an order that all replicas draw at one moment; the thread of its workers would at some moment."""
+    """PyDataset whose order all replicas draw at the same point; Keras would draw it in a worker thread at any time."""
 
     def __init__(self, inner: Any) -> None:
         super().__init__(inner.workers, inner.use_multiprocessing, inner.max_queue_size)
         self._inner, self._order = inner, list(range(inner.num_batches))
 
     def draw(self) -> None:
-        """The order of an epoch."""
+        """Draw the order of an epoch."""
         self._order = list(range(self._inner.num_batches))
         random.shuffle(self._order)
 
@@ -199,7 +199,7 @@ class _InOneOrder(PyDataset):  # type: ignore[misc]
 
 
 def require_by_itself(x: Any, **beside: Any) -> None:
-    """Refuses what Keras refuses beside a dataset, and would drop beside one of ours."""
+    """Raise DataError for arguments beside a distributed dataset that Keras would ignore, such as `y`."""
     given = [name for name, value in beside.items() if value is not None]
     if given and isinstance(x, (DistributedInput, DatasetCreator)):
         raise DataError(
@@ -211,14 +211,14 @@ def require_by_itself(x: Any, **beside: Any) -> None:
 
 @dataclass(frozen=True)
 class InputContext:
-    """What a function that makes each replica's own input is told."""
+    """Argument of a function that creates each replica's input: the replica and their number."""
 
     num_input_pipelines: int
     input_pipeline_id: int
     num_replicas_in_sync: int
 
     def get_per_replica_batch_size(self, global_batch_size: int) -> int:
-        """A replica's part of a global batch.
+        """Return a replica's share of a global batch size.
 
         >>> InputContext(2, 0, 2).get_per_replica_batch_size(64)
         32
@@ -234,21 +234,21 @@ class InputContext:
 
 @dataclass(frozen=True)
 class DatasetCreator:
-    """A function that makes each worker's own input, for `fit` and `evaluate`; a step takes a batch of every worker."""
+    """Function that creates each worker's input, for `fit` and `evaluate`; a step takes a batch of every worker."""
 
     dataset_fn: Callable[[InputContext], Any]
     input_options: Any = None
 
 
 def opened(x: Any) -> Any:
-    """What a single replica reads of an input."""
+    """Return the input that a single replica reads, calling a DatasetCreator."""
     if isinstance(x, DistributedInput):
         x.require_replicas_of(None)
     return x.dataset_fn(InputContext(1, 0, 1)) if isinstance(x, DatasetCreator) else x
 
 
 class OwnInput(DistributedInput):
-    """Batches that every replica makes for itself; whoever runs out first borrows until all have."""
+    """Batches that every replica creates itself; a replica that runs out uses borrowed rows until all have."""
 
     def __init__(self, adapter: Any, strategy: Strategy) -> None:
         super().__init__(adapter, strategy)
@@ -283,12 +283,12 @@ class OwnInput(DistributedInput):
 
 
 def _moved(batch: Any, device: torch.device) -> Any:
-    """A batch where the replica is, as a loop of a person's own takes it."""
+    """Return a batch with its tensors on the replica's device, for a custom training loop."""
     return tree.map_structure(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, batch)
 
 
 def share_randomness(hand: Hand, doing: str) -> None:
-    """Lets all replicas draw the first one's numbers: for first weights, orders and whatever decides on data."""
+    """Copy the first replica's random state to all, so that initial weights and data orders are equal."""
     if hand.size == 1:
         return
     own = (random.getstate(), np.random.get_state(), torch.default_generator.get_state().numpy())
@@ -300,7 +300,7 @@ def share_randomness(hand: Hand, doing: str) -> None:
 
 
 def brought_by_all(hand: Hand, doing: str, value: Any = None) -> list[Any]:
-    """What each replica brings to something that all of them must do at once."""
+    """Gather a value from each replica at a point that all must reach; raises StrategyError if they do not."""
     come_to_meeting(hand)
     told = hand.world.gather_objects((doing, value))
     every = [_doing(each) for each in told]
@@ -314,14 +314,14 @@ def brought_by_all(hand: Hand, doing: str, value: Any = None) -> list[Any]:
 
 
 def come_to_meeting(hand: Hand) -> None:
-    """Lets others know how far the first replica is: it will not do before what it has not done by then."""
+    """Count a synchronization point and mark on the first replica that it was reached."""
     _num_meetings[0] += 1
     if hand.is_first:
         hand.world.mark(_meeting(_num_meetings[0]))
 
 
 def next_meeting() -> str:
-    """The mark that the first replica makes when it comes to where all meet next."""
+    """Return the mark that the first replica sets at the next synchronization point."""
     return _meeting(_num_meetings[0] + 1)
 
 
@@ -338,17 +338,17 @@ def _doing(told: Any) -> str:
 
 
 def _seed_tensorflow(seed: int) -> None:
-    """Gives TensorFlow's global generator a seed where it has none: tf.data draws the seeds of its shuffles from it."""
+    """Seed TensorFlow's global generator if it has no seed: tf.data draws the seeds of its shuffles from it."""
     context, tensorflow = (sys.modules.get(name) for name in ("tensorflow.python.eager.context", "tensorflow"))
     if context is not None and tensorflow is not None and context.global_seed() is None:
         tensorflow.random.set_seed(seed)
 
 
 def _require_same(hand: Hand, batch: Any) -> None:
-    """Refuses an input that is another one on each replica: rows would be trained twice, and others never.
+    """Raise if replicas have different inputs, which would train some rows twice and others never.
 
-    Where labels, say, are the same and pictures are not, these were drawn anew: rows stand in one order all the same,
-    unless labels are so few or so alike that chance may have put them there.
+    If labels are equal but images differ, the images were randomly augmented and the order is still the same, unless
+    the labels are so few or so similar that they may be equal by chance.
     """
     if hand.size == 1:
         return
@@ -368,13 +368,13 @@ def _require_same(hand: Hand, batch: Any) -> None:
 
 
 NUM_COMPARED = 16
-"""Samples that are compared where each could be read by itself."""
+"""Number of samples compared if each can be read by itself."""
 
 
 def _require_same_samples(hand: Hand, adapter: Any) -> None:
-    """Refuses arrays and datasets that differ, as far as some of their samples tell.
+    """Raise if arrays or datasets differ between replicas, judged by some of their samples.
 
-    Of a dataset of a person's own only the length is compared: to read a sample may cost, or draw numbers.
+    Of a custom dataset only the length is compared: reading a sample may be slow or draw random numbers.
     """
     loader = adapter.get_torch_dataloader()
     if hand.size == 1 or not _is_indexed(loader):
@@ -403,7 +403,7 @@ def _digest(leaf: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _tells_order(leaf: torch.Tensor) -> bool:
-    """Whether two orders of a batch's rows would hardly ever look the same: there are a million that do not.
+    """Return whether a batch's rows have more than a million distinct orders, so that equality is no coincidence.
 
     >>> _tells_order(torch.arange(10)), _tells_order(torch.arange(100) % 2), _tells_order(torch.arange(8) % 2)
     (True, True, False)
@@ -420,7 +420,7 @@ def _differs(hand: Hand, facts: list[Any]) -> bool:
 
 
 def _is_indexed(loader: Any) -> bool:
-    """Whether each sample may be read by one replica alone; a person's own collate may look at the whole batch."""
+    """Whether a replica may read single samples; a custom collate function may depend on the whole batch."""
     return (
         isinstance(loader, DataLoader)
         and loader.batch_sampler is not None
@@ -430,7 +430,7 @@ def _is_indexed(loader: Any) -> bool:
 
 
 class _OwnSamples(Sampler[list[Any]]):
-    """The samples of a batch sampler's batches that are a replica's; notes the shares as they come."""
+    """Sampler of a replica's samples of each global batch; records the shares in order."""
 
     def __init__(self, batches: Any, share: Callable[[int], KerasShare], require: Callable[[list[Any]], None]) -> None:
         self._batches, self._share, self._require = batches, share, require
@@ -449,7 +449,7 @@ class _OwnSamples(Sampler[list[Any]]):
 def _indexed(
     loader: DataLoader[Any], share: Callable[[int], KerasShare], require: Callable[[list[Any]], None]
 ) -> Iterator[tuple[KerasShare, Any]]:
-    """A DataLoader that reads a replica's own samples only; `require` sees the first batch's."""
+    """Iterate over a DataLoader reading only this replica's samples; `require` checks the first batch's ids."""
     inner = getattr(loader.batch_sampler, "sampler", None)
     if isinstance(inner, DistributedSampler) or isinstance(loader.batch_sampler, DistributedSampler):
         raise DataError(

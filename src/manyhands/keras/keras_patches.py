@@ -1,6 +1,6 @@
-"""Where Keras looks whether a strategy is at work: a few of its functions, wrapped once when this room is entered.
+"""Patches of Keras: a few of its functions are wrapped once, when this package is imported, to use the strategy.
 
-Each of them does what it always did for models of no strategy.
+For models without a strategy they behave as before.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from .strategy import home_of, remember, remember_metric, require_step, strategy
 
 _ONCE = (
     *((Model, name) for name in ("export", "summary")),
-    # Where `Model.save` ends too, and by which names they are known.
+    # `Model.save` also ends in save_model; patch it under all its names.
     *((place, "save_model") for place in (saving_api, saving, models)),
     *((place, "save_weights") for place in (saving_api, saving)),
 )
 
 
 def install() -> None:
-    """Wraps them."""
+    """Install the wrappers; does nothing if they are installed."""
     if getattr(TorchTrainer, "knows_manyhands", False):
         return
     TorchTrainer.knows_manyhands = True
@@ -77,7 +77,7 @@ def install() -> None:
 
 
 def _remembering(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A model belongs to the strategy in whose scope it was made or compiled."""
+    """Wrap a function so that a model is assigned to the strategy in whose scope it was created or compiled."""
 
     @functools.wraps(original)
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -89,7 +89,7 @@ def _remembering(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _at_home(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A model computes where its strategy is."""
+    """Wrap a method so that a model computes on its strategy's device."""
 
     @functools.wraps(original)
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -101,7 +101,7 @@ def _at_home(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _remembering_metric(original: Callable[..., Any]) -> Callable[..., Any]:
-    """So does a metric."""
+    """Wrap a metric's constructor so that the scope's strategy sums it over the replicas."""
 
     @functools.wraps(original)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -112,7 +112,7 @@ def _remembering_metric(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _summing(original: Callable[..., Any]) -> Callable[..., Any]:
-    """An optimizer gets the gradients of all replicas."""
+    """Wrap an optimizer's update so that it gets the gradients summed over all replicas."""
 
     @functools.wraps(original)
     def summing(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
@@ -140,7 +140,7 @@ def _summing(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _sum_for_torch(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """So does PyTorch's own optimizer within a step."""
+    """Sum the gradients over the replicas before a PyTorch optimizer's update within a step."""
     step = current_step()
     if step is None:
         return
@@ -160,7 +160,7 @@ def _sum_for_torch(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str
 
 
 def _own_seed(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Generators of layers count alike on all replicas, and each draws numbers of its own."""
+    """Wrap the seed generator so that layers on each replica draw different numbers within a step."""
 
     @functools.wraps(original)
     def torch_seed_generator(seed: Any) -> Any:
@@ -173,20 +173,20 @@ def _own_seed(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _by_the_first(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Files are written, and summaries shown, once."""
+    """Wrap a function that writes files or prints, so that only the first replica calls it."""
 
     @functools.wraps(original)
     def once(model: Any, *args: Any, **kwargs: Any) -> Any:
         strategy = strategy_of(model)
         act = functools.partial(original, model, *args, **kwargs)
-        # Not by its path: scripts of TensorFlow give every worker another one, of which only the chief's counts.
+        # Not by path: scripts for TensorFlow pass a different path on every worker, and only the chief's counts.
         return act() if strategy is None else strategy.once(original.__name__, act)
 
     return once
 
 
 def _requiring_tensorflow(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Says at once what Keras would say in the middle of `fit`."""
+    """Wrap the TensorBoard callback to raise immediately if TensorFlow is missing, instead of during `fit`."""
 
     @functools.wraps(original)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:

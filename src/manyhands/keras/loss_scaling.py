@@ -1,4 +1,4 @@
-"""float16 over replicas: a scale settles where it does on one device, whose gradients are sums in half precision."""
+"""Loss scaling for float16 over replicas, such that the scale develops as on one device."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Apply = Callable[..., Any]
 
 
 def weighing(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`LossScaleOptimizer.scale_loss` within a step: of a replica's loss, what it counts in the whole.
+    """Wrap `LossScaleOptimizer.scale_loss`: within a step, a replica's loss is weighted by its rows.
 
     The mean over fewer rows has larger gradients, which would overflow earlier.
     """
@@ -32,7 +32,7 @@ def weighing(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def kept(step: MicroBatchStep, apply: Apply, gradients: Sequence[Tensor | None], variables: Sequence[Any]) -> Apply:
-    """The same function, for which sums that half precision could not hold are infinite: one device sums there."""
+    """Return the function with sums that overflow half precision made infinite, as one device would have them."""
     none = torch.zeros((), device=step.hand.device)
     wide = torch.stack([none if g is None else (g.half() != g).any().float() for g in gradients])
     step.hand.replicas.all_reduce(wide)

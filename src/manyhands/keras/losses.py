@@ -1,4 +1,4 @@
-"""Losses that count: masks, weights and sums must be divided by what all replicas counted."""
+"""Losses with masks, weights or sums, which must be divided by the counts of all replicas."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .step import MicroBatchStep, current_step
 
 
 def over_replicas(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """`reduce_weighted_values` within a step."""
+    """Wrap `reduce_weighted_values` to use the counts of all replicas within a step."""
 
     def reduce_weighted_values(
         values: Tensor,
@@ -29,7 +29,7 @@ def over_replicas(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         if step is None or reduction in (None, "none"):
             return loss
         if not values.numel():
-            # The mean of no rows is no number, and nothing in the whole.
+            # The mean of no rows would be NaN, but must contribute nothing.
             loss = ops.sum(values)
         if reduction == "sum":
             return step.part(loss)
@@ -41,7 +41,7 @@ def over_replicas(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _counted(values: Tensor, sample_weight: Any, mask: Any, reduction: str | None) -> Tensor:
-    """What this replica's loss was divided by."""
+    """Return the number that this replica's loss was divided by."""
     if reduction != "mean_with_sample_weight":
         return torch.as_tensor(ops.sum(ops.cast(mask, "float64")))
     weights = keras_loss.apply_mask(sample_weight, mask, dtype=values.dtype, reduction=reduction)

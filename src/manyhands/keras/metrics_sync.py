@@ -1,4 +1,4 @@
-"""Metrics and other state of a model over all replicas: after a step every replica has what one device would have."""
+"""Synchronization of metrics and other model state: after a step every replica has what one device would have."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _STEPS = ("train_step", "test_step", "compute_metrics")
 
 
 class Measures:
-    """The state that one step adds to: that of metrics, and of a model's layers where it is a model's step."""
+    """State updated by one step: metrics, and in a model's step the layers' state."""
 
     def __init__(self, metrics: Sequence[Any], hand: Hand, model: Any = None) -> None:
         self._metrics, self._hand, self._model = metrics, hand, model
@@ -31,16 +31,16 @@ class Measures:
         self._logs: dict[Path, Tensor] = {}
         self._versions = {id(variable): variable._value._version for variable in _own_state(model)}
         self._is_plain = all(getattr(type(model), name, None) is getattr(TorchTrainer, name) for name in _STEPS)
-        """Whether its steps are Keras' own, which tell results of metrics and nothing else."""
+        """Whether the model uses Keras' own steps, which return only results of metrics."""
         self._results: set[Path] = set()
-        """What the last micro-batch has told that is a result of a metric."""
+        """Paths of the last micro-batch's logs that are results of metrics."""
         self._mixed: list[Tensor] = []
         self._has_rows = self._has_first_row = False
         self.has_failed = False
-        """Whether something had failed on some replica when they were joined."""
+        """Whether something had failed on some replica at the last synchronization."""
 
     def take(self, logs: Any, rows: MicroBatchRows) -> None:
-        """What a micro-batch has added; a borrowed row adds nothing."""
+        """Add a micro-batch's changes of the metrics; a borrowed row adds nothing."""
         self._results = self._results_in(logs)
         self._has_rows |= not rows.is_ghost
         self._has_first_row |= not rows.is_ghost and rows.start == 0
@@ -57,13 +57,13 @@ class Measures:
         self._mixed = [a + b for a, b in zip(self._mixed, state, strict=True)] if self._mixed else state
 
     def _moved(self) -> list[Any]:
-        """State of layers that this step has changed."""
+        """Return the layers' state variables that this step has changed."""
         return [v for v in _own_state(self._model) if v._value._version != self._versions.get(id(v), -1)]
 
     def joined(self, logs: Any, *, has_failed: bool = False) -> Any:
-        """Puts the sums over all replicas into the metrics; returns what the step has to tell, over all of them.
+        """Sum the metrics over all replicas and return the step's logs computed from the sums.
 
-        Whether something has failed here rides along, and is known to all afterwards.
+        The flag `has_failed` is piggybacked on the exchange, so that all replicas know it afterwards.
         """
         metrics = self._counted()
         extra = sorted(path for path, value in self._logs.items() if value.dim() == 0)
@@ -92,7 +92,7 @@ class Measures:
         return _filled(logs, told | {path: results[path[-1]] for path in self._results if path[-1] in results})
 
     def _results_in(self, logs: Any) -> set[Path]:
-        """What a step tells that is the result of a metric: a step of one's own may tell a number under its name."""
+        """Return the log paths that are results of metrics; a custom step may log another number under such a name."""
         values = dict(_flat(logs))
         if self._is_plain or not values:
             return set(values)
@@ -100,12 +100,12 @@ class Measures:
         return {path for path, value in values.items() if path[-1] in results and _is_same(value, results[path[-1]])}
 
     def _counted(self) -> list[Any]:
-        """The metrics' variables, each once."""
+        """Return the metrics' variables without duplicates."""
         return list({id(variable): variable for metric in self._metrics for variable in metric.variables}.values())
 
 
 def by_rows(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`Mean.update_state` within a step: a number that is a mean over this replica's rows counts by their share."""
+    """Wrap `Mean.update_state`: within a step, a scalar mean over this replica's rows is weighted by their share."""
 
     @functools.wraps(original)
     def update_state(self: Any, values: Any, sample_weight: Any = None) -> Any:
@@ -127,7 +127,7 @@ def _summed(hand: Hand, tensors: list[Tensor]) -> list[Tensor]:
 
 
 def _flat(logs: Any, before: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """What a step tells, by name; the metrics of `compile` come as a dict of their own."""
+    """Yield the entries of a step's logs by path; the metrics of `compile` are a nested dict."""
     for name, value in logs.items() if isinstance(logs, dict) else ():
         if isinstance(value, dict):
             yield from _flat(value, (*before, name))
@@ -136,7 +136,7 @@ def _flat(logs: Any, before: Path = ()) -> Iterator[tuple[Path, Any]]:
 
 
 def _filled(logs: Any, told: dict[Path, Any], before: Path = ()) -> Any:
-    """The same with what all replicas have seen."""
+    """Return the logs with the values of all replicas filled in."""
     if not isinstance(logs, dict):
         return told.get(before, logs)
     return {name: _filled(value, told, (*before, name)) for name, value in logs.items()}
@@ -156,7 +156,7 @@ def _is_same(value: Any, result: Any) -> bool:
 
 
 def _own_state(model: Any) -> list[Any]:
-    """State that layers may move by what they see; batch statistics are those of all replicas already."""
+    """Return state that layers update from their inputs; batch statistics are synchronized already."""
     if model is None:
         return []
     synchronised = {

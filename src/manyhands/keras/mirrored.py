@@ -1,4 +1,4 @@
-"""The strategies by their known names."""
+"""Strategies under TensorFlow's names."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from .strategy import Strategy
 class MirroredStrategy(Strategy):
     """A replica on every device. Under plain `python script.py` the script is started again on all of them.
 
-    - `devices`: names as TensorFlow has them, or as manyhands has: ["gpu:0", "gpu:1"], "cpu*2"; by default all;
-    - `cross_device_ops`: taken and not needed: gloo or nccl is chosen by what the devices are;
+    - `devices`: names as in TensorFlow or manyhands: ["gpu:0", "gpu:1"], "cpu*2"; by default all;
+    - `cross_device_ops`: accepted and ignored: Gloo or NCCL is chosen by the devices;
     - `accumulate`, `precision`, `recompute`: as in `mh.Mirrored`.
     """
 
@@ -26,7 +26,7 @@ class MirroredStrategy(Strategy):
 
 
 class MultiWorkerMirroredStrategy(Strategy):
-    """A replica on every device of every worker that TF_CONFIG, a scheduler or `manyhands launch` has put together."""
+    """A replica on every device of every worker in the cluster of TF_CONFIG, a scheduler or `manyhands launch`."""
 
     def __init__(self, cluster_resolver: Any = None, communication_options: Any = None, **chosen: Any) -> None:
         super().__init__(hand_of_all(None, type(self).__name__), **chosen)

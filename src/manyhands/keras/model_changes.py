@@ -1,7 +1,7 @@
-"""What callbacks change in the first replica's model is seen by comparing, and given to the others.
+"""Detect what callbacks change in the first replica's model, and apply it to the others.
 
-Variables are compared by torch's count of their changes. Attributes are those of the model, its layers, optimizer and
-losses, and of objects that hang on them: numbers, texts, flags, schedules, functions, arrays, whatever can be sent.
+Variables are compared by torch's version counter. Attributes are those of the model, its layers, optimizer and losses,
+and of objects attached to them: numbers, strings, flags, schedules, functions, arrays, anything that can be sent.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from ..distributed import Opaque, is_plain, message
 from ..training import Hand
 
 Key = tuple[int, str, str]
-"""The number of an object of a model, the name of what hangs on it, if anything does, and that of the attribute."""
+"""Index of an object of a model, the name of an attached object, if any, and the name of the attribute."""
 _RATE = "_learning_rate"
 _OWN = {"history", "train_function", "test_function", "predict_function"}
 _OWN |= vars(Layer()).keys() - {"_trainable", "training", "activity_regularizer"}
-"""What every replica has for itself, and nobody sets."""
+"""Attributes that every replica manages itself and callbacks do not set."""
 _SCALARS = (bool, int, float, complex, str, bytes, np.generic, type(None))
 _STATE = (nn.Module, Variable, Optimizer, Metric)
 _NO_HOLDERS = (nn.Module, Variable, Metric, Callback, Initializer, Tensor, type, FunctionType, MethodType, ModuleType)
 MARKED = 1 << 13
-"""Elements of an array that are compared."""
+"""Number of elements of an array that are compared."""
 DEEPEST = 4
-"""How far lists and dicts are followed into each other: some lead back to where they began."""
+"""Depth to which nested lists and dicts are compared, since some contain themselves."""
 
 
 def variables_of(model: Any) -> list[Any]:
-    """What must be equal on all replicas, in one order on all of them; what is not built yet is left out."""
+    """Return the variables that must be equal on all replicas, in the same order; unbuilt ones are omitted."""
     optimizer = getattr(model, "optimizer", None)
     found = [*model.variables, *(optimizer.variables if optimizer is not None else ())]
     return [variable for variable in found if variable._value is not None]
@@ -53,20 +53,20 @@ def variables_of(model: Any) -> list[Any]:
 @message
 @dataclass(frozen=True)
 class Changes:
-    """What callbacks have done to a model, as it is sent."""
+    """Changes that callbacks have made to a model, in the form that is sent."""
 
     attributes: dict[Key, Any] = field(default_factory=dict)
     variables: list[int] = field(default_factory=list)
 
     def follow(self, hand: Hand, model: Any) -> None:
-        """Makes the others' model the first one's."""
+        """Apply the first replica's changes to the other replicas' models."""
         if not hand.is_first:
             holders = _holders(model)
             for (number, inner, name), packed in self.attributes.items():
                 holder = getattr(holders[number], inner, None) if inner else holders[number]
-                # What hangs on something that could not be sent is missing here.
+                # An attached object that could not be sent is missing here.
                 if holder is not None:
-                    # A rate's own way of being set sees to the variable that it was.
+                    # The setter of learning_rate also updates the variable.
                     setattr(holder, "learning_rate" if name == _RATE else name, _unpacked(packed, hand.device))
         state = variables_of(model)
         for index in self.variables:
@@ -74,18 +74,18 @@ class Changes:
 
 
 class ModelSnapshot:
-    """What a model is like at some moment."""
+    """State of a model at one moment."""
 
     def __init__(self, model: Any) -> None:
         self._model, holders = model, _holders(model)
         self._num_holders = len(holders)
         self._versions = {id(variable): variable._value._version for variable in variables_of(model)}
-        # What is held cannot give its id to another one.
+        # Keeping references prevents that an id is reused.
         self._values = dict(_attributes(holders))
         self._marks = {key: _mark(value) for key, value in self._values.items()}
 
     def changes(self) -> Changes:
-        """What was changed since."""
+        """Return what was changed since the snapshot."""
         holders = _holders(self._model)
         if len(holders) != self._num_holders:
             raise _refused("a layer that was added or taken away")
@@ -103,13 +103,13 @@ _NOTHING = object()
 
 
 def plain_attributes(holder: Any) -> dict[str, Any]:
-    """Numbers, texts and flags of an object, and lists and dicts of them."""
+    """Return an object's numbers, strings and flags, and lists and dicts of them."""
     found = {name: _sent(value) for name, value in vars(holder).items() if _is_plain(value)}
     return {name: value for name, value in found.items() if is_plain(value)}
 
 
 def _holders(model: Any) -> list[Any]:
-    """The objects whose attributes steer a step, in one order on all replicas."""
+    """Return the objects whose attributes affect a step, in the same order on all replicas."""
     layers = model._flatten_layers()
     wrapped = [each for layer in layers if isinstance(layer, TorchModuleWrapper) for each in layer.module.modules()]
     losses = [each for each in tree.flatten(getattr(model, "loss", None)) if isinstance(each, Loss)]
@@ -129,8 +129,8 @@ def _attributes(holders: list[Any]) -> Iterator[tuple[Key, Any]]:
 
 
 def _steering(holder: Any) -> Iterator[tuple[str, Any]]:
-    """Attributes that a person may set; of private ones, which are mostly Keras' own, the simple ones."""
-    # Where torch keeps layers that are attributes.
+    """Yield attributes that users may set; of private ones, mostly internal to Keras, only scalars."""
+    # torch stores submodules here instead of in the attributes.
     modules = holder._modules if isinstance(holder, nn.Module) else {}
     for name, value in [*vars(holder).items(), *modules.items()]:
         if name in _OWN:
@@ -140,7 +140,7 @@ def _steering(holder: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _mark(value: Any, depth: int = DEEPEST) -> Any:
-    """What is equal as long as a value is."""
+    """Return a fingerprint that is equal as long as a value is unchanged."""
     if isinstance(value, _SCALARS):
         return value
     if isinstance(value, Tensor):
@@ -163,7 +163,7 @@ def _is_plain(value: Any, depth: int = DEEPEST) -> bool:
 
 
 def _sent(value: Any) -> Any:
-    """A value as it travels: Keras' own kinds of lists and dicts know their layer, tensors their device."""
+    """Return a value in the form that is sent: plain lists and dicts, and tensors on the CPU."""
     if isinstance(value, Tensor):
         return value.detach().cpu()
     if isinstance(value, list):
@@ -174,7 +174,7 @@ def _sent(value: Any) -> Any:
 
 
 def _packed(key: Key, value: Any, before: Any) -> Any:
-    """A value to be sent; nothing for one that the others never had, such as a file, and that no step needs."""
+    """Return a value in packed form; nothing for one that the others never had, such as a file, and no step needs."""
     name = ".".join(part for part in key[1:] if part)
     try:
         state = next((each for each in tree.flatten(value) if isinstance(each, _STATE)), None)
@@ -188,7 +188,7 @@ def _packed(key: Key, value: Any, before: Any) -> Any:
 
 
 def _sendable(value: Any) -> Any:
-    """Plain data as it is; a schedule or a function pickled."""
+    """Return plain data unchanged; a schedule or a function pickled."""
     sent = _sent(value)
     return sent if is_plain(sent) else Opaque.of(sent)
 

@@ -1,4 +1,4 @@
-"""Settings that scripts for tf.distribute pass: taken, and not needed here."""
+"""Options of tf.distribute that are accepted for compatibility and ignored."""
 
 from __future__ import annotations
 
@@ -7,37 +7,37 @@ from typing import Any
 
 
 class KerasOption:
-    """A setting under the name that scripts know it by."""
+    """An option under TensorFlow's name."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
 
 class NcclAllReduce(KerasOption):
-    """Nccl is taken where every replica has a GPU of its own."""
+    """Ignored: NCCL is used if every replica has its own GPU."""
 
 
 class HierarchicalCopyAllReduce(KerasOption):
-    """Nccl and gloo know how devices are connected."""
+    """Ignored: NCCL and Gloo detect how devices are connected."""
 
 
 class ReductionToOneDevice(KerasOption):
-    """Sums are taken on all devices at once."""
+    """Ignored: sums are computed on all devices."""
 
 
 class CommunicationOptions(KerasOption):
-    """Messages are cut by what travels."""
+    """Ignored: manyhands chooses the size of messages."""
 
 
 class RunOptions(KerasOption):
-    """Nothing is compiled."""
+    """Ignored: nothing is compiled."""
 
 
 class InputOptions(KerasOption):
-    """Batches are copied to a replica's device as they come."""
+    """Ignored: batches are copied to a replica's device when they are read."""
 
 
 class CommunicationImplementation(Enum):
-    """Nccl or gloo is chosen by what the devices are."""
+    """Ignored: NCCL or Gloo is chosen by the devices."""
 
     AUTO = "AUTO"
     RING = "RING"
@@ -45,7 +45,7 @@ class CommunicationImplementation(Enum):
 
 
 class InputReplicationMode(Enum):
-    """Every replica is a process with its own input."""
+    """Ignored: every replica is a process with its own input."""
 
     PER_WORKER = "PER_WORKER"
     PER_REPLICA = "PER_REPLICA"

@@ -1,4 +1,4 @@
-"""Where a script's replicas are: its launch, its cluster, or all devices here, for which it is started once more."""
+"""Find a script's replicas: its launch, its cluster, or all local devices, on which the script is started again."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..training import Hand, hand, joined_world
 
 
 def hand_of_all(devices: Sequence[str] | str | None, name: str) -> Hand:
-    """This process's hand among all replicas; a plain program with several devices is started again on all of them."""
+    """Return this process's hand; a plain program with several devices is started again on all of them."""
     on = named(devices)
     if devices is not None:
         _require_one_choice(str(on))
@@ -31,11 +31,11 @@ def hand_of_all(devices: Sequence[str] | str | None, name: str) -> Hand:
 
 
 _chosen: list[str] = []
-"""The devices that this program's strategies have named, where it is a rank of several."""
+"""Devices that this program's strategies have named, if it is one of several ranks."""
 
 
 def _require_one_choice(on: str) -> None:
-    """Refuses a second choice of devices for replicas that are there already."""
+    """Raise an error for a second choice of devices when the replicas already exist."""
     world = current_world()
     if world is None or world.size == 1:
         return
@@ -50,13 +50,13 @@ def _require_one_choice(on: str) -> None:
 
 
 def settled(hand: Hand) -> Hand:
-    """Lets Keras compute where a replica is: in all of its threads, and after `clear_session` too."""
+    """Make Keras use the replica's device, in all threads and after `clear_session`."""
     keras_torch.DEFAULT_DEVICE = str(hand.device)
     return hand
 
 
 def named(devices: Sequence[str] | str | None) -> str | None:
-    """Devices as TensorFlow names them, as manyhands does; by default what MANYHANDS_ON says.
+    """Translate TensorFlow's device names to manyhands'; the default is MANYHANDS_ON.
 
     >>> named(["/gpu:0", "GPU:1"]), named(["cpu:0", "cpu:1"]), named("cpu*2")
     ('cuda:0,1', 'cpu*2', 'cpu*2')
@@ -80,7 +80,7 @@ def _kind_and_number(text: str) -> tuple[str, str]:
 
 
 def _start_again(on: str | None, name: str, where: str) -> None:
-    """Puts `manyhands launch SCRIPT` in this process's place."""
+    """Replace this process by `manyhands launch SCRIPT`."""
     script = getattr(sys.modules["__main__"], "__file__", None)
     if script is None or getattr(sys.modules["__main__"], "__spec__", None) is not None:
         print(

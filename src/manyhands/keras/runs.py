@@ -1,4 +1,4 @@
-"""A fit of Keras as a run, which `manyhands dashboard` shows beside all others, while it goes on and later."""
+"""Log a Keras fit as a run, which `manyhands dashboard` shows during and after training."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from ..training import RECORD, Hand, held_now, new_folder
 from .strategy import home_of
 
 SECONDS = 1.0
-"""Batches are written together, so often."""
+"""Interval in seconds at which batches are written."""
 
 
 class FitTimer:
-    """Where a replica's time goes in a fit; waiting for other replicas counts as sync, whatever it is in."""
+    """Measure where a replica's time goes in a fit; waiting for other replicas counts as sync."""
 
     def __init__(self, hand: Hand) -> None:
         self._hand = hand
@@ -36,16 +36,16 @@ class FitTimer:
         return time.perf_counter(), self._hand.world.waited
 
     def begin(self) -> None:
-        """Something begins."""
+        """Start timing an activity."""
         self._since = self._now()
 
     def end(self, what: str) -> None:
-        """It was this."""
+        """Add the time since `begin` to the activity `what`."""
         passed, waited = (now - then for now, then in zip(self._now(), self._since, strict=True))
         self._seconds[what] += passed - waited
 
     def told(self) -> dict[str, Any]:
-        """What the dashboard shows of a rank."""
+        """Return the timings and memory of this rank for the dashboard."""
         total, waited = (now - then for now, then in zip(self._now(), self._began, strict=True))
         known = {"sync": waited, **self._seconds}
         seat = self._hand.world.seat
@@ -59,44 +59,44 @@ class FitTimer:
 
 
 class RunLog(Callback):  # type: ignore[misc]
-    """Writes what a fit tells to a folder under `folder`: losses of batches, metrics of epochs, learning rates.
+    """Callback that writes batch losses, epoch metrics and learning rates to a run folder under `folder`.
 
-    A run of some `name` goes on where it ended.
+    A run with an existing `name` is continued.
     """
 
     def __init__(self, folder: str | Path = "runs", name: str | None = None) -> None:
         super().__init__()
         self._folder, self._name = Path(folder), name
         self.path: Path | None = None
-        """The run, once it has begun."""
+        """The run's folder, once it has started."""
         self.waits: list[dict[str, Any]] = []
-        """Where each replica's time went; whoever calls the callback knows it."""
+        """Timings of each replica; set by the caller of the callback."""
         self._record: dict[str, Any] = {}
         self._step = self._epoch = 0
         self._batches: list[tuple[int, float]] = []
         self._told = 0.0, 0.0
-        """Total and count of the epoch's loss after the batch before."""
+        """Sum and count of the epoch's loss after the previous batch."""
         self._written_at = 0.0
 
     def on_train_begin(self, logs: Mapping[str, float] | None = None) -> None:
-        """A fit is a run."""
+        """Start a new run for each fit."""
         self.path = None
 
     def on_epoch_begin(self, epoch: int, logs: Mapping[str, float] | None = None) -> None:
-        """Begins the run when all callbacks have begun: one of them may have restored another step."""
+        """Open the run at the first epoch, when all callbacks have started: one may have restored another step."""
         self._epoch, self._told = epoch, (0.0, 0.0)
         if self.path is None:
             self._begin()
 
     def on_train_batch_end(self, batch: int, logs: Mapping[str, float] | None = None) -> None:
-        """Takes a batch's loss."""
+        """Record a batch's loss."""
         self._step += 1
         self._batches.append((self._step, self._loss(logs or {})))
         if time.monotonic() > self._written_at + SECONDS:
             self._write_batches()
 
     def on_epoch_end(self, epoch: int, logs: Mapping[str, float] | None = None) -> None:
-        """Writes the values of an epoch."""
+        """Write the values of an epoch."""
         self._write_batches()
         metrics = {name: float(value) for name, value in (logs or {}).items() if name not in ("loss", "learning_rate")}
         self._write("epoch", epoch=epoch, step=self._step, metrics=metrics)
@@ -104,7 +104,7 @@ class RunLog(Callback):  # type: ignore[misc]
             self._write("waits", **each)
 
     def on_train_end(self, logs: Mapping[str, float] | None = None) -> None:
-        """Ends the run."""
+        """Write the end of the run."""
         if self.path is not None:
             self._write("end", step=self._step, stopped=bool(self.model.stop_training))
 
@@ -131,7 +131,7 @@ class RunLog(Callback):  # type: ignore[misc]
         (self.path / RECORD).write_text(json.dumps(self._record, indent=2))
 
     def _loss(self, logs: Mapping[str, float]) -> float:
-        """Of the last batch: what it has added to the mean since the epoch began, which is what Keras tells."""
+        """Return the last batch's loss, computed from the change of the running mean that Keras reports."""
         tracker = next((each for each in self.model.metrics if each.name == "loss" and isinstance(each, Mean)), None)
         if tracker is None or not float(ops.convert_to_numpy(tracker.count)):
             return float(logs.get("loss", "nan"))
@@ -139,7 +139,7 @@ class RunLog(Callback):  # type: ignore[misc]
         before_total, before_count = self._told if count > self._told[1] else (0.0, 0.0)
         self._told = total, count
         if "batch_size" not in self._record:
-            # Keras tells callbacks nothing of it; the first batch is a whole one.
+            # Keras does not pass the batch size to callbacks; the first batch is a whole one.
             self._record["batch_size"] = round(count - before_count)
             self._write_record()
         return (total - before_total) / (count - before_count)

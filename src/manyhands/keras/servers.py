@@ -1,7 +1,7 @@
-"""ParameterServerStrategy: servers sum the gradients of a step, take its update, and give the workers the values.
+"""ParameterServerStrategy: servers sum the gradients of a step, apply the update, and send the values to the workers.
 
 A step is a whole batch, so the result is that of one device. Every process runs the script: a worker takes rows, a
-server (and the chief, where there are workers) takes none and keeps in step with a borrowed row of weight zero.
+server (and the chief, if there are workers) takes none and takes part with a borrowed row of weight zero.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ PARTS = (*TRAINERS, SERVER)
 class ParameterServerStrategy(Strategy):
     """Workers compute, servers update: the chief, workers and servers of TF_CONFIG.
 
-    Where there are none, as under `manyhands launch script.py --on cpu*2`, every replica is a worker and a server of
-    its part of the variables.
+    Without TF_CONFIG, as under `manyhands launch script.py --on cpu*2`, every replica is a worker and a server of its
+    share of the variables.
 
-    - `cluster_resolver`: one of ours, all of which read the environment;
-    - `variable_partitioner`: taken and not needed: whole variables are dealt out evenly by their size;
+    - `cluster_resolver`: a resolver of manyhands, all of which read the environment;
+    - `variable_partitioner`: accepted and ignored: whole variables are assigned to servers, balanced by size;
     - `accumulate`, `precision`, `recompute`: as in `mh.Mirrored`.
     """
 
@@ -44,22 +44,22 @@ class ParameterServerStrategy(Strategy):
         super().__init__(hand_of_all(None, type(self).__name__), **chosen)
         self.cluster_resolver = cluster_resolver or TFConfigClusterResolver()
         every = list(range(self.hand.size))
-        # A launch of many hosts knows replicas only, whatever part its hosts have in a cluster.
+        # A launch on many hosts knows only replicas, whatever the roles of its hosts in a cluster.
         has_parts = SERVER in roles and len(roles) == self.hand.size
         by_role = {role: [rank for rank in every if roles[rank] == role] for role in PARTS} if has_parts else {}
         self._workers: list[int] = by_role.get(WORKER) or by_role.get(CHIEF) or every
         self._servers: list[int] = by_role.get(SERVER) or every
         self._taken: dict[int, set[int]] = {}
-        """By optimizer the variables of its memory that updates here have changed."""
+        """By optimizer, the state variables that updates in this process have changed."""
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """Workers, whose gradients are summed."""
+        """Number of workers, whose gradients are summed."""
         return len(self._workers)
 
     @property
     def worker(self) -> int | None:
-        """Which of the workers this is."""
+        """Index among the workers; None for other processes."""
         return self._workers.index(self.hand.rank) if self.hand.rank in self._workers else None
 
     def share(self, total: int, micros: int = 1) -> KerasShare:
@@ -68,13 +68,13 @@ class ParameterServerStrategy(Strategy):
     def update(
         self, optimizer: Any, apply: Callable[..., Any], gradients: Sequence[Tensor | None], variables: Sequence[Any]
     ) -> None:
-        """Workers push gradients, servers apply their sums, and everybody pulls the values."""
+        """Push gradients from the workers, apply their sums on the servers, and pull the values everywhere."""
         if not optimizer.built:
             optimizer.build(list(variables))
         values = [variable.value for variable in variables]
         held = self._dealt_out(optimizer, values, self._used(gradients))
         if not held:
-            # Keras refuses that in its own words.
+            # Keras raises its own error for this.
             apply(optimizer, list(gradients), list(variables))
         sums = self._pushed(held, gradients, values)
         mine = [variables[index] for index in held.get(self.hand.rank, ())]
@@ -88,17 +88,17 @@ class ParameterServerStrategy(Strategy):
         self._count(optimizer, next(iter(held)))
 
     def _used(self, gradients: Sequence[Tensor | None]) -> list[bool]:
-        """Which gradients there are on some replica."""
+        """Return which gradients exist on some replica."""
         counts = torch.tensor([float(gradient is not None) for gradient in gradients], device=self.hand.device)
         self.hand.replicas.all_reduce(counts)
         return [count > 0 for count in counts.tolist()]
 
     def _dealt_out(self, optimizer: Any, values: Sequence[Tensor], used: Sequence[bool]) -> dict[int, list[int]]:
-        """By server the numbers of its variables among those that were used."""
+        """Return, by server, the indexes of its variables among those that were used."""
         load = dict.fromkeys(self._servers[:1] if _looks_at_all(optimizer) else self._servers, 0)
         held: dict[int, list[int]] = {}
         for index in sorted(range(len(values)), key=lambda index: -values[index].numel()):
-            # All of them are dealt out, so that each has its server whichever were used.
+            # All variables are assigned, so that each has the same server whichever were used.
             server = min(load, key=lambda rank: (load[rank], rank))
             load[server] += values[index].numel()
             if used[index]:
@@ -108,12 +108,12 @@ class ParameterServerStrategy(Strategy):
     def _pushed(
         self, held: dict[int, list[int]], gradients: Sequence[Tensor | None], values: Sequence[Tensor]
     ) -> list[Tensor]:
-        """The summed gradients of what this rank holds; what it has for others is on its way to them."""
+        """Return the summed gradients of this rank's variables, and send its gradients for the other servers."""
         world, rank = self.hand.replicas, self.hand.rank
         sent, total = [], None
         rooms: dict[int, Tensor] = {}
         got: dict[int, Pending] = {}
-        # One server after another on all ranks: over nccl two that both sent first would wait for each other.
+        # Servers in the same order on all ranks: over NCCL, two ranks that both send first would deadlock.
         for server, indexes in held.items():
             whole = [torch.zeros_like(values[i]) if gradients[i] is None else gradients[i] for i in indexes]
             flat = torch.cat([each.detach().reshape(-1) for each in whole])  # type: ignore[union-attr]
@@ -126,7 +126,7 @@ class ParameterServerStrategy(Strategy):
         if total is not None:
             for each in got.values():
                 each.wait()
-            # In the order of the ranks, so that a sum is the same every time.
+            # Summed in rank order, so that the result is deterministic.
             total = torch.stack([rooms.get(worker, total) for worker in self._workers]).sum(0)
         for each in sent:
             each.wait()
@@ -142,7 +142,7 @@ class ParameterServerStrategy(Strategy):
                     variables[index].assign(part)
 
     def _count(self, optimizer: Any, server: int) -> None:
-        """Steps, rates and scales are those of a server, everywhere."""
+        """Broadcast scalar optimizer variables, such as steps, rates and scales, from a server."""
         numbers = [variable for variable in optimizer.variables if variable._value.dim() == 0]
         told = torch.stack([number._value.detach().double() for number in numbers])
         self.hand.replicas.broadcast(told, server)
@@ -160,7 +160,7 @@ class ParameterServerStrategy(Strategy):
 
 
 def _roles() -> list[str]:
-    """The parts of the processes of a described cluster, as their ranks are ordered; of a plain program none."""
+    """Return the roles of a described cluster's processes in rank order; empty for a plain program."""
     cluster = described()
     return [] if cluster is None else [host.role for host in cluster.hosts if host.role in PARTS]
 
@@ -178,7 +178,7 @@ def _cut(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
 
 
 def Server(*args: Any, **kwargs: Any) -> NoReturn:
-    """Not there: a task of any part runs the script, and takes its part in `fit`."""
+    """Raise SettingsError: tf.distribute.Server is not supported, since every task runs the script."""
     raise SettingsError(
         "every task runs the whole script, and takes its part where the strategy is made",
         got="a Server of its own",

@@ -1,4 +1,4 @@
-"""Batch statistics over all replicas: BatchNormalization sees the global batch, as on one device."""
+"""Batch statistics over all replicas: BatchNormalization uses the global batch, as on one device."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from .step import MicroBatchStep, current_step
 
 
 def over_replicas(original: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
-    """`BatchNormalization._moments` within a step."""
+    """Wrap `BatchNormalization._moments` to synchronize the statistics within a step."""
 
     def _moments(self: Any, inputs: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         step = current_step()
         if step is not None:
             return _of_all(step, inputs, mask, self._reduction_axes)
         if self.synchronized and mask is None:
-            # Keras refuses synchronized=True on this backend; of one replica they are its own.
+            # Keras refuses synchronized=True on this backend; with one replica they are its own statistics.
             return ops.moments(inputs, axes=self._reduction_axes)  # type: ignore[no-any-return]
         return original(self, inputs, mask)
 
@@ -29,7 +29,7 @@ def over_replicas(original: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..
 
 def _of_all(step: MicroBatchStep, inputs: Tensor, mask: Tensor | None, axes: list[int]) -> tuple[Tensor, Tensor]:
     if step.rows.is_ghost:
-        # There may be no rows at all, whose mean is no number.
+        # There may be no rows at all, whose mean would be NaN.
         sums, slack = inputs.double().sum(axes).expand(3, -1) * 0.0, 0.0 if mask is None else backend.epsilon()
     elif mask is None:
         var, mean = (moment.double() for moment in torch.var_mean(inputs, axes, correction=0))
@@ -42,13 +42,13 @@ def _of_all(step: MicroBatchStep, inputs: Tensor, mask: Tensor | None, axes: lis
         slack = backend.epsilon()
     total, squares, number = _sum(sums, step)
     mean = total / (number + slack)
-    # Of all rows, whatever the divisor: the squares of what each is away from this mean.
+    # Of all rows, whatever the divisor: the squared deviations from this mean.
     var = (squares - 2 * mean * total + number * mean.square()) / (number + slack)
     return mean.to(inputs.dtype), var.clamp(min=0).to(inputs.dtype)
 
 
 def scaled(values: Tensor, factor: float) -> Tensor:
-    """The same values, whose gradients count by a factor."""
+    """Return the values unchanged, with their gradients scaled by a factor."""
     return values if factor == 1.0 else _Scaled.apply(values, factor)  # type: ignore[no-untyped-call]
 
 
@@ -68,7 +68,7 @@ def _sum(*args: Any) -> Tensor:
 
 
 class _Sum(torch.autograd.Function):
-    """A sum over the replicas through which gradients flow: each replica's loss counts by its share of the rows."""
+    """Differentiable sum over the replicas; each replica's loss is weighted by its share of the rows."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, step: MicroBatchStep) -> Tensor:
@@ -82,5 +82,5 @@ class _Sum(torch.autograd.Function):
         weight = ctx.step.weight
         summed = gradient * weight
         ctx.step.hand.replicas.all_reduce(summed)
-        # Gradients are weighed once more when the optimizer gets them.
+        # The optimizer step weights gradients once more.
         return summed / weight if weight else torch.zeros_like(summed), None

@@ -1,8 +1,8 @@
-"""Step: what a replica is doing at the moment, so that Keras' own functions can ask.
+"""Current step of a replica, which the patched functions of Keras use.
 
-A loss that Keras gives is a mean over this replica's rows. What all replicas learn from is the mean over the global
-batch, so a gradient counts by its share of the rows when the optimizer gets it. In `strategy.run` it is as in
-tf.distribute: gradients are summed as they are, and losses of Keras are this replica's part of the whole.
+Keras' loss is a mean over this replica's rows. Training needs the mean over the global batch, so a gradient is weighted
+by its share of the rows when the optimizer gets it. `strategy.run` works as in tf.distribute: gradients are summed
+without weights, and Keras' losses are this replica's share of the whole.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ if TYPE_CHECKING:
     from .strategy import Strategy
 
 BUCKET = 1 << 23
-"""Elements of gradients that travel together; one bucket is filled while the one before is under way."""
+"""Elements of gradients per bucket; one bucket is filled while the previous one is in flight."""
 
 
 @dataclass
 class GradientSums:
-    """Gradients of micro-batches of one step, by optimizer."""
+    """Gradients summed over the micro-batches of one step, by optimizer."""
 
     held: dict[int, list[Tensor | None]] = field(default_factory=dict)
 
     def add(self, key: int, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """The sum with what came before."""
+        """Add gradients to those of earlier micro-batches and return the sum."""
         before = self.held.get(key, [None] * len(gradients))
         self.held[key] = [
             new if old is None else old if new is None else old + new
@@ -48,49 +48,49 @@ Update = Callable[[Any, Callable[..., Any], Sequence[Tensor | None], Sequence[An
 
 @dataclass
 class MicroBatchStep:
-    """A micro-batch that is being computed."""
+    """The micro-batch that is being computed."""
 
     strategy: Strategy
     rows: MicroBatchRows
     sums: GradientSums
     is_plain_sum: bool = False
-    """Whether gradients are summed as they are, because losses are parts of the whole already."""
+    """Whether gradients are summed without weights, because losses are shares of the whole already."""
     is_weighed: bool = False
-    """Whether backward has started from what this replica's loss counts in the whole."""
+    """Whether the loss was weighted before backward, so that gradients must not be weighted again."""
     is_applying: bool = False
     update: Update | None = None
-    """How an optimizer is applied over the replicas; None where each of them applies the sums."""
+    """How an optimizer is applied over the replicas; None if each of them applies the sums."""
 
     @property
     def hand(self) -> Hand:
-        """What the strategy stands on."""
+        """The hand of the strategy."""
         return self.strategy.hand
 
     @property
     def weight(self) -> float:
-        """What a gradient of this replica's counts by."""
+        """Weight of this replica's gradients."""
         if self.is_plain_sum:
             return 0.0 if self.strategy.worker is None else 1.0
         return 1.0 if self.is_weighed else self.rows.weight
 
     @property
     def is_borrowed(self) -> bool:
-        """Whether what is computed is of a row of others', which must not count."""
+        """Whether the computation uses a borrowed row, which must not count."""
         return self.strategy.worker is None or (self.rows.is_ghost and not self.is_plain_sum)
 
     def part(self, contribution: Tensor) -> Tensor:
-        """A loss of which this is the part in the whole, as backward must start from it here."""
+        """Scale this replica's share of a loss so that the later weighting restores it."""
         return contribution if self.is_plain_sum else contribution * (self.rows.total / max(1, self.rows.size))
 
     def weighed(self, loss: Tensor) -> Tensor:
-        """A loss as it counts in the whole, from which backward starts then; gradients are not weighed any more."""
+        """Weight a loss by this replica's rows before backward; its gradients are not weighted again."""
         if self.is_plain_sum:
             return loss
         self.is_weighed = True
         return loss * self.rows.weight
 
     def add_gradients(self, optimizer: Any, gradients: Sequence[Tensor | None]) -> list[Tensor | None] | None:
-        """This replica's part of the gradients; None while more micro-batches of the step are to come."""
+        """Add weighted gradients; return their sum, or None while more micro-batches of the step follow."""
         if self.weight != 1.0:
             gradients = [None if g is None else g * self.weight for g in gradients]
         added = self.sums.add(id(optimizer), gradients)
@@ -101,18 +101,18 @@ class MicroBatchStep:
 
     @contextlib.contextmanager
     def applying(self) -> Iterator[None]:
-        """While an optimizer that wraps another one calls that."""
+        """Mark that an optimizer that wraps another one is calling it."""
         self.is_applying = True
         try:
             yield
         finally:
             self.is_applying = False
-            # Or a forward after an update, in the same step, would compute with what was narrowed before it.
+            # Otherwise a forward after an update in the same step would use stale low-precision copies of weights.
             torch.clear_autocast_cache()
 
 
 def sum_gradients(hand: Hand, gradients: Sequence[Tensor | None], variables: Sequence[Any]) -> list[Tensor | None]:
-    """Sums over the replicas; what no replica used has no gradient, as on one device."""
+    """Sum gradients over the replicas; a variable that no replica used has no gradient, as on one device."""
     if hand.size == 1 or not gradients:
         return list(gradients)
     values = [getattr(variable, "value", variable) for variable in variables]
@@ -135,7 +135,7 @@ def sum_gradients(hand: Hand, gradients: Sequence[Tensor | None], variables: Seq
 
 
 def _buckets(tensors: Sequence[Tensor]) -> list[list[int]]:
-    """Numbers of tensors that travel together: neighbours of one dtype."""
+    """Return the indexes of tensors per bucket: neighbours of one dtype."""
     buckets: list[list[int]] = []
     filled = 0
     for index, tensor in enumerate(tensors):
@@ -152,13 +152,13 @@ _steps: list[MicroBatchStep] = []
 
 
 def current_step() -> MicroBatchStep | None:
-    """The step that is being computed."""
+    """Return the step that is being computed, or None."""
     return _steps[-1] if _steps else None
 
 
 @contextlib.contextmanager
 def taking(step: MicroBatchStep) -> Iterator[None]:
-    """Makes it the current step; what is drawn inside comes from the replica's own numbers."""
+    """Set the current step inside; random numbers inside come from the replica's own generators."""
     _steps.append(step)
     try:
         with own_numbers(step.hand) if step.hand.size > 1 else contextlib.nullcontext():
@@ -169,7 +169,7 @@ def taking(step: MicroBatchStep) -> Iterator[None]:
 
 @contextlib.contextmanager
 def apart() -> Iterator[None]:
-    """What runs inside is no part of a step."""
+    """Run the block outside of any step."""
     held, _steps[:] = _steps[:], []
     try:
         yield
@@ -178,12 +178,12 @@ def apart() -> Iterator[None]:
 
 
 _states: dict[int, list[Tensor]] = {}
-"""The generators' states of what a replica computes; what it reads draws from those that all share."""
+"""Generator states for a replica's computation; data loading draws from the states that all replicas share."""
 
 
 @contextlib.contextmanager
 def own_numbers(hand: Hand) -> Iterator[None]:
-    """Draws for computing, which differ by replica, leave the numbers alone that decide the order of the data."""
+    """Draw from the replica's own generator states inside, leaving the shared ones, which order the data, unchanged."""
     generators = [torch.default_generator]
     if hand.device.type == "cuda":
         torch.cuda.init()

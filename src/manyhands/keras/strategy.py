@@ -1,4 +1,4 @@
-"""Strategy: what tf.distribute calls one, on manyhands' replicas: a process per device, each with the whole model."""
+"""Strategy in the sense of tf.distribute, on manyhands' replicas: a process per device, each with the whole model."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ from .step import GradientSums, MicroBatchStep, Update, apart, current_step, tak
 
 
 class ReduceOp(Enum):
-    """How values of replicas become one."""
+    """How the values of replicas are combined."""
 
     SUM = "SUM"
     MEAN = "MEAN"
 
 
 class Strategy:
-    """A replica's view of all replicas. `hand` is what it stands on: rank, size, device, collectives."""
+    """A replica's view of all replicas. `hand` provides rank, size, device and collectives."""
 
     def __init__(
         self,
@@ -59,36 +59,36 @@ class Strategy:
         chosen: dict[str, Any] = {"accumulate": accumulate, "precision": precision, "recompute": recompute}
         self.hand = hand
         self.spec = dataclasses.replace(hand.spec, **{name: value for name, value in chosen.items() if value})
-        """How it is split, as far as Keras lets it be."""
+        """The strategy's spec, as far as Keras supports it."""
         _require_mirrored(self.spec)
         self._num_alone = 0
         self._compared: WeakSet[Any] = WeakSet()
-        """Optimizers whose variables were found to be equal on all replicas."""
+        """Optimizers whose variables were verified to be equal on all replicas."""
         self._metrics: list[Any] = []
-        """Metrics that were made in a scope, in their order, which is the same on all replicas."""
+        """Metrics created in a scope, in creation order, which is the same on all replicas."""
         share_randomness(hand, "make a strategy")
         if hand.size > 1:
             _made[:] = [self]
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """Replicas over which gradients are summed."""
+        """Number of replicas over which gradients are summed."""
         return self.hand.size
 
     @property
     def is_active(self) -> bool:
-        """Whether there is something to join: several replicas, several micro-batches, another precision."""
+        """Whether there is anything to coordinate: several replicas or micro-batches, or another precision."""
         changes = self.spec.accumulate > 1 or self.spec.precision != "fp32"
         return not self.is_alone and (self.hand.size > 1 or changes)
 
     @property
     def is_alone(self) -> bool:
-        """Whether this replica does something by itself, as callbacks do on the first one."""
+        """Whether this replica currently works without the others, as callbacks do on the first one."""
         return self._num_alone > 0 and self.hand.size > 1
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[Strategy]:
-        """Models that are made or compiled inside are trained by this strategy; first weights are equal on all."""
+        """Train models created or compiled inside with this strategy; initial weights are equal on all replicas."""
         if not self.is_alone:
             share_randomness(self.hand, "enter strategy.scope()")
             self._let_go_of_metrics()
@@ -101,14 +101,14 @@ class Strategy:
 
     @contextlib.contextmanager
     def at_home(self) -> Iterator[None]:
-        """Lets Keras compute on this strategy's device: a program may have another one for another device."""
+        """Let Keras use this strategy's device inside; a program may have several strategies."""
         before, keras_torch.DEFAULT_DEVICE = keras_torch.DEFAULT_DEVICE, str(self.hand.device)
         try:
             yield
         finally:
             keras_torch.DEFAULT_DEVICE = before
 
-    # -- loops of one's own ---------------------------------------------------------------------------------------
+    # -- custom training loops ------------------------------------------------------------------------------------
 
     def run(
         self,
@@ -117,11 +117,11 @@ class Strategy:
         kwargs: Mapping[str, Any] | None = None,
         options: Any = None,
     ) -> Any:
-        """Calls a function on this replica's part; optimizers inside get gradients that are summed over replicas.
+        """Call a function on this replica's rows; optimizers inside get gradients summed over the replicas.
 
-        As in tf.distribute, a loss inside is the replica's part of the whole: Keras' own losses are, and
-        `compute_average_loss` makes one of values per sample. Metrics that were made in the scope count the rows of
-        all replicas.
+        As in tf.distribute, a loss inside is the replica's share of the whole: Keras' own losses are, and
+        `compute_average_loss` computes one from values per sample. Metrics created in the scope count the rows of all
+        replicas.
         """
         if any(type(leaf).__name__ == "SymbolicTensor" for leaf in tree.flatten([*args, *(kwargs or {}).values()])):
             raise SettingsError(
@@ -147,7 +147,7 @@ class Strategy:
         return result
 
     def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: int | None = None) -> Any:
-        """The sum or mean of what the replicas hold; with an axis over that axis of all of them too."""
+        """Return the sum or mean of the replicas' values; with `axis`, also over that axis."""
         self._require_together("strategy.reduce")
         op = ReduceOp(reduce_op if isinstance(reduce_op, ReduceOp) else str(reduce_op).rpartition(".")[2].upper())
         return tree.map_structure(lambda leaf: self._reduced(op, torch.as_tensor(leaf), axis), value)
@@ -160,47 +160,47 @@ class Strategy:
         return (total if op is ReduceOp.SUM else total / self.hand.sum(count)).to(value.device)
 
     def gather(self, value: Any, axis: int = 0) -> Tensor:
-        """The values of all replicas, one after another along an axis; in a step gradients flow back to them."""
+        """Concatenate the values of all replicas along an axis; in a step, gradients flow back to them."""
         self._require_together("strategy.gather")
         rows = torch.as_tensor(value).movedim(axis, 0).contiguous()
         if self._is_borrowed:
             rows = rows[:0]
         step = current_step()
-        # Replicas' gradients are weighed when an optimizer gets them, by whose rows they are; here others' come in.
+        # The optimizer step weights a replica's gradients by its rows; cancel that weight for rows of other replicas.
         weight = 1.0 if step is None else step.weight
         gathered = self.hand.gather(scaled(rows, 1.0 / weight if weight else 0.0))
         return scaled(gathered, weight).movedim(0, axis).to(rows.device)
 
     @property
     def _is_borrowed(self) -> bool:
-        """Whether what this process holds is of no replica: a server's, or of a row that a step has borrowed."""
+        """Whether this process has no rows: it is a server, or the step uses a borrowed row."""
         step = current_step()
         return self.worker is None if step is None else step.is_borrowed
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
-        """What the replicas of this process hold: one."""
+        """Return the values of this process's replicas, of which there is one."""
         return (value,)
 
     def experimental_distribute_dataset(self, dataset: Any, options: Any = None) -> Any:
-        """This replica's rows of every global batch of a dataset: a DataLoader, a PyDataset, arrays, a tf.data one."""
+        """Return this replica's rows of every global batch of a DataLoader, PyDataset, arrays or tf.data dataset."""
         return distributed(self, dataset)
 
     def distribute_datasets_from_function(
         self, dataset_fn: Callable[[InputContext], Any], options: Any = None
     ) -> DistributedInput:
-        """Input that every replica makes for itself; the function is told which one it is for."""
+        """Return an input that every replica creates itself; the function gets an InputContext."""
         from keras.src.trainers import data_adapters
 
-        # Who takes no rows has a look at the first one's.
+        # A process that takes no rows creates the first worker's input.
         context = InputContext(self.num_replicas_in_sync, self.worker or 0, self.num_replicas_in_sync)
         return OwnInput(data_adapters.get_data_adapter(dataset_fn(context)), self)
 
     def experimental_distribute_values_from_function(self, value_fn: Callable[[Any], Any]) -> Any:
-        """A value of each replica's own."""
+        """Return `value_fn(context)` for this replica."""
         return value_fn(ReplicaContext(self))
 
     def barrier(self) -> None:
-        """Returns when every replica has come here."""
+        """Wait until every replica has called this."""
         self._require_together("strategy.barrier")
         come_to_meeting(self.hand)
         self.hand.barrier()
@@ -213,22 +213,22 @@ class Strategy:
                 remedy="call the model there, or model.evaluate on all rows; or do it between two calls of fit",
             )
 
-    # -- what training needs --------------------------------------------------------------------------------------
+    # -- used by training -----------------------------------------------------------------------------------------
 
     def narrow(self) -> contextlib.AbstractContextManager[Any]:
-        """The precision that was asked for: `--strategy mirrored,precision=bf16`."""
+        """Return a context with the spec's precision, such as `--strategy mirrored,precision=bf16`."""
         if self.spec.precision != "bf16":
             return contextlib.nullcontext()
         return torch.autocast(self.hand.device.type, dtype=torch.bfloat16)
 
     def require_all(self, doing: str) -> None:
-        """Refuses what only some replicas do, where each would wait for the others for ever."""
+        """Raise if only some replicas do this; otherwise they would wait for the others indefinitely."""
         self._require_together(doing)
         if self.hand.size > 1:
             brought_by_all(self.hand, doing)
 
     def require_equal(self, optimizer: Any, variables: Sequence[Any]) -> None:
-        """Refuses weights that differ between replicas before their first step: sums would keep them apart."""
+        """Raise if weights differ between replicas before the first step: summed gradients would not equalize them."""
         if optimizer in self._compared or self.hand.size == 1:
             return
         self._compared.add(optimizer)
@@ -242,29 +242,29 @@ class Strategy:
                 )
 
     update: Update | None = None
-    """How an optimizer is applied in `fit`; None where every replica applies the sums."""
+    """How an optimizer is applied in `fit`; None if every replica applies the summed gradients."""
 
     failure: Exception | None = None
-    """What a callback has raised here, until all replicas know of it."""
+    """Exception raised by a callback on this replica, until all replicas know of it."""
 
     @property
     def worker(self) -> int | None:
-        """Which of those that take rows this is; None where it takes none."""
+        """Index among the processes that take rows; None if this one takes none."""
         return self.hand.rank
 
     def share(self, total: int, micros: int = 1) -> KerasShare:
-        """This replica's rows of a global batch."""
+        """Return this replica's rows of a global batch."""
         return KerasShare.of(total, rank=self.hand.rank, size=self.hand.size, micros=micros)
 
     def take_metric(self, metric: Any) -> None:
-        """Counts over the replicas in `run`, too."""
+        """Register a metric that `run` sums over the replicas."""
         if not self.is_alone:
             self._metrics.append(metric)
 
     def _let_go_of_metrics(self) -> None:
-        """Forgets those that nobody else holds.
+        """Drop metrics without other references.
 
-        At one moment on all replicas: left to each one's collector, one would sum others than the next in `run`.
+        All replicas do this at the same point: with separate garbage collection, `run` would sum different metrics.
         """
         held, self._metrics = [ref(metric) for metric in self._metrics], []
         if held:
@@ -273,10 +273,10 @@ class Strategy:
             self._metrics = [known() for known, flags in zip(held, alive, strict=True) if all(flags)]
 
     def share_memory(self, model: Any) -> None:
-        """Gives every replica what the optimizer remembers, where not all of them apply it."""
+        """Give every replica the optimizer's state, if not all of them apply it; nothing to do here."""
 
     def _share_of(self, args: Sequence[Any]) -> KerasShare:
-        """The share that these arrays were handed out as; of others, what each replica has of them."""
+        """Return the share that these arrays were handed out as; for other arrays, gather each replica's row count."""
         share = known_share(args)
         if share is not None:
             return share
@@ -288,10 +288,10 @@ class Strategy:
         return KerasShare.among(counts.flatten().tolist(), self.hand.rank)
 
     def once(self, name: str, act: Callable[[], Any]) -> Any:
-        """Lets the first replica do something; the others go on when it is done, so that they can read what it wrote.
+        """Run `act` on the first replica only; the others wait until it is done, so that they can read its files.
 
-        The first one waits for nobody: a script may let it alone come here. What it does at one place of a script is
-        what the others wait for at the same place, unless it comes to where all meet next, or to the end, without it.
+        The first replica does not wait, since a script may call this on it alone. The others wait for the call from the
+        same place in the script, or until the first replica reaches the next synchronization point or the end.
         """
         place = f"{name} on the first replica at {', '.join(caller_lines())}"
         number = _num_done[place] = _num_done.get(place, 0) + 1
@@ -303,13 +303,13 @@ class Strategy:
             self.hand.world.mark(f"{place} ({number})")
 
     def mirror(self, model: Any) -> None:
-        """Gives every replica the first one's weights and optimizer state."""
+        """Broadcast the first replica's weights and optimizer state."""
         for variable in variables_of(model):
             self.hand.replicas.broadcast(variable._value.data)
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """What runs inside is this replica's own affair."""
+        """Run the block on this replica alone, without coordination with others."""
         self._num_alone += 1
         try:
             with apart():
@@ -332,17 +332,17 @@ def _require_mirrored(spec: StrategySpec) -> None:
 
 
 _num_done: dict[str, int] = {}
-"""How often each thing was done that one replica does for all, by its place in the script."""
+"""Number of calls of `once` by name and place in the script."""
 
 
 def _digest(variable: Any) -> int:
-    """Tells the beginnings of two variables apart."""
+    """Return a checksum of a variable's first 4096 elements."""
     value = getattr(variable, "value", variable).detach().reshape(-1)[:4096]
     return crc32(value.cpu().contiguous().view(torch.uint8).numpy().tobytes())
 
 
 class ReplicaContext:
-    """What code inside `strategy.run` may ask."""
+    """Replica context available to code inside `strategy.run`."""
 
     def __init__(self, strategy: Strategy) -> None:
         self.strategy = strategy
@@ -350,35 +350,35 @@ class ReplicaContext:
         self.num_replicas_in_sync = strategy.num_replicas_in_sync
 
     def all_reduce(self, reduce_op: ReduceOp | str, value: Any) -> Any:
-        """The sum or mean over the replicas, on all of them."""
+        """Return the sum or mean over the replicas, on all of them."""
         return self.strategy.reduce(reduce_op, value)
 
     def all_gather(self, value: Any, axis: int = 0) -> Tensor:
-        """The values of all replicas, on all of them."""
+        """Return the values of all replicas, on all of them."""
         return self.strategy.gather(value, axis)
 
 
 _scopes: list[Strategy] = []
 _made: list[Strategy] = []
-"""The strategy of several replicas that was made last."""
+"""The most recently created strategy with several replicas."""
 _strategies: WeakKeyDictionary[Any, Strategy] = WeakKeyDictionary()
-"""By model, and by optimizer, the strategy in whose scope it was made."""
+"""The strategy in whose scope a model or optimizer was created."""
 
 
 def remember(owner: Any) -> None:
-    """A model that is made or compiled in a scope is its strategy's, and so is an optimizer."""
+    """Assign a model or optimizer that is created or compiled in a scope to the scope's strategy."""
     if not _scopes:
         return
     _strategies[owner] = _scopes[-1]
     device = _scopes[-1].hand.device
-    # One that was made before the strategy is where Keras was then.
+    # An optimizer created before the strategy may be on another device.
     for variable in getattr(getattr(owner, "optimizer", None), "variables", ()):
         if variable._value is not None and variable._value.device != device:
             variable._value.data = variable._value.data.to(device)
 
 
 def require_step(optimizer: Any, variables: Sequence[Any]) -> None:
-    """Refuses an update outside of a step, which every replica would take from its own rows alone."""
+    """Raise for an update outside of a step, which every replica would compute from its own rows alone."""
     ids = {id(variable) for variable in variables}
     for owner, strategy in list(_strategies.items()):
         if strategy.hand.size == 1 or strategy.is_alone:
@@ -392,7 +392,7 @@ def require_step(optimizer: Any, variables: Sequence[Any]) -> None:
 
 
 def warn_of_no_scope(model: Any) -> None:
-    """Says that replicas learn apart, where a model was made outside of the strategy that there is."""
+    """Warn that replicas train separately if a model was created outside of the existing strategy's scope."""
     strategy = _made[0] if _made else None
     if strategy is None or home_of(model) is not None or strategy.is_alone:
         return
@@ -405,24 +405,24 @@ def warn_of_no_scope(model: Any) -> None:
 
 
 def remember_metric(metric: Any) -> None:
-    """A metric that is made in a scope counts what all replicas see."""
+    """Register a metric created in a scope to be summed over all replicas."""
     if _scopes:
         _scopes[-1].take_metric(metric)
 
 
 def home_of(model: Any) -> Strategy | None:
-    """The strategy in whose scope a model was made, whether it is at work or not."""
+    """Return the strategy in whose scope a model was created, active or not."""
     return _strategies.get(model)
 
 
 def strategy_of(model: Any) -> Strategy | None:
-    """The strategy that joins what this model computes; None where it computes alone."""
+    """Return the strategy that coordinates this model's computation; None if it runs alone."""
     strategy = home_of(model)
     return strategy if strategy is not None and strategy.is_active else None
 
 
 def get_strategy() -> Strategy:
-    """The strategy of the step that is computed, else of the innermost scope; one replica where there is none.
+    """Return the strategy of the current step, else of the innermost scope, else one with a single replica.
 
     >>> get_strategy().num_replicas_in_sync
     1
@@ -434,17 +434,17 @@ def get_strategy() -> Strategy:
 
 
 def has_strategy() -> bool:
-    """Whether this is inside a scope, or a step."""
+    """Return whether the caller is inside a scope or a step."""
     return bool(_scopes) or current_step() is not None
 
 
 def in_cross_replica_context() -> bool:
-    """Whether this is not inside `strategy.run`, nor a step of `fit`."""
+    """Return whether the caller is outside `strategy.run` and outside a step of `fit`."""
     return current_step() is None
 
 
 def get_replica_context() -> ReplicaContext | None:
-    """This replica, inside `strategy.run`; None outside."""
+    """Return the replica context inside `strategy.run`; None outside."""
     step = current_step()
     return None if step is None else ReplicaContext(step.strategy)
 
@@ -452,7 +452,7 @@ def get_replica_context() -> ReplicaContext | None:
 def compute_average_loss(
     per_example_loss: Any, sample_weight: Any = None, global_batch_size: int | None = None
 ) -> Tensor:
-    """This replica's part of the mean over the global batch, in a loop or a step of one's own.
+    """Return this replica's share of the mean over the global batch, for custom loops and steps.
 
     >>> compute_average_loss(torch.tensor([1.0, 3.0]), global_batch_size=4)
     tensor(1.)
@@ -468,7 +468,7 @@ def compute_average_loss(
 
 
 def scale_regularization_loss(regularization_loss: Any) -> Tensor:
-    """This replica's part of a loss that is the same on all of them."""
+    """Return this replica's share of a loss that is the same on all replicas."""
     step, loss = current_step(), torch.as_tensor(regularization_loss)
-    # In a step of fit gradients are weighed by rows, which are one whole.
+    # In a step of fit, gradients are weighted by rows, and the weights sum to 1.
     return loss if step is None or not step.is_plain_sum else loss / step.strategy.num_replicas_in_sync

@@ -1,4 +1,4 @@
-"""A compiled Keras model as a Task: for parameter servers, plans, studies, teams and whatever else takes one."""
+"""Convert a compiled Keras model to a Task, for parameter servers, plans, studies and ensembles."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def as_task(
     optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
     **more: Any,
 ) -> Task:
-    """A task that learns what a function's compiled Keras model would.
+    """Return a task that trains the compiled Keras model created by a function.
 
-    - `model`: makes a built and compiled model; it is called in every process;
+    - `model`: creates a built and compiled model; it is called in every process;
     - `data`: batches of (x, y) or (x, y, sample_weight), of any kind that a task takes;
-    - `optimizer`: by default PyTorch's one of the same name and settings: SGD, Adam, AdamW or RMSprop. Their epsilon
-      counts as PyTorch has it;
-    - `more`: what else a Task has: `valid`, `metrics`, `seed`.
+    - `optimizer`: by default PyTorch's one of the same name and settings: SGD, Adam, AdamW or RMSprop. Epsilon has
+      PyTorch's meaning;
+    - `more`: other fields of a Task: `valid`, `metrics`, `seed`.
 
     >>> def make():
     ...     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
@@ -69,7 +69,7 @@ def _predict(model: Any, input: Any) -> Any:
 
 
 def _where(input: Any) -> AbstractContextManager[Any]:
-    """Lets Keras compute where a batch is; left to itself it takes every tensor to the first GPU that there is."""
+    """Make Keras compute on a batch's device; by default it moves every tensor to the first GPU."""
     device = next(leaf.device for leaf in keras.tree.flatten(input) if isinstance(leaf, Tensor))
     return keras.device(str(device))  # type: ignore[no-any-return]
 
@@ -91,7 +91,7 @@ def _require_trainable(model: Any) -> None:
 
 
 def _torch_optimizer(model: Any) -> torch.optim.Optimizer:
-    """PyTorch's optimizer of the same name and settings."""
+    """Return PyTorch's optimizer of the same name and settings."""
     given = model.optimizer
     config = given.get_config()
     weights = [variable.value for variable in model.trainable_variables]

@@ -1,4 +1,4 @@
-"""TensorBoard without TensorFlow, which Keras' own callback needs: the same curves under the same names."""
+"""TensorBoard callback without TensorFlow, which Keras' own callback needs: the same curves and names."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..core import SettingsError
 
 
 class TensorBoard(Callback):  # type: ignore[misc]
-    """Writes the logs of every epoch, and with `update_freq="batch"` or a number of batches those in between.
+    """Write the logs of every epoch, and with `update_freq="batch"` or a number also those of batches.
 
     Curves are `epoch_loss` and so on under log_dir/train and log_dir/validation, as Keras names them.
     """
@@ -28,17 +28,17 @@ class TensorBoard(Callback):  # type: ignore[misc]
         self._writers: dict[str, Any] = {}
 
     def on_train_batch_end(self, batch: int, logs: Mapping[str, float] | None = None) -> None:
-        """Writes the values of a batch."""
+        """Write the values of a batch."""
         self._num_batches += 1
         if self._every and self._num_batches % int(self._every) == 0:
             self._write("batch", logs, self._num_batches)
 
     def on_epoch_end(self, epoch: int, logs: Mapping[str, float] | None = None) -> None:
-        """Writes the values of an epoch."""
+        """Write the values of an epoch."""
         self._write("epoch", logs, epoch)
 
     def on_train_end(self, logs: Mapping[str, float] | None = None) -> None:
-        """Closes the files."""
+        """Close the files."""
         for writer in self._writers.values():
             writer.close()
         self._writers.clear()

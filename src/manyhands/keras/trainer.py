@@ -1,7 +1,7 @@
-"""Keras' own fit, evaluate and predict, for models that were made in a strategy's scope.
+"""Keras' own fit, evaluate and predict, for models created in a strategy's scope.
 
 The loop stays Keras': it gets this replica's rows as its input, callbacks that run once, and step functions that
-join what the replicas computed. A model of no strategy, or of one replica, runs as if none of this were here.
+combine what the replicas computed. A model without a strategy, or with one replica, runs as in plain Keras.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ StrategyOf = Callable[[Any], "Strategy | None"]
 
 
 def fit(original: Callable[..., Any], strategy_of: StrategyOf) -> Callable[..., Any]:
-    """`Model.fit` over the replicas."""
+    """Wrap `Model.fit` to run over the replicas."""
 
     @functools.wraps(original)
     def fit(
@@ -93,7 +93,7 @@ def fit(original: Callable[..., Any], strategy_of: StrategyOf) -> Callable[..., 
 
 
 def evaluate(original: Callable[..., Any], strategy_of: StrategyOf) -> Callable[..., Any]:
-    """`Model.evaluate` over the replicas."""
+    """Wrap `Model.evaluate` to run over the replicas."""
 
     @functools.wraps(original)
     def evaluate(
@@ -123,7 +123,7 @@ def evaluate(original: Callable[..., Any], strategy_of: StrategyOf) -> Callable[
 
 
 def predict(original: Callable[..., Any], strategy_of: StrategyOf) -> Callable[..., Any]:
-    """`Model.predict` over the replicas: all of them get all rows."""
+    """Wrap `Model.predict` to run over the replicas; all of them get the predictions for all rows."""
 
     @functools.wraps(original)
     def predict(
@@ -147,7 +147,7 @@ def predict(original: Callable[..., Any], strategy_of: StrategyOf) -> Callable[.
 
 
 def on_batch(original: Callable[..., Any], strategy_of: StrategyOf) -> Callable[..., Any]:
-    """`train_on_batch` and its like: every replica is given the whole batch and computes its rows."""
+    """Wrap `train_on_batch` and similar methods: every replica is given the whole batch and computes its rows."""
 
     @functools.wraps(original)
     def on_batch(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
@@ -156,11 +156,11 @@ def on_batch(original: Callable[..., Any], strategy_of: StrategyOf) -> Callable[
             return original(self, x, *args, **kwargs)
         strategy.require_all(original.__name__)
         strategy.mirror(self)
-        # What was made of some of them, x / 255 for instance, nobody has handed out.
+        # Arrays derived from handed-out ones, such as x / 255, have no known share.
         known = known_share([x, args, kwargs])
         share = known or strategy.share(num_rows(x))
         hand_out(share)
-        # What a distributed dataset has given is cut already.
+        # The batch of a distributed dataset is split already.
         cut = functools.partial(_own_rows, share if known is None else None)
         told = original(self, cut(x), *map(cut, args), **{name: cut(value) for name, value in kwargs.items()})
         strategy.share_memory(self)
@@ -175,7 +175,7 @@ def _own_rows(share: KerasShare | None, value: Any) -> Any:
 
 
 def make_function(original: Callable[..., Any], strategy_of: StrategyOf, kind: str) -> Callable[..., Any]:
-    """`make_train_function` and its like: the function that Keras makes, joined over the replicas."""
+    """Wrap `make_train_function` and similar methods, so that Keras' function is combined over the replicas."""
 
     @functools.wraps(original)
     def make(self: Any, force: bool = False) -> Any:
@@ -202,7 +202,7 @@ def _joined(model: Any, plain: Callable[..., Any], strategy_of: StrategyOf, kind
                 return _predicted(strategy, plain, share, data[0])
             logs = _stepped(model, strategy, plain, share, data[0])
         if kind == "train" and model.optimizer is not None:
-            # A variable, or a tensor where the optimizer accumulates; on any device.
+            # A variable, or a tensor if the optimizer accumulates; on any device.
             strategy.hand.tell_step(lambda: int(ops.convert_to_numpy(model.optimizer.iterations)))
         return logs
 
@@ -210,7 +210,7 @@ def _joined(model: Any, plain: Callable[..., Any], strategy_of: StrategyOf, kind
 
 
 def _stepped(model: Any, strategy: Strategy, plain: Callable[..., Any], share: KerasShare, own: Any) -> Any:
-    """One step on this replica's rows, micro-batch by micro-batch."""
+    """Run one step on this replica's rows, by micro-batch."""
     measures, sums, logs = Measures(model.metrics, strategy.hand, model), GradientSums(), None
     for rows, part in share.micros(own):
         with taking(MicroBatchStep(strategy, rows, sums, update=strategy.update)):
@@ -223,7 +223,7 @@ def _stepped(model: Any, strategy: Strategy, plain: Callable[..., Any], share: K
 
 
 def _predicted(strategy: Strategy, plain: Callable[..., Any], share: KerasShare, own: Any) -> Any:
-    """The answers to all rows."""
+    """Return the predictions for all rows, gathered from the replicas."""
     (rows,) = share.rows
     with taking(MicroBatchStep(strategy, rows, GradientSums())):
         outputs = plain([own])

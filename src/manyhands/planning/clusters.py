@@ -1,4 +1,4 @@
-"""Clusters: hardware that a plan is made for, at hand or not, from a line of text or a TOML file."""
+"""Clusters to plan for, available or not, described by a line of text or a TOML file."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _UNITS = {"M": 1e6, "G": 1e9, "T": 1e12}
 _KINDS = {"ib": "InfiniBand", "infiniband": "InfiniBand", "roce": "RoCE", "ethernet": "Ethernet", "tcp": "Ethernet"}
 REMEDY = 'write for instance "8 hosts x 8 H100, 400Gb/s InfiniBand, $2/h", or pass a TOML file'
 SPREAD = 0.02
-"""The standard deviation of a replica's step, as a part of it, where it was not measured."""
+"""Relative standard deviation of a replica's step time, if it was not measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Hosts of equal devices.
+    """Hosts with equal devices.
 
     >>> cluster = Cluster.parse("8 hosts x 8 H100, 400Gb/s")
     >>> cluster.num_devices, cluster.chip.name, cluster.network.name
@@ -43,18 +43,18 @@ class Cluster:
     inside: Link
     network: Link | None = None
     price: float | None = None
-    """Money for one device and hour."""
+    """Price of one device per hour."""
     spread: float = SPREAD
     assumed: tuple[str, ...] = ()
-    """What was not said and is taken for granted."""
+    """Assumptions about properties that were not given."""
     measured: bool = False
-    """Whether its figures were measured rather than read off datasheets."""
+    """Whether its figures were measured instead of read off datasheets."""
     shared: bool = False
-    """Whether its devices are parts of one, such as a CPU's cores: so many as are used share it."""
+    """Whether its devices share one physical device, such as a CPU's cores."""
     part: Chip | None = None
-    """What each of a host's devices is while all of them work, where that was measured."""
+    """Measured properties of each of a host's devices while all of them work."""
     exchange: float = 0.0
-    """Seconds that a collective takes besides what its bytes take, where that was measured."""
+    """Measured seconds of a collective apart from the transfer of its bytes."""
 
     def __post_init__(self) -> None:
         for name in ("hosts", "per_host"):
@@ -65,7 +65,7 @@ class Cluster:
 
     @property
     def num_devices(self) -> int:
-        """All of them."""
+        """Number of devices on all hosts."""
         return self.hosts * self.per_host
 
     def __str__(self) -> str:
@@ -75,7 +75,7 @@ class Cluster:
 
     @classmethod
     def parse(cls, text: str) -> Cluster:
-        """Reads a line such as "8 hosts x 8 H100, 400Gb/s InfiniBand, $2/h"."""
+        """Parse a line such as "8 hosts x 8 H100, 400Gb/s InfiniBand, $2/h"."""
         parts = [part.strip() for part in text.split(",") if part.strip()]
         shape = _SHAPE.match(parts[0]) if parts else None
         if shape is None:
@@ -101,12 +101,12 @@ class Cluster:
 
     @classmethod
     def read(cls, path: str | Path) -> Cluster:
-        """Reads a TOML file: hosts, per_host, device, network, and figures of one's own under [chip]."""
+        """Read a TOML file: hosts, per_host, device, network, and custom figures under [chip]."""
         return cls.from_dict(read_toml(path))
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Cluster:
-        """From settings by name; what contradicts itself is refused."""
+        """Create a cluster from settings by name; raises SettingsError for unknown or contradictory ones."""
         known = ("hosts", "per_host", "devices", "device", "chip", "inside", "network", "gbits", "per_device", "price")
         for key in values:
             if key not in (*known, "spread"):
@@ -140,7 +140,7 @@ class Cluster:
         )
 
     def chip_for(self, count: int) -> Chip:
-        """What each of so many devices is."""
+        """Return the properties of each device when this many are used."""
         count = min(count, self.per_host)
         if not self.shared or count == 1:
             return self.chip
@@ -150,7 +150,7 @@ class Cluster:
         return replace(self.chip, flops=flops, memory=self.chip.memory / count, bandwidth=self.chip.bandwidth / count)
 
     def with_devices(self, count: int) -> Cluster:
-        """The same kind of cluster with so many devices, hosts filled up one after another; a network where needed."""
+        """Return the cluster with this many devices, filling one host after another; adds a network if needed."""
         per_host = min(self.per_host, count)
         hosts = -(-count // per_host)
         network = self.network
@@ -159,7 +159,7 @@ class Cluster:
         return replace(self, hosts=hosts, per_host=per_host, network=network)
 
     def group(self, size: int, stride: int) -> ExchangeGroup:
-        """Ranks that lie `stride` apart: how many of them share a host, and how many such groups share its card."""
+        """Return the group of ranks `stride` apart: how many share a host, and how many such groups share its NIC."""
         together = max(1, min(size, self.per_host // stride)) if stride < self.per_host else 1
         sharing = max(1, min(self.per_host, self.num_devices) // together) if size > together else 1
         return ExchangeGroup(
@@ -172,14 +172,14 @@ class Cluster:
         )
 
     def way(self, stride: int) -> Link:
-        """The link between ranks that lie so far apart; a card is shared by all that send at once."""
+        """Return the link between ranks this far apart; concurrent senders of a host share its NIC."""
         if stride < self.per_host or self.network is None:
             return self.inside
         return replace(self.network, bandwidth=self.network.bandwidth / min(stride, self.per_host))
 
 
 def read_toml(path: str | Path) -> dict[str, Any]:
-    """What a cluster file says."""
+    """Return the contents of a cluster file."""
     try:
         return tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
@@ -187,7 +187,7 @@ def read_toml(path: str | Path) -> dict[str, Any]:
 
 
 def as_cluster(given: Cluster | str | Path) -> Cluster:
-    """A cluster from what a person passes."""
+    """Return a cluster from a user's argument."""
     if isinstance(given, Cluster):
         return given
     if isinstance(given, Path) or str(given).endswith(".toml"):
@@ -219,7 +219,7 @@ def _shape(values: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def _network_of(text: str) -> dict[str, Any]:
-    """The network in the rest of a line: its rate, its kind, and whose it is."""
+    """Parse the network in the rest of a line: its rate, its kind, and whether it is per device or per host."""
     values: dict[str, Any] = {}
     rate = _RATE.search(text)
     if rate:

@@ -1,4 +1,4 @@
-"""The saturation curve: speed against the number of devices, where it stops to pay, why, and what would help."""
+"""Saturation curve: speed against the number of devices, where more stop paying, why, and what would help."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from .workload import Workload
 
 MOST_DEVICES = 1024
 WORTH = 0.5
-"""The part of its work that a device must get done, on average, for more devices to be worth having."""
+"""Minimum average efficiency of a device for more devices to pay."""
 LEAST_GAIN = 1.02
 
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """The fastest way found for a number of devices."""
+    """The fastest strategy found for a number of devices."""
 
     num_devices: int
     speedup: float
@@ -30,17 +30,17 @@ class Point:
 
     @property
     def efficiency(self) -> float:
-        """The part of every device's time that is worth something."""
+        """Speed-up divided by the number of devices."""
         return self.speedup / self.num_devices
 
 
 @dataclass(frozen=True, kw_only=True)
 class Remedy:
-    """Something that would move the point of saturation."""
+    """A change that would move the point of saturation."""
 
     text: str
     gain: float
-    """Speed on the cluster's devices, over what it is."""
+    """Relative speed on the cluster's devices after the change."""
     saturates: int
     is_lossy: bool = False
 
@@ -51,18 +51,18 @@ class Curve:
 
     points: tuple[Point, ...]
     saturates: int
-    """The number of devices up to which each still does half of its work."""
+    """Number of devices up to which the efficiency is at least one half."""
     reason: str
     remedies: tuple[Remedy, ...] = ()
 
     @property
     def never(self) -> bool:
-        """Whether it still pays at the end of the curve."""
+        """Whether more devices still pay at the end of the curve."""
         return self.saturates >= self.points[-1].num_devices
 
 
 class Curves:
-    """Draws the curve of a workload on clusters of a kind."""
+    """Compute the curve of a workload on clusters of one kind."""
 
     def __init__(self, workload: Workload, cluster: Cluster, best: StrategySpec) -> None:
         self._workload, self._cluster = workload, cluster
@@ -70,18 +70,18 @@ class Curves:
         self._alone = self._at(1).seconds
 
     def draw(self) -> Curve:
-        """The whole of it, with its reason and its remedies."""
+        """Return the whole curve, with its reason and its remedies."""
         points = tuple(self.point(count) for count in _grid(self._most()))
         saturates = self.saturation()
         return Curve(points=points, saturates=saturates, reason=self.reason(saturates), remedies=tuple(self.remedies()))
 
     def point(self, count: int) -> Point:
-        """The fastest of a few ways for so many devices."""
+        """Return the fastest of a few strategies for this number of devices."""
         found = self._at(count)
         return Point(num_devices=count, speedup=self._alone / found.seconds, estimate=found)
 
     def saturation(self) -> int:
-        """The most devices that still do half of their work, on average."""
+        """Return the largest number of devices with an average efficiency of at least one half."""
         low, high = 1, self._most()
         if self.point(high).efficiency >= WORTH:
             return high
@@ -91,7 +91,7 @@ class Curves:
         return low
 
     def reason(self, count: int) -> str:
-        """In words, what keeps more devices from helping: the largest of what is lost at that point."""
+        """Return the largest loss beyond the point of saturation, as a sentence."""
         work = self._workload
         if count == self._most() < MOST_DEVICES:
             return f"the batch has only {work.batch_size} samples to share out{_past_critical(work)}"
@@ -109,14 +109,14 @@ class Curves:
         return _WORDS[largest](found, self._cluster, lost[largest], work)
 
     def remedies(self) -> list[Remedy]:
-        """What would help, the most first; each is the same curve with one thing changed."""
+        """Return changes that would help, best first; each is the same curve with one thing changed."""
         now = self.saturation()
         here = self._cluster.num_devices
         speed = 1 / self._at(here).seconds
         result = []
         for text, is_lossy, workload, cluster, changes in self._changes():
             other = Curves(workload, cluster, replace(self._best, **changes))
-            # A larger batch is more samples in a step, which count.
+            # A larger batch has more samples per step, which count.
             samples = workload.batch_size / self._workload.batch_size
             gain = samples / other._at(here).seconds / speed
             saturates = other.saturation()
@@ -163,7 +163,7 @@ class Curves:
         return min(MOST_DEVICES, max(2, self._workload.batch_size * self._best.tensor * self._best.stages))
 
     def _at(self, count: int) -> Estimate:
-        """The fastest of: replicas, shards inside a host, shards on all, and the pick's own axes with more replicas."""
+        """Return the fastest of: replicas, shards in a host, shards on all, and the pick's axes with more replicas."""
         cluster = self._cluster.with_devices(count)
         base = replace(self._best, replicas=1, shards=1, tensor=1, stages=1, accumulate=1, microbatches=1)
         ways = [replace(base, replicas=count)]

@@ -1,4 +1,4 @@
-"""Statistical efficiency: how many steps a batch size needs, from the noise of gradients at two batch sizes."""
+"""Statistical efficiency: how many steps a batch size needs, from the gradient noise at two batch sizes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def noise_scale(small: int, squares: Sequence[float], large: int, large_squares:
 
 
 def steps_needed(batch_size: float, noise: float) -> float:
-    """Steps to a target over those that an endless batch would need.
+    """Return the ratio of steps to a target to those of an infinite batch.
 
     >>> steps_needed(100, 100)
     2.0
@@ -34,7 +34,7 @@ def steps_needed(batch_size: float, noise: float) -> float:
 
 
 def best_batch(noise: float, seconds: dict[int, float]) -> int:
-    """The batch size that reaches a target soonest, from the seconds of a step with each.
+    """Return the batch size that reaches a target soonest, given the seconds of a step with each.
 
     >>> best_batch(1000, {100: 1.0, 1000: 2.0, 10000: 11.0})
     1000

@@ -1,4 +1,4 @@
-"""Estimates: what a step costs on a cluster with a strategy, split into what it is spent on."""
+"""Estimates of a step's time on a cluster with a strategy, broken down by cause."""
 
 from __future__ import annotations
 
@@ -16,47 +16,47 @@ from .schedules import cut, in_flight, makespan
 from .workload import Workload, period, wire_share
 
 BUCKET, FIRST_BUCKET = 25e6, 1e6
-"""Bytes of gradients that travel together, and of those that leave first."""
+"""Bytes of gradients per bucket, and of the first bucket."""
 JITTER = 0.1
-"""How far hosts that start operations one by one drift apart between two exchanges, as a part of the time between."""
+"""How far hosts that launch operations one by one drift apart between two exchanges, as a fraction of that time."""
 CONTENTION = (0.15, 0.02)
-"""How much computing slows down while an exchange runs beside it: over links inside a host, over a network."""
+"""Slowdown of computation during a concurrent exchange: over links inside a host, over a network."""
 ROUND = 5e-4
-"""Seconds until a worker, the chief and our servers are through with a round, besides its bytes: half a step of a tiny
-network, measured on two cores."""
+"""Seconds of overhead per round of a worker, the coordinator and the parameter servers, apart from its bytes: half a
+step of a tiny network, measured on two cores."""
 EXTRA = 3
 """Operations that a collective costs its host."""
 
 Correction = Callable[[StrategySpec, float], float]
-"""A measured factor on the time of computing, for a spec and the rows of a micro-batch."""
+"""Measured factor on the compute time, for a spec and the rows of a micro-batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """A step's seconds, what they go into, and what a device holds."""
+    """Predicted seconds of a step, their breakdown, and the memory of a device."""
 
     spec: StrategySpec
     num_devices: int
     batch_size: int
     compute: float
     communication: float = 0.0
-    """Exchanges that computing has to wait for."""
+    """Seconds that computation waits for exchanges."""
     bubble: float = 0.0
-    """Stages that wait for others."""
+    """Seconds that pipeline stages wait for others."""
     stragglers: float = 0.0
-    """Waiting for the slowest replica."""
+    """Seconds waiting for the slowest replica."""
     input: float = 0.0
     update: float = 0.0
     memory: Footprint
     fits: bool
     host_share: float = 0.0
-    """The part of computing in which the device waits for its host to start operations."""
+    """Fraction of the compute time in which the device waits for its host to launch operations."""
     factor: float = 1.0
-    """Measured over predicted, once it was measured."""
+    """Ratio of measured to predicted time, once measured."""
 
     @property
     def seconds(self) -> float:
-        """All of a step."""
+        """Seconds of a whole step."""
         parts = self.compute + self.communication + self.bubble + self.stragglers + self.input + self.update
         return parts * self.factor
 
@@ -66,13 +66,13 @@ class Estimate:
         return self.batch_size / self.seconds
 
     def parts(self) -> dict[str, float]:
-        """Seconds by what they are spent on."""
+        """Return seconds by cause."""
         names = ("compute", "communication", "bubble", "stragglers", "input", "update")
         return {name: getattr(self, name) * self.factor for name in names}
 
 
 def waiting(count: int) -> float:
-    """How many standard deviations the slowest of so many is beyond the mean.
+    """Return by how many standard deviations the slowest of `count` replicas exceeds the mean.
 
     >>> [round(waiting(n), 1) for n in (1, 8, 50, 512)]
     [0.0, 1.4, 2.2, 3.0]
@@ -81,7 +81,7 @@ def waiting(count: int) -> float:
 
 
 def waiting_for(count: int, backups: int) -> float:
-    """The same where the step goes on when `count` of `count + backups` are there.
+    """Return the result of `waiting` if a step needs only `count` of `count + backups` replicas.
 
     >>> round(waiting_for(46, 4), 1)
     1.3
@@ -99,7 +99,7 @@ def estimate(
     pushers: int | None = None,
     correction: Correction | None = None,
 ) -> Estimate:
-    """Predicts one step; with `servers` gradients go to them, from so many pushers, instead of between replicas."""
+    """Predict one step; with `servers`, gradients go to them from `pushers` workers instead of between replicas."""
     whole = workload.network(spec.precision)
     network = whole.of_worker() if spec.servers else whole
     cluster = replace(cluster, chip=cluster.chip_for(spec.num_devices or 1)) if cluster.shared else cluster
@@ -132,7 +132,7 @@ def estimate(
         sizes = [workload.wire * piece.served(micros * rows / network.rows) for piece in whole.pieces]
         size = sum(sizes)
         served = _served(busiest, servers, sizes, pushers or parts)
-        if spec.staleness != 0:  # workers go on with the values they have, until the servers are what is waited for
+        if spec.staleness != 0:  # asynchronous workers wait only if the servers are the bottleneck
             served = max(0.0, sum(servers.rounds(size, pushers or parts)) - span)
     communication = exposed_tensor + gradients + served
     busy = span + gradients + served + late + update
@@ -168,7 +168,7 @@ def estimate(
 
 
 def servers_of(workload: Workload, cluster: Cluster, spec: StrategySpec) -> Servers | None:
-    """The servers of a spec, where it has some: on hosts of their own where there are several hosts."""
+    """Return the parameter servers of a spec, if any; with several hosts, they run on separate hosts."""
     if not spec.servers:
         return None
     network = workload.network(spec.precision)
@@ -179,7 +179,7 @@ def servers_of(workload: Workload, cluster: Cluster, spec: StrategySpec) -> Serv
 
 
 def _waited(spec: StrategySpec) -> float:
-    """How many standard deviations beyond the mean a step is waited for."""
+    """Return by how many standard deviations a step's wait exceeds the mean."""
     if spec.servers and spec.staleness != 0:
         return 0.0
     return waiting_for((spec.num_devices or 1) - spec.backup, spec.backup)
@@ -187,7 +187,7 @@ def _waited(spec: StrategySpec) -> float:
 
 @dataclass(frozen=True)
 class _Stage:
-    """Pieces that run on one rank, and the seconds of a micro-batch."""
+    """Network parts that run on one rank, and their seconds per micro-batch."""
 
     pieces: tuple[NetworkPart, ...]
     forward: float
@@ -199,7 +199,7 @@ class _Stage:
 
 
 class _Times:
-    """The times of all pieces of a network for micro-batches of so many rows."""
+    """Times of all parts of a network for micro-batches of this many rows."""
 
     def __init__(self, network: Network, cluster: Cluster, spec: StrategySpec, rows: float, recorded: bool) -> None:
         self._network, self._cluster, self._spec = network, cluster, spec
@@ -220,7 +220,7 @@ class _Times:
             self._rows.append((forward, backward, exchange))
 
     def stages(self, scale: float, balanced: bool) -> list[_Stage]:
-        """The pieces of each stage, cut so that the slowest is as fast as possible, or with equally many blocks."""
+        """Return the parts of each stage, partitioned for the fastest slowest stage, or with equally many blocks."""
         pieces = self._network.pieces
         units = _units(pieces)
         ends = [*units[1:], len(pieces)]
@@ -251,7 +251,7 @@ class _Times:
 
 
 def _units(pieces: Sequence[NetworkPart]) -> list[int]:
-    """Where a network may be cut: between its blocks; what stands before and behind them stays with them."""
+    """Return where a network may be partitioned: between its blocks; other parts stay with the block beside them."""
     blocks = [index for index, piece in enumerate(pieces) if piece.is_repeated]
     if len(blocks) > 1:
         return [0, *blocks[1:]]
@@ -260,7 +260,7 @@ def _units(pieces: Sequence[NetworkPart]) -> list[int]:
 
 @lru_cache(maxsize=4096)
 def _kind(piece: NetworkPart) -> NetworkPart:
-    """The same without its name and place, so that equal blocks are computed once."""
+    """Return a part without its name and position, so that equal blocks are computed once."""
     return NetworkPart(
         name="",
         forward=piece.forward,
@@ -280,7 +280,7 @@ def _piece_times(
     late: float,
     recorded: bool,
 ) -> tuple[float, float, float]:
-    """Forward, backward, and how much of both is waiting for sums between devices that share its products."""
+    """Return the seconds of forward and backward, and how much of both waits for tensor-parallel all-reduces."""
     spread = spec.tensor if piece.products else 1
     sums = piece.products / 2 if spread > 1 else 0.0
     narrow = 0.5 if spec.precision == "bf16" else 1.0  # products give narrow numbers, what they are added to is wide
@@ -301,12 +301,12 @@ def _piece_times(
 
 
 def _repeated(work: PassCost, spec: StrategySpec) -> PassCost:
-    """What backward computes again: all of a block, or all but its products."""
+    """Return the cost of what backward recomputes: all of a block, or all but its products."""
     return PassCost(moved=work.moved / 2, operations=work.operations) if spec.recompute == "selective" else work
 
 
 def _exchanged(workload: Workload, cluster: Cluster, spec: StrategySpec, stage: _Stage, micros: int) -> float:
-    """Seconds that computing waits for gradients, and for parameters where they are cut over ranks."""
+    """Return the seconds that computation waits for gradients, and for parameters if they are sharded."""
     stride = spec.tensor * spec.stages
     shards, replicas = spec.shards or 1, spec.replicas or 1
     waited = 0.0
@@ -329,7 +329,7 @@ def _exchanged(workload: Workload, cluster: Cluster, spec: StrategySpec, stage: 
 
 
 def _overlapped(stage: _Stage, group: ExchangeGroup, share: float, *, overlaps: bool) -> float:
-    """Buckets leave as soon as backward has filled them; what is still under way when it ends is waited for."""
+    """Return the exposed time of bucketed gradient exchanges, which overlap with backward."""
     now = end = size = travelling = 0.0
     limit = FIRST_BUCKET
     for piece, seconds in zip(reversed(stage.pieces), reversed(stage.backwards), strict=True):
@@ -347,7 +347,7 @@ def _overlapped(stage: _Stage, group: ExchangeGroup, share: float, *, overlaps: 
 
 
 def _served(stage: _Stage, servers: Servers, sizes: Sequence[float], pushers: int) -> float:
-    """Parameters come in the order in which forward needs them, gradients leave as backward makes them."""
+    """Return the exposed time of pulls, in the order forward needs parameters, and of pushes during backward."""
     pull, push = servers.rounds(sum(sizes), pushers)
     total = sum(sizes) or 1
     arrived = now = 0.0
@@ -363,7 +363,7 @@ def _served(stage: _Stage, servers: Servers, sizes: Sequence[float], pushers: in
 
 
 def _update(network: Network, pieces: Sequence[NetworkPart], chip: Chip, spec: StrategySpec) -> float:
-    """The optimizer reads and writes parameters and its state once, and reads gradients."""
+    """Return the optimizer's seconds: it reads and writes parameters and state once, and reads gradients."""
     own = sum(piece.gradient_bytes for piece in pieces)
     state = 2 * network.state_bytes * own / max(1, network.gradient_bytes)
     return (3 * own + state) / (spec.tensor * (spec.shards or 1)) / (chip.bandwidth * chip.streaming)

@@ -1,4 +1,4 @@
-"""Pages of a plan: the curve as SVG, and all of it as one HTML file that needs no other."""
+"""Pages of a plan: the curve as SVG, and everything as one standalone HTML file."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STYLE = (
 
 
 def svg(curve: Curve, here: int) -> str:
-    """Speed-up against devices, both in doublings, with the perfect one beside it."""
+    """Return a chart of speed-up against devices, both in doublings, beside the ideal speed-up."""
     top = max(1.0, math.log2(curve.points[-1].num_devices))
 
     def place(devices: float, speed: float) -> str:
@@ -57,7 +57,7 @@ def svg(curve: Curve, here: int) -> str:
 
 
 def html(plan: Plan, most: int = 30) -> str:
-    """The table, the curve, the reason and the remedies."""
+    """Return a page with the table, the curve, the reason and the remedies."""
     best = plan.best.option
     rows = []
     for option in plan.options[:most]:

@@ -1,4 +1,4 @@
-"""Many networks: whether to stack them into one program, pack processes on a device, or give each a device."""
+"""Plan many networks: stack them into one program, pack processes on a device, or give each a device."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from .clusters import Cluster
 from .estimate import waiting
 
 CONTEXT = 0.5e9
-"""Bytes of a device that each process takes for itself."""
+"""Bytes of device memory that each process needs for its context."""
 PROCESSES = 8
-"""Processes for which a host has cores beside one device."""
+"""Number of processes per device for which a host has cores."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class One:
-    """A step of one of the networks: t = start + each · samples, and what it holds."""
+    """A step of one network: t = start + each · samples, and its memory."""
 
     start: float
     each: float
@@ -26,24 +26,24 @@ class One:
 
     @property
     def seconds(self) -> float:
-        """A step of it alone."""
+        """Seconds of a step alone."""
         return self.start + self.each * self.batch_size
 
 
 @dataclass(frozen=True, kw_only=True)
 class ManyNetworksEstimate:
-    """How many networks are trained together, and the seconds in which each of them takes one step."""
+    """Number of networks trained together, and the seconds in which each of them takes one step."""
 
     name: str
     seconds: float
     together: int
     """Networks on one device at a time."""
     gain: float
-    """Over one after another on one device."""
+    """Speedup over training one after another on one device."""
 
 
 def stacking_gain(one: One, count: int) -> float:
-    """How many times faster `count` networks are as one program than one after another: k(a+βB)/(a+kβB).
+    """Return the speedup of `count` networks as one program over one after another: k(a+βB)/(a+kβB).
 
     >>> round(stacking_gain(One(start=1.1e-3, each=0.1e-3 / 128, batch_size=128, memory=1), 100), 1)
     10.8
@@ -52,7 +52,7 @@ def stacking_gain(one: One, count: int) -> float:
 
 
 def many(one: One, count: int, cluster: Cluster) -> list[ManyNetworksEstimate]:
-    """Every way of training so many networks on a cluster, the fastest first."""
+    """Return all ways of training this many networks on a cluster, fastest first."""
     if count < 1:
         raise SettingsError("there is at least one network", got=count, remedy="pass 1 or more")
     fitting = int(0.92 * cluster.chip.memory // one.memory)
@@ -73,7 +73,7 @@ def many(one: One, count: int, cluster: Cluster) -> list[ManyNetworksEstimate]:
     computing = one.each * one.batch_size
     seconds = {
         "stacked": (math.ceil(share / stacked) * (one.start + stacked * computing) * late, stacked),
-        # Processes start their operations side by side and take turns on the device, each with a context of its own.
+        # Processes launch operations in parallel and take turns on the device, each with its own context.
         "packed": (math.ceil(share / packed) * max(one.seconds, packed * computing) * late, packed),
         "one per device": (share * one.seconds * late, 1),
     }

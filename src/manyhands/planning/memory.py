@@ -1,4 +1,4 @@
-"""Memory: what a rank holds over a step, by simulating what is allocated and freed in its forward and backward."""
+"""Memory of a rank over a step, by simulating what is allocated and freed in its forward and backward."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from ..core import StrategySpec
 from ..costs import Network, NetworkPart
 
 ROOM = 0.92
-"""The part of a device's memory that a step may take: its context, the allocator's gaps and libraries take the rest."""
+"""Fraction of a device's memory that a step may use; context, fragmentation and libraries need the rest."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Footprint:
-    """Bytes of one rank by kind, at the moment when most are held."""
+    """Bytes of one rank by kind, at the peak."""
 
     parameters: float
     gradients: float
@@ -24,14 +24,14 @@ class Footprint:
 
     @property
     def total(self) -> float:
-        """All of it."""
+        """Sum of all kinds."""
         return self.parameters + self.gradients + self.state + self.activations + self.working
 
 
 def footprint(
     network: Network, pieces: Sequence[NetworkPart], spec: StrategySpec, rows: float, in_flight: int = 1
 ) -> Footprint:
-    """What a rank with these pieces holds, with micro-batches of so many rows, of which it keeps so many at a time."""
+    """Return the memory of a rank with these parts, with `in_flight` micro-batches of `rows` rows kept at a time."""
     shards, replicas = spec.shards or 1, spec.replicas or 1
     samples = rows / network.rows
     own = sum(piece.param_bytes for piece in pieces) / spec.tensor
@@ -39,7 +39,7 @@ def footprint(
     trained = sum(piece.gradient_bytes for piece in pieces) / spec.tensor
     state = network.state_bytes * trained / max(1, network.gradient_bytes) / shards
     parameters = own / shards + network.buffer_bytes * whole
-    # A gradient and the buffer in which it travels.
+    # A gradient and its communication buffer.
     gradients = trained / shards * (2 if replicas > 1 else 1)
     stay = spec.accumulate * spec.microbatches > 1 or replicas > 1 or shards > 1 or in_flight > 1
     kept = [_kept(piece, spec, samples) for piece in pieces]
@@ -52,14 +52,14 @@ def footprint(
         gradients=gradients if stay else grown,
         state=state,
         activations=before + activations,
-        # A step's batch is there as a whole, whatever parts it is taken in.
+        # The whole batch of a step is in memory, whatever micro-batches it is split into.
         working=working + network.input_bytes * samples * spec.accumulate * spec.microbatches,
     )
 
 
 def _kept(piece: NetworkPart, spec: StrategySpec, samples: float) -> float:
     if spec.recompute and piece.is_repeated:
-        # Its input alone, which is as large as what it gives on; what products made stays with "selective".
+        # Only its input, which is as large as its output; "selective" also keeps the results of products.
         share = 0.5 if spec.recompute == "selective" else 0.0
         return (piece.output + share * piece.kept) * samples
     return piece.kept * samples * piece.share(spec.tensor) + piece.copies / spec.tensor
@@ -68,7 +68,7 @@ def _kept(piece: NetworkPart, spec: StrategySpec, samples: float) -> float:
 def _peak(
     pieces: Sequence[NetworkPart], spec: StrategySpec, samples: float, kept: Sequence[float], gradients: float
 ) -> tuple[float, float, float]:
-    """Activations, working memory and gradients at the moment when their sum is largest."""
+    """Return activations, working memory and gradients at the moment when their sum is largest."""
     held, best = 0.0, (0.0, 0.0, 0.0)
     for piece, size in zip(pieces, kept, strict=True):
         working = max(0.0, piece.forward.peak * samples * piece.share(spec.tensor) - size)
@@ -80,10 +80,10 @@ def _peak(
         again = 0.0
         if spec.recompute and piece.is_repeated:
             again = piece.kept * samples * piece.share(spec.tensor)
-        # Beside what its backward makes stands the gradient that it starts from, as large as what the piece gave on.
+        # Backward also holds the gradient that it starts from, as large as the part's output.
         working = (piece.backward.peak * piece.share(spec.tensor) + piece.output) * samples + again
         if spec.accumulate * spec.microbatches > 1:
-            working += piece.largest / spec.tensor  # a gradient stands by itself until it is added to those before
+            working += piece.largest / spec.tensor  # a new gradient exists separately until it is accumulated
         grown += gradients * piece.gradient_bytes / total
         best = max(best, (held, working, grown), key=sum)
         held -= size
@@ -91,7 +91,7 @@ def _peak(
 
 
 def _gathered(pieces: Sequence[NetworkPart], spec: StrategySpec) -> float:
-    """Whole parameters of the block that runs and of the next one; all of them where they stay whole until backward."""
+    """Return bytes of gathered parameters: the current block and the next; all if they stay whole until backward."""
     if (spec.shards or 1) == 1:
         return 0.0
     sizes = sorted((piece.param_bytes / spec.tensor for piece in pieces), reverse=True)

@@ -1,5 +1,5 @@
-"""A cluster file with hosts of several kinds. All of them together are at the pace of the slowest, so that each
-kind by itself is planned beside them."""
+"""Cluster files with several kinds of hosts. Together they run at the speed of the slowest, so each kind is also
+planned by itself."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ KIND = "kind"
 
 
 def as_clusters(given: Cluster | str | Path) -> list[Cluster]:
-    """What a person passes as one cluster, or as a file with several kinds of hosts: all together, and each kind."""
+    """Return one cluster, or for a file with several kinds of hosts all together and then each kind."""
     if isinstance(given, Path) or (isinstance(given, str) and given.endswith(".toml")):
         values = read_toml(given)
         if KIND in values:
@@ -24,7 +24,7 @@ def as_clusters(given: Cluster | str | Path) -> list[Cluster]:
 
 
 def mixed(values: Mapping[str, Any]) -> list[Cluster]:
-    """From settings with a table for each kind; what stands outside of them is true of all.
+    """Create clusters from settings with a table for each kind; settings outside of these apply to all.
 
     >>> strong, weak = {"device": "A100", "hosts": 1, "per_host": 8}, {"device": "V100", "hosts": 2, "per_host": 8}
     >>> together, *apart = mixed({"gbits": 100, "kind": [strong, weak]})

@@ -1,4 +1,4 @@
-"""Plan: the ranked ways of splitting a workload over a cluster, the pick, the curve; and plans of several clusters."""
+"""Plan: the ranked strategies for a workload on a cluster, the pick and the curve; and plans of several clusters."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from .search import PlanOption, Search
 from .workload import Workload, is_lossy
 
 Measure = Callable[[StrategySpec], float | str]
-"""Seconds of a step with this spec, tried on the hardware at hand; or why it could not be taken."""
+"""Returns the measured seconds of a step with this spec on the available hardware, or why it could not run."""
 BANDS = {"measured": 0.05, "calibrated": 0.15, "catalogue": 0.3}
-"""How far a time may be off, by where its constants come from."""
+"""Expected relative error of a time, by the source of its constants."""
 SUFFIX = ".toml"
 TARGETS = (0.25, 0.5, 1, 2, 4, 8, 16)
-"""Batch sizes, over the task's own, whose time to a target is told."""
+"""Batch sizes, relative to the task's own, whose time to a target is reported."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What every way of splitting would cost, the fastest first.
+    """Predicted cost of every strategy, fastest first.
 
     `plan.best` is the pick, `plan.show()` prints the table and the curve, `plan.save_html(path)` writes a page.
     """
@@ -39,7 +39,7 @@ class Plan:
     cluster: Cluster
     options: tuple[PlanOption, ...]
     control: PlanOption
-    """Plain data parallel, beside which no pick may be slower."""
+    """Plain data parallel, the baseline that the pick must not be slower than."""
     alone: float
     """Seconds of a step on one device."""
     curve: Curve
@@ -47,40 +47,40 @@ class Plan:
     fingerprint: str = ""
     num_networks: int = 1
     ways: tuple[ManyNetworksEstimate, ...] = ()
-    """How to train so many such networks, the fastest first, where several were asked for."""
+    """Ways to train several such networks, fastest first, if several were requested."""
 
     @property
     def best(self) -> Pick:
-        """The fastest that fits and can be run; where some were tried, the fastest of those."""
+        """The fastest option that fits and can run; among measured ones if there are any."""
         able = [option for option in self.options if option.can_run]
         tried = [option for option in able if option.measured is not None]
         return Pick(option=min(tried or able, key=lambda option: option.seconds), plan=self)
 
     @property
     def band(self) -> float:
-        """How far predicted times may be off, as a part of them."""
+        """Expected relative error of predicted times."""
         return BANDS["calibrated" if self.cluster.measured else "catalogue"]
 
     def efficiency(self, option: PlanOption) -> float:
-        """Speed-up over one device, for each device."""
+        """Return the speed-up over one device, divided by the number of devices."""
         devices = 1 if self.cluster.shared else option.estimate.num_devices
         return self.alone / option.seconds / devices
 
     def cost(self, option: PlanOption, samples: float = 1e6) -> float | None:
-        """Money for so many samples, where a price is known."""
+        """Return the cost of this many samples; None without a price."""
         if self.cluster.price is None:
             return None
         hours = option.seconds * samples / self.workload.batch_size / 3600
         return hours * option.estimate.num_devices * self.cluster.price
 
     def steps_over_least(self) -> float | None:
-        """Steps to a target over those of an endless batch, where the gradient's noise is known."""
+        """Return the ratio of steps to a target to those of an infinite batch; None if gradient noise is unknown."""
         return None if self.workload.noise is None else steps_needed(self.workload.batch_size, self.workload.noise)
 
     def to_target(self) -> dict[int, float]:
-        """The time to a target with other batch sizes on these devices, over that with this one.
+        """Return the time to a target with other batch sizes on these devices, relative to this one.
 
-        Empty where the gradient's noise is not known. Steps come from the noise, their seconds from the model.
+        Empty if the gradient noise is not known. Steps come from the noise, their seconds from the model.
         """
         if self.workload.noise is None:
             return {}
@@ -96,29 +96,29 @@ class Plan:
         return {size: time / found[batch_size] for size, time in found.items()} if batch_size in found else {}
 
     def show(self, *, most: int = 12) -> None:
-        """Prints the table and the curve."""
+        """Print the table and the curve."""
         from .report import show
 
         show(self, most=most)
 
     def save_html(self, path: str | Path) -> None:
-        """Writes a page with the table and the curve; it needs no other file."""
+        """Write an HTML page with the table and the curve; it needs no other file."""
         from .html_report import html
 
         Path(path).write_text(html(self), encoding="utf-8")
 
     def save_svg(self, path: str | Path) -> None:
-        """Writes the curve."""
+        """Write the curve as SVG."""
         from .html_report import svg
 
         Path(path).write_text(svg(self.curve, self.cluster.num_devices), encoding="utf-8")
 
     def log(self, folder: str | Path) -> None:
-        """Adds it to the event log of a folder, where the dashboard finds it."""
+        """Append the plan to the event log of a folder, for the dashboard."""
         keep_event(folder, event("plan", **self.to_dict()))
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it, JSON-ready."""
+        """Return the plan as JSON-ready data."""
         return {
             "task": self.name,
             "cluster": str(self.cluster),
@@ -168,17 +168,17 @@ class Pick:
 
     @property
     def spec(self) -> StrategySpec:
-        """How it splits."""
+        """The strategy."""
         return self.option.spec
 
     @property
     def seconds(self) -> float:
-        """Of a step."""
+        """Seconds of a step."""
         return self.option.seconds
 
     @property
     def why(self) -> str:
-        """One sentence."""
+        """Reason for the pick, as one sentence."""
         control = self.plan.control
         how = "measured" if self.option.measured is not None else "predicted"
         if self.spec == control.spec:
@@ -189,7 +189,7 @@ class Pick:
         return f"{1e3 * self.seconds:.3g} ms a step, {how}: {gain:.2f} times plain data parallel"
 
     def save(self, path: str | Path) -> Path:
-        """Writes it as TOML, to be edited and passed to `fit`."""
+        """Write the pick as TOML, to be edited and passed to `fit`."""
         plan = self.plan
         lines = [
             f"# {self.why}",
@@ -207,7 +207,7 @@ class Pick:
 
 
 def read_plan(path: str | Path) -> tuple[StrategySpec, str]:
-    """The strategy in a plan file, and the fingerprint of the network it was made for."""
+    """Return the strategy in a plan file, and the fingerprint of the network it was made for."""
     remedy = 'write one with mh.plan(task).best.save("plan.toml")'
     try:
         values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
@@ -222,7 +222,7 @@ def read_plan(path: str | Path) -> tuple[StrategySpec, str]:
 
 
 def require_same(path: str | Path, planned: str, network: str) -> None:
-    """Refuses a plan that was made for another network."""
+    """Raise SettingsError if a plan was made for another network."""
     if planned and planned != network:
         raise SettingsError(
             f"{path} was made for a network of {planned}",
@@ -242,7 +242,7 @@ def make_plan(
     notes: Sequence[str] = (),
     networks: int = 1,
 ) -> Plan:
-    """Prices all ways, tries the best few where they can be tried, and draws the curve for the pick."""
+    """Estimate all strategies, measure the best few if possible, and compute the curve of the pick."""
     options = search.options(workload, cluster)
     if not any(option.can_run for option in options):
         raise _nothing_fits(workload, cluster, search, options)
@@ -274,7 +274,7 @@ def make_plan(
 
 
 def _ways(workload: Workload, cluster: Cluster, search: Search, networks: int) -> list[ManyNetworksEstimate]:
-    """How to train many such networks: a step of one is what two batch sizes say, t = start + each · samples."""
+    """Return ways to train many such networks, with step times fitted as t = start + each · samples."""
     if networks == 1:
         return []
     each = replace(cluster, chip=cluster.chip_for(cluster.num_devices), shared=False)
@@ -291,7 +291,7 @@ def _ways(workload: Workload, cluster: Cluster, search: Search, networks: int) -
 
 
 def _tried(options: list[PlanOption], control: PlanOption, measure: Measure, tries: int) -> list[PlanOption]:
-    """The best few and the control, measured; what was not measured is scaled by what those were off by."""
+    """Measure the best few options and the control; scale the others by the median error."""
     able = [option for option in options if option.can_run]
     chosen = {option.spec: option for option in [*able[:tries], *([control] if control.can_run else [])]}
     found = {spec: measure(spec) for spec in chosen}
@@ -310,7 +310,7 @@ def _tried(options: list[PlanOption], control: PlanOption, measure: Measure, tri
 
 
 def _nothing_fits(workload: Workload, cluster: Cluster, search: Search, options: list[PlanOption]) -> StrategyError:
-    """An error that says what would fit: more devices, narrow numbers, or a smaller batch."""
+    """Return an error that names what would fit: more devices, lower precision, or a smaller batch."""
     near = min(options, key=lambda option: option.estimate.memory.total)
     need, have = near.estimate.memory.total / 2**30, ROOM * cluster.chip.memory / 2**30
     able = [option for option in options if option.estimate.fits]
@@ -339,17 +339,17 @@ def _nothing_fits(workload: Workload, cluster: Cluster, search: Search, options:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Plans of one task for several clusters, the fastest first."""
+    """Plans of one task for several clusters, fastest first."""
 
     plans: tuple[Plan, ...]
 
     @property
     def best(self) -> Pick:
-        """The pick of the fastest."""
+        """The pick of the fastest plan."""
         return self.plans[0].best
 
     def why(self) -> str:
-        """Which one, and why."""
+        """Return which cluster is fastest, and why."""
         first, *others = self.plans
         lines = []
         for other in others:
@@ -367,21 +367,21 @@ class Comparison:
         return "; ".join(lines)
 
     def show(self) -> None:
-        """Prints all of them and the sentence."""
+        """Print all plans and the conclusion."""
         for plan in self.plans:
             plan.show(most=3)
         print(self.why())
 
     def log(self, folder: str | Path) -> None:
-        """Adds all of them to the event log of a folder, where the dashboard finds them."""
+        """Append all plans to the event log of a folder, for the dashboard."""
         for plan in self.plans:
             plan.log(folder)
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
+        """Return the comparison as JSON-ready data."""
         return {"why": self.why(), "plans": [plan.to_dict() for plan in self.plans]}
 
 
 def compare(plans: Sequence[Plan]) -> Comparison:
-    """Ranks plans by the speed of their picks."""
+    """Rank plans by the speed of their picks."""
     return Comparison(plans=tuple(sorted(plans, key=lambda plan: plan.best.seconds / plan.workload.batch_size)))

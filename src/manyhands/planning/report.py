@@ -1,4 +1,4 @@
-"""The report of a plan in the terminal: its table, its curve, its reason and its remedies."""
+"""Terminal report of a plan: its table, its curve, its reason and its remedies."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ COLUMNS = ("strategy", "devices", "step", "compute", "exchange", "bubble", "stra
 BAR = 48
 NUM_REMEDIES = 5
 WORTH_A_CHANGE = 0.9
-"""The part of the time to a target below which another batch size is named."""
+"""Fraction of the time to a target below which another batch size is suggested."""
 
 
 def show(plan: Plan, *, most: int = 12, console: Console | None = None) -> None:
-    """Prints a plan."""
+    """Print a plan."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -50,12 +50,12 @@ def show(plan: Plan, *, most: int = 12, console: Console | None = None) -> None:
 
 
 def header(plan: Plan) -> tuple[str, ...]:
-    """The columns; money only where a price is known."""
+    """Return the columns; costs only if a price is known."""
     return (*COLUMNS, "efficiency", *(["per 1M samples"] if plan.cluster.price is not None else []))
 
 
 def cells(plan: Plan, option: PlanOption) -> list[str]:
-    """A row of the table."""
+    """Return a row of the table."""
     made = option.estimate
     parts = made.parts()
     sign = "" if option.measured is not None else "~"
@@ -76,7 +76,7 @@ def cells(plan: Plan, option: PlanOption) -> list[str]:
 
 
 def lines(plan: Plan) -> list[str]:
-    """The pick, what is assumed, and how far it may be off."""
+    """Return the pick, the assumptions and the expected error as lines of text."""
     said = [f"pick: {plan.best.spec} ({plan.best.why})"]
     where = "measured on this machine" if plan.cluster.measured else "from the catalogue"
     said.append(f"times with ~ are predicted, constants {where}: they may be off by {plan.band:.0%}")
@@ -101,9 +101,9 @@ def _way(way: ManyNetworksEstimate) -> str:
 
 
 def draw(curve: Curve, here: int) -> list[str]:
-    """Bars of speed-ups, in doublings.
+    """Return bars of the speed-up, in doublings.
 
-    The scale is logarithmic, so that a straight staircase is a perfect speed-up.
+    The scale is logarithmic, so that perfect speed-up is a straight staircase.
     """
     top = max(1.0, math.log2(curve.points[-1].num_devices))
     result = ["", "devices  speed-up"]
@@ -119,7 +119,7 @@ def draw(curve: Curve, here: int) -> list[str]:
 
 
 def closing(curve: Curve) -> list[str]:
-    """Where it saturates, why, and what would help."""
+    """Return where the speed-up saturates, why, and what would help."""
     if curve.never:
         first = f"it pays up to {_devices(curve.saturates)}; what ends it or is lost there: {curve.reason}"
     else:
@@ -138,7 +138,7 @@ def _devices(count: int) -> str:
 
 
 def size(num_bytes: float) -> str:
-    """Bytes as a person reads them.
+    """Return a number of bytes as readable text.
 
     >>> size(3e6), size(5 * 2**30)
     ('2.86 MiB', '5.00 GiB')
@@ -147,7 +147,7 @@ def size(num_bytes: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A time as a person reads it.
+    """Return a time as readable text.
 
     >>> duration(0.0123), duration(3.2), duration(4e-5)
     ('12.3 ms', '3.2 s', '40 µs')

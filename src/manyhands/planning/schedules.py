@@ -1,4 +1,4 @@
-"""Pipeline schedules, executed symbolically: how long a step takes, and how many micro-batches a stage holds."""
+"""Symbolic execution of pipeline schedules: the time of a step, and the micro-batches that a stage holds."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from .simulate import Turn, run
 
 Action = tuple[str, int]
 MOST_ACTIONS = 1024
-"""Beyond so many actions the closed form is used, which is exact where stages are equal."""
+"""Number of actions beyond which the closed form is used, which is exact if stages are equal."""
 
 
 def orders(schedule: str, stages: int, micros: int) -> list[list[Action]]:
-    """What each stage does, one after another.
+    """Return the sequence of actions of each stage.
 
     >>> orders("1f1b", 2, 2)[1]
     [('forward', 0), ('backward', 0), ('forward', 1), ('backward', 1)]
@@ -24,7 +24,7 @@ def orders(schedule: str, stages: int, micros: int) -> list[list[Action]]:
 
 
 def _one_each(ahead: int, micros: int) -> list[Action]:
-    """So many forwards first, then one forward and one backward by turns."""
+    """Return `ahead` forwards first, then alternating forwards and backwards."""
     actions: list[Action] = [("forward", i) for i in range(ahead)]
     for i in range(micros - ahead):
         actions += [("forward", ahead + i), ("backward", i)]
@@ -34,7 +34,7 @@ def _one_each(ahead: int, micros: int) -> list[Action]:
 def makespan(
     forward: Sequence[float], backward: Sequence[float], sending: float, micros: int, schedule: str = "1f1b"
 ) -> float:
-    """Seconds from the first forward to the last backward.
+    """Return the seconds from the first forward to the last backward.
 
     >>> makespan([1.0, 1.0], [2.0, 2.0], 0.0, 4)
     15.0
@@ -54,7 +54,7 @@ def makespan(
 
 
 def in_flight(schedule: str, stage: int, stages: int, micros: int) -> int:
-    """Micro-batches whose activations a stage holds at the most.
+    """Return the maximum number of micro-batches whose activations a stage holds.
 
     >>> in_flight("1f1b", 0, 4, 16), in_flight("gpipe", 0, 4, 16)
     (4, 16)
@@ -63,7 +63,7 @@ def in_flight(schedule: str, stage: int, stages: int, micros: int) -> int:
 
 
 def cut(costs: Sequence[float], stages: int) -> list[int]:
-    """Where to cut a row of pieces into stages so that the slowest is as fast as possible: the first piece of each.
+    """Partition a sequence of parts into stages to minimize the slowest; return the first part of each stage.
 
     >>> cut([1, 1, 1, 3], 2)
     [0, 3]

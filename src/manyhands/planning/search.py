@@ -1,4 +1,4 @@
-"""Search: all sensible ways of splitting a workload over a cluster, priced and ranked."""
+"""Search over all sensible strategies for a workload on a cluster, with estimated costs."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from .workload import Workload
 
 MOST_STAGES = 64
 Refuses = Callable[[StrategySpec], str]
-"""Why a spec cannot be run by this version; empty when it can."""
+"""Returns why a spec cannot be run by this version; empty if it can."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOption:
-    """One way of splitting and what it would cost."""
+    """One strategy and its estimated cost."""
 
     estimate: Estimate
     refused: str = ""
-    """Why it cannot be run today."""
+    """Why it cannot be run by this version."""
     measured: float | None = None
-    """Seconds of a step, where it was tried."""
+    """Measured seconds of a step, if it was tried."""
 
     @property
     def spec(self) -> StrategySpec:
-        """How it splits."""
+        """The strategy."""
         return self.estimate.spec
 
     @property
     def seconds(self) -> float:
-        """Measured where it was, else predicted."""
+        """Measured seconds of a step if available, else predicted."""
         return self.measured if self.measured is not None else self.estimate.seconds
 
     @property
@@ -43,7 +43,7 @@ class PlanOption:
 
 @dataclass(frozen=True, kw_only=True)
 class Search:
-    """What may be picked."""
+    """Constraints on the strategies that may be picked."""
 
     precision: str = "fp32"
     lossy: bool = False
@@ -52,7 +52,7 @@ class Search:
     correction: Correction | None = None
 
     def options(self, workload: Workload, cluster: Cluster) -> list[PlanOption]:
-        """All of them, those that can run first, the fastest first; data parallel and one device are always in."""
+        """Return all options, runnable and fastest first; data parallel and one device are always included."""
         found: dict[StrategySpec, PlanOption] = {}
         for spec in (self.control(workload, cluster), StrategySpec(precision=self.precision)):
             found[spec] = self.option(workload, cluster, spec)
@@ -68,16 +68,16 @@ class Search:
         return sorted(found.values(), key=lambda o: (not o.estimate.fits, bool(o.refused), o.seconds))
 
     def control(self, workload: Workload, cluster: Cluster) -> StrategySpec:
-        """Plain data parallel on all devices, or on as many as there are samples."""
+        """Return plain data parallel on all devices, or on as many as there are samples."""
         return StrategySpec(replicas=min(cluster.num_devices, workload.batch_size), precision=self.precision)
 
     def option(self, workload: Workload, cluster: Cluster, spec: StrategySpec) -> PlanOption:
-        """One of them."""
+        """Estimate one strategy."""
         made = estimate(workload, cluster, spec, correction=self.correction)
         return PlanOption(estimate=made, refused=self.refuses(spec))
 
     def _filled(self, workload: Workload, cluster: Cluster, layout: StrategySpec) -> Iterator[StrategySpec]:
-        """A layout with its precision, micro-batches and recomputation: as few of these as memory allows."""
+        """Yield a layout with precision, micro-batches and recomputation, as few of these as memory allows."""
         layout = replace(layout, precision=self.precision)
         most = workload.batch_size // layout.num_parts
         counts = [count for count in (1, 2, 4, 8, 16, 32, 64, 128, 256) if count <= most]
@@ -102,7 +102,7 @@ class Search:
 
 
 def _parted(layout: StrategySpec, count: int, recompute: str) -> StrategySpec:
-    """A layout with so many micro-batches: under way together in a pipeline, one after another elsewhere."""
+    """Return a layout with this many micro-batches: in flight together in a pipeline, else accumulated."""
     if layout.stages > 1:
         return replace(layout, microbatches=count, recompute=recompute)
     return replace(layout, accumulate=count, recompute=recompute)

@@ -1,4 +1,4 @@
-"""A small discrete-event simulator: turns that wait for others and for the one thing they run on. Deterministic."""
+"""Small deterministic discrete-event simulator: tasks that wait for other tasks and for a resource."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Turn:
-    """Something that takes time on one resource, after others have ended."""
+    """A task that takes time on one resource, after others have ended."""
 
     name: Hashable
     where: Hashable
     seconds: float
     after: tuple[Hashable, ...] = ()
     lag: float = 0.0
-    """Seconds between the end of the last of these and the moment it can begin: a message on its way."""
+    """Seconds between the end of the last dependency and the earliest start, such as a message in flight."""
 
 
 def run(turns: Sequence[Turn]) -> dict[Hashable, float]:
-    """When each ends. A resource takes its turns in the order in which they are given; order among resources is free.
+    """Return when each task ends. A resource runs its tasks in the given order; resources are independent.
 
     >>> run([Turn("a", "x", 1.0), Turn("b", "y", 2.0, after=("a",)), Turn("c", "x", 1.0)])["b"]
     3.0

@@ -1,4 +1,4 @@
-"""Workload: what is to be planned, as numbers: a traced network, its batch, its feed, and what was measured of it."""
+"""Workload to plan for: a traced network, its batch size, its input rate, and measurements."""
 
 from __future__ import annotations
 
@@ -11,35 +11,35 @@ from ..costs import Network
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """A network and how it is trained, whatever it runs on."""
+    """A network and how it is trained, independent of the hardware."""
 
     networks: Mapping[str, Network] = field(hash=False)
-    """By precision; each traced with the same rows."""
+    """Networks by precision, each traced with the same rows."""
     batch_size: int
-    """Global: a step has the same samples on any number of devices."""
+    """Global batch size: a step has the same samples on any number of devices."""
     name: str = "task"
     feed: float | None = None
-    """Samples per second that one host reads and prepares, where that was measured."""
+    """Samples per second that one host reads and prepares, if measured."""
     noise: float | None = None
-    """The gradient noise scale in samples: beyond about so many a larger batch helps little."""
+    """Gradient noise scale in samples, beyond which a larger batch helps little."""
     recorded: bool = True
-    """Whether steps on accelerators are recorded, so that the host hardly matters."""
+    """Whether steps on accelerators are captured as CUDA graphs, so that the host hardly matters."""
     overlaps: bool = True
     """Whether gradients are exchanged while backward runs."""
     balanced: bool = True
-    """Whether stages are cut by their time; else each has as many blocks, as other systems do it."""
+    """Whether stages are balanced by time; else each has equally many blocks, as in other systems."""
     whole_tensors: bool = False
-    """Whether a server holds parameters whole, so that the largest makes one of them hot; ours are cut evenly."""
+    """Whether a server holds whole parameters, so that the largest overloads one; manyhands shards them evenly."""
     wire: float = 1.0
-    """Bytes of a gradient on the wire over those of its parameter."""
+    """Ratio of a gradient's bytes on the network to those of its parameter."""
 
     def network(self, precision: str) -> Network:
-        """The network in this precision, or the one there is."""
+        """Return the network in this precision, or any if there is none."""
         return self.networks.get(precision) or next(iter(self.networks.values()))
 
 
 def wire_share(sync: str) -> float:
-    """Bytes on the wire over the gradient's own, for a policy by its text.
+    """Return the ratio of bytes on the network to the gradient's own, for a sync policy's text.
 
     >>> wire_share("bf16"), wire_share("topk(0.01)"), wire_share("allreduce")
     (0.5, 0.02, 1.0)
@@ -51,7 +51,7 @@ def wire_share(sync: str) -> float:
 
 
 def period(sync: str) -> float:
-    """Steps from one exchange to the next.
+    """Return the number of steps from one exchange to the next.
 
     >>> period("allreduce"), period("localsteps(8)"), period("diloco")
     (1, 8.0, 100)
@@ -62,11 +62,11 @@ def period(sync: str) -> float:
 
 
 def _parsed(sync: str) -> tuple[str, float | None]:
-    """A policy's name and its first number."""
+    """Return a policy's name and its first number."""
     number = re.search(r"\d+(?:\.\d+)?", sync.partition("(")[2])
     return re.split(r"[^a-z0-9_]", sync.lower(), maxsplit=1)[0], float(number[0]) if number else None
 
 
 def is_lossy(sync: str) -> bool:
-    """Whether a policy changes the mathematics."""
+    """Return whether a policy changes the mathematics."""
     return sync.lower() != "allreduce"

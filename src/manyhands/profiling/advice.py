@@ -1,4 +1,4 @@
-"""Advice: sentences about a profile, each with its evidence, a cure, and what the cure should gain."""
+"""Advice about a profile: each with its evidence, a cure, and the expected gain."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Advice:
-    """What is wrong, how that is known, and what would mend it."""
+    """A problem, its evidence, and a cure."""
 
     name: str
     evidence: str
     cure: str
     gain: float = 1.0
-    """How many times as fast it should then be, at the most; 1 where it is not about speed."""
+    """Maximum expected speedup; 1 if the advice is not about speed."""
     saves: str = ""
-    """What else it should bring."""
+    """Other expected benefits."""
 
     @property
     def expected(self) -> str:
-        """What the cure should bring, in words."""
+        """Return the expected benefit as text."""
         speed = f"up to {self.gain:.2f} times the speed" if self.gain > 1 else ""
         return ", ".join(filter(None, (speed, self.saves)))
 
     def __str__(self) -> str:
-        """One sentence.
+        """Return the advice as one sentence.
 
         >>> print(Advice(name="starved input", evidence="half of a step waits for data", cure="pass workers=2", gain=2))
         starved input: half of a step waits for data; pass workers=2 (up to 2.00 times the speed)
@@ -42,7 +42,7 @@ Rule = Callable[["Profile"], Advice | None]
 
 
 def advise(profile: Profile) -> list[Advice]:
-    """What every rule says of a profile, what promises most first."""
+    """Return the advice of all rules for a profile, ordered by expected gain."""
     from .rules import RULES
 
     found = [rule(profile) for rule in RULES]

@@ -1,10 +1,10 @@
-"""Times and sizes as a person reads them."""
+"""Readable formatting of times and sizes."""
 
 from __future__ import annotations
 
 
 def duration(seconds: float) -> str:
-    """A time.
+    """Return a time with its unit.
 
     >>> duration(0.0123), duration(3.2), duration(4e-5)
     ('12.3 ms', '3.2 s', '40 µs')
@@ -15,7 +15,7 @@ def duration(seconds: float) -> str:
 
 
 def size(num_bytes: float) -> str:
-    """A number of bytes.
+    """Return a number of bytes with its unit.
 
     >>> size(1536), size(3 * 2**30)
     ('1.5 KiB', '3 GiB')

@@ -1,4 +1,4 @@
-"""The page of a profile: one HTML file with tables, memory as SVG, and a timeline that can be zoomed and searched."""
+"""HTML page of a profile: one file with tables, memory as SVG, and a timeline with zoom and search."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ WIDTH, HEIGHT = 900, 180
 
 
 def html(profile: Profile) -> str:
-    """All of it."""
+    """Return the whole page."""
     title = escape(headline(profile))
     style = files(__package__).joinpath("page.css").read_text(encoding="utf-8")
     script = files(__package__).joinpath("page.js").read_text(encoding="utf-8")
@@ -88,7 +88,7 @@ def _table(title: str, columns: tuple[str, ...], rows: list[tuple[str, ...]]) ->
 
 
 def held_svg(memory: MemoryProfile) -> str:
-    """Bytes by kind over a step, one upon another."""
+    """Return a stacked area chart of bytes by kind over a step."""
     top = max(memory.totals) or 1
     below = [0.0] * len(memory.moments)
     areas = []
@@ -113,7 +113,7 @@ def _point(moment: float, part: float) -> str:
 
 
 def _data(profile: Profile) -> str:
-    """Bars for the timeline: tracks by rank, names once."""
+    """Return the timeline's bars as JSON: tracks by rank, each name stored once."""
     names: dict[str, int] = {}
     tracks: dict[str, list[list[float]]] = {}
     for one in profile.ranks:
@@ -121,5 +121,5 @@ def _data(profile: Profile) -> str:
             row = [names.setdefault(bar.name, len(names)), round(1e6 * bar.start, 1), round(1e6 * bar.end, 1)]
             tracks.setdefault(f"rank {one.rank}, {bar.track}", []).append(row)
     data = {"names": list(names), "tracks": [{"name": name, "bars": rows} for name, rows in tracks.items()]}
-    # A name must not be able to end the element that it stands in.
+    # A name must not be able to close the script element.
     return json.dumps({**data, "colours": COLOURS}).replace("<", "\\u003c")

@@ -1,4 +1,4 @@
-"""Memory: what a step holds from moment to moment, by kind, seen on the storages that its operations make."""
+"""Memory of a step over time, by kind, observed on the storages that its operations create."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ MAX_POINTS = 300
 @message
 @dataclass(frozen=True, kw_only=True)
 class MemoryProfile:
-    """Bytes by kind over a step. Moments are parts of the step, from 0 to 1."""
+    """Bytes by kind over a step. Moments are fractions of the step, from 0 to 1."""
 
     moments: tuple[float, ...]
     bytes: dict[str, tuple[int, ...]]
     phases: tuple[str, ...]
-    """What the rank was doing at each moment."""
+    """Phase of the rank at each moment."""
 
     @property
     def totals(self) -> list[int]:
@@ -36,14 +36,14 @@ class MemoryProfile:
 
     @property
     def peak(self) -> dict[str, int]:
-        """By kind, when most is held."""
+        """Bytes by kind at the peak."""
         totals = self.totals
         at = totals.index(max(totals))
         return {kind: sizes[at] for kind, sizes in self.bytes.items()}
 
     @property
     def peak_phase(self) -> str:
-        """What the rank was doing then."""
+        """Phase of the rank at the peak."""
         totals = self.totals
         return self.phases[totals.index(max(totals))]
 
@@ -58,7 +58,7 @@ class _Life:
 
 
 class MemoryWatch(TorchDispatchMode):
-    """Follows one step: every storage that is made, until it is gone."""
+    """Track every storage of one step from its creation to its release."""
 
     def __init__(self, hand: Hand) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -70,7 +70,7 @@ class MemoryWatch(TorchDispatchMode):
         self._made: dict[int, tuple[StorageWeakRef, _Life]] = {}
         self._lives: list[tuple[int, _Life]] = []
         self._standing: dict[int, int] = {}
-        """Storages of gradients that were there before: the buffers in which they travel."""
+        """Storages of gradients that existed before the step: the communication buffers."""
         model = hand.model
         self._held = _storages([*model.parameters(), *model.buffers()])
         self._state = _storages(_state(hand))
@@ -95,7 +95,7 @@ class MemoryWatch(TorchDispatchMode):
         return result
 
     def enter_phase(self, phase: str) -> None:
-        """The rank does something else from here on."""
+        """Record a change of the rank's phase."""
         if self._phase == "forward" and phase != "forward":
             self._let_go()
             for _, life in self._made.values():
@@ -138,7 +138,7 @@ class MemoryWatch(TorchDispatchMode):
                 self._standing[key] = gradient.untyped_storage().nbytes()
 
     def found(self) -> MemoryProfile:
-        """What was seen."""
+        """Return the observed memory profile."""
         self._tick()
         held, state = self._held, self._state
         steps = [dict.fromkeys(KINDS, 0) for _ in range(self._time + 1)]
@@ -164,7 +164,7 @@ class MemoryWatch(TorchDispatchMode):
 
 
 class _Following(Spans):
-    """Tells a watch of every change of phase."""
+    """Notify a watch of every change of phase."""
 
     def __init__(self, watch: MemoryWatch) -> None:
         self._watch = watch
@@ -175,7 +175,7 @@ class _Following(Spans):
 
 
 def _thinned(rows: list[dict[str, int]], phases: list[str]) -> MemoryProfile:
-    """At most so many moments: of each stretch the one at which most is held."""
+    """Reduce to a maximum number of moments: of each interval the one with most memory."""
     stretch = max(1, -(-len(rows) // MAX_POINTS))
     picked = []
     for start in range(0, len(rows), stretch):
@@ -195,20 +195,20 @@ def _state(hand: Hand) -> Iterable[Any]:
 
 
 def _storages(tensors: Iterable[Any]) -> dict[int, int]:
-    """Bytes of storages, each once."""
+    """Return the bytes of storages, without duplicates."""
     plain = [_local(tensor) for tensor in tensors]
     return {_key(t): t.untyped_storage().nbytes() for t in plain if t is not None and _key(t)}
 
 
 def _local(tensor: Any) -> Tensor | None:
-    """What this rank holds of it."""
+    """Return the part of a tensor that this rank holds."""
     if not isinstance(tensor, Tensor):
         return None
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def _key(tensor: Tensor) -> int:
-    """What tells storages apart; 0 for tensors that have none of their own."""
+    """Return an identifier of a tensor's storage; 0 for tensors without their own."""
     if tensor.layout is not torch.strided or tensor.device.type == "meta" or hasattr(tensor, "to_local"):
         return 0
     return int(tensor.untyped_storage()._cdata)

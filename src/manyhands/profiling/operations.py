@@ -1,4 +1,4 @@
-"""Operations: what ran within some steps, by operation and by module, and when; torch's profiler is underneath."""
+"""Operations that ran in some steps, by operation and by module, with a timeline; based on torch's profiler."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ MODULE = "module "
 STEP = "manyhands step"
 EVALUATED = "autograd::engine::evaluate_function"
 MAX_BARS = 4000
-"""Bars of a timeline that are kept, the longest ones."""
+"""Number of timeline bars that are kept, the longest ones."""
 WAITING = "_c10d_functional::wait_tensor"
-"""What waits for an exchange that a layer cut over devices has begun."""
+"""The operation that waits for the collective of a tensor-parallel layer."""
 _NAMES = (MODULE, STEP, "Optimizer.")
-"""Stretches that have a name and are no operations; on a GPU they stand beside the kernels."""
+"""Prefixes of named ranges that are not operations; on a GPU they appear beside the kernels."""
 
 
 @message
 @dataclass(frozen=True)
 class OperationStats:
-    """One kind of operation: how often it runs in a step, and the seconds that it itself takes."""
+    """One kind of operation: its calls per step, and its self time in seconds."""
 
     name: str
     count: float
@@ -41,7 +41,7 @@ class OperationStats:
 @message
 @dataclass(frozen=True)
 class ModuleTime:
-    """What a module itself takes in a step, without those inside it."""
+    """Self time of a module in a step, without its submodules."""
 
     name: str
     forward: float
@@ -49,13 +49,13 @@ class ModuleTime:
 
     @property
     def seconds(self) -> float:
-        """Both."""
+        """Seconds of forward and backward together."""
         return self.forward + self.backward
 
 
 @message
 class Bar(NamedTuple):
-    """Something on a track of the timeline, in seconds from the beginning of the step."""
+    """A bar on a track of the timeline, in seconds from the start of the step."""
 
     track: str
     name: str
@@ -66,22 +66,22 @@ class Bar(NamedTuple):
 @message
 @dataclass(frozen=True, kw_only=True)
 class OperationTable:
-    """What ran in a step, on average over those that were watched."""
+    """Operations of a step, as medians over the profiled steps."""
 
     operations: tuple[OperationStats, ...]
     modules: tuple[ModuleTime, ...]
     bars: tuple[Bar, ...]
-    """Of the last step that was watched."""
+    """Bars of the last profiled step."""
     busy: float | None = None
-    """The part of the time in which an accelerator had something to do; None on a CPU."""
+    """Fraction of the time in which the accelerator was busy; None on a CPU."""
     waited: tuple[float, float] = (0.0, 0.0)
-    """Seconds of forward and of backward in which layers that are cut over devices waited for each other."""
+    """Seconds of forward and of backward in which tensor-parallel layers waited for collectives."""
     num_started: float = 0.0
-    """Operations that the host starts in a step."""
+    """Number of operations that the host launches in a step."""
 
 
 def watch(model: nn.Module, device: torch.device, take: Callable[[], None], num_steps: int) -> OperationTable:
-    """Takes some steps and tells what ran in them."""
+    """Run some steps under torch's profiler and return what ran in them."""
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
     profiler = torch.profiler.profile(activities=activities, acc_events=True)
     with _hushed():
@@ -102,7 +102,7 @@ def watch(model: nn.Module, device: torch.device, take: Callable[[], None], num_
 
 @contextmanager
 def _hushed() -> Iterator[None]:
-    """The library beneath writes a line of its own to the screen whenever it starts and stops."""
+    """Redirect stderr inside, because the profiler library prints a line whenever it starts and stops."""
     kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
     try:
@@ -115,7 +115,7 @@ def _hushed() -> Iterator[None]:
 
 @contextmanager
 def _naming_modules(model: nn.Module) -> Iterator[None]:
-    """Marks where every module's forward begins and ends; nothing is put on the modules themselves."""
+    """Mark the start and end of every module's forward with global hooks; the modules are not modified."""
     names = {module: name for name, module in model.named_modules()}
     running: list[tuple[nn.Module, Any]] = []
 
@@ -181,7 +181,7 @@ def _summed(events: list[Any], device: torch.device) -> OperationTable:
 
 
 class _Sums:
-    """Sums by step, of which the median counts: what else the machine does now and then is nobody's."""
+    """Sums by step, combined by their median, which ignores occasional interference on the machine."""
 
     def __init__(self, num_steps: int) -> None:
         self._sums: dict[Any, list[float]] = defaultdict(lambda: [0.0] * num_steps)
@@ -194,9 +194,9 @@ class _Sums:
 
 
 def _owners(events: Iterable[Any]) -> dict[int, tuple[str, int]]:
-    """The module in which each event ran, and whether that was in backward.
+    """Return the module in which each event ran, and whether that was in backward.
 
-    An operation of backward carries the number of the forward operation whose gradient it computes.
+    An operation of backward carries the sequence number of the forward operation whose gradient it computes.
     """
     forward: dict[int, str] = {}
     found: dict[int, tuple[str, int]] = {}
@@ -215,7 +215,7 @@ def _owners(events: Iterable[Any]) -> dict[int, tuple[str, int]]:
 
 
 def _module(event: Any) -> str | None:
-    """The innermost module around an event."""
+    """Return the innermost module around an event, or None."""
     while event is not None:
         if event.name.startswith(MODULE):
             return str(event.name.removeprefix(MODULE))
@@ -224,7 +224,7 @@ def _module(event: Any) -> str | None:
 
 
 def _evaluated(event: Any) -> Any:
-    """The step of backward around an event."""
+    """Return the autograd node's event around an event, or None."""
     while event is not None:
         if event.name.startswith(EVALUATED):
             return event
@@ -233,7 +233,7 @@ def _evaluated(event: Any) -> Any:
 
 
 def _bars(on_host: list[Any], on_device: list[Any], steps: list[Any]) -> list[Bar]:
-    """The last step's events as bars: modules, operations of the computing threads, kernels."""
+    """Return the last step's events as bars: modules, operations of the computing threads, kernels."""
     if not steps:
         return []
     first, last = steps[-1].time_range.start, steps[-1].time_range.end
@@ -254,7 +254,7 @@ def _bars(on_host: list[Any], on_device: list[Any], steps: list[Any]) -> list[Ba
 
 
 def _busy(on_device: list[Any], steps: list[Any]) -> float:
-    """The part of the steps in which some kernel ran."""
+    """Return the fraction of the steps in which some kernel ran."""
     whole = sum(step.time_range.elapsed_us() for step in steps)
     covered, until = 0.0, float("-inf")
     for start, end in sorted((event.time_range.start, event.time_range.end) for event in on_device):

@@ -1,4 +1,4 @@
-"""How many operations per second a device reaches at the most, measured with large products."""
+"""Peak rate of a device in operations per second, measured with large matrix products."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import torch
 
 SIZES = {"cpu": (256, 512, 1024), "cuda": (4096, 8192)}
 SECONDS = 0.1
-"""How long products of one size are repeated on a CPU."""
+"""Seconds for which products of one size are repeated on a CPU."""
 TYPES = {"bf16": torch.bfloat16, "fp64": torch.float64}
 
 
 def ceiling(device: torch.device, precision: str) -> float:
-    """Operations per second of the best product."""
+    """Return the operations per second of the fastest product."""
     sizes = SIZES.get(device.type, SIZES["cpu"])
     return max(_rate(size, device, TYPES.get(precision, torch.float32)) for size in sizes)
 

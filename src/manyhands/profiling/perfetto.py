@@ -1,4 +1,4 @@
-"""Traces for Perfetto and Chrome: the phases, modules and operations of every rank, on one clock per step."""
+"""Traces for Perfetto and Chrome: phases, modules and operations of every rank, on one clock per step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PHASES = "phases"
 
 
 def bars(one: RankProfile) -> list[Bar]:
-    """Everything on a rank's timeline: the timed steps, then the one that was watched closely."""
+    """Return all bars of a rank's timeline: the timed steps, then the profiled one."""
     found, at = [], 0.0
     for sample in one.samples:
         found += [Bar(PHASES, span.name, at + span.start, at + span.end) for span in sample.spans]
@@ -28,7 +28,7 @@ def bars(one: RankProfile) -> list[Bar]:
 
 
 def write(profile: Profile, path: Path) -> Path:
-    """Writes the trace: a process for every rank, a thread for every track."""
+    """Write the trace: a process for every rank, a thread for every track."""
     events: list[dict[str, Any]] = []
     for one in profile.ranks:
         about = {"ph": "M", "pid": one.rank, "tid": 0}
@@ -48,7 +48,7 @@ def write(profile: Profile, path: Path) -> Path:
 
 
 def _held(one: RankProfile) -> list[dict[str, Any]]:
-    """Memory by kind as a counter, laid over the step that was watched."""
+    """Return memory by kind as a counter over the profiled step."""
     if one.memory is None or one.watched_sample is None:
         return []
     start, length = sum(sample.total for sample in one.samples), one.watched_sample.total

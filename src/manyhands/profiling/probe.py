@@ -1,4 +1,4 @@
-"""The probe: what one rank finds out about a task's steps. Some are timed first, then some are watched closely."""
+"""Probe of a task's steps on one rank: first some steps are timed, then some are profiled in detail."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from .peak_rate import ceiling
 
 WARMUP = 3
 WATCHED = 3
-"""Steps whose operations are watched."""
+"""Number of steps whose operations are profiled."""
 TIMES_LARGER = 4
-"""How many times as large the batch is with which one sees whether this one is too small."""
+"""Factor of the larger batch that shows whether the given one is too small."""
 TRIAL_SECONDS = 0.3
 FEW = 5
 
@@ -37,64 +37,64 @@ class Largest:
     name: str
     bytes: int
     total: int
-    """Bytes of all that are trained."""
+    """Bytes of all trained parameters."""
     rows: float | None = None
-    """The part of its rows that a step's gradient touches, where it has rows."""
+    """Fraction of its rows that a step's gradient touches, if it has rows."""
 
 
 @message
 @dataclass(frozen=True, kw_only=True)
 class Larger:
-    """Steps of this batch and of a larger one, taken one after the other; of each the time that is seldom undercut."""
+    """Lower quartiles of the step times with this batch size and with a larger one, measured in succession."""
 
     rows: int
     seconds: float
     usual: float
-    """Of the batch as it is."""
+    """Seconds with the given batch."""
 
 
 @message
 @dataclass(frozen=True, kw_only=True)
 class RankProfile:
-    """What one rank saw. What was not looked at is None."""
+    """Measurements of one rank; None for those that were not made."""
 
     breakdown: Breakdown
     samples: tuple[Sample, ...] = ()
     plain: Breakdown | None = None
-    """Of steps as they are written, where steps run from a recording."""
+    """Breakdown of eager steps, if steps run as CUDA graphs."""
     watched: OperationTable | None = None
     watched_sample: Sample | None = None
     """The step whose operations are in the timeline."""
     memory: MemoryProfile | None = None
     ceiling: float | None = None
-    """Operations per second that this device reaches at the most, while all ranks work."""
+    """Maximum FLOPs per second that this device reaches while all ranks work."""
     device: str = ""
     device_memory: int = 0
     sent: int = 0
-    """Bytes of gradients that it sends in a step."""
+    """Bytes of gradients that the rank sends in a step."""
     threads: int = 1
     cores: int = 1
-    """Threads that compute, and cores that this rank may use."""
+    """Number of compute threads, and of cores that this rank may use."""
     with_fewer_threads: float | None = None
-    """Seconds of a step with one thread for each core, where there are more."""
+    """Seconds of a step with one thread per core, if there are more threads than cores."""
     larger: Larger | None = None
     largest: Largest | None = None
     workers: int = 0
-    """Processes that read the data."""
+    """Number of data-loading processes."""
 
     @property
     def rank(self) -> int:
-        """Its number."""
+        """The rank's number."""
         return self.breakdown.rank
 
     @property
     def parts(self) -> Breakdown:
-        """The breakdown whose phases are told apart."""
+        """The breakdown with separate phases: that of eager steps if there is one."""
         return self.plain or self.breakdown
 
 
 def probe(world: World, task: Task, spec: StrategySpec, steps: int) -> RankProfile:
-    """Takes steps on this rank and looks at them; all ranks do the same in one order."""
+    """Run and measure steps on this rank; all ranks do the same in the same order."""
     with own_stream(world.device):
         return _probe(world, task, spec, steps)
 
@@ -107,7 +107,7 @@ def _probe(world: World, task: Task, spec: StrategySpec, steps: int) -> RankProf
         taken.close()
     world.barrier()
     found["ceiling"] = ceiling(world.device, spec.precision)
-    # Where a step takes long, its batch is not too small.
+    # If a step takes long, its batch is not too small.
     is_short = max(world.gather_objects(found["breakdown"].total)) < TRIAL_SECONDS
     larger = TIMES_LARGER * taken.batch_size
     if is_short and taken.num_samples is not None and taken.num_samples >= larger:
@@ -120,13 +120,13 @@ def _probe(world: World, task: Task, spec: StrategySpec, steps: int) -> RankProf
 
 
 class _Probe:
-    """The steps of one rank."""
+    """Measurements on the steps of one rank."""
 
     def __init__(self, steps: Steps) -> None:
         self._steps, self._hand = steps, steps.hand
 
     def run(self, count: int) -> dict[str, Any]:
-        """All there is to see."""
+        """Return all measurements."""
         hand, steps, device = self._hand, self._steps, self._hand.world.seat.device
         found: dict[str, Any] = {"device": str(device), "device_memory": device.memory}
         steps.expect(WARMUP + count)
@@ -172,7 +172,7 @@ class _Probe:
         return found
 
     def _held(self) -> tuple[MemoryProfile, Largest | None]:
-        """Memory over one step, and the parameter that weighs most."""
+        """Return the memory over one step, and the largest parameter."""
         weight, following = _Weights(self._hand), MemoryWatch(self._hand)
         try:
             with following:
@@ -184,7 +184,7 @@ class _Probe:
 
 @contextmanager
 def _noting_waits(hand: Hand) -> Iterator[None]:
-    """Counts as communication where torch's own parts wait for each other, as those do that gather parameters."""
+    """Count waits of torch's own collectives as communication, such as those that gather parameters."""
     wait = Work.wait
 
     def noted(work: Any, *args: Any, **kwargs: Any) -> Any:
@@ -202,7 +202,7 @@ def _noting_waits(hand: Hand) -> Iterator[None]:
 
 
 def _with_waits(taken: Breakdown, waited: tuple[float, float], watched: list[Sample]) -> Breakdown:
-    """Layers that are cut over devices wait within forward and backward: the same part of them as in watched steps."""
+    """Move the share of forward and backward that waits for tensor-parallel collectives to communication."""
     seconds = dict(taken.seconds)
     for phase, wait in zip(("forward", "backward"), waited, strict=True):
         whole = median(one.seconds[phase] for one in watched)
@@ -213,7 +213,7 @@ def _with_waits(taken: Breakdown, waited: tuple[float, float], watched: list[Sam
 
 
 class _Weights:
-    """Looks at gradients just before an update."""
+    """Inspect gradients just before an update."""
 
     def __init__(self, hand: Hand) -> None:
         self._named = {name: p for name, p in hand.model.named_parameters() if p.requires_grad}
@@ -232,7 +232,7 @@ class _Weights:
         self.largest = Largest(name=name, bytes=sizes[name], total=sum(sizes.values()), rows=rows)
 
     def remove(self) -> None:
-        """Looks no longer."""
+        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
 

@@ -1,4 +1,4 @@
-"""Profile: where a step's time and memory go, on every rank, and what to do about it."""
+"""Profile: where a step's time and memory go, on every rank, with advice."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .advice import Advice, advise
 from .probe import RankProfile
 
 SLOW = 0.75
-"""A rank is a straggler whose work takes so much of the others' speed at the most."""
+"""Relative speed at or below which a rank counts as a straggler."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,40 +31,40 @@ class Profile:
     batch_size: int
     ranks: tuple[RankProfile, ...]
     flops: float | None = None
-    """Operations of a step, forward and backward, on all ranks; None where the network could not be traced."""
+    """FLOPs of a step, forward and backward, on all ranks; None if the network could not be traced."""
     epoch_steps: int | None = None
     """Steps of an epoch, and batches that are validated after it."""
     valid_steps: int = 0
     upkeep: Mapping[str, float] = field(default_factory=dict)
-    """Parts of a run's time that went into checkpoints and validation, where it is a run's profile."""
+    """Fractions of a run's time spent in checkpoints and validation, if this is a run's profile."""
     spec: Mapping[str, Any] = field(default_factory=dict)
     """The strategy as data."""
     notes: tuple[str, ...] = ()
 
     @property
     def seconds(self) -> float:
-        """A step, as long as the slowest rank needs for it."""
+        """Seconds of a step on the slowest rank."""
         return max(one.breakdown.total for one in self.ranks)
 
     @property
     def phases(self) -> dict[str, float]:
-        """Seconds by phase, the mean over the ranks."""
+        """Seconds by phase, averaged over the ranks."""
         names = dict.fromkeys(name for one in self.ranks for name in one.parts.seconds)
         return {name: fmean(one.parts.seconds.get(name, 0.0) for one in self.ranks) for name in names}
 
     def share(self, phase: str) -> float:
-        """The part of a step's time that goes into a phase."""
+        """Return the fraction of a step's time spent in a phase."""
         whole = sum(self.phases.values())
         return self.phases.get(phase, 0.0) / whole if whole else 0.0
 
     @property
     def samples_per_second(self) -> float:
-        """Of all ranks together."""
+        """Throughput of all ranks together."""
         return self.batch_size / self.seconds
 
     @property
     def mfu(self) -> float | None:
-        """Operations per second over those that the devices reach at the most, as measured with large products."""
+        """Model FLOPs utilization: FLOPs per second relative to the devices' measured rate in large matrix products."""
         ceilings = [one.ceiling for one in self.ranks if one.ceiling]
         if self.flops is None or len(ceilings) < len(self.ranks):
             return None
@@ -72,7 +72,7 @@ class Profile:
 
     @property
     def stragglers(self) -> list[Breakdown]:
-        """Ranks whose own work takes longer than that of the others, so that all wait for them."""
+        """Ranks whose work takes longer than that of the others, so that all wait for them."""
         works = [one.breakdown for one in self.ranks]
         if len(works) < 2 or self.spec.get("stages", 1) > 1:
             return []
@@ -85,39 +85,39 @@ class Profile:
 
     @property
     def transfer(self) -> float:
-        """Seconds of a step in which nobody but the network is waited for: the least that any rank waits."""
+        """Seconds of a step spent in pure communication: the minimum wait over all ranks."""
         return min(one.breakdown.seconds.get("communication", 0.0) for one in self.ranks)
 
     @cached_property
     def advice(self) -> list[Advice]:
-        """What to do, what promises most first."""
+        """Advice, ordered by expected gain."""
         return advise(self)
 
     def show(self) -> None:
-        """Prints tables."""
+        """Print tables."""
         from .report import show
 
         show(self)
 
     def save(self, path: str | Path) -> Path:
-        """Writes a page with everything and the timeline; it needs no other file and no network."""
+        """Write an HTML page with everything and the timeline; it needs no other file and no network."""
         from .html_report import html
 
         Path(path).write_text(html(self), encoding="utf-8")
         return Path(path)
 
     def trace(self, path: str | Path) -> Path:
-        """Writes the timeline as a trace that Perfetto and Chrome open."""
+        """Write the timeline as a trace for Perfetto and Chrome."""
         from .perfetto import write
 
         return write(self, Path(path))
 
     def log(self, folder: str | Path) -> None:
-        """Adds it to the event log of a folder, where the dashboard finds it."""
+        """Append the profile to the event log of a folder, for the dashboard."""
         keep_event(folder, event("profiled", **self.to_dict()))
 
     def to_dict(self) -> dict[str, Any]:
-        """All but the timeline, JSON-ready."""
+        """Return everything but the timeline as JSON-ready data."""
         return {
             "task": self.name,
             "strategy": self.strategy,
@@ -154,6 +154,6 @@ def _rank(one: RankProfile) -> dict[str, Any]:
 def of_run(
     name: str, strategy: str, spec: Mapping[str, Any], batch_size: int, taken: Sequence[Breakdown], **more: Any
 ) -> Profile:
-    """The profile of a run from what it sampled."""
+    """Return the profile of a run from its samples."""
     ranks = tuple(RankProfile(breakdown=one) for one in taken)
     return Profile(name=name, strategy=strategy, spec=spec, batch_size=batch_size, ranks=ranks, **more)

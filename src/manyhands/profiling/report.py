@@ -1,4 +1,4 @@
-"""The report of a profile in the terminal: where the time goes, by rank, module and operation; memory; advice."""
+"""Terminal report of a profile: time by rank, module and operation; memory; advice."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ BAR = 40
 
 
 def show(profile: Profile, console: Console | None = None) -> None:
-    """Prints a profile."""
+    """Print a profile."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -72,7 +72,7 @@ def _print_rows(out: Console, title: str, columns: tuple[str, ...], rows: list[t
 
 
 def headline(profile: Profile) -> str:
-    """What it is of, and how fast it is."""
+    """Return what was profiled, and its speed."""
     rate = f"{profile.samples_per_second:,.0f} a second"
     speed = f"{duration(profile.seconds)} a step of {profile.batch_size} samples, {rate}"
     used = "" if profile.mfu is None else f", {profile.mfu:.0%} of what the devices reach in large products"
@@ -80,7 +80,7 @@ def headline(profile: Profile) -> str:
 
 
 def module_rows(profile: Profile) -> list[tuple[str, ...]]:
-    """Modules that take most, equal ones of a row of blocks together."""
+    """Return the modules with the most time, with equal modules of repeated blocks merged."""
     watched = profile.ranks[0].watched
     if watched is None:
         return []
@@ -90,7 +90,7 @@ def module_rows(profile: Profile) -> list[tuple[str, ...]]:
 
 
 def grouped(modules: tuple[ModuleTime, ...]) -> list[tuple[str, float, float]]:
-    """Modules by their name without numbers, those of blocks added up.
+    """Group modules by name without numbers, adding up those of repeated blocks.
 
     >>> from .operations import ModuleTime
     >>> grouped((ModuleTime("blocks.0.mlp", 1.0, 2.0), ModuleTime("blocks.1.mlp", 1.0, 2.0), ModuleTime("head", 1, 1)))
@@ -107,7 +107,7 @@ def grouped(modules: tuple[ModuleTime, ...]) -> list[tuple[str, float, float]]:
 
 
 def operation_rows(profile: Profile) -> list[tuple[str, ...]]:
-    """Operations that take most."""
+    """Return the operations with the most time."""
     watched = profile.ranks[0].watched
     if watched is None:
         return []
@@ -115,7 +115,7 @@ def operation_rows(profile: Profile) -> list[tuple[str, ...]]:
 
 
 def memory_rows(profile: Profile) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """The columns, and a row for each rank."""
+    """Return the columns, and a row for each rank."""
     held = [(one.rank, one.memory) for one in profile.ranks if one.memory is not None]
     if not held:
         return (), []
@@ -128,7 +128,7 @@ def memory_rows(profile: Profile) -> tuple[tuple[str, ...], list[tuple[str, ...]
 
 
 def closing(profile: Profile) -> list[str]:
-    """Notes and advice."""
+    """Return notes and advice."""
     lines = list(profile.notes)
     if any(one.plain is not None for one in profile.ranks):
         lines.append("steps run from a recording; what they consist of was timed on plain ones")

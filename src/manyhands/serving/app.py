@@ -1,4 +1,4 @@
-"""One listener's requests: who may ask, the protocol, and what becomes of errors."""
+"""Request handling of one listener: access control, choice of the protocol, and errors."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from .security import AccessToken, Sites
 
 METRICS = ("/metrics", "/monitoring/prometheus/metrics")
 HEALTH = ("/v2/health/live", "/v2/health/ready")
-"""What a probe may ask without a token, by any name."""
+"""Paths that health probes may request without a token and with any host name."""
 PAGE = b"Content-Security-Policy: default-src 'none'; style-src 'unsafe-inline'\r\nX-Content-Type-Options: nosniff\r\n"
 INFLATED_HERE = 2048
-"""Compressed bytes that are decompressed at once; more of them in another process, so that others are answered
-meanwhile."""
+"""Compressed bytes that are decompressed immediately; larger bodies are decompressed in another process, so that the
+event loop keeps answering."""
 
 
 class Access:
-    """Who may use a listener. Asked as soon as the headers of a request are there, before its body is read."""
+    """Access control of a listener, applied when a request's headers are complete, before its body is read."""
 
     def __init__(self, token: AccessToken, sites: Sites, closed: str = "") -> None:
         self._token, self._sites, self._closed = token, sites, closed
@@ -32,7 +32,7 @@ class Access:
     def __call__(self, path: str, headers: Mapping[bytes, bytes]) -> tuple[int, str] | None:
         """Return the status and the reason of a refusal, or None."""
         if path in HEALTH:
-            # Without a token nothing is read but heads.
+            # Without a token no body is accepted.
             has_body = b"transfer-encoding" in headers or headers.get(b"content-length", b"0") != b"0"
             return (413, "a health check has no body, but got one") if has_body else None
         if (refusal := self._sites.refusal(headers)) is not None:
@@ -43,7 +43,7 @@ class Access:
 
 
 class App:
-    """Hands every request to whoever answers its path."""
+    """Dispatch every request to the handler of its path."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class App:
             handler.refuse(request, refusal)
 
     def _inflate(self, handler: RestHandler, request: Request) -> None:
-        """Decompress a body aside, then hand the request on."""
+        """Decompress a body in another process, then handle the request."""
         coding = request.coding
         if coding is None:
             del request.headers[b"content-encoding"]

@@ -1,17 +1,17 @@
-"""How long batches take: what a queue's wait is reckoned from."""
+"""Model of how long batches take, from which the queue's waiting time is estimated."""
 
 from __future__ import annotations
 
 from collections import deque
 
 _LAST = 16
-"""Batches that count: what happened before them, a burst or a stall, says nothing about the next one."""
+"""Number of latest batches that count; earlier ones, such as a burst or a stall, predict nothing."""
 
 
 class BatchTimeModel:
-    """So much for any batch and so much for each row, a line through the last ones.
+    """Linear model of the last batches: a constant per batch plus a time per row.
 
-    Rows a second would not do: after requests that came one by one, it would take a full batch for as many of these.
+    Rows per second would not do: after single-row requests, a full batch would be estimated as that many requests.
 
     >>> pace = Pace()
     >>> pace.learn(1, 0.005)
@@ -28,16 +28,16 @@ class BatchTimeModel:
         self._seconds = self._products = 0.0
 
     def learn(self, rows: int, seconds: float) -> None:
-        """A batch of so many rows took so long."""
+        """Record the duration of a batch."""
         self._last.append((rows, seconds))
         self._count(rows, seconds, 1)
         if len(self._last) > _LAST:
             self._count(*self._last.popleft(), -1)
 
     def seconds(self, rows: int) -> float:
-        """For a batch of so many; 0 where nothing is known.
+        """Return the estimated duration of a batch; 0 if nothing is known.
 
-        More rows take no less time, and no more than in proportion, whatever few and noisy batches say.
+        The estimate never decreases with rows and grows at most proportionally, even if the few samples are noisy.
         """
         num = len(self._last)
         if not num:

@@ -1,7 +1,7 @@
-"""The batcher: rows of many askers computed together, each answer given to its own asker.
+"""Batcher: computes the rows of many requests together and returns each request's answer.
 
-It adds no wait. An idle replica gets what is there at once; while replicas compute, requests gather by themselves, so
-that batches grow with the load and with nothing else.
+It adds no delay. An idle replica immediately gets the waiting requests; while replicas compute, requests accumulate, so
+that batches grow with the load only.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ Arrays = Mapping[str, Array]
 Done = Callable[["Ticket"], None]
 Shapes = tuple[tuple[int, ...], ...]
 REQUEST_QUEUES = 4
-"""How many times the rows that may wait one request may have, where nothing else waits."""
+"""Maximum size of one request as a multiple of the queue's rows, if nothing else waits."""
 ATTEMPTS = 3
-"""How often a request is computed when replicas die over it; the last time alone."""
+"""Number of times a request is computed if replicas die on it; the last time alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchSettings:
-    """How requests are computed together."""
+    """How requests are batched."""
 
     max_rows: int = 64
-    """Rows of a batch at most; a larger request is computed in parts."""
+    """Maximum rows of a batch; a larger request is computed in parts."""
     sizes: tuple[int, ...] = ()
-    """The sizes to pad batches to, ascending, the last one `max_rows`; empty where any number of rows will do."""
+    """Sizes to pad batches to, ascending, the last one `max_rows`; empty for no padding."""
     queue_rows: int = 1024
-    """Rows that may wait; what comes beyond is refused at once. One request may have four times as many, where no other
+    """Maximum rows in the queue; further requests are refused. A single request may have four times as many if no other
     waits."""
 
     def __post_init__(self) -> None:
@@ -54,7 +54,7 @@ class BatchSettings:
             )
 
     def padded(self, rows: int) -> int:
-        """The rows that are computed for so many.
+        """Return the number of rows, including padding, that are computed for this many.
 
         >>> BatchSettings(max_rows=8, sizes=(1, 4, 8)).padded(3)
         4
@@ -63,7 +63,7 @@ class BatchSettings:
 
 
 class Ticket:
-    """One request on its way: what it asks, and in the end its answer or why there is none."""
+    """One request in flight, and finally its answer or the reason for a refusal."""
 
     __slots__ = ("deadline", "done", "inputs", "outputs", "over", "parts", "priority", "queued", "refusal", "rows")
 
@@ -73,9 +73,9 @@ class Ticket:
         self.refusal: RequestRefused | None = None
         self.over = False
         self.queued = rows
-        """Rows that still wait."""
+        """Rows that are still queued."""
         self.parts: list[tuple[int, dict[str, Array]]] = []
-        """Answers so far, with the row where each begins."""
+        """Partial answers, each with its first row."""
 
 
 @dataclass
@@ -87,29 +87,29 @@ class TicketPart:
     rows: int
     attempts: int = 0
     alone: bool = False
-    """Whether it spoiled a batch, perhaps, and may not spoil another one."""
+    """Whether it must be computed alone, because it was in a batch that failed."""
 
 
 @dataclass
 class RequestBatch:
-    """What a replica computes at once."""
+    """Rows that a replica computes at once."""
 
     parts: list[TicketPart]
     rows: int
     size: int
-    """Rows with padding."""
+    """Number of rows including padding."""
     shapes: Shapes
-    """Of one row of each input, in the signature's order."""
+    """Shape of one row of each input, in the signature's order."""
 
     @property
     def is_over(self) -> bool:
-        """Whether nobody waits for it any more."""
+        """Whether all of its requests have ended."""
         return all(part.ticket.over for part in self.parts)
 
     def writing(self, views: Mapping[str, Array]) -> Callable[[], None]:
-        """What writes the rows into a replica's memory: the only copy of a request's numbers.
+        """Return a function that copies the rows into a replica's memory, the only copy of a request's data.
 
-        It may be called on another thread, where requests may end meanwhile: it holds their numbers itself.
+        It may run on another thread while requests end, so it keeps its own references to the data.
         """
         rows = {
             name: [part.ticket.inputs[name][part.start : part.start + part.rows] for part in self.parts]
@@ -120,29 +120,29 @@ class RequestBatch:
             for name, view in views.items():
                 np.concatenate(rows[name], out=view[: self.rows])
                 if self.size > self.rows:
-                    # A row that exists is harmless for any network; zeros may not be.
+                    # Repeating an existing row is harmless for any model; zeros may not be.
                     view[self.rows :] = view[self.rows - 1]
 
         return write
 
 
 class Worker(Protocol):
-    """What computes batches and reports to `answered`, `failed` or `lost`."""
+    """Protocol of objects that compute batches and report to `answered`, `failed` or `lost`."""
 
     @property
     def num_free(self) -> int:
-        """Batches that it can take now."""
+        """Number of batches that it can take now."""
 
     @property
     def num_rows(self) -> int:
-        """Rows that it has taken and not answered."""
+        """Number of rows in flight."""
 
     def send(self, batch: RequestBatch) -> None:
-        """Takes a batch."""
+        """Start to compute a batch."""
 
 
 class Batcher:
-    """The queue of one version of a model, in front of its replicas. All of it happens on one thread."""
+    """Queue of one version of a model, in front of its replicas. All methods run on one thread."""
 
     def __init__(
         self,
@@ -154,11 +154,11 @@ class Batcher:
         self.settings = settings
         self.workers: list[Worker] = []
         self.num_queued = 0
-        """Rows that wait."""
+        """Number of rows in the queue."""
         self.pace = BatchTimeModel()
         self.on_batch: Callable[[RequestBatch, float], None] = lambda batch, seconds: None
         self.rows_fitting: Callable[[Shapes], int] = lambda shapes: settings.max_rows
-        """How many rows of some shapes a replica's memory can hold."""
+        """Returns how many rows of given shapes fit into a replica's memory."""
         self._inputs, self._soon, self._now = list(inputs), soon, now
         self._queues: dict[tuple[int, Shapes], deque[TicketPart]] = {}
         self._live: set[Ticket] = set()
@@ -166,7 +166,7 @@ class Batcher:
 
     @property
     def num_live(self) -> int:
-        """Requests without an answer yet."""
+        """Number of unanswered requests."""
         return len(self._live)
 
     @property
@@ -175,9 +175,9 @@ class Batcher:
         return self.num_queued >= self.settings.queue_rows
 
     def submit(self, inputs: Arrays, rows: int, *, deadline: float, priority: int = 0, done: Done) -> Ticket:
-        """Takes a request whose inputs fit the signature; `done` is called once with its ticket, never from here.
+        """Queue a request whose inputs fit the signature; `done` is called once with its ticket, never from here.
 
-        A lower priority goes first. Raises where too much is waiting already.
+        Lower priorities go first. Raises RequestRefused if too much is queued.
         """
         self.require_room(deadline)
         self._require_rows(inputs, rows)
@@ -192,7 +192,7 @@ class Batcher:
         return ticket
 
     def require_room(self, deadline: float) -> None:
-        """Refuses at once what would not be answered in time: that costs nobody anything."""
+        """Raise RequestRefused if a request could not be answered before its deadline (load shedding)."""
         now, wait = self._now(), self._wait() if self.num_queued else 0.0
         if deadline <= now:
             raise RequestRefused("DEADLINE_EXCEEDED", "the deadline has passed")
@@ -201,7 +201,7 @@ class Batcher:
             raise RequestRefused("UNAVAILABLE", f"overloaded: {self.num_queued} rows are waiting", retry)
 
     def _require_rows(self, inputs: Arrays, rows: int) -> None:
-        """Refuses empty rows, of which a small request can have any number, and more rows than may wait."""
+        """Refuse empty rows, of which a small request can have any number, and requests with too many rows."""
         empty = [name for name in self._inputs if 0 in inputs[name].shape]
         if empty or not rows:
             shape = list(inputs[empty[0] if empty else self._inputs[0]].shape)
@@ -215,16 +215,16 @@ class Batcher:
             raise RequestRefused("UNAVAILABLE", reason, max(1.0, math.ceil(self._wait())))
 
     def cancel(self, ticket: Ticket) -> None:
-        """Forgets a request whose asker is gone; what was not begun is never computed."""
+        """Drop a request whose client has disconnected; rows that were not started are never computed."""
         if not ticket.over:
             self._end(ticket)
 
     def wake(self) -> None:
-        """Replicas have changed: there may be one that is free."""
+        """Dispatch again after replicas have changed."""
         self._schedule()
 
     def expire(self) -> None:
-        """Refuses what is too late, in the queue or not."""
+        """Refuse requests whose deadline has passed, queued or in flight."""
         now = self._now()
         for ticket in [ticket for ticket in self._live if ticket.deadline <= now]:
             self._refuse(ticket, RequestRefused("DEADLINE_EXCEEDED", "the deadline has passed"))
@@ -235,12 +235,12 @@ class Batcher:
                     del self._queues[key]
 
     def refuse_all(self, refusal: RequestRefused) -> None:
-        """Ends every request."""
+        """Refuse every request."""
         for ticket in list(self._live):
             self._refuse(ticket, refusal)
 
     def answered(self, batch: RequestBatch, outputs: Arrays, seconds: float) -> None:
-        """A replica has computed a batch in so many seconds; the arrays are its memory, soon used again."""
+        """Take the outputs of a batch and its duration; the arrays are shared memory that will be reused."""
         self.pace.learn(batch.rows, seconds)
         self.on_batch(batch, seconds)
         row = 0
@@ -251,7 +251,7 @@ class Batcher:
         self._schedule()
 
     def failed(self, batch: RequestBatch, reason: str) -> None:
-        """The network raised. Only who is guilty hears of it: each part is tried alone."""
+        """Handle an exception of the model: retry each part alone, so that only the request that caused it fails."""
         if len(batch.parts) == 1:
             self._refuse(batch.parts[0].ticket, RequestRefused("INTERNAL", f"the model failed: {reason}"))
         else:
@@ -259,7 +259,7 @@ class Batcher:
         self._schedule()
 
     def lost(self, batch: RequestBatch) -> None:
-        """A replica died over a batch; others compute it, and what kills every replica is refused."""
+        """Handle the death of a replica: retry its batch on others, and refuse a request after `ATTEMPTS` deaths."""
         for part in batch.parts:
             part.attempts += 1
             if part.attempts >= ATTEMPTS:
@@ -268,7 +268,7 @@ class Batcher:
         self._schedule()
 
     def _wait(self) -> float:
-        """Seconds until what waits is computed."""
+        """Return the estimated seconds until the queue is computed."""
         rows, most = self.num_queued, self.settings.max_rows
         return math.ceil(rows / most) * self.pace.seconds(min(rows, most)) / max(1, len(self.workers))
 
@@ -280,7 +280,7 @@ class Batcher:
         return tuple(inputs[name].shape[1:] for name in self._inputs)
 
     def _most(self, shapes: Shapes) -> int:
-        """Rows of a batch at most; with padding it must fit too."""
+        """Return the maximum rows of a batch, which must also fit with padding."""
         fitting = min(self.settings.max_rows, self.rows_fitting(shapes))
         return max(
             (size for size in self.settings.sizes if size <= fitting), default=0 if self.settings.sizes else fitting
@@ -295,7 +295,7 @@ class Batcher:
                 self._queue(part, first=True)
 
     def _schedule(self) -> None:
-        """Soon, not now: what arrives in the same moment goes into the same batch."""
+        """Schedule a dispatch for the next loop iteration, so that requests arriving together share a batch."""
         if not self._scheduled:
             self._scheduled = True
             self._soon(self._dispatch)
@@ -309,7 +309,7 @@ class Batcher:
             worker.send(batch)
 
     def _free_worker(self) -> Worker | None:
-        """The less loaded of two; behind a batch that is being computed only one that is not much smaller."""
+        """Return the less loaded of two free workers, but queue behind a running batch only if enough rows wait."""
         free = [worker for worker in self.workers if worker.num_free]
         if len(free) > 2:
             free = random.sample(free, 2)

@@ -1,4 +1,4 @@
-"""The catalogue: every model that is served. It watches the folder, loads aside, switches, drains, sends back."""
+"""Catalogue of the served models: watches the folder; loads, switches, drains and rolls back versions."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _FASTEST_RETRY, _SLOWEST_RETRY = 1.0, 60.0
 
 @dataclass(frozen=True)
 class TrafficShare:
-    """A part of a split's requests, and who answers them."""
+    """Weighted share of a traffic split, and the model version that answers it."""
 
     model: str
     version: int | None
@@ -34,7 +34,7 @@ class TrafficShare:
 
 @dataclass
 class Attempt:
-    """A version that could not be loaded: which copy of it, and when to try again."""
+    """Failed load of a version: its fingerprint, and when to retry."""
 
     print: Print
     next: float
@@ -43,7 +43,7 @@ class Attempt:
 
 @dataclass(frozen=True, kw_only=True)
 class CatalogueSettings:
-    """What is served, and how it changes."""
+    """Which models are served, and how versions are replaced."""
 
     root: Path | None = None
     given: Mapping[str, Predictor] | None = None
@@ -54,30 +54,30 @@ class CatalogueSettings:
     compiles: bool = False
     poll: float = 1.0
     patience: float = 30.0
-    """Seconds for requests to finish when a version goes."""
+    """Seconds for in-flight requests to finish when a version is unloaded."""
     unload_first: bool = False
-    """Whether the old version goes before the new one is loaded: where a device has no room for both."""
+    """Whether the old version is unloaded before the new one is loaded, for devices without room for both."""
 
 
 class Catalogue:
-    """Models by name. All of it happens on the server's loop."""
+    """Served models by name. All methods run on the server's event loop."""
 
     def __init__(self, settings: CatalogueSettings, place: ReplicaPlacement, say: Callable[..., None]) -> None:
         self.settings = settings
         self.models: dict[str, Model] = {}
         self.splits: dict[str, list[TrafficShare]] = {}
         self.warm_up: Callable[[Version], Awaitable[None]] = nothing
-        """What a version does before it is available."""
+        """Called with a version before it becomes available."""
         self._place, self._say = place, say
         self._attempts: dict[tuple[str, int], Attempt] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._watching: asyncio.Future[None] | None = None
         self._turn = asyncio.Lock()
         self._listed: set[str] | None = None
-        """The models that somebody listed; all of the folder where nobody did."""
+        """Names of the models selected by `reload`; None for all models of the folder."""
 
     async def start(self) -> None:
-        """Loads what is there; a model that cannot be loaded does not keep the others from being served."""
+        """Load all models and start watching the folder; a model that fails to load does not affect the others."""
         for name in self.settings.given or {}:
             await self._load_given(self.models.setdefault(name, Model(name)))
         await self.look(first=True)
@@ -85,26 +85,26 @@ class Catalogue:
             self._watching = asyncio.ensure_future(self._watch())
 
     async def stop(self) -> None:
-        """Lets everything finish and end."""
+        """Stop watching the folder, then drain and end all versions."""
         if self._watching is not None:
             self._watching.cancel()
             await asyncio.gather(self._watching, return_exceptions=True)
-        # Versions that are on their way out end by themselves.
+        # Versions that are being unloaded end by themselves.
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await end_all([v for model in self.models.values() for v in model.versions.values()], self.settings.patience)
 
     @property
     def is_ready(self) -> bool:
-        """Whether every model answers that was there at the start, or has answered before.
+        """Whether every model that existed at the start, or has answered before, can answer.
 
-        What comes later and is broken, or empty, must not keep clients from the others.
+        A broken or empty model that is added later does not make the server unready.
         """
         return all(
             model.current is not None or model.is_unloaded or not model.is_awaited for model in self.models.values()
         )
 
     def find(self, name: str, version: int | None = None, label: str | None = None, key: bytes = b"") -> Version:
-        """The version that answers a request; requests with one key always get the same part of a split."""
+        """Return the version that answers a request; equal keys always get the same share of a traffic split."""
         split = self.splits.get(name)
         if split is not None and version is None and label is None:
             share = _pick(split, key)
@@ -115,13 +115,13 @@ class Catalogue:
         return model.find(version, label)
 
     def model(self, name: str) -> Model:
-        """The model of a name."""
+        """Return the model of a name; raises Unknown if there is none."""
         if name not in self.models:
             raise Unknown(name)
         return self.models[name]
 
     def set_split(self, name: str, shares: list[TrafficShare]) -> None:
-        """Shares a name's requests out among versions, or among models; none ends the split."""
+        """Split a name's requests by weight among versions or models; an empty list removes the split."""
         if not NAME.fullmatch(name):
             raise RequestRefused("INVALID_ARGUMENT", "a model's name has letters, digits, dashes and underscores")
         for share in shares:
@@ -135,7 +135,7 @@ class Catalogue:
         self._say("split", model=name, shares=[vars(share) for share in shares])
 
     async def load(self, name: str, version: int | None = None) -> None:
-        """Loads what somebody asks for, once more where it was sent back or unloaded; raises where it cannot."""
+        """Load a model or version on request, even if it was rolled back or unloaded before; raises on failure."""
         if name not in self.models and name not in self._folders():
             raise Unknown(name, version)
         model = self.models.setdefault(name, Model(name))
@@ -160,7 +160,7 @@ class Catalogue:
             raise Unknown(name, version)
 
     async def unload(self, name: str) -> None:
-        """Ends every version of a model."""
+        """Drain and end every version of a model."""
         model = self.model(name)
         model.is_unloaded = True
         await end_all(list(model.versions.values()), self.settings.patience)
@@ -169,7 +169,7 @@ class Catalogue:
     async def reload(
         self, policies: Mapping[str, VersionPolicy | None], labels: Mapping[str, Mapping[str, int]]
     ) -> None:
-        """Serves these models from now on, and no others."""
+        """Serve exactly these models from now on, with these version policies and labels."""
         if self.settings.root is None:
             raise RequestRefused("FAILED_PRECONDITION", "the models of this server do not come from a folder")
         there = models_in(self.settings.root)
@@ -191,7 +191,7 @@ class Catalogue:
         self._say("reloaded", models=sorted(policies))
 
     async def roll_back(self, name: str, reason: str = "asked for") -> int:
-        """Sends the current version back: the one before answers again, at once where it is still there."""
+        """Reject the current version and serve the one before, immediately if it is still loaded; return its number."""
         model = self.model(name)
         current = model.current
         if current is None:
@@ -215,21 +215,21 @@ class Catalogue:
         return model.current.number
 
     async def look(self, *, first: bool = False) -> None:
-        """One look at the folder: loads what is new, one version after the other, and lets go what is not wanted."""
+        """Scan the folder once: load new versions one after the other and unload unwanted ones."""
         async with self._turn:
             for name, path in self._folders().items():
                 try:
                     await self._look_at(name, path, first=first)
                 except Exception as error:
-                    # Whatever is wrong with one model, the others are served.
+                    # An error in one model must not affect the others.
                     self._say("watch_failed", model=name, reason=type(error).__name__)
 
     async def _look_at(self, name: str, path: Path, *, first: bool) -> None:
         model = self.models.get(name) or Model(name)
-        # Somebody may have asked for a version that is not among the latest ones.
+        # A version loaded on request may not be among the latest ones.
         policy = None if model.asked else model.policy or self.settings.policy
         there = complete_versions(path, policy, model.rejected)
-        # A folder without a version is no model yet.
+        # A folder without a version is not a model yet.
         if there.complete or there.refused or name in self.models:
             self.models[name] = model
             model.is_awaited |= first and bool(there.complete)
@@ -238,7 +238,7 @@ class Catalogue:
             await self._settle(model, there.complete)
 
     def _refuse(self, model: Model, number: int, path: Path, reason: str) -> None:
-        """Reports a version that cannot be loaded, in the log and in the model's status, once for each reason."""
+        """Report a version that cannot be loaded in the log and in the model's status, once per reason."""
         known = model.versions.get(number)
         if known is not None and (not known.is_over or known.error == reason):
             return
@@ -266,7 +266,7 @@ class Catalogue:
                         await self.roll_back(model.name, reason)
                 await self.look()
             except Exception as error:
-                # Whatever a look stumbled over, the next one is taken.
+                # An error during one scan must not end the watch.
                 self._say("watch_failed", reason=type(error).__name__)
 
     async def _settle(self, model: Model, there: Mapping[int, Print]) -> None:
@@ -280,7 +280,7 @@ class Catalogue:
         if gone and not model.available:
             await self._load(model, gone[-1], self._there()[model.name][gone[-1]])
         self._switch(model)
-        # Without a version that answers nothing is let go; on probation the one before stays at hand.
+        # Keep every version while none is available; during a rollout guard's trial keep the previous one.
         if model.current is None:
             return
         on_probation = time.monotonic() - model.taken_over < self.settings.probation.seconds
@@ -292,7 +292,7 @@ class Catalogue:
                 self._spawn(self._let_go(model, version))
 
     def _named(self, model: Model) -> set[int | None]:
-        """Versions that labels and splits name."""
+        """Return the version numbers that labels and traffic splits refer to."""
         return {*model.labels.values(), *(s.version for split in self.splits.values() for s in split)}
 
     def _is_missing(self, model: Model, number: int) -> bool:
@@ -300,7 +300,7 @@ class Catalogue:
         return known is None or known.is_over
 
     async def _make_room(self, model: Model, wanted: Mapping[int, Print]) -> list[int]:
-        """Where something is about to be loaded, ends what nobody wants or names any more; its numbers."""
+        """Before a load, end the versions that are neither wanted nor referred to; return their numbers."""
         if not any(self._is_missing(model, n) and self._is_due(model, n, print_) for n, print_ in wanted.items()):
             return []
         kept = {*wanted, *self._named(model)}
@@ -322,9 +322,9 @@ class Catalogue:
         self._switch(model)
 
     async def _load(self, model: Model, number: int, print_: Print) -> None:
-        """Loads a version aside; a failure leaves everything as it was, and is tried again later.
+        """Load a version in the background; on failure nothing changes, and the load is retried with backoff.
 
-        While one waits for its turn another may have loaded it, or unloaded the model.
+        While this call waited for its turn, the version may have been loaded or the model unloaded.
         """
         if model.is_unloaded or not self._is_missing(model, number) or not self._is_due(model, number, print_):
             return
@@ -345,7 +345,7 @@ class Catalogue:
 
     @property
     def _is_serving(self) -> bool:
-        """Whether somebody may be waiting for a core already."""
+        """Whether any version is serving, so that loading must not take its cores."""
         return any(model.available for model in self.models.values())
 
     def _version(self, model: Model, number: int, source: Exported | Given) -> Version:
@@ -372,8 +372,8 @@ class Catalogue:
 
 
 def _pick(split: list[TrafficShare], key: bytes) -> TrafficShare:
-    """The share of a key, or of chance where there is none."""
-    # Which part of a split answers is no secret.
+    """Return the share of a traffic split for a key, or a random one without a key."""
+    # The choice of the share needs no cryptographic randomness.
     chance = random.random()  # noqa: S311
     point = int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") / 2**64 if key else chance
     point *= sum(share.weight for share in split)

@@ -1,4 +1,4 @@
-"""A client in Python: arrays in, arrays out, as bytes, over connections that stay open."""
+"""Python client of an inference server: arrays in, arrays out, in binary form, over persistent connections."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ _CODES = {
 
 
 class Client:
-    """Asks a server, from any number of threads.
+    """Client of an inference server, usable from any number of threads.
 
-    - `url`: where requests go; any server of the Open Inference Protocol with binary tensors will do;
-    - `manage`: where a manyhands server is managed: `models`, `load`, `label`, `split`, `rollback`;
-    - `token`, `manage_token`: what the server wants for requests and for management;
-    - `timeout`: seconds for an answer, within which a server that is overloaded or gone is asked again;
-    - `ca`: who signed the server's certificate, where the system does not know; `cert`, `key`: one's own certificate.
+    - `url`: address for requests; any server of the Open Inference Protocol with binary tensors works;
+    - `manage`: management address of a manyhands server: `models`, `load`, `label`, `split`, `rollback`;
+    - `token`, `manage_token`: bearer tokens for requests and for management;
+    - `timeout`: seconds for an answer, within which requests to an overloaded or unreachable server are retried;
+    - `ca`: CA of the server's certificate, if the system does not trust it; `cert`, `key`: the client's certificate.
 
         client = mh.Client("http://127.0.0.1:8501")
         client("digits", images)
@@ -62,10 +62,10 @@ class Client:
         self._manage = _Wire(manage, manage_token, timeout, tls)
 
     def __call__(self, model: str, inputs: Any, *, version: int | None = None, key: str | None = None) -> Any:
-        """Answers with an array, or a dict of them where there are several outputs.
+        """Send a request and return an array, or a dict of arrays if there are several outputs.
 
-        `inputs` is an array or tensor, rows first, or a dict of them by name; requests with one `key` get the same
-        part of a split.
+        `inputs` is an array or tensor, rows first, or a dict of them by name; requests with equal `key` get the same
+        share of a traffic split.
         """
         path = f"/v2/models/{quote(model, safe='')}" + ("" if version is None else f"/versions/{version}")
         named = inputs if isinstance(inputs, Mapping) else self._only_input(path, inputs)
@@ -83,17 +83,17 @@ class Client:
         return _outputs(int(head.get("inference-header-content-length", len(body))), body)
 
     def metadata(self, model: str) -> Any:
-        """What a model takes and gives."""
+        """Return the names, types and shapes of a model's inputs and outputs, as the server reports them."""
         return self._wire.json("GET", f"/v2/models/{quote(model, safe='')}")
 
     def signature(self, model: str) -> Signature:
-        """The same as specs of tensors."""
+        """Return a model's inputs and outputs as tensor specs."""
         told = self.metadata(model)
         sides = [{one["name"]: _spec(one) for one in told[side]} for side in ("inputs", "outputs")]
         return Signature(*sides)
 
     def is_ready(self) -> bool:
-        """Whether the server answers."""
+        """Return whether the server is ready."""
         try:
             self._wire.once("GET", "/v2/health/ready", b"", {})
         except (RequestRefused, OSError, http.client.HTTPException):
@@ -101,27 +101,27 @@ class Client:
         return True
 
     def models(self) -> Any:
-        """Everything that is served, with versions, labels, splits and figures."""
+        """Return everything that is served, with versions, labels, traffic splits and metrics."""
         return self._manage.json("GET", "/manage/models")
 
     def load(self, model: str, version: int | None = None) -> Any:
-        """Loads a version, or what the server's policy wants of a model."""
+        """Load a version, or the versions that the server's policy selects."""
         return self._act(model, "load", {} if version is None else {"version": version})
 
     def unload(self, model: str) -> Any:
-        """Ends a model's versions."""
+        """Unload all versions of a model."""
         return self._act(model, "unload", {})
 
     def label(self, model: str, label: str, version: int | None) -> Any:
-        """Points a label at a version; at None, takes it away."""
+        """Assign a label to a version; None removes the label."""
         return self._act(model, "label", {"label": label, "version": version})
 
     def split(self, model: str, shares: Sequence[Mapping[str, Any]]) -> Any:
-        """Shares a name's requests out: `[{"version": 1, "weight": 9}, {"version": 2, "weight": 1}]`; [] ends it."""
+        """Split a name's traffic: `[{"version": 1, "weight": 9}, {"version": 2, "weight": 1}]`; [] ends the split."""
         return self._act(model, "split", {"shares": list(shares)})
 
     def rollback(self, model: str) -> Any:
-        """Lets the version before the current one answer again."""
+        """Roll back to the version before the current one."""
         return self._act(model, "rollback", {})
 
     def __enter__(self) -> Self:
@@ -131,7 +131,7 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """Closes this thread's connections."""
+        """Close this thread's connections."""
         self._wire.close()
         self._manage.close()
 
@@ -141,7 +141,7 @@ class Client:
             names = ", ".join(one["name"] for one in told)
             raise DataError(f"the inputs are {names}", got="one array", remedy="pass a dict of them")
         kind = BY_OPEN[told[0]["datatype"]].numpy
-        # Lists and arrays of numpy are float64 because nobody chose; a tensor's type was chosen.
+        # float64 is the default of lists and numpy arrays, so it may be converted; a tensor's dtype is deliberate.
         is_loose = isinstance(value, list | tuple) or (isinstance(value, np.ndarray) and value.dtype == np.float64)
         return {told[0]["name"]: np.asarray(value, kind) if is_loose and kind.kind == "f" else value}
 
@@ -151,7 +151,7 @@ class Client:
 
 
 class _Wire:
-    """Connections to one address, one for each thread."""
+    """Connections to one address, one per thread."""
 
     def __init__(self, url: str, token: str | None, timeout: float, tls: ServingTls) -> None:
         parts = urlsplit(url)
@@ -167,7 +167,7 @@ class _Wire:
         self._kept: dict[str, Any] = {}
 
     def json(self, method: str, path: str, body: bytes = b"", *, is_kept: bool = False) -> Any:
-        """A JSON answer; one that does not change is asked for once."""
+        """Return a JSON answer; with `is_kept` it is requested once and cached."""
         if is_kept and path in self._kept:
             return self._kept[path]
         kind = {"Content-Type": "application/json"} if body else {}
@@ -177,7 +177,7 @@ class _Wire:
         return value
 
     def send(self, method: str, path: str, body: bytes, headers: dict[str, str]) -> tuple[dict[str, str], bytes]:
-        """Asks until there is an answer, a refusal that will not change, or the time is over."""
+        """Send a request, with retries until there is an answer, a permanent refusal or the timeout."""
         end = time.monotonic() + self._timeout
         wait = 0.02
         while True:
@@ -203,7 +203,7 @@ class _Wire:
             wait = min(2 * wait, 1.0)
 
     def once(self, method: str, path: str, body: bytes, headers: dict[str, str]) -> tuple[dict[str, str], bytes]:
-        """One request and its answer."""
+        """Send one request and return the response."""
         connection = self._connection()
         connection.request(method, path, body, {**self._headers, **headers})
         response = connection.getresponse()
@@ -219,7 +219,7 @@ class _Wire:
         raise RequestRefused(code, reason, retry)
 
     def close(self) -> None:
-        """Closes this thread's connection."""
+        """Close this thread's connection."""
         connection = getattr(self._local, "connection", None)
         if connection is not None:
             connection.close()

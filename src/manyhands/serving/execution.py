@@ -1,7 +1,7 @@
-"""Ways to compute a batch: as the network is written, compiled, or as a CUDA graph; what measures fastest is taken.
+"""Execution of batches: eagerly, compiled, or as CUDA graphs; the fastest by measurement is used.
 
-A GPU computes a small batch faster than Python can ask for it, so batches are recorded: a graph for each of some sizes,
-and a batch takes the smallest that holds it. What fills it up is computed too, and goes nowhere.
+A GPU computes a small batch faster than Python can launch it, so batches are captured: a CUDA graph for each of some
+sizes, and a batch uses the smallest that holds it. Padding rows are computed too, and discarded.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from .precision import Bfloat16
 
 Tensors = Mapping[str, Tensor]
 Run = Callable[[Tensors], dict[str, Tensor]]
-"""From a batch on the host to answers on the device."""
+"""Maps a batch on the host to outputs on the device."""
 TRIES = 5
 CLOSE = 0.05
-"""How far answers of two ways may lie apart, as a share of the largest: kernels sum in their own order."""
+"""Maximum relative difference between the outputs of two executions: kernels sum in different orders."""
 
 
 class EagerExecution:
-    """Computes batches of any size, as the network is written."""
+    """Compute batches of any size eagerly."""
 
     def __init__(self, predictor: Predictor, device: torch.device) -> None:
         self.predictor = predictor
@@ -41,7 +41,7 @@ class EagerExecution:
 
 
 class Recorded:
-    """Computes batches of up to `size` rows by one CUDA graph."""
+    """Compute batches of up to `size` rows by one CUDA graph."""
 
     def __init__(self, predictor: Predictor, statics: Tensors, size: int, pool: Any) -> None:
         self.size = size
@@ -68,7 +68,7 @@ class Recorded:
 
 
 class Fastest:
-    """Computes a batch by the smallest recording that holds it, or plainly."""
+    """Compute a batch by the smallest CUDA graph that holds it, or eagerly."""
 
     def __init__(self, plain: EagerExecution, recorded: Sequence[Recorded] = ()) -> None:
         self._plain, self._recorded = plain, sorted(recorded, key=lambda way: way.size)
@@ -80,7 +80,7 @@ class Fastest:
 
 
 def fastest(predictor: Predictor, device: torch.device, max_rows: int, *, compiles: bool) -> Fastest:
-    """Tries the ways that there are on a device for what nothing but tensors goes through."""
+    """Measure the executions available on a device, for models that use only tensors, and return the fastest."""
     plain = EagerExecution(predictor, device)
     if not isinstance(_inner(predictor), Archive) or _is_free(predictor.signature):
         return Fastest(plain)
@@ -90,7 +90,7 @@ def fastest(predictor: Predictor, device: torch.device, max_rows: int, *, compil
 
 
 def recorded_sizes(max_rows: int) -> list[int]:
-    """Rows of batches to record: what fills a large one up may not cost more than a third of it.
+    """Return the batch sizes to capture, such that padding costs at most a third of a large batch.
 
     >>> recorded_sizes(50)
     [1, 2, 4, 8, 16, 24, 32, 48, 50]
@@ -101,12 +101,12 @@ def recorded_sizes(max_rows: int) -> list[int]:
 
 
 def num_rows(inputs: Tensors) -> int:
-    """Rows of a batch."""
+    """Return the number of rows of a batch."""
     return len(next(iter(inputs.values())))
 
 
 def _compiled(plain: EagerExecution, device: torch.device, max_rows: int) -> EagerExecution:
-    """The network compiled, where that is faster."""
+    """Return the compiled model, if it is faster."""
     other = EagerExecution(_compile(plain.predictor), device)
     batches = [_batch(plain.predictor.signature, rows) for rows in (1, max_rows)]
     try:
@@ -129,15 +129,15 @@ def _compile(predictor: Predictor) -> Predictor:
 
 
 def _recorded(plain: EagerExecution, device: torch.device, max_rows: int) -> list[Recorded]:
-    """Recordings of batches of some sizes: those that answer as the network does, and faster."""
+    """Return CUDA graphs for some batch sizes: those whose outputs agree with the model's, and that are faster."""
     signature = plain.predictor.signature
     statics = {name: tensor.to(device) for name, tensor in _batch(signature, max_rows).items()}
     pool, made = torch.cuda.graph_pool_handle(), []
-    # Sizes are few, so libraries may try their kernels instead of guessing.
+    # There are few sizes, so libraries may benchmark their kernels.
     torch.backends.cudnn.benchmark = True
-    # The largest first: the others fit into its memory.
+    # The largest first: the others reuse its memory pool.
     for size in reversed(recorded_sizes(max_rows)):
-        # One row less than it could hold, where it can: whoever fills a batch up must not matter.
+        # One row less than the graph holds, if possible, to check that padding does not affect the result.
         batch = _batch(signature, max(1, size - 1))
         try:
             way = Recorded(plain.predictor, statics, size, pool)
@@ -161,7 +161,7 @@ def _require_alike(one: Run, other: Run, batches: Sequence[Tensors]) -> None:
 
 
 def _seconds(run: Run, batch: Tensors) -> float:
-    """The best of some tries."""
+    """Return the shortest time of some tries."""
     times = []
     for _ in range(TRIES):
         began = time.perf_counter()
@@ -172,7 +172,7 @@ def _seconds(run: Run, batch: Tensors) -> float:
 
 
 def _batch(signature: Signature, rows: int) -> dict[str, Tensor]:
-    """Numbers that any network takes: of whole ones, which may be places in a table, only zeros."""
+    """Return a batch that any network accepts: random floats, and zeros for integers, which may be indexes."""
     made = {}
     for name, spec in signature.inputs.items():
         dtype: torch.dtype = getattr(torch, spec.dtype)

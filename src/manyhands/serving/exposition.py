@@ -1,4 +1,4 @@
-"""Figures as Prometheus reads them, under our own names and under TensorFlow Serving's."""
+"""Metrics in Prometheus' text format, under manyhands' and under TensorFlow Serving's names."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from .version import Version
 
 KIND = b"text/plain; version=0.0.4; charset=utf-8"
 _EVERY = 9
-"""Of the fine bounds of latencies, every so many: each is twice the one before."""
+"""Export every ninth of the fine latency bounds, so that each is twice the previous one."""
 
 
 def exposition(catalogue: Catalogue) -> bytes:
-    """The text of all figures."""
+    """Return the text of all metrics."""
     versions = [v for model in catalogue.models.values() for v in model.versions.values()]
     return "\n".join([*_lines(versions), ""]).encode()
 

@@ -1,4 +1,4 @@
-"""The models folder: which models and versions lie there, complete, and under names that are safe."""
+"""Models folder: finds models and versions that are complete and have safe names."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ VERSION = re.compile(r"[1-9][0-9]{0,8}")
 FILE = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,63}")
 MANIFEST = "manifest.json"
 MANIFEST_LIMIT = 64 << 10
-"""Bytes of a manifest: it lists three files."""
+"""Maximum bytes of a manifest, which lists three files."""
 MOST_REFUSED = 50
-"""Versions of a model that are refused in one look, so that a folder full of them keeps no other model waiting."""
+"""Maximum versions of a model refused per scan, so that a folder full of them does not delay other models."""
 Print = tuple[tuple[str, int, int], ...]
-"""Names, sizes and times of a version's files: another print is another copy."""
+"""Names, sizes and times of a version's files, as a fingerprint that changes with every copy."""
 
 
 def models_in(root: Path) -> dict[str, Path]:
-    """Return the models under a folder, or the folder itself where versions lie in it; links are not followed.
+    """Return the models under a folder, or the folder itself if it contains versions; links are not followed.
 
-    Versions beside models with versions of their own do not make the folder a model: whoever can add one folder must
-    not hide the others.
+    Versions beside models with versions do not make the folder a model: a user who can add one folder must not be able
+    to hide the others.
     """
     if not root.is_dir():
         return {}
@@ -45,7 +45,7 @@ def models_in(root: Path) -> dict[str, Path]:
 
 
 def is_one_model(root: Path) -> bool:
-    """Return whether versions lie in a folder itself, and in none of the folders in it."""
+    """Return whether a folder itself contains versions, and none of its subfolders does."""
     with os.scandir(root) as entries:
         folders = [Path(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False)]
     return _has_versions(root) and not any(_has_versions(folder) for folder in folders)
@@ -53,16 +53,16 @@ def is_one_model(root: Path) -> bool:
 
 @dataclass(frozen=True)
 class Versions:
-    """The versions of a model: those that are complete, and those that cannot be one, with the reason."""
+    """The complete versions of a model, and the invalid ones with the reason."""
 
     complete: dict[int, Print]
     refused: dict[int, str]
 
 
 def complete_versions(model: Path, policy: VersionPolicy | None = None, rejected: Collection[int] = ()) -> Versions:
-    """Find versions whose files all have the sizes that their manifest says, so that half a copy is not seen.
+    """Find versions whose files all have the sizes in their manifest, so that partial copies are ignored.
 
-    A policy that wants the latest ones needs no look at those before them: old versions pile up, and a look is taken
+    If the policy selects the latest versions, older ones are not examined: they pile up, and the folder is scanned
     every second while requests are answered.
     """
     found = Versions({}, {})
@@ -88,7 +88,7 @@ def _has_versions(model: Path) -> bool:
 
 
 def _numbers(model: Path) -> list[int]:
-    """The numbers of folders that are called as versions are, the highest first."""
+    """Return the numbers of folders named like versions, highest first."""
     try:
         with os.scandir(model) as entries:
             names = [e.name for e in entries if VERSION.fullmatch(e.name) and e.is_dir(follow_symlinks=False)]
@@ -98,7 +98,7 @@ def _numbers(model: Path) -> list[int]:
 
 
 def _print_of(folder: Path) -> Print | None:
-    """The print of a version; None while it is being copied. Raises FileError where it never can be one."""
+    """Return the fingerprint of a version; None while it is being copied. Raises FileError if it is invalid."""
     try:
         text = read_file(folder / MANIFEST, MANIFEST_LIMIT)
         if _is_unfinished(text):
@@ -117,7 +117,7 @@ def _print_of(folder: Path) -> Print | None:
 
 
 def _files(manifest: Any) -> dict[str, int]:
-    """The files of a manifest with their sizes."""
+    """Return the files of a manifest with their sizes."""
     listed: Any = manifest.get("files") if isinstance(manifest, dict) else None
     if not fields.named(fields.having(size=fields.count))(listed) or not all(FILE.fullmatch(name) for name in listed):
         raise FileError("it must list the files of a version with their sizes", got="something else")
@@ -125,7 +125,7 @@ def _files(manifest: Any) -> dict[str, int]:
 
 
 def _is_unfinished(text: bytes) -> bool:
-    """Whether it is the beginning of some JSON, as while a copy is being made."""
+    """Return whether a text is a prefix of JSON, as while a copy is being made."""
     try:
         json.loads(text.decode())
     except json.JSONDecodeError as error:
@@ -136,7 +136,7 @@ def _is_unfinished(text: bytes) -> bool:
 
 
 def require_name(name: str) -> None:
-    """Refuses a name that could mean a path."""
+    """Raise SettingsError for a name that could be a path."""
     if not NAME.fullmatch(name):
         raise SettingsError(
             "a model's name is made of letters, digits, dashes and underscores, at most 64 of them",
@@ -147,7 +147,7 @@ def require_name(name: str) -> None:
 
 @dataclass(frozen=True)
 class VersionPolicy:
-    """Which versions are served: the latest so many, all, or those that are named.
+    """Which versions are served: a number of latest ones, all, or specific ones.
 
     >>> Policy.parse("latest:2").wanted({1, 2, 3})
     {2, 3}
@@ -160,7 +160,7 @@ class VersionPolicy:
 
     @classmethod
     def parse(cls, text: str) -> VersionPolicy:
-        """From "latest", "latest:2", "all" or "1,3"."""
+        """Parse "latest", "latest:2", "all" or "1,3"."""
         kind, _, rest = text.partition(":")
         if kind == "latest" and (not rest or (rest.isdecimal() and int(rest) > 0)):
             return cls(int(rest or 1))
@@ -173,7 +173,7 @@ class VersionPolicy:
         )
 
     def wanted(self, there: Collection[int]) -> set[int]:
-        """Of those that are there."""
+        """Return the selected versions among the available ones."""
         if self.specific is not None:
             return set(there) & self.specific
         return set(sorted(there)[-self.latest :] if self.latest else there)

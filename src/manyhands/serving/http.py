@@ -1,7 +1,7 @@
-"""HTTP/1.1 with limits: httptools reads requests, this file keeps slow, greedy and broken clients in their place.
+"""HTTP/1.1 server with limits against slow, greedy and malformed clients; httptools parses the requests.
 
-A request is handed on whole, without a task or a coroutine of its own. Measured beside granian and uvicorn on the same
-work, this takes a quarter of their time per request.
+The handler is called with complete requests, without an asyncio task or coroutine per request. Measured beside granian
+and uvicorn on the same work, this takes a quarter of their time per request.
 """
 
 from __future__ import annotations
@@ -30,37 +30,37 @@ from .security import ServingTls
 _PHRASES = {status.value: status.phrase.encode() for status in HTTPStatus}
 _PHRASES[499] = b"Client Closed Request"
 _MAX_WAITING, _MAX_WAITING_BYTES = 16, 1 << 20
-"""Pipelined requests of one connection, and their bytes; what comes beyond waits in the network."""
+"""Number and bytes of pipelined requests buffered per connection; beyond that, reading pauses (back-pressure)."""
 _MAX_NOW = 1
-"""Of pipelined requests that came together, those that are answered before other connections are looked at."""
+"""Pipelined requests read together that are handled before other connections get a turn."""
 _NUM_TURNS, _TURN_SECONDS = 4, 0.001
-"""Pipelined requests of all connections that are handed on together, and the pause after them."""
+"""Pipelined requests of all connections that are handled per turn, and the pause between turns."""
 _NUM_PIPELINED = 1 << 11
-"""Bytes that are parsed at a time where a client has sent several requests together."""
+"""Bytes parsed at a time when a client has sent several requests together."""
 _NUM_READ, _MAX_DIRECT = 1 << 14, 1 << 22
-"""Bytes that are read for the parser at a time, and of bodies that are read past it, straight to where they stay."""
+"""Bytes read for the parser at a time, and the largest body that bypasses it and is read into its final buffer."""
 _LINGER_SECONDS, _LINGER_PAUSE, _NUM_IGNORED = 5.0, 0.01, 1 << 18
-"""How long a refused client may send on, how long the reads of that pause, and the bytes that each of them takes."""
+"""Seconds a refused client may keep sending, the pause between reads of that data, and the bytes per read."""
 _ALWAYS_INFLATED, _NUM_INFLATED, _NUM_PLAIN = 1 << 18, 1 << 14, 1 << 18
-"""Bytes that any compressed body may become, and compressed and plain bytes that are taken at a time."""
+"""Decompressed size that any compressed body may have, and compressed and plain bytes processed at a time."""
 _ONCE = {b"host", b"origin", b"authorization", b"content-type", b"content-encoding", b"inference-header-content-length"}
-"""Headers that decide something; a request that has one of them twice could mean either."""
+"""Headers that affect how a request is handled; a request with one of them twice is ambiguous and refused."""
 _MORE = {503: b"Retry-After: 1\r\n", 401: b"WWW-Authenticate: Bearer\r\n"}
 _MAX_URL = 4096
-"""Bytes of a URL; protocols remember those that come again."""
+"""Maximum bytes of a URL; protocols cache URLs that repeat."""
 _HANDSHAKE_SECONDS = 5.0
 _BACKLOG = 1024
-"""Connections that wait for the loop, which takes a few of them at a time."""
+"""Accept backlog of the listening sockets; the event loop accepts a few connections at a time."""
 _NUM_ACCEPTED, _NUM_LOOKED, _NUM_ENTERING, _ENTER_SECONDS = 8, 16, 4, 0.001
-"""Connections that are accepted, looked at and let in together, and the pause before the next ones."""
+"""Connections accepted, examined and admitted per turn, and the pause between turns."""
 _OVER = select.EPOLLRDHUP | select.EPOLLHUP | select.EPOLLERR
 _MAX_CONNECTING = 256
-"""Connections that are let in and not made yet: those in a handshake of TLS."""
+"""Connections admitted but not established yet, that is, in a TLS handshake."""
 EVICTED = "the connection is closed for newer ones: this request was not complete yet"
 JSON = b"application/json"
 Body = bytes | bytearray | memoryview
 Admit = Callable[[str, Mapping[bytes, bytes]], tuple[int, str] | None]
-"""Looks at a path and headers before a body is read; the status and the reason of a refusal, or None."""
+"""Check a path and headers before the body is read; returns the status and reason of a refusal, or None."""
 
 
 def _head(status: int, kind: bytes, size: int, extra: bytes) -> bytes:
@@ -74,7 +74,7 @@ def _head(status: int, kind: bytes, size: int, extra: bytes) -> bytes:
 
 
 def _refusal(status: int, reason: str) -> bytes:
-    """An answer that ends its connection."""
+    """Return an error response that closes its connection."""
     body = b'{"error":"%b"}' % reason.replace("\\", "/").replace('"', "'").encode()
     return _head(status, JSON, len(body), b"Connection: close\r\n" + _MORE.get(status, b"")) + body
 
@@ -84,7 +84,7 @@ def _too_slow(seconds: float) -> str:
 
 
 class BadRequest(Exception):
-    """A request that is answered before anybody looks at it."""
+    """Raised for a request that is refused before it reaches the handler."""
 
     def __init__(self, status: int, reason: str) -> None:
         self.status, self.reason = status, reason
@@ -92,7 +92,7 @@ class BadRequest(Exception):
 
 
 class Request:
-    """A whole request, and the way to answer it."""
+    """A complete request and the method to answer it."""
 
     __slots__ = (
         "_answered", "_connection", "arrived", "body", "cancel", "headers", "held", "keep_alive", "method", "path",
@@ -102,21 +102,21 @@ class Request:
         self._connection, self.method, self.path, self.headers = connection, method, path, headers
         self.body: Body = b""
         self.held = 0
-        """Bytes that count as this request's until it is answered."""
+        """Bytes counted against the listener's memory limit until this request is answered."""
         self.arrived = time.perf_counter()
         self.keep_alive = True
         self.cancel: Callable[[], None] | None = None
-        """Called when the client is gone before it got its answer."""
+        """Called when the client disconnects before it got its answer."""
         self._answered = False
 
     def answer(self, status: int, body: bytes, kind: bytes = JSON, extra: bytes = b"") -> None:
-        """Sends the answer; `extra` is header lines, each with its end."""
+        """Send the response; `extra` is header lines, each with its line end."""
         if not self._answered:
             self._answered, self.cancel = True, None
             self._connection.answer(self, status, body, kind, extra)
 
     def content(self, limit: int) -> Body:
-        """The body, decompressed where that is needed and never beyond the limit."""
+        """Return the body, decompressed if necessary; raises BadRequest if it exceeds the limit."""
         coding = self.coding
         if coding is not None:
             for step in Inflating(self, coding, limit).steps():
@@ -127,7 +127,7 @@ class Request:
 
     @property
     def coding(self) -> bytes | None:
-        """How the body is compressed: gzip, deflate, or not."""
+        """The body's compression, b"gzip" or b"deflate"; None for an uncompressed body."""
         coding = self.headers.get(b"content-encoding", b"identity").lower()
         if coding == b"identity":
             return None
@@ -136,19 +136,19 @@ class Request:
         return coding
 
     def hold(self, num: int) -> None:
-        """Count more bytes as this request's until it is answered; raises RequestRefused where there is no room."""
+        """Count more bytes as held by this request; raises RequestRefused if the memory limit is reached."""
         self._connection.hold(self, num)
 
     @property
     def inflation(self) -> int:
-        """How many times larger the body may become."""
+        """Maximum ratio of the decompressed to the compressed size of a body."""
         return self._connection.limits.inflation
 
 
 class Inflating:
-    """Decompresses a body in short steps, so that others are answered between them, or another thread does them.
+    """Decompress a body in short steps, which the event loop can interleave with other requests or run on a thread.
 
-    The result may have as many bytes as the limit says, and not be much larger than what came.
+    The size of the result is limited both absolutely and relative to the compressed size.
     """
 
     def __init__(self, request: Request | Compressed, coding: bytes, limit: int) -> None:
@@ -158,7 +158,7 @@ class Inflating:
         self._plain, self._rest = bytearray(), memoryview(b"")
 
     def steps(self) -> Iterator[Callable[[], None]]:
-        """Give functions to call, in any thread, one after the other; in the end the request has its plain body."""
+        """Yield functions to call one after the other, in any thread; after the last the request has its plain body."""
         body = memoryview(self._request.body)
         for start in range(0, len(body), _NUM_INFLATED):
             self._rest = body[start : start + _NUM_INFLATED]
@@ -188,7 +188,7 @@ class Inflating:
 
 
 class Compressed:
-    """As much of a request as decompressing it needs, for a process that has nothing else of it."""
+    """The part of a request that `Inflating` needs, for a helper process that has only the body."""
 
     def __init__(self, body: bytes, inflation: int) -> None:
         self.body: Body = body
@@ -196,11 +196,11 @@ class Compressed:
         self.headers = {b"content-encoding": b""}
 
     def hold(self, num: int) -> None:
-        """Count nothing: the limit of the result is all that such a process holds."""
+        """Do nothing: in a helper process only the limit of the result applies."""
 
 
 def inflated(body: bytes, coding: bytes, limit: int, inflation: int) -> bytes:
-    """Return a body decompressed; raises BadRequest where it becomes too large."""
+    """Return the decompressed body; raises BadRequest if it becomes too large."""
     one = Compressed(body, inflation)
     for step in Inflating(one, coding, limit).steps():
         step()
@@ -211,7 +211,7 @@ Handler = Callable[[Request], None]
 
 
 class PendingConnection:
-    """A connection whose first head is not complete: a socket, and no more than that."""
+    """A connection whose first request head is incomplete: only a socket, without transport or parser."""
 
     __slots__ = ("address", "has_begun", "since", "socket")
 
@@ -219,12 +219,12 @@ class PendingConnection:
         self.socket, self.address = sock, address
         self.since = time.monotonic()
         self.has_begun = False
-        """Whether anything has come."""
+        """Whether the client has sent anything."""
 
     def refuse(self, status: int, reason: str) -> None:
-        """Answer a client that has begun, and close the connection."""
+        """Send an error response if the client has sent anything, then close the connection."""
         if self.has_begun:
-            # What is left unread would take the answer with it when the socket is closed.
+            # Closing a socket with unread data would reset the connection and lose the response.
             with contextlib.suppress(OSError):
                 self.socket.recv(_NUM_READ)
             with contextlib.suppress(OSError):
@@ -236,7 +236,7 @@ _FIRST_LINE = re.compile(rb"[A-Z]+ \S+ HTTP/1\.[01]\r?\n")
 
 
 def _is_begun_head(data: bytes, headers: int) -> bool:
-    """Whether bytes may be the beginning of a head of so many lines at most, and no whole one.
+    """Return whether bytes may be the start of a request head with at most `headers` lines, but not a complete head.
 
     >>> [_is_begun_head(data, 100) for data in (b"GET /", b"GET / HTTP/1.1\\r\\n\\r\\n", b"GET\\r\\n", b"?")]
     [True, False, False, False]
@@ -248,17 +248,17 @@ def _is_begun_head(data: bytes, headers: int) -> bool:
 
 
 class Entrance:
-    """Accepts connections, a few at a time, and keeps them until their first head is complete.
+    """Accept connections a few at a time and keep them until their first request head is complete.
 
-    Until then a connection has no transport, no parser and no buffer, and what it sent stays in the kernel. So clients
-    that open many connections, say nothing or send half a head cost the loop little, and never many of them at once.
+    Until then a connection has no transport, parser or buffer, and its data stays in the kernel. Clients that open many
+    connections, stay silent or send half a head therefore cost the event loop little.
 
     Args:
-        enter: Called with a connection that was accepted; returns whether there is room for it.
+        enter: Called with an accepted connection; returns whether there is room for it.
         go_in: Called with a connection whose head is complete, or too long.
         leave: Called with a connection that its client has closed.
-        limits: Bytes and lines that a head may have before it is complete.
-        is_secured: Whether heads are encrypted, so that any byte must be taken for a whole one.
+        limits: Bytes and lines that an incomplete head may have.
+        is_secured: Whether connections use TLS, so that heads cannot be inspected and any byte admits the connection.
     """
 
     def __init__(
@@ -302,20 +302,20 @@ class Entrance:
         return int(self._sockets[0].getsockname()[1])
 
     def forget(self, pending: PendingConnection) -> None:
-        """Look at a connection no more."""
+        """Stop watching a connection."""
         number = pending.socket.fileno()
         if self._pending.pop(number, None) is not None:
             self._epoll.unregister(number)
 
     def stop(self) -> None:
-        """Accept no more connections."""
+        """Stop accepting connections."""
         for sock in self._sockets:
             self._unwatch(sock.fileno())
             sock.close()
         self._sockets.clear()
 
     def close(self) -> None:
-        """Close everything."""
+        """Stop accepting connections and close the epoll object."""
         self.stop()
         if not self._epoll.closed:
             self._unwatch(self._epoll.fileno())
@@ -330,7 +330,7 @@ class Entrance:
         self._loop.remove_reader(number)
 
     def _work(self, number: int) -> None:
-        """Do a bounded piece of work; where there is more of it, requests of other connections go first."""
+        """Run a bounded piece of work; if more is left, resume after a pause so that other requests go first."""
         if self._readers[number]():
             self._loop.remove_reader(number)
             self._loop.call_later(_ENTER_SECONDS, self._resume, number)
@@ -347,23 +347,23 @@ class Entrance:
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return False
             except OSError:
-                # No descriptor is free. Waiting connections stay where they are.
+                # No file descriptor is free; pending connections stay in the backlog.
                 return True
             accepted.setblocking(False)
             pending = PendingConnection(accepted, str(peer[0]) if isinstance(peer, tuple) else "")
             if self._enter(pending):
                 self._pending[accepted.fileno()] = pending
-                # Edge-triggered: what was looked at is not reported again.
+                # Edge-triggered: data that was already seen is not reported again.
                 self._epoll.register(accepted.fileno(), select.EPOLLIN | select.EPOLLRDHUP | select.EPOLLET)
             else:
                 accepted.close()
         return True
 
     def _look(self) -> bool:
-        """Look at some connections where something has come; return whether there may be more."""
+        """Examine some connections that have new data; return whether there may be more."""
         num_in = 0
         for _ in range(_NUM_LOOKED):
-            # One at a time: an event that was reported does not come again.
+            # One event at a time: an edge-triggered event that is polled but not handled would be lost.
             events = self._epoll.poll(0, 1)
             if not events:
                 return False
@@ -374,7 +374,7 @@ class Entrance:
         return True
 
     def _look_at(self, pending: PendingConnection, *, is_over: bool) -> bool:
-        """Close a connection whose client sends no more, or let it in; return whether it was let in."""
+        """Admit a connection with a complete head or close an ended one; return whether it was admitted."""
         try:
             data = pending.socket.recv(_NUM_READ, socket.MSG_PEEK)
         except (BlockingIOError, InterruptedError):
@@ -397,7 +397,7 @@ class Entrance:
 
 
 class HttpListener:
-    """The connections of one address, and what they may do."""
+    """All connections of one listening address, with their limits."""
 
     def __init__(
         self,
@@ -410,30 +410,30 @@ class HttpListener:
         self.bodies = Bodies(limits.bodies)
         self._tls = tls
         self._most = min(limits.connections, max(16, (resource.getrlimit(resource.RLIMIT_NOFILE)[0] - 256) // 2))
-        """Connections: each takes a file descriptor, and models and other listeners need some too."""
+        """Maximum number of connections, which leaves file descriptors for models and other listeners."""
         self._addresses: Counter[str] = Counter()
         self._waiting: dict[str, dict[Connection, None]] = {}
-        """By address the connections without a request that is being answered, longest first."""
+        """Connections without a request being answered, by client address, longest waiting first."""
         self._pending: dict[str, dict[PendingConnection, None]] = {}
-        """By address the connections whose first head is not complete, longest first."""
+        """Connections whose first head is incomplete, by client address, oldest first."""
         self.num_pending = 0
         self._turns: deque[Connection] = deque()
         """Connections whose next pipelined request is due."""
         self._connecting: set[asyncio.Task[None]] = set()
         self.buffer = memoryview(bytearray(_NUM_READ))
-        """What a connection reads before it knows what it is; each has it for a moment."""
+        """Read buffer shared by all connections; each uses it only during one read."""
         self.ignored = memoryview(bytearray(_NUM_IGNORED))
-        """Where goes what nobody reads."""
+        """Buffer for data that is read and discarded."""
         self.connections: set[Connection] = set()
         self.is_closing = False
-        """Whether every answer ends its connection, so that clients go elsewhere."""
+        """Whether every response closes its connection because the server is shutting down."""
         self.on_answer: Callable[[Request, int, int], None] | None = None
-        """Called with a request, the status and the bytes of its answer."""
+        """Called with a request, and the status and body size of its response."""
         self._entrance: Entrance | None = None
         self._sweeper: asyncio.Task[None] | None = None
 
     async def open(self, host: str, port: int) -> int:
-        """Listens; the port that it got."""
+        """Start listening and return the port."""
         is_secured = self._tls is not None
         self._entrance = Entrance(
             self._enter_pending, self._go_in, self._leave_pending, self.limits, is_secured=is_secured
@@ -448,14 +448,14 @@ class HttpListener:
 
     @property
     def num_busy(self) -> int:
-        """Connections with a request that is not answered, or not even whole."""
+        """Number of connections with an unanswered or partially received request."""
         begun = sum(pending.has_begun for crowd in self._pending.values() for pending in crowd)
         return begun + len(self._connecting) + sum(connection.is_busy for connection in self.connections)
 
     def add(self, connection: Connection) -> bool:
-        """Take a connection; where there are too many, close the one that completed no request for the longest time.
+        """Add a connection, evicting the one that has waited longest if there are too many.
 
-        Whether there was room: there is none where all connections have requests that are being answered.
+        Returns whether there was room: there is none if every connection has a request being answered.
         """
         if not self._make_room(connection.address):
             return False
@@ -465,7 +465,7 @@ class HttpListener:
         return True
 
     def _make_room(self, address: str) -> bool:
-        """Close a connection where there are too many, of the larger part of those that wait."""
+        """If there are too many connections, evict one from the larger of the pending and waiting groups."""
         if self._addresses[address] < self.limits.connections_per_address:
             if len(self.connections) + self.num_pending < self._most:
                 return True
@@ -474,7 +474,7 @@ class HttpListener:
         if not pending and not waiting:
             return False
         oldest, longest = next(iter(pending), None), next(iter(waiting), None)
-        # Where many begin and do not finish, or finish and stay, it is one of these that goes.
+        # Evict from the group that is flooded: incomplete heads, or idle connections.
         ranks = [(len(pending), -oldest.since if oldest else 0.0), (len(waiting), -longest.since if longest else 0.0)]
         if oldest is not None and (longest is None or ranks[0] > ranks[1]):
             self._end_pending(oldest, 503, EVICTED)
@@ -529,25 +529,25 @@ class HttpListener:
 
     @property
     def full(self) -> str:
-        """Why there is no room for another connection."""
+        """Reason why there is no room for another connection."""
         return f"too many connections: all of {len(self.connections)} have requests that are being answered"
 
     def take_turn(self, connection: Connection) -> None:
-        """Hand on the next pipelined request of a connection, soon, and of all connections a few at a time."""
+        """Queue a connection's next pipelined request; a few requests over all connections are handled per turn."""
         self._turns.append(connection)
         if len(self._turns) == 1:
             asyncio.get_running_loop().call_soon(self._hand_on)
 
     def _hand_on(self) -> None:
         for _ in range(min(len(self._turns), _NUM_TURNS)):
-            # It stays in the queue meanwhile, so that nothing is scheduled twice.
+            # The connection stays in the queue while it is handled, so that no second turn is scheduled.
             self._turns[0].hand_on()
             self._turns.popleft()
         if self._turns:
             asyncio.get_running_loop().call_later(_TURN_SECONDS, self._hand_on)
 
     def remove(self, connection: Connection) -> None:
-        """Forget a connection that is closed."""
+        """Remove a closed connection."""
         if connection in self.connections:
             self.connections.remove(connection)
             self.stop_waiting(connection)
@@ -561,16 +561,16 @@ class HttpListener:
             self._pending.pop(address, None)
 
     def start_waiting(self, connection: Connection) -> None:
-        """Note that a connection has no request that is being answered."""
+        """Mark a connection as having no request being answered, so that it may be evicted."""
         if connection in self.connections:
             self._waiting[connection.address][connection] = None
 
     def stop_waiting(self, connection: Connection) -> None:
-        """Note that a request is being answered, so that its connection stays."""
+        """Mark a connection as having a request being answered, so that it is not evicted."""
         self._waiting.get(connection.address, {}).pop(connection, None)
 
     def stop_listening(self) -> None:
-        """Takes no new connections; those that are there get their answers and end."""
+        """Stop accepting connections; those with requests in flight get their responses and are closed."""
         self.is_closing = True
         if self._entrance is not None:
             self._entrance.stop()
@@ -582,7 +582,7 @@ class HttpListener:
                 connection.close()
 
     def close(self) -> None:
-        """Ends everything."""
+        """Close the listener and all connections."""
         self.stop_listening()
         if self._sweeper is not None:
             self._sweeper.cancel()
@@ -597,7 +597,7 @@ class HttpListener:
         return [pending for crowd in self._pending.values() for pending in crowd]
 
     async def _sweep(self) -> None:
-        """One look at all connections now and then is cheaper than a timer for each request."""
+        """Check the timeouts of all connections periodically, which is cheaper than a timer per request."""
         while True:
             await asyncio.sleep(min(1.0, self.limits.receive / 4))
             now = time.monotonic()
@@ -609,7 +609,7 @@ class HttpListener:
 
 
 class Connection(asyncio.BufferedProtocol):
-    """One client: reads requests, hands them on one after the other, writes answers in their order."""
+    """Connection of one client: parses requests, handles them one after the other and writes responses in order."""
 
     def __init__(self, listener: HttpListener) -> None:
         self._listener, self.limits = listener, listener.limits
@@ -624,20 +624,20 @@ class Connection(asyncio.BufferedProtocol):
         self._url, self._num_head, self._num_again = b"", 0, 0
         self._max_head = listener.limits.head
         self._num_begun = self._num_framing = 0
-        """Messages so far, and bytes of the present one that are not its body."""
+        """Number of messages so far, and bytes of the current one outside its body."""
         self._headers: dict[bytes, bytes] = {}
         self._body: bytes | bytearray = b""
         self._whole: memoryview | None = None
-        """A body that is read past the parser."""
+        """Buffer of a body that is read without the parser."""
         self._refusal: tuple[int, str] | None = None
-        """What is said after the answers that are still to come; what follows them cannot be read, and is not."""
+        """Error response to send after the pending responses; data after an unreadable request is not parsed."""
         self._num_body = self._num_counted = self._num_waiting = self._num_held = 0
         self._num_unsent = 0
-        """Bytes of answers that wait for their client."""
+        """Bytes of responses that wait in the write buffer."""
         self._num_now = 0
-        """Requests of what came together that were handed on at once."""
+        """Requests of the current read that were handled immediately."""
         self._pipelines, self._unparsed = False, b""
-        """Whether several requests have come together, and what of them was not looked at yet."""
+        """Whether several requests have arrived together, and their bytes that are not parsed yet."""
         self._most = listener.limits.json
 
     @property
@@ -647,7 +647,7 @@ class Connection(asyncio.BufferedProtocol):
 
     @property
     def is_busy(self) -> bool:
-        """Whether a request has begun to come, is not answered yet, or its answer not taken."""
+        """Whether a request is partially received or unanswered, or its response not fully sent."""
         return self._is_reading or self._current is not None or self._is_blocked
 
     def connection_made(self, transport: Any) -> None:
@@ -661,7 +661,7 @@ class Connection(asyncio.BufferedProtocol):
         self._listener.remove(self)
         self._let_go()
         self._forget_unsent()
-        # The parser and this know each other: what a client left half sent would stay until somebody looks for garbage.
+        # Break the reference cycle with the parser: a half-sent body would stay in memory until the next collection.
         self._parser, self._whole = None, None
         self._waiting.clear()
         self._unparsed = b""
@@ -671,7 +671,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def pause_writing(self) -> None:
         self._is_blocked, self.since = True, time.monotonic()
-        # An answer that its client does not take is memory too: new requests are refused while there is too much of it.
+        # Unsent responses count as memory in use: new requests are refused while there is too much of it.
         self._num_unsent = self._transport.get_write_buffer_size()
         self._listener.bodies.add(self._num_unsent)
 
@@ -708,7 +708,7 @@ class Connection(asyncio.BufferedProtocol):
             self._go_direct()
 
     def _feed_some(self) -> None:
-        """Parse what has come, but no further than to a request that has to wait."""
+        """Parse the received data up to a request that has to wait for its turn."""
         while self._unparsed and not self._waiting and self._refusal is None and self._parser is not None:
             piece, self._unparsed = self._unparsed[:_NUM_PIPELINED], self._unparsed[_NUM_PIPELINED:]
             self._feed(memoryview(piece))
@@ -719,7 +719,7 @@ class Connection(asyncio.BufferedProtocol):
             self._transport.pause_reading()
 
     def _go_direct(self) -> None:
-        """Lets the rest of a body come where it will stay: the parser would have it copied twice."""
+        """Read the rest of a body straight into its final buffer; the parser would copy it twice."""
         size = 0 if b"transfer-encoding" in self._headers else int(self._headers.get(b"content-length", b"0"))
         if not self._num_body < size <= _MAX_DIRECT:
             return
@@ -735,7 +735,7 @@ class Connection(asyncio.BufferedProtocol):
             return
         self._num_body += num
         if self._num_body == len(self._whole):
-            # The parser still waits for this body.
+            # The old parser still expects this body.
             self._parser = httptools.HttpRequestParser(self)
             self._complete(self._whole)
 
@@ -746,7 +746,7 @@ class Connection(asyncio.BufferedProtocol):
             self._count_framing(len(data) - (self._num_body - num_body))
 
     def _count_framing(self, num: int) -> None:
-        """Bound what the parser keeps to itself or skips: unfinished headers, chunk sizes, trailers, empty lines."""
+        """Limit the bytes that the parser buffers or skips: unfinished headers, chunk sizes, trailers, empty lines."""
         self._num_framing += num
         if self._is_in_head and self._num_framing > self.limits.head:
             self._refuse(431, f"a request's head may have {self.limits.head} bytes, but got more")
@@ -767,7 +767,7 @@ class Connection(asyncio.BufferedProtocol):
         except RequestRefused as refusal:
             self._refuse(503, refusal.reason)
         except httptools.HttpParserUpgrade:
-            # A wish that is not granted: the request is answered, and that is the last of it.
+            # Protocol upgrades are not supported: the request is answered and the connection closed.
             pass
         except httptools.HttpParserCallbackError as error:
             cause = error.__context__
@@ -802,7 +802,7 @@ class Connection(asyncio.BufferedProtocol):
             raise self._head_refusal()
 
     def _is_another(self, name: bytes) -> bool:
-        """Whether a header that came before, or a trailer, counts: what decides something comes once, and first."""
+        """Return whether a repeated header is used: not in a trailer, and refused if the header is in `_ONCE`."""
         self._num_again += 1
         if self._num_again > self.limits.headers:
             raise self._head_refusal()
@@ -821,7 +821,7 @@ class Connection(asyncio.BufferedProtocol):
         refusal = self._listener.admit(path, self._headers)
         if refusal is not None:
             raise BadRequest(*refusal)
-        # Only tensors may be large, and only this header says that there are some.
+        # Only requests with binary tensors, marked by this header, may be large.
         is_text = b"inference-header-content-length" not in self._headers
         self._most = min(self.limits.json, self.limits.body) if is_text else self.limits.body
         length = self._headers.get(b"content-length", b"0")
@@ -829,7 +829,7 @@ class Connection(asyncio.BufferedProtocol):
             raise BadRequest(413, self._too_much(length[:20].decode("latin1")))
         method = self._parser.get_method().decode()
         self._reading = Request(self, method, path, self._headers)
-        # A client of HTTP/1.0 may take the end of the connection for the end of the answer, whatever it has asked for.
+        # A client of HTTP/1.0 may take the end of the connection for the end of the response.
         self._reading.keep_alive = (
             self._parser.should_keep_alive()
             and not self._parser.should_upgrade()
@@ -845,7 +845,7 @@ class Connection(asyncio.BufferedProtocol):
         if not self._body:
             self._body = body
             return
-        # One growing piece of memory: an object for each of many small chunks would take many times their bytes.
+        # One growing buffer: an object for each small chunk would take many times its bytes.
         if isinstance(self._body, bytes):
             self._body = bytearray(self._body)
         self._body += body
@@ -859,7 +859,7 @@ class Connection(asyncio.BufferedProtocol):
         self._complete(self._body)
 
     def _hold_body(self) -> None:
-        """Count what has come of a body: once for all chunks that came together."""
+        """Count the received part of a body against the memory limit, once for all chunks that arrived together."""
         num, self._num_counted = self._num_body - self._num_counted, self._num_body
         self._hold(num)
 
@@ -885,12 +885,12 @@ class Connection(asyncio.BufferedProtocol):
                 self._transport.pause_reading()
 
     def hold(self, request: Request, num: int) -> None:
-        """Counts more bytes as a request's; refuses it where there is no room for them."""
+        """Count more bytes as held by a request; raises RequestRefused if the limit is reached."""
         self._hold(num)
         request.held += num
 
     def answer(self, request: Request, status: int, body: bytes, kind: bytes, extra: bytes) -> None:
-        """Writes an answer and goes on to the next request."""
+        """Write a response and continue with the next request."""
         if request is not self._current:
             return
         keep = request.keep_alive and not self._listener.is_closing
@@ -911,7 +911,7 @@ class Connection(asyncio.BufferedProtocol):
             self._refuse(*self._refusal)
 
     def check_times(self, now: float) -> None:
-        """Ends a client that is too slow, in sending, in taking or in coming back."""
+        """Close a connection whose client is too slow to send, to read the response, or to send another request."""
         silent = now - self.since
         if self._is_blocked or (self._is_reading and not self._is_paused):
             if silent > self.limits.receive:
@@ -923,11 +923,11 @@ class Connection(asyncio.BufferedProtocol):
             self._transport.close()
 
     def close(self) -> None:
-        """Ends the connection, after what was written is sent."""
+        """Close the connection after the written data is sent."""
         self._transport.close()
 
     def hand_on(self) -> None:
-        """Hand on the next request that waits, and parse what came after it."""
+        """Handle the next waiting request, and parse the data after it."""
         if self._current is None and self._waiting and not self._is_blocked and not self._transport.is_closing():
             self._current = self._waiting.popleft()
             self._num_waiting -= len(self._current.body)
@@ -943,12 +943,12 @@ class Connection(asyncio.BufferedProtocol):
         self._num_held += num
 
     def _let_go(self) -> None:
-        """Gives back the room of all that has come and was not answered."""
+        """Release the memory held by all unanswered requests."""
         self._listener.bodies.give_back(self._num_held)
         self._num_held, self._body = 0, b""
 
     def _refuse(self, status: int, reason: str) -> None:
-        """Answers what cannot be read, and ends the connection: where the next request begins is not known."""
+        """Answer an unreadable request and close the connection, since the start of the next request is unknown."""
         if self._current is not None or self._waiting:
             self._refusal, self._whole = self._refusal or (status, reason), None
         elif not self._transport.is_closing():
@@ -956,7 +956,7 @@ class Connection(asyncio.BufferedProtocol):
             self._linger()
 
     def _linger(self) -> None:
-        """Reads on and forgets it: a client that is still sending would lose its answer with the connection."""
+        """Discard further input for a while: an immediate close would lose the response of a client still sending."""
         self._refusal, self._whole, self._is_reading = self._refusal or (0, ""), None, False
         self._let_go()
         if self in self._listener.connections and self._transport.can_write_eof():
@@ -967,7 +967,7 @@ class Connection(asyncio.BufferedProtocol):
             self._transport.close()
 
     def _ignore(self) -> None:
-        """Read what a refused client still sends, but not as fast as it can send it: that would cost the others."""
+        """Pause between reads of a refused client, so that discarding its data does not slow down other clients."""
         self._transport.pause_reading()
         asyncio.get_running_loop().call_later(_LINGER_PAUSE, self._read_on)
 
@@ -976,7 +976,7 @@ class Connection(asyncio.BufferedProtocol):
             self._transport.resume_reading()
 
     def evict(self) -> None:
-        """Close the connection for another one's sake; a client in the middle of a request is told."""
+        """Close the connection to make room for another; a client in the middle of a request gets a 503."""
         if self._is_reading:
             self._refuse(503, EVICTED)
         self._listener.remove(self)

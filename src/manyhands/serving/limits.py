@@ -1,4 +1,4 @@
-"""Limits on everything that a stranger can send: sizes, numbers, times."""
+"""Limits on everything that an untrusted client can send: sizes, counts, times."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..core import RequestRefused, SettingsError
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What one client may do to a server; bytes and seconds."""
+    """Limits of a server; in bytes and seconds."""
 
     head: int = 32 << 10
     """Bytes of a request's line and headers; as many for the framing and the trailers of a chunked body."""
@@ -28,17 +28,17 @@ class Limits:
     bodies: int = 1 << 30
     """Bytes of all bodies that are not answered yet, over all connections; what comes beyond is refused."""
     connections: int = 4096
-    """Connections of a listener. One more closes the connection that completed no request for the longest time."""
+    """Connections per listener. One more evicts the connection that completed no request for the longest time."""
     connections_per_address: int = 2048
-    """Of these, connections from one address."""
+    """Maximum number of these connections from one address."""
     calls: int = 1024
-    """gRPC calls that are not answered yet, over all connections."""
+    """Unanswered gRPC calls over all connections."""
     streams: int = 256
-    """gRPC calls of one connection that are not answered yet."""
+    """Unanswered gRPC calls of one connection."""
     receive: float = 20.0
-    """Seconds from a request's first byte to its last, and for an answer to be taken."""
+    """Seconds from a request's first byte to its last, and for the client to read the response."""
     idle: float = 75.0
-    """Seconds that a connection may be silent between requests."""
+    """Seconds that a connection may be idle between requests."""
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -53,7 +53,7 @@ class Limits:
 
     @classmethod
     def holding(cls, queue_mib: int) -> Limits:
-        """The usual ones, but for the MiB of all bodies.
+        """Return the default limits with another limit for all bodies, in MiB.
 
         >>> Limits.holding(100).body == Limits.holding(100).bodies == 100 << 20
         True
@@ -64,29 +64,29 @@ class Limits:
 
 
 class Bodies:
-    """The bytes of requests that a server holds, whoever sent them."""
+    """Count the bytes of requests that a server holds, over all clients."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self.num_bytes = 0
 
     def take(self, num: int) -> None:
-        """Holds so many more; refuses them where there is no room."""
+        """Count more bytes; raises RequestRefused if the limit would be exceeded."""
         if self.num_bytes + num > self._limit:
             raise RequestRefused("UNAVAILABLE", f"overloaded: {self.num_bytes} bytes of requests are waiting", 1.0)
         self.num_bytes += num
 
     def add(self, num: int) -> None:
-        """Holds so many more, which are there already."""
+        """Count more bytes that are already in memory, without a check."""
         self.num_bytes += num
 
     def give_back(self, num: int) -> None:
-        """Holds so many less."""
+        """Release bytes."""
         self.num_bytes -= num
 
     @contextmanager
     def holding(self, num: int) -> Iterator[None]:
-        """Holds so many more while a block runs."""
+        """Count more bytes while a block runs; raises RequestRefused if the limit would be exceeded."""
         self.take(num)
         try:
             yield

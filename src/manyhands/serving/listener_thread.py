@@ -1,4 +1,4 @@
-"""Something that listens on a loop of its own, in a thread, until it is stopped: a server, a router."""
+"""Base of servers and routers, which run on an event loop in a background thread until they are stopped."""
 
 from __future__ import annotations
 
@@ -29,42 +29,42 @@ from .scheduling import shorten_slice
 from .security import AccessToken, ServingTls, Sites, is_loopback
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
-"""Of glibc's mallopt."""
+"""Parameters of glibc's mallopt."""
 KEPT_BYTES, LARGEST_KEPT = 64 << 20, 32 << 20
 SWITCH_SECONDS = 0.0005
-"""That another thread may keep the interpreter while the loop waits for it; Python's own is ten times as long."""
+"""Seconds that another thread may hold the GIL while the event loop waits for it; a tenth of Python's default."""
 FLUSH_SECONDS = 1.0
-"""How far the access log may be behind."""
+"""Maximum delay in seconds of the access log."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ListenSettings:
-    """Where to listen, and to whom."""
+    """Addresses, ports and access control of a server or router."""
 
     host: str = "127.0.0.1"
     http: int = 8501
-    """The port of both REST protocols; 0 takes any."""
+    """The port of both REST protocols; 0 for any free port."""
     grpc: int = 8500
     """The port of both gRPC protocols."""
     manage: int = 8502
-    """The port for management."""
+    """The port of the management interface."""
     manage_host: str = "127.0.0.1"
-    """Where management listens: on this machine only, unless a router elsewhere is to manage it."""
+    """Address of the management interface; local by default. A router on another host needs another one."""
     token: str | None = None
-    """What clients must send as `Authorization: Bearer ...`; needed where others can reach the server."""
+    """Token that clients must send as `Authorization: Bearer ...`; required if other hosts can reach the server."""
     manage_token: str | None = None
-    """The same for management, which the other token does not open."""
+    """Token of the management interface, which does not accept `token`."""
     allow: tuple[str, ...] = ()
     """Further names of this server in URLs, and origins (`https://...`) of web pages that may use it."""
     tls: ServingTls | None = None
-    """A certificate for all listeners."""
+    """TLS certificate of all listeners."""
     timeout: float = 30.0
-    """Seconds for a request at most."""
+    """Maximum seconds per request."""
     patience: float = 25.0
-    """Seconds for requests to finish when a version, or the server, goes."""
+    """Seconds for in-flight requests to finish when a version is unloaded or the server stops."""
     limits: Limits = field(default_factory=Limits)
     log: Path | None = None
-    """A folder for events.jsonl and access.jsonl."""
+    """Folder for events.jsonl and access.jsonl."""
 
     def __post_init__(self) -> None:
         self._require_tokens()
@@ -97,19 +97,19 @@ class ListenSettings:
 
     @property
     def access(self) -> Access:
-        """Who may ask."""
+        """Access rules of the inference interface."""
         return Access(AccessToken(self.token), Sites(self.host, self.allow, checks_host=not self.token))
 
     @property
     def manage_access(self) -> Access:
-        """Who may manage: nobody where there is a token for asking and none for this."""
+        """Access rules of the management interface; it is closed if `token` is set but `manage_token` is not."""
         return Access(
             AccessToken(self.manage_token, "management token"), Sites(self.manage_host, self.allow), self.closed
         )
 
     @property
     def closed(self) -> str:
-        """Why management is closed, or nothing."""
+        """The reason why management is closed, or "" if it is open."""
         return CLOSED if self.token and not self.manage_token else ""
 
 
@@ -119,11 +119,11 @@ CLOSED = (
 
 
 class Background(ABC):
-    """Starts, waits and stops; `serve` is what it does meanwhile."""
+    """Run `serve` on an event loop in a background thread, with methods to start, wait and stop."""
 
     def __init__(self, settings: ListenSettings) -> None:
         self.http = self.grpc = self.manage = 0
-        """The ports that it got."""
+        """The ports in use."""
         self._listening = settings
         self.on_event: Callable[[dict[str, Any]], None] = lambda entry: None
         self._log = Logs(settings.log)
@@ -133,38 +133,38 @@ class Background(ABC):
 
     @abstractmethod
     async def serve(self, stopping: asyncio.Event, is_up: Callable[[], None]) -> None:
-        """Works until it is told to stop; calls `is_up` once it answers."""
+        """Serve until `stopping` is set; call `is_up` once requests are answered."""
 
     @abstractmethod
     def state(self) -> dict[str, Any]:
-        """Everything that is served, with figures."""
+        """Return the state of everything that is served, with metrics."""
 
     @property
     def url(self) -> str:
-        """Where requests go."""
+        """Base URL of the inference interface."""
         return f"{self._scheme}://{self._listening.host}:{self.http}"
 
     @property
     def manage_url(self) -> str:
-        """Where management goes."""
+        """Base URL of the management interface."""
         return f"{self._scheme}://{self._listening.manage_host}:{self.manage}"
 
     def start(self) -> Self:
-        """Returns when it answers; raises what kept it from that."""
+        """Start the thread and return once requests are answered; raises the error that prevented it."""
         started: Future[None] = Future()
         threading.Thread(target=self._run, args=(started,), name="manyhands-server", daemon=True).start()
         started.result()
         return self
 
     def stop(self) -> None:
-        """Not ready, finish, unload: no request in flight is lost."""
+        """Stop gracefully: become unready, drain in-flight requests, then unload the models."""
         if self._loop is not None and self._stopping is not None:
             with contextlib.suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._stopping.set)
             self._over.wait()
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Waits until it has ended; whether it has. Ctrl-C stops it as `stop` does."""
+        """Wait until the server has ended and return whether it has; Ctrl-C stops it as `stop` does."""
         try:
             return self._over.wait(seconds)
         except KeyboardInterrupt:
@@ -195,7 +195,7 @@ class Background(ABC):
 
     async def _work(self, started: Future[None]) -> None:
         self._loop, self._stopping = asyncio.get_running_loop(), asyncio.Event()
-        # What is there by now is there to stay: looking through all of torch for garbage would hold requests up.
+        # Exclude everything loaded so far, such as torch, from garbage collection, which would delay requests.
         gc.collect()
         gc.freeze()
         keep_memory()
@@ -229,7 +229,7 @@ class Background(ABC):
         self.manage = await opened(private, settings.manage_host, settings.manage)
 
     async def _drain(self, public: HttpListener, remote: GrpcListener | GrpcProcess) -> None:
-        """Takes nothing new, and lets what is there finish."""
+        """Stop accepting requests and let those in flight finish."""
         public.stop_listening()
         until = time.monotonic() + self._listening.patience
         await remote.close(self._listening.patience)
@@ -242,7 +242,7 @@ class Background(ABC):
 
 
 async def opened(listener: HttpListener | GrpcListener | GrpcProcess, host: str, port: int) -> int:
-    """Listens; the port that it got."""
+    """Open a listener and return its port; raises SettingsError if the port is in use."""
     try:
         return await listener.open(host, port)
     except OSError as error:

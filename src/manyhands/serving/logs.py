@@ -15,11 +15,11 @@ from ..core import EventLog
 from .http import Request
 
 MAX_ACCESS_BYTES = 256 << 20
-"""Of access.jsonl: a file of this size is renamed to access.1.jsonl, which replaces the one before."""
+"""Size in bytes at which access.jsonl is renamed to access.1.jsonl, which replaces the previous one."""
 
 
 class Logs:
-    """Both logs, where they are wished for."""
+    """Both logs of a server; does nothing without a folder."""
 
     def __init__(self, folder: Path | None) -> None:
         self._events = EventLog(folder / "events.jsonl") if folder is not None else None
@@ -28,16 +28,16 @@ class Logs:
         self._failed = False
 
     def event(self, entry: dict[str, Any]) -> None:
-        """Writes an event."""
+        """Write an event to the event log."""
         if self._events is not None:
             self._events.write(entry)
 
     def access(self, request: Request, status: int, size: int) -> None:
-        """Writes a line about an answered request; lines are gathered, so a crash may cost the last ones."""
+        """Write an answered request to the access log; lines are buffered, so a crash may lose the last ones."""
         self.call(request.method, request.path, status, len(request.body), size, request.arrived)
 
     def call(self, method: str, path: str, status: int, num_in: int, num_out: int, arrived: float) -> None:
-        """The same for a call over gRPC, whose status is what HTTP would have said; a full disk costs the line."""
+        """Write a call to the access log, for gRPC with the equivalent HTTP status; write errors drop the line."""
         if self._access is None:
             return
         milliseconds = 1000 * (time.perf_counter() - arrived)
@@ -50,7 +50,7 @@ class Logs:
             self._fail(error)
 
     def flush(self) -> None:
-        """Writes what was gathered, so that whoever reads the log is not far behind; begins a new file where needed."""
+        """Write buffered lines, so that readers are not far behind; rotate the file if it is too large."""
         if self._access is None or self._folder is None:
             return
         try:
@@ -64,7 +64,7 @@ class Logs:
             self._fail(error)
 
     def close(self) -> None:
-        """Writes the rest."""
+        """Write buffered lines and close both logs."""
         if self._events is not None:
             self._events.close()
         if self._access is not None:
@@ -79,7 +79,7 @@ class Logs:
 
 
 def _opened(path: Path) -> BinaryIO:
-    """A log to append to; readers see by its lock that the server is there."""
+    """Open a log for appending, with a lock that shows readers that the server is running."""
     log = path.open("ab", buffering=1 << 16)
     with contextlib.suppress(OSError):
         fcntl.flock(log, fcntl.LOCK_SH)

@@ -1,4 +1,4 @@
-"""Figures of a version: how many requests, how long they took, how large batches were."""
+"""Metrics of a version: request counts, latencies and batch sizes."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from .batcher import RequestBatch
 
 _FIRST, _RATIO = 20e-6, 1.08
 BOUNDS = [_FIRST * _RATIO**i for i in range(200)]
-"""Seconds, 8% apart, from 20 microseconds to a minute and a half: percentiles are right to 8%."""
+"""Latency bounds in seconds, 8% apart, from 20 microseconds to a minute and a half; percentiles are accurate to 8%."""
 SIZE_BOUNDS = [2**i for i in range(11)]
 
 
 class Histogram:
-    """Counts by bounds; cheap enough for every request."""
+    """Histogram with fixed bounds; cheap enough for every request."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self.bounds = bounds
@@ -24,21 +24,21 @@ class Histogram:
         self.total = 0.0
 
     def add(self, value: float) -> None:
-        """Counts one value."""
+        """Count one value."""
         self.counts[bisect_left(self.bounds, value)] += 1
         self.total += value
 
     @property
     def num(self) -> int:
-        """How many were counted."""
+        """Number of values counted."""
         return sum(self.counts)
 
     def copy(self) -> list[int]:
-        """The counts as they are now, to compare with later ones."""
+        """Return a copy of the counts, to compare with later ones."""
         return list(self.counts)
 
     def percentile(self, share: float, since: Sequence[int] | None = None) -> float:
-        """The value below which this share lies, of all or of those counted since; NaN where there are none.
+        """Return the value below which this share lies, of all values or of those since a copy; NaN if there are none.
 
         >>> histogram = Histogram([1.0, 2.0])
         >>> histogram.add(0.5)
@@ -57,7 +57,7 @@ class Histogram:
         return math.inf
 
     def cumulated(self, every: int = 1) -> Iterator[tuple[float, int]]:
-        """Bounds with how many lie below, as Prometheus wants them, the infinite one last."""
+        """Yield bounds with the number of values below, as Prometheus expects, the infinite bound last."""
         seen = 0
         for index, count in enumerate(self.counts[:-1]):
             seen += count

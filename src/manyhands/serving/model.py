@@ -11,13 +11,13 @@ from .version import AVAILABLE, END, LOADING, Version
 
 
 class Unknown(RequestRefused):
-    """A model, version or label that is not served; every protocol has its own words for it."""
+    """Raised for a model, version or label that is not served; each protocol words it differently."""
 
     def __init__(
         self, model: str, version: int | None = None, label: str | None = None, *, is_empty: bool = False
     ) -> None:
         self.model, self.version, self.label, self.is_empty = model, version, label, is_empty
-        """A model that is empty is there, without a version that answers."""
+        """`is_empty`: the model exists, but has no version that answers."""
         if label is not None:
             super().__init__("INVALID_ARGUMENT", f"Unrecognized servable version label: {label}")
         elif version is not None:
@@ -27,47 +27,47 @@ class Unknown(RequestRefused):
 
 
 class Model:
-    """The versions of one name."""
+    """The versions of one model name."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.versions: dict[int, Version] = {}
         self.labels: dict[str, int] = {}
         self.rejected: set[int] = set()
-        """Versions that were sent back; they are not loaded again until somebody asks."""
+        """Versions that were rolled back; they are not loaded again until a client requests it."""
         self.asked: set[int] = set()
-        """Versions that somebody asked for, whatever the policy says."""
+        """Versions loaded on request, regardless of the version policy."""
         self.policy: VersionPolicy | None = None
-        """Which versions, where somebody said so for this model."""
+        """The model's own version policy; None for the server's."""
         self.is_unloaded = False
-        """Whether somebody asked for none."""
+        """Whether the model was unloaded on request."""
         self.is_awaited = False
-        """Whether clients should not come before it answers."""
+        """Whether the server is not ready until this model answers."""
         self.taken_over = 0.0
-        """When the current version began to answer."""
+        """When the current version became current."""
         self._current: int | None = None
         self._judge = Judge()
 
     @property
     def current(self) -> Version | None:
-        """The version that answers where none is named."""
+        """The version that answers requests without a version."""
         version = self.versions.get(self._current) if self._current is not None else None
         return version if version is not None and version.state == AVAILABLE else None
 
     @property
     def before(self) -> Version | None:
-        """The version that would answer if the current one was sent back."""
+        """The version that would answer after a rollback of the current one."""
         current = self.current
         older = [] if current is None else [v for v in self.available if v.number < current.number]
         return next((version for version in reversed(older) if version.number not in self.rejected), None)
 
     @property
     def available(self) -> list[Version]:
-        """Versions that answer, ascending."""
+        """Versions that can answer, ascending."""
         return [self.versions[number] for number in sorted(self.versions) if self.versions[number].is_available]
 
     def find(self, version: int | None = None, label: str | None = None) -> Version:
-        """The version for a request."""
+        """Return the version for a request; raises Unknown if there is none."""
         if label is not None:
             number = self.labels.get(label)
             if number is None:
@@ -82,7 +82,7 @@ class Model:
         raise Unknown(self.name, version, is_empty=version is None)
 
     def take_over(self) -> bool:
-        """Lets the newest version answer that is available and was not sent back; whether that is another one."""
+        """Make the newest available version that was not rolled back the current one; return whether it changed."""
         fit = [version.number for version in self.available if version.number not in self.rejected]
         if not fit or fit[-1] == self._current:
             return False
@@ -91,7 +91,7 @@ class Model:
         return True
 
     def set_label(self, label: str, version: int | None) -> None:
-        """Points a label at a version that is loaded; at None, takes it away."""
+        """Assign a label to a loaded version; None removes the label."""
         if version is None:
             self.labels.pop(label, None)
         else:
@@ -99,7 +99,7 @@ class Model:
             self.labels[label] = version
 
     def require(self, version: int | None) -> None:
-        """Refuses what cannot be answered with at once: labels and splits keep a version, and load none."""
+        """Raise RequestRefused if a version is not loaded: labels and traffic splits do not load versions."""
         if version is None:
             self.find()
         elif version not in self.versions or not self.versions[version].is_available:
@@ -111,13 +111,13 @@ class Model:
             )
 
     def forget_ended(self) -> None:
-        """Versions that are gone; one that failed stays, with its reason, until it is tried again."""
+        """Remove ended versions; a failed one stays, with its error, until it is retried."""
         for number, version in list(self.versions.items()):
             if version.state == END and not version.error:
                 del self.versions[number]
 
     def verdict(self, rule: RolloutGuard) -> str:
-        """Why the current version should be sent back, compared with the one before; empty where it should not."""
+        """Return why the current version should be rolled back to the previous one; empty if it should not."""
         current, before = self.current, self.before
         if current is None or before is None or time.monotonic() - self.taken_over > rule.seconds:
             self._judge.dismiss()

@@ -1,4 +1,4 @@
-"""The REST side described as OpenAPI, and a page that shows the description; nothing comes from elsewhere."""
+"""OpenAPI description of the REST interface, and a standalone page that shows it."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ _SCHEMAS: dict[str, Any] = {
 
 @cache
 def document() -> dict[str, Any]:
-    """The description of every path that a client may ask."""
+    """Return the description of every path for clients."""
     from importlib import metadata
 
     paths: dict[str, Any] = {}
@@ -185,13 +185,13 @@ def _operation(summary: str, parameters: list[Any], answer: str | None, body: st
 
 @cache
 def as_json() -> bytes:
-    """The document as it is sent."""
+    """Return the document as JSON."""
     return orjson.dumps(document())
 
 
 @cache
 def as_page() -> bytes:
-    """The document for people: plain HTML, without scripts and without anything from another host."""
+    """Return the document as plain HTML, without scripts and external resources."""
     described = document()
     rows = []
     for path, operations in described["paths"].items():

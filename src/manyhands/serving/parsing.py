@@ -1,6 +1,6 @@
-"""Large texts are parsed in a process of their own: JSON parsers hold the interpreter, and nobody else is answered.
+"""Parse large texts in a separate process: JSON parsers hold the GIL, which would block other requests.
 
-The process is started with the first such text. It has less priority than the server and a limit on its memory.
+The process is started with the first such text. It has lower priority than the server and a memory limit.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from .scheduling import restore_slice, step_aside
 
 Read = TypeVar("Read")
 INLINE = 64 << 10
-"""Bytes of a text that is parsed at once: that takes a millisecond at most."""
+"""Maximum bytes of a text that is parsed in the server itself, which takes a millisecond at most."""
 NICENESS = 5
 MEMORY = 512 << 20
-"""Bytes that a text may take while it is parsed."""
+"""Memory limit in bytes for parsing a text."""
 SECONDS = 20.0
-"""For a text; the process is ended after that."""
+"""Maximum seconds per text; after that the process is killed."""
 MAX_WAITING = 64
 
 
 class Parser:
-    """The process's own side: calls a function and returns what it returned, or why it refused."""
+    """Process side: call a function and return its result, or the reason of its refusal."""
 
     def __init__(self, world: World) -> None:
         step_aside(NICENESS)
         used = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmData"))
         most = int(used.split()[1]) * 1024 + MEMORY
         resource.setrlimit(resource.RLIMIT_DATA, (most, most))
-        # Values of JSON never refer to each other in a circle.
+        # JSON values contain no reference cycles.
         gc.disable()
 
     def parse(self, work: Callable[..., Any], *args: Any) -> tuple[Any, tuple[Any, str] | None]:
@@ -60,7 +60,7 @@ class Parser:
 
 @dataclass(order=True)
 class Waiting:
-    """A text on its way; small ones go first."""
+    """A queued text; small ones go first."""
 
     size: int
     number: int
@@ -70,7 +70,7 @@ class Waiting:
 
 
 class Parsing:
-    """The server's side: one text at a time goes to the process."""
+    """Server side: send one text at a time to the process."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -81,7 +81,7 @@ class Parsing:
         self._thread = ThreadPoolExecutor(1, "manyhands-parsing", restore_slice)
 
     async def run(self, size: int, work: Callable[..., Read], *args: Any) -> Read:
-        """Return what a function returns in the process; raises the BadRequest or RequestRefused that it raises."""
+        """Run a function in the process and return its result; its BadRequest or RequestRefused is raised here."""
         if len(self._waiting) >= MAX_WAITING:
             raise RequestRefused("UNAVAILABLE", f"overloaded: {MAX_WAITING} large JSON texts are waiting", 1.0)
         self._num += 1

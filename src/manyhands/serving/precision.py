@@ -1,4 +1,4 @@
-"""Computing in bfloat16, where somebody declared that this is good enough: inputs and outputs keep their types."""
+"""Inference in bfloat16, if the operator selected it: inputs and outputs keep their types."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ PRECISIONS = ("fp32", "bf16")
 
 
 def in_precision(predictor: Predictor, precision: str) -> Predictor:
-    """The predictor itself, or one that lets torch use bfloat16 where that is safe."""
+    """Return the predictor itself, or one that uses bfloat16 where autocast considers it safe."""
     return Bfloat16(predictor) if precision == "bf16" else predictor
 
 
 def require_precision(precision: str) -> None:
-    """Refuses what is not known."""
+    """Raise SettingsError for an unknown precision."""
     if precision not in PRECISIONS:
         raise SettingsError(
             f"precision is {' or '.join(PRECISIONS)}", got=repr(precision), remedy='pass precision="bf16"'
@@ -24,7 +24,7 @@ def require_precision(precision: str) -> None:
 
 
 class Bfloat16(Predictor):
-    """Matrix products and convolutions in bfloat16, by torch's own rules for mixed precision."""
+    """Predictor with matrix products and convolutions in bfloat16, by torch's autocast rules."""
 
     def __init__(self, inner: Predictor) -> None:
         self.inner = inner

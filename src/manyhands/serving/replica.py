@@ -1,4 +1,4 @@
-"""A replica as its server sees it: a process with a network on one device, reached through shared memory."""
+"""Server-side handle of a serving replica: a process with a model on one device, reached through shared memory."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ from .sandbox import Protection, remove_cgroup, resident_bytes
 from .slots import NUM_SLOTS, Dims, ReplicaSlots, SlotLayout
 
 ENDING_SECONDS = 10.0
-"""For a process that is not wanted any more."""
+"""Seconds that a replica's process has to exit after its socket was closed, before it is killed."""
 ASIDE_BYTES = 1 << 20
-"""Of a batch that is written on a thread of its own."""
+"""Size in bytes from which a batch is copied into shared memory on a separate thread instead of the event loop."""
 STUCK_SECONDS = 30.0
-"""That a batch is computed for nobody before its process is taken for stuck."""
+"""Age in seconds after which a batch whose requests have all ended marks its process as stuck."""
 MAX_LINES, MAX_LINE = 1000, 2000
-"""What a process may print: lines, and characters of each; the rest is dropped."""
+"""Limits on a process's printed output: number of lines and characters per line. The rest is dropped."""
 MAX_TENSORS, MAX_RANK, MAX_NAME = 256, 32, 64
-"""Of a signature."""
+"""Limits on a signature: number of tensors, dimensions per tensor, and characters per tensor name."""
 
 
 class ServingReplica:
-    """A worker of a batcher: takes batches, writes them into slots, and reports what came of them."""
+    """Send a batcher's batches to a replica process through shared-memory slots and report the results."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class ServingReplica:
         self.device, self.pid, self.signature = computing.device, arrival.pid, signature
         self.protection: Protection | None = None
         self.memory = computing.sandbox.memory if computing.sandbox is not None else None
-        """Bytes that the process may use; None for any number."""
+        """Limit on the process's resident memory in bytes; None for no limit."""
         self.num_rows = 0
         self._socket, self._ending, self._kill = arrival.socket, ending, kill
         self._loop = asyncio.get_running_loop()
@@ -62,10 +62,10 @@ class ServingReplica:
         self._on_failed: Callable[[str], str] = lambda detail: detail
         self._batches: dict[int, RequestBatch] = {}
         self._asked: dict[int, float] = {}
-        """When each of them was sent."""
+        """Send time of the batch in each slot, in seconds of the monotonic clock."""
         self._free = list(range(NUM_SLOTS))
         self._aside = ThreadPoolExecutor(1, thread_name_prefix="manyhands-slots")
-        """Writes large batches: the loop goes on reading requests meanwhile."""
+        """Copies large batches, so that the event loop can keep reading requests."""
         self._sending = threading.Lock()
         self._slots = slots
         self._dims_in, self._dims_out = Dims(signature.inputs.values()), Dims(signature.outputs.values())
@@ -82,7 +82,13 @@ class ServingReplica:
         *,
         quietly: bool = True,
     ) -> ServingReplica:
-        """Starts a process, and returns when it has loaded and warmed up; raises what kept it from that."""
+        """Start a replica process and return its handle once the model is loaded and warmed up.
+
+        If the process gets no CPU core at idle priority, it is started once more at normal priority.
+
+        Raises:
+            RunError: The process exited early, reported a failure, or exceeded `source.patience`.
+        """
         key, coming = meeting.expect()
         sandbox = source.sandbox(device, f"manyhands-{key}")
         try:
@@ -116,7 +122,7 @@ class ServingReplica:
                 failure = error
             if computing.sandbox is not None:
                 remove_cgroup(computing.sandbox.group)
-            # The server's loop may be over by now.
+            # The server's event loop may already be closed.
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(_settle, ending, failure)
 
@@ -132,7 +138,7 @@ class ServingReplica:
             replica = cls(computing, coming.result(), signature, slots, ending, jobs[0].kill)
             replica.protection = protection
         except BaseException as error:
-            # A process that comes later finds that nobody expects it, and ends.
+            # A process that connects after this finds no pending rendezvous for its key, and exits.
             meeting.forget(computing.key)
             if coming.done() and not coming.cancelled():
                 coming.result().socket.close()
@@ -151,12 +157,12 @@ class ServingReplica:
         on_lost: Callable[[ServingReplica], None],
         on_failed: Callable[[str], str] = lambda detail: detail,
     ) -> None:
-        """Begins to serve, unless it was lost while it waited for the others to load.
+        """Start to serve batches; if the process has already exited, call `on_lost` instead.
 
         Args:
-            batcher: Where batches come from.
+            batcher: Source of the batches.
             on_lost: Called when the process has ended.
-            on_failed: Called with the detail when the network raised; returns what clients may know of it.
+            on_failed: Called with the error text when the model raised; returns the text that clients may see.
         """
         self._batcher, self._on_lost, self._on_failed = batcher, on_lost, on_failed
         if self._socket.fileno() < 0:
@@ -182,18 +188,18 @@ class ServingReplica:
 
     def _write(self, write: Callable[[], None], message: bytes) -> None:
         write()
-        # Where the other side is gone, _hear finds out and the batch is computed elsewhere.
+        # If the process has exited, _hear notices it and the batcher retries the batch on another replica.
         with self._sending, contextlib.suppress(OSError):
             self._socket.send(message)
 
     def end_if_stuck(self) -> None:
-        """Kills a process that has long been computing what nobody waits for: it may never end, and others wait."""
+        """Kill the process if it has spent more than `STUCK_SECONDS` on a batch whose requests have all ended."""
         long_ago = time.monotonic() - STUCK_SECONDS
         if any(self._asked[slot] < long_ago and batch.is_over for slot, batch in self._batches.items()):
             self._kill()
 
     def end_if_too_large(self) -> bool:
-        """Kills a process that uses more memory than it may; whether it did."""
+        """Kill the process if its resident memory exceeds the limit; return whether it was killed."""
         is_too_large = self.memory is not None and resident_bytes(self.pid) > self.memory
         if is_too_large:
             self.memory = None
@@ -201,7 +207,7 @@ class ServingReplica:
         return is_too_large
 
     def close(self) -> None:
-        """Lets the process go: it ends by itself."""
+        """Close the socket and leave the batcher; the process exits when it sees the closed socket."""
         if self._socket.fileno() >= 0:
             self._loop.remove_reader(self._socket.fileno())
             with self._sending:
@@ -211,7 +217,7 @@ class ServingReplica:
             self._batcher.workers.remove(self)
 
     async def ended(self) -> str:
-        """Why the process ended, empty where that was wished for; one that was let go and does not end is killed."""
+        """Wait for the process to exit (killed after `ENDING_SECONDS`); return the reason, or "" for a clean exit."""
         done, _ = await asyncio.wait([self._ending], timeout=ENDING_SECONDS)
         if not done:
             self._kill()
@@ -234,7 +240,7 @@ class ServingReplica:
             self._take(message)
 
     def _take(self, message: bytes) -> None:
-        """Takes a reply; a process that says anything else is not trusted with another batch."""
+        """Handle a reply to a batch; kill the process if the message is malformed."""
         assert self._batcher is not None
         try:
             slot, failed, micros = REPLY.unpack_from(message)
@@ -269,9 +275,9 @@ class ServingReplica:
 
 
 class _Opening:
-    """What a process says before it serves: its sandbox, then the model's signature, then that it is ready.
+    """Read a process's messages before it serves: its sandbox layers, the model's signature, then readiness.
 
-    From the signature on the process may be in the hands of the model's author, so everything is checked.
+    From the signature on, the model's author may control the process, so every message is validated.
     """
 
     def __init__(self, sock: socket.socket, ending: asyncio.Future[None]) -> None:
@@ -303,13 +309,16 @@ class _Opening:
         return slots
 
     async def told(self, key: str) -> dict[str, Any]:
-        """The next message, which must have this key; raises what the process reports instead, or why it ended."""
+        """Return the next message, which must contain `key`.
+
+        Raises the failure that the process reports instead, or the reason why it exited.
+        """
         loop = asyncio.get_running_loop()
         coming = asyncio.ensure_future(loop.sock_recv(self._socket, MAX_MESSAGE))
         both: list[asyncio.Future[Any]] = [coming, self._ending]
         try:
             await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
-            # What it said last is still there when its process has ended.
+            # The last message can still be read after the process has exited.
             await asyncio.wait([coming], timeout=1.0)
         finally:
             coming.cancel()
@@ -320,7 +329,7 @@ class _Opening:
             raise FAILURES.get(told["failed"], RunError)(str(told.get("text"))[:MAX_LINE])
         if isinstance(told, dict) and key in told:
             return told
-        # Its socket is closed before its process has told why.
+        # The socket closes before the reason for the exit is known.
         await asyncio.wait([self._ending], timeout=ENDING_SECONDS)
         if self._ending.done():
             self._ending.result()
@@ -332,11 +341,11 @@ FAILURES: dict[str, type[ManyhandsError]] = {
     "OutputMismatch": OutputMismatch,
     "Starved": Starved,
 }
-"""Errors that a confined process reports by their names."""
+"""Exception classes that a sandboxed process may report by name."""
 
 
 def _require_plain(signature: Signature) -> None:
-    """Refuses a signature that no archive could have."""
+    """Raise ValueError for a signature that no valid archive can have."""
     specs = [*signature.inputs.items(), *signature.outputs.items()]
     if not signature.inputs or not signature.outputs or len(specs) > MAX_TENSORS:
         raise ValueError("tensors")
@@ -348,7 +357,7 @@ def _require_plain(signature: Signature) -> None:
 
 
 class _Printer:
-    """Passes on what a process prints, so much and no more."""
+    """Print a process's output to stderr, up to `MAX_LINES` lines of `MAX_LINE` characters."""
 
     def __init__(self) -> None:
         self._left = MAX_LINES
@@ -375,11 +384,11 @@ def _ignore(rank: int, entry: Event) -> None:
 
 
 async def _first_of(wanted: asyncio.Future[Arrival], ending: asyncio.Future[None]) -> None:
-    """Waits for what is wanted; raises where the process ends before that."""
+    """Wait for `wanted`; raise if the process exits first."""
     both: list[asyncio.Future[Any]] = [wanted, ending]
     await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
     if wanted.done() and not wanted.cancelled() and wanted.exception() is not None:
-        # Its socket is closed before its process has told why.
+        # The socket closes before the reason for the exit is known.
         await asyncio.wait([ending], timeout=ENDING_SECONDS)
     if ending.done():
         if wanted.done() and not wanted.cancelled():

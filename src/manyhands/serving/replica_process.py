@@ -1,7 +1,7 @@
-"""What a replica's process does: load a network aside, warm it up, then compute batches until its server lets go.
+"""Main function of a replica process: load a model, warm it up, then compute batches until the server disconnects.
 
-The process of an exported model enters its sandbox before it reads the first byte of the archive. A predictor that was
-given by the user's own program is that program's code, and is not confined.
+The process of an exported model enters its sandbox before it reads the first byte of the archive. A predictor object
+passed in by the user's program is trusted code and runs without a sandbox.
 """
 
 from __future__ import annotations
@@ -35,52 +35,52 @@ from .slots import Dims, ReplicaSlots, SlotLayout
 
 MAX_MESSAGE = 65536
 JOB = struct.Struct("<II")
-"""Slot and rows with padding, then the shapes of the inputs' rows."""
+"""Slot and number of rows including padding, followed by the shapes of the input rows."""
 REPLY = struct.Struct("<III")
-"""Slot, whether it failed, and microseconds; then the shapes of the outputs' rows, or why."""
+"""Slot, failure flag and microseconds, followed by the shapes of the output rows or by the error text."""
 _FREE_SIZE = 8
-"""What free dims are warmed up with."""
+"""Size used for dynamic dimensions during warm-up."""
 _PATIENCE = 600.0
 LOADING_SECONDS = 120.0
-"""For a replica to load and warm up, beside what reading its weights takes."""
+"""Seconds that a replica may take to load and warm up, in addition to the time for reading its weights."""
 READING_SPEED = 20e6
-"""Bytes a second that a disk gives at least."""
+"""Assumed lower bound of the disk's read rate, in bytes per second."""
 COMPILING_SECONDS = 900.0
 STARVED_SECONDS = 2.0
-"""How long a version that loads waits for a core, all in all, before it is loaded like any other work."""
+"""Total seconds that a loading version waits for a core at idle priority before it is loaded at normal priority."""
 
 
 class Starved(RunError):
-    """A replica that stepped back for those who serve got no core at all."""
+    """Raised when a replica that loads at idle priority got no CPU time."""
 
 
 class PredictorSource(Protocol):
-    """Where a predictor comes from."""
+    """Protocol for objects that create a replica's predictor and describe how to run it."""
 
     @property
     def compiles(self) -> bool:
-        """Whether it may be compiled."""
+        """Whether the predictor may be compiled."""
 
     @property
     def patience(self) -> float:
-        """Seconds in which it must be loaded and warm."""
+        """Seconds within which the predictor must be loaded and warmed up."""
 
     def open(self, device: str) -> Predictor:
-        """Makes it, in the process that will compute with it."""
+        """Create the predictor; called in the replica's process."""
 
     def sandbox(self, device: Device, group: str) -> Sandbox | None:
-        """What confines its process; None where it runs the user's own code."""
+        """Return the sandbox for the replica's process, or None if it runs the user's own code."""
 
 
 @dataclass(frozen=True)
 class Exported:
-    """A version's folder."""
+    """Predictor source that loads an exported model from a version's folder."""
 
     path: Path
     precision: str = "fp32"
     compiles: bool = False
     memory: int = 0
-    """Bytes that a replica may use; 0 for a share of what is free."""
+    """Memory limit of a replica in bytes; 0 for a share of the free memory."""
 
     @property
     def patience(self) -> float:
@@ -98,9 +98,9 @@ class Exported:
 
 @dataclass(frozen=True)
 class Given:
-    """A predictor of the user's own program, with whatever Python it needs.
+    """Predictor source for an object from the user's program.
 
-    It is that program's code, so its process is not confined; an archive that was loaded there is.
+    Its code is trusted, so its process is not sandboxed, except if the object is a loaded `Archive`.
     """
 
     predictor: Predictor
@@ -132,27 +132,27 @@ def _sandbox(reads: tuple[str, ...], memory: int, device: Device, group: str, *,
 
 @dataclass(frozen=True)
 class Computing:
-    """A replica as a function for an engine."""
+    """Callable that an engine runs in a replica's process."""
 
     source: PredictorSource
     device: Device
     meeting: str
-    """The socket where the server waits."""
+    """Path of the Unix socket on which the server waits for its replicas."""
     key: str
-    """Which replica this is, in a way that nobody can guess."""
+    """Unguessable key that identifies this replica to the server."""
     sizes: tuple[int, ...]
-    """Batches to warm up with, the largest last."""
+    """Batch sizes for the warm-up, in ascending order."""
     quietly: bool = True
-    """Whether it loads only when nobody else wants a core."""
+    """Whether the model is loaded at idle CPU priority."""
     sandbox: Sandbox | None = None
 
     @property
     def confines(self) -> bool:
-        """Whether the process is confined, and must not be given what it could not give up."""
+        """Return whether the process is sandboxed and must not inherit resources that it cannot give up."""
         return self.sandbox is not None
 
     def __call__(self, world: World) -> None:
-        # Before the sandbox, which does not allow the system call.
+        # Must run before the sandbox, which blocks the system call.
         shorten_slice()
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
             server.connect(self.meeting)
@@ -163,10 +163,10 @@ class Computing:
                 self._serve_confined(server, self.sandbox)
 
     def _serve_confined(self, server: socket.socket, sandbox: Sandbox) -> None:
-        """Serve until the server lets go, and end the process.
+        """Serve in the sandbox until the server disconnects, then exit the process.
 
-        What a rank reports on its line is unpickled by the program that started it, so the line is closed with all
-        other descriptors, and a failure is reported as text.
+        The launching program unpickles what a rank reports on its control channel, so the channel is closed with all
+        other descriptors and failures are reported as text.
         """
         code = 1
         try:
@@ -187,15 +187,15 @@ class Computing:
             settle(self.device)
         own_cores(self.device)
         compute = quietly(lambda: self._prepare(server)) if self.quietly else self._prepare(server)
-        # Each thread has a number of its own.
+        # PyTorch keeps the number of threads per thread.
         torch.set_num_threads(compute.num_threads)
-        # Nothing of what is there by now is garbage; looking for it would hold batches up.
+        # Everything allocated so far stays alive; exclude it from garbage collection, which would delay batches.
         gc.collect()
         gc.freeze()
         server.send(b'{"ready": true}')
         while message := server.recv(MAX_MESSAGE):
             server.send(compute(message))
-        # Ending takes time too.
+        # Tearing down the process takes CPU time too.
         step_back()
 
     def _prepare(self, server: socket.socket) -> Compute:
@@ -219,7 +219,7 @@ class Computing:
 
 
 class Compute:
-    """Answers one batch after another, in a replica's own memory."""
+    """Compute batches in a replica's shared-memory slots."""
 
     def __init__(self, run: Run, signature: Signature, slots: ReplicaSlots, device: torch.device) -> None:
         self._compute, self._signature, self._slots = run, signature, slots
@@ -229,7 +229,7 @@ class Compute:
             _pin(slots)
 
     def warm_up(self, sizes: tuple[int, ...]) -> None:
-        """Computes batches of the sizes that will come, so that no request pays for a first time."""
+        """Compute one batch of each size, so that no request pays the cost of a first run."""
         inputs = self._signature.inputs
         shapes = [tuple(_FREE_SIZE if n is None else n for n in spec.shape[1:]) for spec in inputs.values()]
         free = any(n is None for spec in inputs.values() for n in spec.shape[1:])
@@ -239,12 +239,12 @@ class Compute:
             except OutputMismatch:
                 raise
             except Exception:
-                # A network of free shapes may not like the ones that were made up.
+                # A model with dynamic dimensions may not accept the sizes made up for the warm-up.
                 if not free:
                     raise
 
     def choose_threads(self, size: int) -> None:
-        """One thread, unless several are clearly faster: they wait for each other, and the server needs a core too."""
+        """Use several threads only if they take less than 70% of one thread's time: the server needs a core too."""
         most = torch.get_num_threads() - 1
         times = {}
         for num in (1, most) if most > 1 else ():
@@ -256,7 +256,7 @@ class Compute:
         self.num_threads = most if most > 1 and times[most] < 0.7 * times[1] else 1
 
     def __call__(self, message: bytes) -> bytes:
-        """A job's reply."""
+        """Compute the batch described by a job message and return the reply message."""
         slot, size = JOB.unpack_from(message)
         began = time.perf_counter()
         try:
@@ -279,20 +279,20 @@ class Compute:
 
 
 def settle(device: Device) -> None:
-    """Take the cores and the device that a rank otherwise gets before its function is called."""
+    """Set the number of threads and the GPU memory fraction, as the launcher does for other ranks."""
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     if device.kind == "cuda" and device.share < 1.0:
         torch.cuda.set_per_process_memory_fraction(device.share, device.index)
 
 
 def as_tensor(view: Array, dtype: str) -> Tensor:
-    """Shared memory as a tensor; bfloat16 lies there as uint16."""
+    """Return a shared-memory array as a tensor without copying; bfloat16 is stored as uint16."""
     tensor: Tensor = torch.from_numpy(view)
     return tensor.view(torch.bfloat16) if dtype == "bfloat16" else tensor
 
 
 def own_cores(device: Device) -> None:
-    """A virtual device's share of the cores, so that two replicas on one CPU do not fight."""
+    """Pin the process to its virtual device's share of the cores, so that replicas on one CPU do not compete."""
     if device.kind != "cpu" or device.share == 1.0:
         return
     cores = sorted(os.sched_getaffinity(0))
@@ -303,7 +303,7 @@ def own_cores(device: Device) -> None:
 
 
 def require_rows(signature: Signature) -> None:
-    """What is served answers rows with rows, of kinds that can travel."""
+    """Raise ArchiveError unless every tensor has a dynamic first dimension (rows) and a supported dtype."""
     for what, specs in (("input", signature.inputs), ("output", signature.outputs)):
         for name, spec in specs.items():
             if spec.dtype not in BY_TORCH or not spec.shape or spec.shape[0] is not None:
@@ -315,16 +315,16 @@ def require_rows(signature: Signature) -> None:
 
 
 def step_back() -> None:
-    """This thread computes only when nobody else wants the core.
+    """Run this thread only when no other thread wants the core (SCHED_IDLE).
 
-    A thread of low priority would not do: the kernel lets it finish its turn of some milliseconds when another wakes.
+    A high nice value is not enough: the kernel lets such a thread finish its time slice when another one wakes.
     """
     with contextlib.suppress(OSError):
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
 
 
 def quietly(make: Callable[[], Compute]) -> Compute:
-    """Loads and warms up on a thread that steps back, so that whoever is serving does not notice."""
+    """Load and warm up on a thread of idle priority, so that serving replicas are not slowed down."""
     made: list[Compute | BaseException] = []
 
     def work() -> None:
@@ -334,7 +334,7 @@ def quietly(make: Callable[[], Compute]) -> Compute:
         except BaseException as error:
             made.append(error)
 
-    # Where it waits for a core for ever this process ends without it.
+    # A daemon thread, so that the process can exit even if the thread never gets a core.
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
     while thread.is_alive():
@@ -347,14 +347,14 @@ def quietly(make: Callable[[], Compute]) -> Compute:
 
 
 def waited(thread: int | None) -> float:
-    """Seconds that a thread of this process could have run and did not; 0 where the kernel does not count them."""
+    """Return the seconds for which a thread was runnable but not running; 0 if the kernel does not report it."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         return int(Path(f"/proc/self/task/{thread}/schedstat").read_text().split()[1]) / 1e9
     return 0.0
 
 
 def _pin(slots: ReplicaSlots) -> None:
-    """Tells the driver that the memory stays where it is, so that copies to the GPU need no detour."""
+    """Register the shared memory as pinned, so that copies to the GPU need no staging buffer."""
     address, size = slots.address
     if size <= 1 << 28:
         runtime: Any = torch.cuda.cudart()

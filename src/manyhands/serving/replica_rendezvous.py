@@ -1,4 +1,4 @@
-"""The meeting point: a socket in a folder of our own, where replicas come to the server that started them."""
+"""Rendezvous of a server with the replicas it has started: a Unix socket in a private folder."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _CREDENTIALS = struct.Struct("3i")
 
 
 class Arrival:
-    """A replica's process that came to the meeting point; it has loaded nothing yet."""
+    """A replica process that has connected; it has loaded nothing yet."""
 
     def __init__(self, sock: socket.socket, pid: int) -> None:
         self.socket, self.pid = sock, pid
 
 
 class ReplicaRendezvous:
-    """Waits for replicas, each with a key of its own."""
+    """Wait for replicas, each identified by a secret key."""
 
     def __init__(self) -> None:
         self._folder = tempfile.mkdtemp(prefix="manyhands-")
@@ -41,19 +41,19 @@ class ReplicaRendezvous:
         self._loop.add_reader(self._socket.fileno(), self._accept)
 
     def expect(self) -> tuple[str, asyncio.Future[Arrival]]:
-        """A new key, and whoever will come with it."""
+        """Return a new key, and a future for the replica that will connect with it."""
         key = secrets.token_hex(16)
         self._expected[key] = self._loop.create_future()
         return key, self._expected[key]
 
     def forget(self, key: str) -> None:
-        """Nobody will come with this key."""
+        """Stop expecting the replica with this key."""
         future = self._expected.pop(key, None)
         if future is not None:
             future.cancel()
 
     def close(self) -> None:
-        """Nobody is waited for any more."""
+        """Cancel all pending futures, disconnect unidentified peers and close the socket."""
         for key in list(self._expected):
             self.forget(key)
         for guest in list(self._guests):
@@ -70,7 +70,7 @@ class ReplicaRendezvous:
             self._loop.add_reader(guest.fileno(), self._hear, guest)
 
     def _hear(self, guest: socket.socket) -> None:
-        """The first words must name a key that is expected; else the guest is sent away."""
+        """Read a peer's first message; disconnect it unless it has an expected key and comes from this user."""
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
             told = guest.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
             pid, uid, _ = _CREDENTIALS.unpack(told)

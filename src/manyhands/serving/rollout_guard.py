@@ -1,4 +1,4 @@
-"""When a new version is sent back, and how a slow one is told from a busy machine."""
+"""Rollout guard: decides when a new version is rolled back, and separates slow versions from busy machines."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ _SHARE = 0.9
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutGuard:
-    """When a new version is sent back: within so many seconds of its takeover, compared with the one before."""
+    """Thresholds of an automatic rollback: for some seconds a new version is compared with the previous one."""
 
     seconds: float = 30.0
-    """0 lets the old version go at once."""
+    """Seconds of observation; 0 ends the old version immediately."""
     num_requests: int = 20
-    """Fewer say nothing."""
+    """Minimum number of requests for a decision."""
     max_failed: float = 0.1
-    """The share of requests that the network itself failed."""
+    """Maximum share of requests that fail in the model."""
     max_slowdown: float = 5.0
-    """The time within which nine of ten requests are answered, over the old version's; one hiccup says nothing."""
+    """Maximum ratio of the 90th percentile latency to the old version's."""
 
 
 class ShadowComparison:
-    """A suspicion looked into: the old version computes the same requests at the same time, for nobody.
+    """Shadow traffic: the old version computes the same requests at the same time, and its answers are discarded.
 
-    Times of yesterday, or of a quiet hour, prove nothing: a machine that is busy makes any version slow.
+    Earlier latencies prove nothing: a busy machine makes any version slow.
     """
 
     def __init__(self, current: Version, before: Version, num_requests: int) -> None:
@@ -42,18 +42,18 @@ class ShadowComparison:
         current.shadow = self._ask
 
     def end(self) -> None:
-        """The old version is left alone again."""
+        """Stop sending shadow traffic to the old version."""
         self._current.shadow = None
 
     @property
     def is_over(self) -> bool:
-        """Whether both have answered enough."""
+        """Whether both versions have answered enough requests."""
         num = self._current.figures.latency.num - sum(self._since)
         return min(num, self._latency.num) >= self._num
 
     @property
     def seconds(self) -> tuple[float, float]:
-        """Within which nine of ten requests were answered, by the new version and by the old one."""
+        """90th percentile latency of the new version and of the old one."""
         return self._current.figures.latency.percentile(_SHARE, self._since), self._latency.percentile(_SHARE)
 
     def _ask(self, inputs: Arrays, rows: int, deadline: float) -> None:
@@ -71,19 +71,19 @@ class ShadowComparison:
 
 
 class Judge:
-    """Decides about one takeover."""
+    """Decide about the rollback of one new version."""
 
     def __init__(self) -> None:
         self._trial: ShadowComparison | None = None
 
     def dismiss(self) -> None:
-        """There is nothing to decide any more."""
+        """End a running comparison."""
         if self._trial is not None:
             self._trial.end()
             self._trial = None
 
     def verdict(self, rule: RolloutGuard, current: Version, before: Version) -> str:
-        """Why a version should be sent back; empty where it should not."""
+        """Return why a version should be rolled back; empty if it should not."""
         figures, older = current.figures, before.figures
         num, failed = figures.num_requests, figures.codes["INTERNAL"]
         if num < rule.num_requests:
@@ -103,7 +103,7 @@ class Judge:
         return ""
 
     def _is_suspicious(self, rule: RolloutGuard, current: Version, before: Version) -> bool:
-        """Whether it is slower than the old one used to be, and can be compared with it."""
+        """Whether the version is slower than the old one was, and takes the same inputs."""
         latency, older = current.figures.latency, before.figures.latency
         return (
             min(latency.num, older.num) >= rule.num_requests

@@ -1,4 +1,4 @@
-"""The sandbox of a replica's process: what is left to code that runs in it after an attack on the model it serves.
+"""Sandbox of a replica's process: limits what code can do that runs in it after an attack by the model it serves.
 
 Before a replica reads the first byte of an archive it gives up, for good and for every thread that it will have:
 environment variables and descriptors that it does not need, capabilities (except reading files), every file but the
@@ -38,10 +38,10 @@ from .syscalls import ARCHITECTURES, COMPILING, COMPUTING, CUDA, Architecture
 
 KEPT_VARIABLES = ("PATH", "LANG", "TZ", "LD_LIBRARY_PATH")
 KEPT_PREFIXES = ("LC_", "OMP_", "MKL_", "KMP_", "GOMP_", "CUDA_", "NVIDIA_", "TORCH_", "PYTORCH_", "TORCHINDUCTOR_")
-"""Environment variables that a replica keeps: how libraries compute, never who the server is."""
+"""Prefixes of environment variables that a replica keeps: settings of libraries, nothing about the server."""
 MIN_MEMORY = 1 << 30
 MEMORY_SHARE = 0.75
-"""Of the memory that is free when a replica starts, where no limit was set."""
+"""Share of the free memory that a replica may use if no limit was set."""
 THREAD_SECONDS = 5.0
 CGROUPS = Path("/sys/fs/cgroup")
 
@@ -52,12 +52,12 @@ _EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR, _TRUNCATE, _IOCTL_DEV = (1 << bit 
 _READ = _READ_FILE | _READ_DIR
 _FOR_FILES = _EXECUTE | _WRITE_FILE | _READ_FILE | _TRUNCATE | _IOCTL_DEV
 _LANDLOCK_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15}
-"""How many rights on files each version of Landlock knows; 16 from the fifth on."""
+"""Number of file rights that each version of Landlock knows; 16 from the fifth on."""
 
 
 @dataclass(frozen=True)
 class Protection:
-    """What a sandbox consists of on this kernel: layers that hold, and those that the kernel lacks."""
+    """Layers of a sandbox that are active on this kernel, and those that the kernel lacks."""
 
     layers: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
@@ -109,8 +109,8 @@ class Sandbox:
         _drop_capabilities()
         self._enter_landlock(protection, folder)
         if self.uses_cuda:
-            # The driver starts threads of its own: after Landlock, which they inherit, and before seccomp, which covers
-            # all threads and refuses sockets that the driver opens now.
+            # The driver starts threads: after Landlock, which they inherit, and before seccomp, which covers all
+            # threads and blocks sockets that the driver opens now.
             torch.cuda.set_device(self.cuda_index)
             torch.ones(1, device="cuda").item()
         _prctl(_PR_SET_DUMPABLE, 0)
@@ -120,7 +120,7 @@ class Sandbox:
     def _limit_memory(self, protection: Protection) -> None:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         with contextlib.suppress(OSError):
-            # Where memory runs out all the same, the kernel ends replicas first.
+            # If the machine still runs out of memory, the kernel kills replicas first.
             Path("/proc/self/oom_score_adj").write_text("1000")
         if not self.compiles:
             resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
@@ -143,7 +143,7 @@ class Sandbox:
         if self.uses_cuda:
             rights |= dict.fromkeys(_cuda_devices(), _READ | _WRITE_FILE | _IOCTL_DEV)
             rights |= dict.fromkeys(_CUDA_FACTS, _READ)
-            # The driver names its threads.
+            # The driver sets the names of its threads.
             rights["/proc/self"] = _READ | _WRITE_FILE | _TRUNCATE
         if self.compiles:
             rights |= dict.fromkeys(_PROGRAMS, _READ | _EXECUTE)
@@ -170,7 +170,7 @@ def kept_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def default_memory() -> int:
-    """Return the bytes that a replica may use where no limit was set: a share of what is free now."""
+    """Return the bytes that a replica may use if no limit was set: a share of the free memory."""
     with contextlib.suppress(OSError, ValueError):
         facts = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
         return max(MIN_MEMORY, int(MEMORY_SHARE * 1024 * int(facts["MemAvailable"].split()[0])))
@@ -178,19 +178,19 @@ def default_memory() -> int:
 
 
 def resident_bytes(pid: int) -> int:
-    """Return the memory that a process uses; 0 where it is gone."""
+    """Return the resident memory of a process in bytes; 0 if it has exited."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * resource.getpagesize()
     return 0
 
 
 def landlock_version() -> int:
-    """Return the version of Landlock that this kernel has, 0 where it has none."""
+    """Return the version of Landlock that this kernel supports, 0 if none."""
     return max(0, _syscall(444, None, 0, 1))
 
 
 def join_cgroup(name: str, limit: int) -> bool:
-    """Make a memory cgroup below this process's own and enter it; whether that was possible."""
+    """Create a memory cgroup below this process's own and enter it; return whether that was possible."""
     for folder, file in _own_cgroups():
         made = folder / name
         try:
@@ -209,7 +209,7 @@ def join_cgroup(name: str, limit: int) -> bool:
 
 
 def remove_cgroup(name: str) -> None:
-    """Remove the cgroup that a process of this one's group had made, once that has ended."""
+    """Remove the cgroup that a process of this one's group created, once that process has ended."""
     for folder, _ in _own_cgroups():
         with contextlib.suppress(OSError):
             (folder / name).rmdir()
@@ -226,7 +226,7 @@ def _own_cgroups() -> Iterator[tuple[Path, str]]:
 
 
 def _close_all(keep: Collection[int]) -> None:
-    """Close what was inherited; sockets are shut down first, so that a thread that reads one ends."""
+    """Close inherited descriptors; sockets are shut down first, so that threads reading them end."""
     for name in os.listdir("/proc/self/fd"):
         fd = int(name)
         if fd <= 2 or fd in keep:
@@ -250,7 +250,7 @@ def _require_one_thread() -> None:
 
 
 def _forget_environment(environ: Mapping[str, str], folder: str) -> None:
-    """Have these variables alone, and wipe all others from memory."""
+    """Keep only these environment variables, and wipe all others from memory."""
     kept = dict(environ)
     _wipe_environment()
     os.environ.clear()
@@ -260,7 +260,7 @@ def _forget_environment(environ: Mapping[str, str], folder: str) -> None:
         os.environ["USER"] = "replica"
         tempfile.tempdir = folder
     else:
-        # There is no folder that it could write to.
+        # Without a writable folder the CUDA cache cannot work.
         os.environ["CUDA_CACHE_DISABLE"] = "1"
 
 
@@ -283,7 +283,7 @@ def _wipe_environment() -> None:
 
 
 def _data_bytes() -> int:
-    """Return what RLIMIT_DATA counts of this process already."""
+    """Return the bytes that already count against RLIMIT_DATA of this process."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmData:"):
             return 1024 * int(line.split()[1])
@@ -291,7 +291,7 @@ def _data_bytes() -> int:
 
 
 def _drop_capabilities() -> None:
-    """Give up every capability but reading files, which a server of root may need for a model of another user."""
+    """Drop every capability but reading files, which a server running as root may need for another user's model."""
     kept = 1 << _CAP_DAC_READ_SEARCH
     for capability in range(64):
         if not kept >> capability & 1:
@@ -326,7 +326,7 @@ def _cuda_devices() -> list[str]:
 
 
 def _restrict(version: int, every: int, rights: Mapping[str, int]) -> None:
-    """Let this thread, and those that it starts, reach nothing but these paths, and no TCP port or foreign process."""
+    """Restrict this thread and its descendants to these paths, without TCP ports or signals to other processes."""
     attributes = struct.pack("=QQQ", every, 3 if version >= 4 else 0, 3 if version >= 6 else 0)
     ruleset = _checked(_syscall(444, attributes, 8 if version < 4 else 16 if version < 6 else 24, 0), "landlock")
     try:
@@ -355,7 +355,7 @@ class _Program(ctypes.Structure):
 
 
 def _filter(architecture: Architecture, instructions: Iterable[bytes]) -> bool:
-    """Install a seccomp filter on all threads; whether the kernel has it."""
+    """Install a seccomp filter on all threads; return whether the kernel supports it."""
     code = b"".join(instructions)
     program = _Program(len(code) // 8, code)
     set_filter, all_threads = 1, 1
@@ -376,6 +376,6 @@ def _prctl(option: int, value: int) -> None:
 
 
 def _syscall(number: int, *arguments: object) -> int:
-    """Call the kernel; numbers are passed as longs."""
+    """Make a system call; integers are passed as longs."""
     plain = [ctypes.c_long(value) if isinstance(value, int) else value for value in arguments]
     return int(_libc.syscall(ctypes.c_long(number), *plain))

@@ -1,4 +1,4 @@
-"""Who may come in, and how nobody else hears it: tokens, addresses, TLS."""
+"""Access control and encryption of serving: bearer tokens, allowed hosts and origins, TLS."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from ..core import SettingsError
 
 @dataclass(frozen=True, kw_only=True)
 class ServingTls:
-    """Encryption: a certificate with its key, and whose certificates the other side must show.
+    """TLS files: a certificate with its key, and the CA that must have signed the peer's certificate.
 
-    For a server `ca` is the authority of clients, where they must have a certificate; for a client that of servers.
+    For a server, `ca` verifies client certificates and makes them mandatory; for a client, it verifies the server's.
     """
 
     cert: Path | None = None
@@ -40,13 +40,13 @@ class ServingTls:
 
     @classmethod
     def of(cls, cert: str | Path | None, key: str | Path | None, ca: str | Path | None) -> ServingTls | None:
-        """From names of files; None where none is given."""
+        """Create the settings from file names; return None if none is given."""
         paths = [Path(each) if each is not None else None for each in (cert, key, ca)]
         return cls(cert=paths[0], key=paths[1], ca=paths[2]) if any(paths) else None
 
     @cached_property
     def for_server(self) -> ssl.SSLContext:
-        """What a listener needs."""
+        """The SSL context of an HTTPS listener."""
         if self.cert is None:
             raise SettingsError(
                 "a server with TLS needs a certificate",
@@ -63,7 +63,7 @@ class ServingTls:
 
     @cached_property
     def for_client(self) -> ssl.SSLContext:
-        """What a connection to a server needs; without a `ca` the system's authorities count."""
+        """The SSL context for a connection to a server; without a `ca`, the system's default CAs are used."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         if self.ca is None:
@@ -72,7 +72,7 @@ class ServingTls:
         return context
 
     def grpc_server(self) -> Any:
-        """The same for gRPC."""
+        """Return gRPC server credentials made from these files."""
         import grpc
 
         assert self.for_server
@@ -83,7 +83,7 @@ class ServingTls:
         )
 
     def grpc_client(self) -> Any:
-        """The same for a channel."""
+        """Return gRPC channel credentials made from these files."""
         import grpc
 
         return grpc.ssl_channel_credentials(_read(self.ca), _read(self.key), _read(self.cert))
@@ -118,7 +118,7 @@ def _read(path: Path | None) -> bytes | None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach an address.
+    """Return whether an address is only reachable from this machine.
 
     >>> is_loopback("127.0.0.1"), is_loopback("0.0.0.0")
     (True, False)
@@ -132,7 +132,7 @@ def is_loopback(host: str) -> bool:
 
 
 class AccessToken:
-    """The word that clients must say, compared in constant time."""
+    """Bearer token that clients must send, compared in constant time."""
 
     def __init__(self, token: str | None, name: str = "token") -> None:
         self._bearer = f"Bearer {token}".encode() if token else b""
@@ -140,25 +140,25 @@ class AccessToken:
 
     @property
     def is_set(self) -> bool:
-        """Whether clients must send one."""
+        """Whether clients must send a token."""
         return bool(self._bearer)
 
     @property
     def reason(self) -> str:
-        """What a client without it is told."""
+        """Error text for a client that sent no valid token."""
         return f"this server wants a {self._name}: send the header Authorization: Bearer ..."
 
     def is_said(self, said: bytes) -> bool:
-        """Whether an Authorization header is right."""
+        """Return whether the value of an Authorization header is valid."""
         return not self._bearer or hmac.compare_digest(said, self._bearer)
 
 
 class Sites:
-    """Which web pages may use a listener: those of its own origin, and those that the operator allows.
+    """Decide which web pages may use a listener: those of its own origin, and those that the operator allows.
 
     A browser sends requests to servers on its own machine for any page that asks it to. It marks them with `Origin`
-    and `Sec-Fetch-Site`. A page whose own name resolves to this machine (DNS rebinding) is recognised by the `Host`
-    header, which names the page's server instead of this one. No browser omits it.
+    and `Sec-Fetch-Site`. A page with a host name that resolves to this machine (DNS rebinding) is recognised by the
+    `Host` header, which names the page's server instead of this one. No browser omits it.
 
     Args:
         host: The address the listener is bound to; it is a valid `Host`, as `localhost` is on a loopback address.
@@ -191,7 +191,7 @@ class Sites:
 
     def _knows(self, host: bytes) -> bool:
         name = _without_port(host.decode("latin1").lower())
-        # No page can rebind an address: it is only reached at itself.
+        # DNS rebinding does not apply to IP addresses.
         return name in self._hosts or _is_address(name)
 
     def _is_own(self, origin: bytes, host: bytes | None) -> bool:

@@ -1,4 +1,4 @@
-"""The server: joins catalogue, protocols and listeners on one loop, in a thread of its own."""
+"""Server: combines catalogue, protocols and listeners on one event loop, in a background thread."""
 
 from __future__ import annotations
 
@@ -41,26 +41,26 @@ from .warmup import Warmup, WarmupRecorder
 
 @dataclass(frozen=True, kw_only=True)
 class ServeSettings(ListenSettings):
-    """How a server listens, batches and changes."""
+    """How a server listens, batches and replaces versions."""
 
     manage_grpc: int | None = None
-    """The port for management over gRPC, beside that over HTTP; None where it is not offered."""
+    """The port for management over gRPC, in addition to HTTP; None to disable it."""
     versions: str = "latest"
     poll: float = 1.0
     batch: BatchSettings = field(default_factory=BatchSettings)
     probation: RolloutGuard = field(default_factory=RolloutGuard)
     precision: str = "fp32"
-    """Or bf16: computed in bfloat16 where torch thinks that safe."""
+    """"fp32" or "bf16": bfloat16 where torch's autocast considers it safe."""
     compiles: bool = False
-    """Whether exported networks are compiled when they are loaded, where that measures faster."""
+    """Whether exported models are compiled when they are loaded, if that is faster by measurement."""
     warmup: Path | None = None
-    """A folder with requests that a version computes before it takes over."""
+    """Folder with requests that a version computes before it takes over."""
     record: Path | None = None
-    """A folder where the first requests of each model are written, for a warm-up."""
+    """Folder where the first requests of each model are recorded, for a warm-up."""
     unload_first: bool = False
-    """Whether an old version goes before the new one is loaded, where a device has no room for both."""
+    """Whether the old version is unloaded before the new one is loaded, for devices without room for both."""
     traces: bool = False
-    """Whether every request is a span of OpenTelemetry."""
+    """Whether every request is an OpenTelemetry span."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -73,7 +73,7 @@ class ServeSettings(ListenSettings):
 
 
 class Repository(OpenInferenceRest):
-    """The v2 protocol where models may be managed too: it also loads and unloads."""
+    """The v2 protocol on the management listener, which can also load and unload models."""
 
     def __init__(self, desk: InferenceGateway, management: Management) -> None:
         super().__init__(desk)
@@ -87,7 +87,7 @@ class Repository(OpenInferenceRest):
 
 
 class Server(Background):
-    """A running server. `stop()` lets every request finish; a `with` block does so at its end."""
+    """A running server. `stop()` drains all requests; a `with` block does so at its end."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class Server(Background):
         self.settings = settings or ServeSettings()
         super().__init__(self.settings)
         self.manage_grpc = 0
-        """The port that it got."""
+        """The management gRPC port in use."""
         root = models if isinstance(models, Path) else None
         if root is not None and not root.is_dir():
             raise SettingsError(
@@ -139,7 +139,7 @@ class Server(Background):
     def _grpc_listeners(
         self, services: Sequence[GrpcService], meeting: ReplicaRendezvous
     ) -> tuple[GrpcProcess, GrpcProcess]:
-        """For requests, and for management too."""
+        """Return the gRPC listeners for requests and for management."""
         settings = self.settings
         token, manage_token = AccessToken(settings.token), AccessToken(settings.manage_token, "management token")
         remote = GrpcProcess(services, token, settings.limits, settings.tls)
@@ -202,7 +202,7 @@ class Server(Background):
 
 
 def _predictors(models: Any) -> dict[str, Predictor]:
-    """Predictors by their names, or an error that says what else could be meant."""
+    """Return predictors by name; raises an error that suggests alternatives for other objects."""
     whole = dict(models) if isinstance(models, Mapping) else {"model": models}
     for name, predictor in whole.items():
         require_name(name)

@@ -1,6 +1,6 @@
-"""Slots: memory that a server and a replica share, in which batches and their answers lie side by side.
+"""Slots: memory shared by a server and a replica, which holds batches and their outputs.
 
-The memory is anonymous and handed over on a socket, so it has no name to leak or to guess, and needs no /dev/shm.
+The memory is anonymous and passed over a socket, so it has no name to leak or to guess, and needs no /dev/shm.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from ..core import Signature, TensorSpec
 from .dtypes import BY_TORCH, Array
 
 FREE_BYTES = 256 << 20
-"""Bytes for the inputs, or the outputs, of a batch whose shapes are free; only what is used becomes real memory."""
+"""Bytes for the inputs, or the outputs, of a batch with dynamic shapes; only used pages become real memory."""
 NUM_SLOTS = 2
-"""One batch is computed while the next one is written."""
+"""Number of slots: one batch is computed while the next one is written."""
 _ALIGN = 64
 Shapes = Sequence[tuple[int, ...]]
 
 
 @dataclass(frozen=True)
 class SlotLayout:
-    """How a slot is cut: first the inputs, then the outputs."""
+    """Layout of a slot: first the inputs, then the outputs."""
 
     signature: Signature
     max_rows: int
@@ -45,7 +45,7 @@ class SlotLayout:
         return self.input_bytes + _capacity(self.signature.outputs, self.max_rows)
 
     def rows_fitting(self, shapes: Shapes) -> int:
-        """Rows of these shapes that a slot can hold; of a signature without free dims, the largest batch."""
+        """Return how many rows of these shapes fit into a slot; without dynamic dims, the largest batch."""
         specs = self.signature.inputs
         if self.input_bytes < FREE_BYTES or _end(specs, self.max_rows, shapes) <= self.input_bytes:
             return self.max_rows
@@ -66,24 +66,24 @@ class ReplicaSlots:
 
     @classmethod
     def create(cls, layout: SlotLayout) -> tuple[ReplicaSlots, int]:
-        """New slots, and the descriptor that a replica opens them with; the caller closes it."""
+        """Create slots; return them and the descriptor for the replica, which the caller closes."""
         fd = os.memfd_create("manyhands-slots", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.truncate(fd, NUM_SLOTS * layout.slot_bytes)
-        # A replica that truncated it would end the server by SIGBUS.
+        # A replica that truncated the memory would crash the server by SIGBUS.
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
         return cls(layout, fd), fd
 
     @property
     def address(self) -> tuple[int, int]:
-        """Where the memory begins in this process, and its bytes."""
+        """Address of the memory in this process, and its size in bytes."""
         return self._bytes.ctypes.data, self._bytes.nbytes
 
     def inputs(self, slot: int, size: int, shapes: Shapes) -> dict[str, Array]:
-        """Views of a batch's inputs."""
+        """Return views of a batch's inputs."""
         return self._views(self.layout.signature.inputs, slot * self.layout.slot_bytes, size, shapes)
 
     def outputs(self, slot: int, size: int, shapes: Shapes) -> dict[str, Array]:
-        """Views of its outputs; raises ValueError where their shapes are not those of the signature."""
+        """Return views of a batch's outputs; raises ValueError if their shapes do not match the signature."""
         for (name, spec), shape in zip(self.layout.signature.outputs.items(), shapes, strict=True):
             if any(have < 0 or want not in (None, have) for want, have in zip(spec.shape[1:], shape, strict=True)):
                 raise ValueError(f"output {name!r} must be {spec}, but its rows are {shape}")
@@ -104,18 +104,18 @@ class ReplicaSlots:
 
 
 class Dims:
-    """The free part of a message about a batch: the shape of one row of each tensor."""
+    """Variable part of a message about a batch: the shape of one row of each tensor."""
 
     def __init__(self, specs: Iterable[TensorSpec]) -> None:
         self._ranks = [len(spec.shape) - 1 for spec in specs]
         self._struct = struct.Struct(f"<{sum(self._ranks)}q")
 
     def pack(self, shapes: Shapes) -> bytes:
-        """The shapes as bytes."""
+        """Return the shapes as bytes."""
         return self._struct.pack(*(size for shape in shapes for size in shape))
 
     def unpack(self, message: bytes, offset: int) -> list[tuple[int, ...]]:
-        """The inverse."""
+        """Return the shapes from bytes."""
         sizes, shapes, at = self._struct.unpack_from(message, offset), [], 0
         for rank in self._ranks:
             shapes.append(tuple(sizes[at : at + rank]))

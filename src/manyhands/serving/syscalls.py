@@ -28,22 +28,22 @@ COMPUTING = _names(
     "getpid getppid gettid getuid geteuid getgid getegid getresuid getresgid getgroups getpgrp getpgid getsid "
     "getrlimit getrusage sysinfo uname getcpu getrandom exit exit_group wait4 waitid"
 )
-"""What every replica may call, with any arguments."""
+"""System calls that every replica may make, with any arguments."""
 CUDA = frozenset(("memfd_create", "ftruncate", "timerfd_create", "timerfd_settime", "fallocate"))
-"""What the driver of a GPU needs beside that."""
+"""Additional system calls that a GPU's driver needs."""
 COMPILING = _names(
     "execve execveat fork vfork clone unlink unlinkat rename renameat renameat2 mkdir mkdirat rmdir link linkat "
     "symlink symlinkat ftruncate truncate fallocate chmod fchmod fchmodat utimensat fsync fdatasync "
     "copy_file_range sendfile kill tgkill socketpair setpgid setsid fadvise64 fchdir prlimit64 memfd_create"
 )
-"""What a compiler needs beside that."""
+"""Additional system calls that a compiler needs."""
 
 _LOAD, _EQUAL, _ABOVE, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _ALLOW, _KILL, _ERROR = 0x7FFF0000, 0x80000000, 0x00050000
 _CLONE_THREAD = 0x00010000
 _X32 = 0x40000000
 _OWNERS = (8, 10, 15)
-"""fcntl: F_SETOWN, F_SETSIG, F_SETOWN_EX, by which the kernel signals another process."""
+"""Refused fcntl commands: F_SETOWN, F_SETSIG, F_SETOWN_EX, by which the kernel signals another process."""
 _IOCTL_OWNERS = (0x8901, 0x8902, 0x5412)
 """ioctl: FIOSETOWN, SIOCSPGRP; TIOCSTI, which types into a terminal."""
 _NAMES = (15, 16, 0x53564D41, 23)
@@ -52,7 +52,7 @@ _NAMES = (15, 16, 0x53564D41, 23)
 
 @dataclass(frozen=True)
 class Architecture:
-    """A kind of processor: how the kernel calls it, and the numbers of system calls."""
+    """A processor architecture: the kernel's name for it, and its system call numbers."""
 
     audit: int
     numbers: Mapping[str, int]
@@ -65,13 +65,13 @@ class Architecture:
             code += [_op(_EQUAL, number, 0, 1), _op(_RETURN, _ALLOW)]
         for name, checks in _narrow(pid).items():
             code += [_op(_EQUAL, self.numbers[name], 0, len(checks)), *checks]
-        # glibc then takes clone, whose flags a filter can see.
+        # glibc then falls back to clone, whose flags a filter can check.
         code += [_op(_EQUAL, self.numbers["clone3"], 0, 1), _refuse(errno.ENOSYS)]
         return [*code, _refuse(errno.EPERM)]
 
 
 def _narrow(pid: int) -> dict[str, list[bytes]]:
-    """Checks by name: threads but no processes, signals to oneself, limits that are only read, own threads."""
+    """Return checks by name: threads but no processes, signals to itself, read-only limits, own threads."""
     oneself = [_op(_EQUAL, 0, 0, 1), _op(_RETURN, _ALLOW), _refuse(errno.EPERM)]
     return {
         "clone": [_argument(0), _op(_ANY_BIT, _CLONE_THREAD, 0, 1), _op(_RETURN, _ALLOW), _refuse(errno.EPERM)],
@@ -170,4 +170,4 @@ ARCHITECTURES: dict[str, Architecture] = {
         ),
     ),
 }
-"""By the name that the kernel gives to the machine."""
+"""Architectures by the kernel's machine name."""

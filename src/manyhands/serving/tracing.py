@@ -1,4 +1,4 @@
-"""Traces: a span for every request, under the trace that its client began, as OpenTelemetry has them."""
+"""Tracing: an OpenTelemetry span for every request, within its client's trace."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from .version import Version
 
 
 class Tracing:
-    """Makes spans when requests are over, so that a request on its way costs nothing.
+    """Create spans when requests have ended, so that requests in flight cost nothing.
 
-    Where the program has no provider of its own, spans go where OTEL_EXPORTER_OTLP_ENDPOINT says.
+    If the program has no tracer provider, spans are sent to OTEL_EXPORTER_OTLP_ENDPOINT.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class Tracing:
         self._tracer = provider.get_tracer("manyhands.serving")
 
     def over(self, version: Version, rows: int, code: str, began: float, parent: bytes) -> None:
-        """A request that began then has ended now."""
+        """Create the span of a request that has just ended."""
         now = time.time_ns()
         start = now - int((time.perf_counter() - began) * 1e9)
         carrier = {"traceparent": parent.decode("latin1")} if parent else {}
@@ -48,7 +48,7 @@ class Tracing:
         span.end(now)
 
     def close(self) -> None:
-        """Sends what was not sent yet."""
+        """Send pending spans."""
         if self._own is not None:
             self._own.shutdown()
 

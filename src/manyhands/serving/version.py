@@ -1,4 +1,4 @@
-"""A version of a model: loaded aside by processes of its own, available, drained, gone."""
+"""A version of a model and its life cycle: loaded by separate processes, available, drained, ended."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from .replica_rendezvous import ReplicaRendezvous
 from .slots import SlotLayout
 
 START, LOADING, AVAILABLE, UNLOADING, END = "START", "LOADING", "AVAILABLE", "UNLOADING", "END"
-"""States, as TensorFlow Serving names them."""
+"""States, named as in TensorFlow Serving."""
 SLOWEST_RETRY = 30.0
 CALM_SECONDS = 60.0
-"""After which a replica that is lost is not taken for one of a series."""
+"""Seconds after which the loss of another replica does not increase the backoff."""
 _SWEEP = 0.05
 
 
 @dataclass(frozen=True)
 class ReplicaPlacement:
-    """Where replicas live: what starts them, where they come, and on which devices."""
+    """Where replicas run: the engine that starts them, their rendezvous and their devices."""
 
     engine: Engine
     meeting: ReplicaRendezvous
@@ -38,7 +38,7 @@ class ReplicaPlacement:
 
 
 class Version:
-    """One version: its replicas, its queue, its figures."""
+    """One version: its replicas, its queue and its metrics."""
 
     def __init__(
         self, model: str, number: int, source: PredictorSource, place: ReplicaPlacement, settings: BatchSettings
@@ -50,45 +50,45 @@ class Version:
         self.on_event: Callable[..., None] = lambda kind, **values: None
         self.warm_up: Callable[[Version], Awaitable[None]] = nothing
         self.shadow: Callable[[Arrays, int, float], None] | None = None
-        """Hears of every request, with its rows and its deadline."""
+        """Called with the inputs, rows and deadline of every request."""
         self._source, self._place, self._settings = source, place, settings
         self._batcher: Batcher | None = None
         self._signature: Signature | None = None
         self._losses: dict[Device, tuple[float, float]] = {}
-        """When a device last lost its replica, and how long the next one waits."""
+        """Time of the last loss of a device's replica, and the backoff before the next one starts."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
     def is_available(self) -> bool:
-        """Whether it answers."""
+        """Whether it answers requests."""
         return self.state == AVAILABLE
 
     @property
     def is_over(self) -> bool:
-        """Whether it will not answer any more."""
+        """Whether it will not answer requests any more."""
         return self.state in (UNLOADING, END)
 
     @property
     def batcher(self) -> Batcher:
-        """Its queue, once it is loaded."""
+        """The batcher, once the version is loaded."""
         assert self._batcher is not None
         return self._batcher
 
     @property
     def signature(self) -> Signature:
-        """What it takes and gives, once it is loaded."""
+        """The model's inputs and outputs, once it is loaded."""
         assert self._signature is not None
         return self._signature
 
     @property
     def num_queued(self) -> int:
-        """Rows that wait."""
+        """Number of rows in the queue."""
         return self._batcher.num_queued if self._batcher is not None else 0
 
     async def load(self, *, quietly: bool) -> None:
-        """Loads and warms a replica on every device, in processes of their own; raises where one cannot.
+        """Load and warm up a replica on every device, each in a process; raises if one fails.
 
-        Where others serve it goes about it `quietly`.
+        With `quietly` the processes load at idle CPU priority, so that serving versions are not slowed down.
         """
         self.state, self.error = LOADING, ""
         try:
@@ -118,7 +118,7 @@ class Version:
         self._spawn(self._sweep())
 
     def submit(self, inputs: Arrays, rows: int, *, deadline: float, priority: int, done: Done) -> Ticket:
-        """Takes a request; raises where it cannot be answered."""
+        """Submit a request to the batcher; raises RequestRefused if it cannot be answered."""
         self.require_available()
         ticket = self.batcher.submit(inputs, rows, deadline=deadline, priority=priority, done=done)
         if self.shadow is not None:
@@ -126,12 +126,12 @@ class Version:
         return ticket
 
     def require_available(self) -> None:
-        """Raises where nothing can be asked now."""
+        """Raise RequestRefused unless the version is available."""
         if self.state != AVAILABLE:
             raise RequestRefused("UNAVAILABLE", f"{self.model} version {self.number} is not available", 1.0)
 
     async def end(self, patience: float) -> None:
-        """Takes nothing more, finishes what it has, and lets its processes go."""
+        """Stop accepting requests, drain those in flight and end the processes."""
         try:
             if self.state == AVAILABLE:
                 self.state = UNLOADING
@@ -154,7 +154,7 @@ class Version:
         self.replicas.clear()
 
     async def _start(self, device: Device, *, quietly: bool) -> ServingReplica:
-        """A replica that is ready; from now on it ends with this version, whoever waited for it."""
+        """Start a replica and return it when it is ready; from then on this version owns and ends it."""
         sizes = self._settings.sizes or tuple(sorted({1, self._settings.max_rows}))
         place = self._place
         replica = await ServingReplica.start(place.engine, place.meeting, self._source, device, sizes, quietly=quietly)
@@ -169,13 +169,13 @@ class Version:
         return replica
 
     def _fail(self, detail: str) -> str:
-        """The network raised: the detail is logged under a number, which is all that a client gets."""
+        """Log a model's error under a random number and return a text with only that number for the client."""
         number = secrets.token_hex(4)
         self.on_event("model_failed", error=number, detail=detail)
         return f"{self.model} version {self.number}, error {number} in the server's log"
 
     def _lose(self, replica: ServingReplica) -> None:
-        """A replica died: its requests are queued again by now; another one takes its place."""
+        """Handle the death of a replica: its requests are already queued again, and another replica is started."""
         if replica in self.replicas:
             self.replicas.remove(replica)
         if not self.is_over:
@@ -188,7 +188,7 @@ class Version:
         await asyncio.sleep(self._backoff(lost.device))
         while not self.is_over:
             try:
-                # Requests wait for this one.
+                # Requests wait for this replica, so it loads at normal priority.
                 replica = await self._start(lost.device, quietly=False)
             except ManyhandsError as error:
                 self.on_event("replica_failed", device=str(lost.device), reason=str(error).partition("\n")[0])
@@ -200,7 +200,7 @@ class Version:
             return
 
     def _backoff(self, device: Device) -> float:
-        """Seconds before a replica is replaced: none at first, doubled for each that is lost soon after."""
+        """Return the seconds before a replica is replaced: 0 at first, doubled for each loss soon after another."""
         last, wait = self._losses.get(device, (-CALM_SECONDS, 0.0))
         now = time.monotonic()
         wait = min(max(0.1, 2 * wait), SLOWEST_RETRY) if now - last < CALM_SECONDS else 0.0
@@ -223,10 +223,10 @@ class Version:
 
 
 async def nothing(version: Version) -> None:
-    """No warm-up but the replicas' own."""
+    """Do nothing: the default warm-up of a version, beyond that of its replicas."""
 
 
 async def end_all(versions: Sequence[Version], patience: float) -> None:
-    """Ends several at once, whatever becomes of each."""
+    """End several versions concurrently, ignoring errors of each."""
     with contextlib.suppress(asyncio.CancelledError):
         await asyncio.gather(*(version.end(patience) for version in versions), return_exceptions=True)

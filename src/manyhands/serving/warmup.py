@@ -1,6 +1,6 @@
-"""Warm-up with real requests: those of a file are computed by every replica before a version takes over.
+"""Warm-up with recorded requests, which every replica computes before a version takes over.
 
-A file NAME.jsonl has a request of the model NAME in each line, as `:predict` takes it. A server can write such files.
+A file NAME.jsonl has one request to the model NAME per line, in the format of `:predict`. A server can record them.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from .protocols.tensorflow_rest import parse_predict
 from .version import Version
 
 MAX_REQUESTS, MAX_BYTES = 100, 1 << 20
-"""Of a model, and of each of them."""
+"""Maximum requests per model, and bytes of each."""
 _PATIENCE = 600.0
 
 
 class Warmup:
-    """Asks every replica of a version what the file of its model says."""
+    """Send the recorded requests of a model to every replica of a version."""
 
     def __init__(self, folder: Path, say: Callable[..., None]) -> None:
         require_folder(folder, "warmup")
         self._folder, self._say = folder, say
 
     async def __call__(self, version: Version) -> None:
-        """Returns when all is computed; a request that does not fit this version is told and passed over."""
+        """Compute all recorded requests; those that do not fit this version are counted by status and skipped."""
         path = self._folder / f"{version.model}.jsonl"
         if not path.is_file():
             return
@@ -46,7 +46,7 @@ class Warmup:
                 for line in lines:
                     codes[await self._ask(version, line)] += 1
         finally:
-            # One may have died meanwhile, and another come.
+            # A replica may have died and been replaced in the meantime.
             version.batcher.workers = list(version.replicas)
         self._say("warmed_up", model=version.model, version=version.number, requests=dict(codes))
 
@@ -65,7 +65,7 @@ class Warmup:
 
 
 class WarmupRecorder:
-    """Writes the first requests of every model down, as a warm-up reads them."""
+    """Record the first requests of every model in the format of the warm-up."""
 
     def __init__(self, folder: Path) -> None:
         require_folder(folder, "record")
@@ -73,7 +73,7 @@ class WarmupRecorder:
         self._counts: Counter[str] = Counter()
 
     def __call__(self, version: Version, inputs: Arrays) -> None:
-        """Notes a request."""
+        """Record a request, unless it is too large or enough were recorded."""
         if (
             self._counts[version.model] >= MAX_REQUESTS
             or sum(array.nbytes for array in inputs.values()) > MAX_BYTES // 8
@@ -87,7 +87,7 @@ class WarmupRecorder:
 
 
 def require_folder(folder: Path, what: str) -> None:
-    """Refuses what is no folder."""
+    """Raise SettingsError if a path is not a folder."""
     if not folder.is_dir():
         raise SettingsError(
             f"{what} is a folder with a file NAME.jsonl for each model",

@@ -1,4 +1,4 @@
-"""Contracts: one kit that every World passes. Give it a way to run a function on ranks; it asserts the rest."""
+"""Contract tests for implementations of World, given a way to run a function on ranks."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def any_value(draw: random.Random, depth: int = 3) -> Any:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two values have the same type and content; NaN equals NaN."""
+    """Return whether two values have the same type and content; NaN equals NaN."""
     if type(one) is not type(other):
         return False
     if isinstance(one, torch.Tensor):
@@ -67,12 +67,12 @@ Runner = Callable[[Callable[[World], Any], int], list[Any]]
 
 
 class WorldContract:
-    """Subclass it in a test module, set `sizes`, and say how to `run`."""
+    """Contract tests of a World: subclass it in a test module, set `sizes`, and implement `run`."""
 
     sizes: tuple[int, ...] = (1, 2, 3)
 
     def run(self, fn: Callable[[World], Any], size: int) -> list[Any]:
-        """Runs a function on so many ranks."""
+        """Run a function on this many ranks."""
         raise NotImplementedError
 
     def test_every_rank_knows_its_place(self) -> None:

@@ -1,6 +1,6 @@
-"""Hosts on one machine: network namespaces with addresses of their own, joined by a switch. Needs root.
+"""Simulated hosts on one machine: network namespaces with their own addresses, joined by a switch. Needs root.
 
-with Hosts(3, rate="100mbit") as hosts:
+with NamespaceHosts(3, rate="100mbit") as hosts:
     hosts[1].run(["manyhands", "devices"])
     hosts[2].link_down()
 """
@@ -24,7 +24,7 @@ from ..launcher import meet
 
 NAMESPACES = Path("/run/netns")
 _NAMES = Path("/etc/netns")
-"""Where `ip netns exec` finds a namespace's own /etc/hosts."""
+"""Folder where `ip netns exec` finds a namespace's own /etc/hosts."""
 _CLONE_NEWNET = 0x40000000
 PORT = 29500
 _count = itertools.count()
@@ -32,38 +32,38 @@ _count = itertools.count()
 
 @dataclass(frozen=True)
 class NamespaceHost:
-    """One of some hosts: a namespace, its name and its address."""
+    """A simulated host: a namespace, its name and its address."""
 
     name: str
     address: str
     namespace: str
 
     def popen(self, command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
-        """Starts a program there, under the host's own name; the caller ends it."""
+        """Start a program on the host, under the host's name; the caller ends it."""
         return subprocess.Popen(self._inside(command), **options)
 
     def run(self, command: Sequence[str], **options: Any) -> subprocess.CompletedProcess[Any]:
-        """Runs a program there to its end."""
+        """Run a program on the host and wait for it."""
         return subprocess.run(self._inside(command), **options)
 
     def link_down(self) -> None:
-        """Takes the host off the network; what is sent is lost, and nobody is told."""
+        """Disconnect the host from the network; packets are dropped silently."""
         _ip("-n", self.namespace, "link", "set", "eth0", "down")
 
     def link_up(self) -> None:
-        """Puts the host back on the network."""
+        """Reconnect the host to the network."""
         _ip("-n", self.namespace, "link", "set", "eth0", "up")
 
     def mute(self, address: str) -> None:
-        """Loses whatever this host sends to an address; what comes from there still arrives."""
+        """Drop packets that this host sends to an address; those from there still arrive."""
         _ip("-n", self.namespace, "route", "add", "blackhole", f"{address}/32")
 
     def unmute(self, address: str) -> None:
-        """Lets it be heard there again."""
+        """Stop dropping packets to an address."""
         _ip("-n", self.namespace, "route", "del", "blackhole", f"{address}/32")
 
     def enter(self) -> None:
-        """Moves the calling thread, and the threads that it makes from now on, to this host's network."""
+        """Move the calling thread, and threads it creates from now on, to this host's network."""
         with (NAMESPACES / self.namespace).open() as file:
             if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), _CLONE_NEWNET):
                 raise OSError(ctypes.get_errno(), f"cannot enter {self.namespace}")
@@ -74,13 +74,13 @@ class NamespaceHost:
 
 
 class NamespaceHosts(Sequence[NamespaceHost]):
-    """Hosts that see each other and nothing else, under the same names and addresses each time.
+    """Hosts that can reach only each other, with the same names and addresses each time.
 
-    Their switch is a namespace too, so nothing of this machine's own network is touched, and several may exist at once.
+    Their switch is a namespace too, so this machine's own network is not touched, and several may exist at once.
     """
 
     def __init__(self, count: int, *, rate: str | None = None) -> None:
-        """`rate` limits what each host sends, in the words of tc: "100mbit"."""
+        """Create `count` hosts; `rate` limits what each host sends, in the syntax of tc: "100mbit"."""
         mark = f"mh{os.getpid()}-{next(_count)}"
         self._switch, self._rate = f"{mark}-switch", rate
         self._hosts = [
@@ -119,7 +119,7 @@ class NamespaceHosts(Sequence[NamespaceHost]):
                 _call("tc", "-n", host.namespace, "qdisc", "add", "dev", "eth0", "root", *limit)
 
     def add_wire(self, name: str, subnet: str) -> None:
-        """Joins the first two hosts by a wire of their own besides the switch, in a net such as "10.78.0"."""
+        """Connect the first two hosts by an additional direct link, in a subnet such as "10.78.0"."""
         first, second = self._hosts[:2]
         _ip("-n", first.namespace, "link", "add", name, "type", "veth", "peer", name, "netns", second.namespace)
         for number, host in enumerate((first, second), start=1):
@@ -127,20 +127,20 @@ class NamespaceHosts(Sequence[NamespaceHost]):
             _ip("-n", host.namespace, "link", "set", name, "up")
 
     def partition(self, *others: int) -> None:
-        """Takes these hosts off the switch and joins them by one of their own: two halves that see only themselves."""
+        """Move these hosts to a second switch: a partition into two groups that reach only their own members."""
         _ip("-n", self._switch, "link", "add", "other", "type", "bridge")
         _ip("-n", self._switch, "link", "set", "other", "up")
         for number in others:
             _ip("-n", self._switch, "link", "set", f"port{number}", "master", "other")
 
     def heal(self) -> None:
-        """Ends a partition."""
+        """End a partition."""
         for number in range(len(self._hosts)):
             _ip("-n", self._switch, "link", "set", f"port{number}", "master", "switch")
         _ip("-n", self._switch, "link", "del", "other")
 
     def joined(self, fn: Callable[[World], Any], *, timeout: float = 60.0) -> Callable[[World], Any]:
-        """A function for an engine of this machine: each of its ranks moves to a host and joins the others from there.
+        """Return a function for a local engine: each of its ranks moves to a host and joins the others from there.
 
         engine.start(hosts.joined(work), resolve("cpu*3")[0]) runs work(world) with a rank on each of three hosts.
         """
@@ -161,7 +161,7 @@ class NamespaceHosts(Sequence[NamespaceHost]):
         return work
 
     def close(self) -> None:
-        """Takes everything away again; programs that still run there keep a network that leads nowhere."""
+        """Remove all namespaces; programs that still run there keep a disconnected network."""
         for namespace in (*(host.namespace for host in self._hosts), self._switch):
             subprocess.run(["ip", "netns", "del", namespace], capture_output=True)
             shutil.rmtree(_NAMES / namespace, ignore_errors=True)
@@ -179,7 +179,7 @@ class NamespaceHosts(Sequence[NamespaceHost]):
 
 
 def _own_folder(namespace: str) -> Path:
-    """Where a namespace's own files lie; another program may be taking the folder above away, because it is empty."""
+    """Create and return the folder of a namespace; retries if another process removes the empty parent folder."""
     while True:
         with contextlib.suppress(FileNotFoundError):
             (_NAMES / namespace).mkdir(parents=True)

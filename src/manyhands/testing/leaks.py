@@ -1,4 +1,4 @@
-"""Leaks: what a test left behind: processes, threads, files, ports, environment, shared memory, hosts."""
+"""Leak detection for tests: processes, threads, files, ports, environment, shared memory, hosts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ INTERNET = (socket.AF_INET, socket.AF_INET6)
 
 @dataclass(frozen=True)
 class ResourceSnapshot:
-    """What this process holds at a moment."""
+    """Resources that this process holds at one moment."""
 
     processes: frozenset[int]
     threads: frozenset[str]
@@ -35,7 +35,7 @@ class ResourceSnapshot:
 
     @classmethod
     def now(cls) -> ResourceSnapshot:
-        """Looks at this process and its children."""
+        """Inspect this process and its children."""
         me = psutil.Process()
         return cls(
             processes=frozenset(child.pid for child in me.children(recursive=True) if not _is_zombie(child)),
@@ -45,7 +45,7 @@ class ResourceSnapshot:
             environment=frozenset(
                 (key, value)
                 for key, value in os.environ.items()
-                # The first is the test's own name; torch.compile sets the others for its own workers.
+                # The first is the name of the running test; torch.compile sets the others for its workers.
                 if key != "PYTEST_CURRENT_TEST" and not key.startswith("TRITON_")
             ),
             shared_memory=frozenset(path.name for path in SHARED.glob("*")),
@@ -53,7 +53,7 @@ class ResourceSnapshot:
         )
 
     def beyond(self, before: ResourceSnapshot) -> list[str]:
-        """What is here and was not before, in words."""
+        """Return descriptions of the resources that were not in an earlier snapshot."""
         found = {kind: getattr(self, kind) - getattr(before, kind) for kind in self.__dataclass_fields__}
         if found["shared_memory"]:
             found["shared_memory"] -= _held_by_strangers()
@@ -62,7 +62,7 @@ class ResourceSnapshot:
 
 @contextmanager
 def no_leaks(patience: float = 3.0) -> Iterator[None]:
-    """Fails when what runs inside leaves something behind; gives it a moment to go away."""
+    """Fail if the block leaves resources behind; waits up to `patience` seconds for them to be released."""
     before = ResourceSnapshot.now()
     yield
     end = time.monotonic() + patience
@@ -72,7 +72,7 @@ def no_leaks(patience: float = 3.0) -> Iterator[None]:
 
 
 def _listening() -> Iterator[int]:
-    """Ports that this process listens on, by its own sockets: the kernel's table has everybody's, and takes long."""
+    """Yield the ports that this process listens on, from its own sockets: the kernel's table of all is slow."""
     for name in os.listdir("/dev/fd"):
         try:
             if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
@@ -80,12 +80,12 @@ def _listening() -> Iterator[int]:
             with socket.socket(fileno=os.dup(int(name))) as end:
                 if end.family in INTERNET and end.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                     yield end.getsockname()[1]
-        except OSError:  # closed meanwhile
+        except OSError:  # closed in the meantime
             continue
 
 
 def _held_by_strangers() -> set[str]:
-    """Names of shared memory that processes use which are neither this one nor its children."""
+    """Return names of shared memory used by processes other than this one and its children."""
     me = psutil.Process()
     ours = {me.pid, *(child.pid for child in me.children(recursive=True))}
     held = set()

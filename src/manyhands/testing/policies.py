@@ -1,4 +1,4 @@
-"""Contracts of policies: one kit that every Policy passes. Name the policy and how exact it is; it asserts the rest."""
+"""Contract tests for sync policies, given a policy and its precision."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TAIL = [3.0, 1.0, 4194303.0]
 
 @dataclass
 class PolicyOutcome:
-    """What came of one step on one replica."""
+    """Result of one step on one replica."""
 
     result: Tensor
     feedback: Tensor
@@ -33,24 +33,24 @@ class PolicyOutcome:
 
 
 class PolicyContract:
-    """Subclass it in a test module; set `policy`, `precision` and `share`."""
+    """Contract tests of a policy: subclass it in a test module; set `policy`, `precision` and `share`."""
 
     policy: Policy
     precision: float
-    """How far the result of gradients that suit the policy may be from the exact sum, relative to it."""
+    """Maximum relative difference from the exact sum, for gradients that suit the policy."""
     share: float
-    """Bytes on the wire between two replicas, at most, as a share of the exact sum's."""
+    """Maximum bytes sent between two replicas, relative to the exact sum's."""
     sizes: tuple[int, ...] = (1, 2, 3, 4)
 
     def run(self, fn: Callable[[World], Any], size: int) -> list[Any]:
-        """Runs a function on so many ranks."""
+        """Run a function on this many ranks."""
         return run_threads(fn, size)
 
     def suiting(self, name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-        """A gradient that the policy carries in one step; any at all, unless a subclass knows better."""
+        """Return a gradient that the policy transmits in one step; any gradient, unless a subclass overrides it."""
         return torch.randn(shape, generator=generator, dtype=torch.float64)
 
-    # -- what they assert -----------------------------------------------------------------------------------------
+    # -- tests ----------------------------------------------------------------------------------------------------
 
     def test_its_text_makes_it_again(self) -> None:
         assert make_policy(str(self.policy)) == self.policy

@@ -1,4 +1,4 @@
-"""Ports for processes that are told where to listen, and start a while later."""
+"""Ports for processes that get their port as an argument and start later."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def held_ports(count: int) -> Iterator[list[int]]:
-    """Ports of loopback that nobody else is given meanwhile.
+    """Reserve free loopback ports while a block runs.
 
-    They stay bound, and free to listen on for whoever may reuse an address, as all listeners of manyhands may. A port
-    that was only looked up is soon another process's: the system hands out the same ones for every connection.
+    The ports stay bound, and listeners that reuse addresses, as all of manyhands do, can still listen on them. A port
+    that was only looked up may be given to another process before it is used.
 
     >>> with held_ports(2) as ports:
     ...     len(set(ports))

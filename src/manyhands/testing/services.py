@@ -1,4 +1,4 @@
-"""The contract of services: one kit that every engine passes. Give it an engine and a device; it asserts the rest."""
+"""Contract tests for services of engines, given an engine and a device."""
 
 from __future__ import annotations
 
@@ -20,52 +20,52 @@ from ..launcher import Engine, Service
 
 
 class Counter:
-    """An object to be called: it counts, reports, raises, waits, and dies."""
+    """Test object of a service: it counts, reports, raises, waits, and dies."""
 
     def __init__(self, world: World, farewell: str = "") -> None:
         self.world, self.farewell, self.total = world, farewell, 0.0
 
     def add(self, tensor: torch.Tensor, *, times: int = 1) -> torch.Tensor:
-        """A total that outlives calls."""
+        """Add to a total that is kept between calls."""
         self.total += float(tensor.sum()) * times
         return torch.full((3,), self.total)
 
     def process(self) -> int:
-        """Where it lives."""
+        """Return the process ID."""
         return os.getpid()
 
     def say(self, text: str) -> None:
-        """Reports an event and prints a line."""
+        """Report an event and print a line."""
         self.world.line.report(event("said", text=text))
         print(text)
 
     def fail(self, error: Exception) -> None:
-        """Raises it."""
+        """Raise the given error."""
         raise error
 
     def give_lock(self) -> Any:
-        """What cannot be sent."""
+        """Return an object that cannot be sent."""
         return threading.Lock()
 
     def wait_for_the_end(self) -> str:
-        """Computes until it is asked to stop."""
+        """Run until the service is asked to stop."""
         while not self.world.line.stopping:
             time.sleep(0.01)
         return "asked to end"
 
     def sleep(self) -> None:
-        """Hears nothing."""
+        """Block without reacting to anything."""
         time.sleep(600)
 
     def close(self) -> None:
-        """Leaves a note, where it was given a place for one."""
+        """Write a file, if a path for it was given."""
         if self.farewell:
             Path(self.farewell).write_text("closed")
 
 
 @contextlib.contextmanager
 def raises(kinds: type[Exception] | tuple[type[Exception], ...], match: str) -> Iterator[None]:
-    """Fails unless what runs inside raises one of these, with such a text."""
+    """Fail unless the block raises one of these exceptions with a matching text."""
     try:
         yield
     except kinds as error:
@@ -76,13 +76,13 @@ def raises(kinds: type[Exception] | tuple[type[Exception], ...], match: str) -> 
 
 
 class ServiceContract:
-    """Subclass it in a test module, and say where services are started."""
+    """Contract tests of services: subclass it in a test module, and implement `place`."""
 
     seconds = 60.0
-    """For an answer."""
+    """Timeout of an answer."""
 
     def place(self) -> tuple[Engine, Device]:
-        """An engine, and a device of it."""
+        """Return an engine, and one of its devices."""
         raise NotImplementedError
 
     def start(self, make: Any = Counter, **options: Any) -> contextlib.AbstractContextManager[Service]:

@@ -1,4 +1,4 @@
-"""A world of threads: ranks of one process that meet at a barrier, for tests of control and of collectives."""
+"""World whose ranks are threads of one process, for tests of control flow and collectives."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _REDUCE: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class ThreadRendezvous:
-    """Where the threads of a world exchange values; a lost rank breaks it for all."""
+    """Rendezvous of a thread world's ranks, where they exchange values; a failed rank breaks it for all."""
 
     def __init__(self, size: int, timeout: float) -> None:
         self.size, self.key = size, RankKey.random()
@@ -39,18 +39,18 @@ class ThreadRendezvous:
         self.lost = ""
 
     def letters(self, source: int, to: int, tag: int) -> queue.SimpleQueue[Tensor]:
-        """What one rank sends to another under a tag, in order."""
+        """Return the queue of tensors from one rank to another under a tag."""
         return self._letters[source, to, tag]
 
     def take(self, source: int, to: int, tag: int) -> Tensor:
-        """The next of these, as soon as it is there."""
+        """Wait for the next tensor from one rank to another under a tag."""
         try:
             return self.letters(source, to, tag).get(timeout=self._timeout)
         except queue.Empty:
             raise PeerLost("receive", f"rank {to}", self.lost or "a peer did not send") from None
 
     def exchange(self, rank: int, value: Any, operation: str) -> list[Any]:
-        """Every rank's value, in rank order."""
+        """Return every rank's value, in rank order."""
         try:
             self._slots[rank] = value
             self._barrier.wait()
@@ -61,7 +61,7 @@ class ThreadRendezvous:
         return values
 
     def leave(self, rank: int, why: str) -> None:
-        """Marks a rank as lost and wakes all that wait."""
+        """Mark a rank as failed and wake all waiting ranks."""
         self.lost = self.lost or f"rank {rank} {why}"
         self._barrier.abort()
 
@@ -77,21 +77,21 @@ class Faults:
         self._script: set[tuple[int, int]] = set()
 
     def fail_at(self, rank: int, operation: int) -> Faults:
-        """Lets a rank die just before its n-th collective, counted from 0."""
+        """Let a rank fail just before its n-th collective, counted from 0."""
         self._script.add((rank, operation))
         return self
 
     def strikes(self, rank: int, operation: int) -> bool:
-        """Whether this rank dies now."""
+        """Return whether this rank fails now."""
         return (rank, operation) in self._script
 
 
 class InjectedFault(RuntimeError):
-    """A fault that a script asked for."""
+    """A scripted fault."""
 
 
 class _Letter(Pending):
-    """A tensor that another thread is going to send."""
+    """A tensor that another thread will send."""
 
     def __init__(self, meeting: ThreadRendezvous, into: Tensor, source: int, to: int, tag: int) -> None:
         self._meeting, self._into, self._way = meeting, into, (source, to, tag)
@@ -101,7 +101,7 @@ class _Letter(Pending):
 
 
 class ThreadWorld(World):
-    """One rank of a world of threads."""
+    """One rank of a thread world."""
 
     def __init__(self, rank: int, meeting: ThreadRendezvous, faults: Faults) -> None:
         super().__init__(RankInfo(rank=rank, size=meeting.size, host="threads"), DirectChannel())
@@ -154,7 +154,7 @@ class ThreadWorld(World):
 def run_threads(
     fn: Callable[[World], Any], size: int, *, faults: Faults | None = None, timeout: float = 10.0
 ) -> list[Any]:
-    """Runs `fn(world)` on so many threads; returns results, or exceptions in their place when faults were scripted."""
+    """Run `fn(world)` on `size` threads; return results, or exceptions in their place if faults were scripted."""
     meeting = ThreadRendezvous(size, timeout)
     outcomes: list[Any] = [None] * size
 

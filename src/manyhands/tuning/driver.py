@@ -1,6 +1,6 @@
-"""The driver of a study: proposes trials, has them run, judges them, and writes every fact into the journal first.
+"""Driver of a study: proposes trials, starts them and judges the results; each fact is first written to the journal.
 
-One loop, top to bottom. Searchers propose, stopping policies judge, executors run; the driver acts.
+The searcher proposes parameters, the stopping policy judges, the executor runs trials; only the driver acts.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ from .trial import FAILED, FINISHED, STOPPED, Trial
 from .trial_work import TrialOutcome, TrialRunner, TrialWork
 
 MAX_DRAWS = 1000
-"""Proposals that break the constraint, one after the other, before it is taken for one that nothing keeps."""
+"""Consecutive proposals that violate the constraint before it is reported as unsatisfiable."""
 MAX_LOST = 3
-"""How often a trial's process may die before the trial counts as failed."""
+"""Number of times a trial's process may die before the trial counts as failed."""
 ALIKE = 3
-"""Failures of one kind without any success after which a study ends."""
+"""Number of failures of one kind, without any success, after which a study ends."""
 REPORT_TRACEBACK = 4000
 
 
 class TrialsFailed(RunError):
-    """Trials fail alike, one after the other, and none has succeeded."""
+    """Raised when trials keep failing with the same kind of error and none has succeeded."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """When a study ends: after so many trials, seconds, or as much money as its devices have cost."""
+    """Limits of a study: number of trials, seconds, or cost of its devices."""
 
     trials: int | None = None
     seconds: float | None = None
     cost: float | None = None
     price: float | None = None
-    """Of a device, for an hour."""
+    """Price of one device per hour."""
 
     def __post_init__(self) -> None:
         for name in ("trials", "seconds", "cost", "price"):
@@ -58,7 +58,7 @@ class Budget:
             raise SettingsError("a cost needs the price of a device's hour", got="none", remedy="pass price=2.5")
 
     def seconds_for(self, num_devices: int) -> float | None:
-        """How long the study may take on so many devices."""
+        """Return the seconds that the study may take on this number of devices; None for no limit."""
         limits = [] if self.seconds is None else [self.seconds]
         if self.cost is not None and self.price is not None:
             limits.append(3600 * self.cost / (self.price * num_devices))
@@ -67,7 +67,7 @@ class Budget:
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """How a study goes about it."""
+    """Settings of a study: search space, objectives, stopping policy and limits."""
 
     space: Space
     objectives: tuple[Objective, ...]
@@ -76,13 +76,13 @@ class Rules:
     budget: Budget
     constraint: Constraint | None = None
     limits: Mapping[str, float] = field(default_factory=dict)
-    """What a finished trial may have measured at most; one with more is not feasible."""
+    """Maximum values of metrics; a finished trial that exceeds one is infeasible."""
     keep: int = 1
-    """Of how many of the best trials the runs stay."""
+    """Number of best trials whose run folders are kept."""
 
 
 class Driver:
-    """Runs a study to its end."""
+    """Run a study until its budget is used up."""
 
     def __init__(
         self,
@@ -100,9 +100,9 @@ class Driver:
         self._on_change = on_change
         self._leased: set[int] = set()
         self._waiting: set[int] = set()
-        """Trials that were paused by the policy."""
+        """Trials paused by the stopping policy."""
         self._due: deque[Trial] = deque()
-        """Trials to go on with, before any other."""
+        """Trials to resume before any other."""
         self._lost: Counter[int] = Counter()
         self._reasons: Counter[str] = Counter()
         self._spent = sum(trial.seconds for trial in trials)
@@ -113,7 +113,7 @@ class Driver:
         self.is_stopping = False
 
     def run(self) -> None:
-        """Goes on until the budget is used up and nothing is left to do."""
+        """Run trials until the budget is used up and no work is left."""
         self._take_up()
         while True:
             while self._executor.num_free and (work := self._next()) is not None:
@@ -132,17 +132,17 @@ class Driver:
                 self._end(self.trials[number], STOPPED, "others were better at this point")
 
     def stop(self) -> None:
-        """Ends the study as soon as what is under way has come to a point from which it can go on."""
+        """Stop the study as soon as running trials have reached a point from which they can be resumed."""
         self.is_stopping = True
         self._executor.stop()
 
     @property
     def seconds_left(self) -> float | None:
-        """Of the budget, where there is one in seconds."""
+        """Seconds left of the time budget; None if there is no such budget."""
         return None if self._seconds is None else self._seconds - (time.monotonic() - self._began)
 
     def _take_up(self) -> None:
-        """Trials that an earlier program began: told to the searcher again, or taken up where they stand."""
+        """Restore the trials of an earlier process: report finished ones to the searcher, queue or pause the others."""
         for trial in self.trials:
             if trial.is_over:
                 self._searcher.hear(trial)
@@ -153,7 +153,7 @@ class Driver:
                 self._due.append(trial)
 
     def _next(self) -> TrialWork | None:
-        """The next work: what was begun, what may go on, or a new trial."""
+        """Return the next work: a queued trial, a promoted one or a new one; None if there is none."""
         if self.is_stopping or self._is_over_budget:
             return None
         trial = self._due.popleft() if self._due else self._promoted()
@@ -171,9 +171,11 @@ class Driver:
         return trial
 
     def _call_last(self) -> bool:
-        """Where fewer have come to the end than are kept, lets the best of those go on that came furthest.
+        """If fewer than `rules.keep` trials finished, queue the best of the paused trials that came furthest.
 
-        Few trials would all wait for others that are worse; but a study has a best one, and a team its members.
+        With few trials all of them could stay paused, but a study needs a best trial and an ensemble its members.
+
+        Returns whether a trial was queued.
         """
         num_finished = sum(trial.state == FINISHED for trial in self.trials)
         if self.is_stopping or self._is_over_budget or num_finished >= self.rules.keep:
@@ -198,7 +200,7 @@ class Driver:
         return trial
 
     def _take(self, trial: Trial, outcome: TrialOutcome) -> None:
-        """What came of a trial's stretch."""
+        """Process the outcome of a trial's work: end the trial, requeue it or advance it."""
         if outcome.mistake is not None:
             raise outcome.mistake
         trial.seconds += outcome.seconds
@@ -218,10 +220,10 @@ class Driver:
             self._advance(trial, outcome.epochs)
 
     def _advance(self, trial: Trial, epochs: int) -> None:
-        """A trial has come to a rung, or to its end."""
+        """Record that a trial has reached a rung or its last epoch, and apply the stopping policy."""
         values = tuple(one.of(trial.metrics) for one in self.rules.objectives)
         for one, value in zip(self.rules.objectives, values, strict=True):
-            if math.isnan(value):  # it has no place among the others
+            if math.isnan(value):  # NaN cannot be ranked
                 self._end(
                     trial, STOPPED, f"its {one.name} is nan; lower the learning rate, or look at how it is measured"
                 )
@@ -249,7 +251,7 @@ class Driver:
         self._on_change(trial)
 
     def _saved(self) -> None:
-        """Keeps what the trial at hand has learnt."""
+        """Save the weights of the trial being processed."""
         if self._save is not None:
             self._save()
         self._save = None
@@ -273,7 +275,7 @@ class Driver:
         self._on_change(trial)
 
     def _rank(self, trial: Trial) -> int:
-        """Keeps what one of the best trials has learnt; returns whose run may go, which may be its own."""
+        """Rank a finished trial, saving it if it is among the best; return the trial whose run may go, or -1."""
         gone = trial.number
         if trial.state == FINISHED and trial.is_feasible:
             self._best.append((self._cost(trial.value), trial.number))
@@ -284,7 +286,7 @@ class Driver:
         return gone
 
     def _forget(self, number: int) -> None:
-        """Lets the run of a trial go that is not among the best."""
+        """Delete the run folder of a trial that is not among the best; -1 deletes none."""
         if number >= 0:
             with contextlib.suppress(FileNotFoundError):
                 shutil.rmtree(self._workshop.run_folder(number))
@@ -306,7 +308,7 @@ class Driver:
 
 
 def proposed(searcher: Searcher, constraint: Constraint | None, number: int, trials: Sequence[Trial]) -> dict[str, Any]:
-    """A trial's parameters, which keep the constraint; they are drawn again until they do."""
+    """Return a trial's parameters, drawn repeatedly until they satisfy the constraint."""
     for draw in range(MAX_DRAWS):
         params = searcher.propose(number, trials, draw)
         if constraint is None or constraint(dict(params)):
@@ -319,7 +321,7 @@ def proposed(searcher: Searcher, constraint: Constraint | None, number: int, tri
 
 
 def described(rules: Rules, search: str, seed: int) -> dict[str, Any]:
-    """What must be the same when a study goes on, as JSON-ready data."""
+    """Return the settings that must not change when a study is resumed, as JSON-ready data."""
     return {
         "space": {name: f"{one}" for name, one in rules.space.items()},
         "objectives": [list(dataclasses.astuple(one)) for one in rules.objectives],
@@ -332,12 +334,12 @@ def described(rules: Rules, search: str, seed: int) -> dict[str, Any]:
 
 
 def as_json(params: Mapping[str, Any]) -> Any:
-    """Fixed parameters as a journal gives them back: paths as texts, tuples as lists."""
+    """Return fixed parameters as the journal stores them: paths as strings, tuples as lists."""
     return json.loads(json.dumps(dict(params), default=str))
 
 
 def require_same(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """A study goes on with what it was begun with."""
+    """Raise SettingsError if a resumed study has other settings than it was started with."""
     for name, value in now.items():
         if before.get(name) != value:
             raise SettingsError(

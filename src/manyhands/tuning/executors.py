@@ -1,4 +1,4 @@
-"""Executors: where trials run. One here, or one in every process of a pool."""
+"""Executors: where trials run, in this process or in a pool of processes."""
 
 from __future__ import annotations
 
@@ -13,37 +13,37 @@ from .trial_work import TrialOutcome, TrialRunner, TrialWork, TrialWorker, here
 
 
 class Executor(ABC):
-    """Takes work, and says what came of it."""
+    """Base of executors, which take work and return its outcomes."""
 
     @property
     @abstractmethod
     def num_free(self) -> int:
-        """How much more work it would take now."""
+        """Number of further work items it can take now."""
 
     @property
     @abstractmethod
     def is_busy(self) -> bool:
-        """Whether there is work under way."""
+        """Whether work is in progress."""
 
     @abstractmethod
     def start(self, work: TrialWork) -> int:
-        """Takes work; returns the number of the worker that does it."""
+        """Start work and return the number of the worker that executes it."""
 
     @abstractmethod
     def wait(self) -> list[TrialOutcome]:
-        """Returns when something has come of some of the work."""
+        """Wait until some work is done and return its outcomes."""
 
     @abstractmethod
     def stop(self) -> None:
-        """Asks the work under way to end after its step."""
+        """Ask work in progress to end after its current step."""
 
     @abstractmethod
     def close(self) -> None:
-        """Leaves nothing running."""
+        """Stop everything and release resources."""
 
 
 class InProcessExecutor(Executor):
-    """One trial at a time, in this process."""
+    """Run one trial at a time, in this process."""
 
     def __init__(self, workshop: TrialRunner, device: Device) -> None:
         self._workshop, self._world = workshop, here(device)
@@ -74,7 +74,7 @@ class InProcessExecutor(Executor):
 
 
 class Processes(Executor):
-    """A trial in every process of a pool."""
+    """Run a trial in every process of a pool."""
 
     def __init__(
         self,
@@ -117,7 +117,7 @@ class Processes(Executor):
 
 
 class _Making:
-    """Makes a process's desk."""
+    """Create the TrialWorker of a process."""
 
     def __init__(self, workshop: TrialRunner) -> None:
         self._workshop = workshop

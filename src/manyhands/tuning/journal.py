@@ -1,9 +1,8 @@
-"""The journal: every fact of a study, one line each, in the file format of Optuna's journal.
+"""Journal of a study: every fact as one line, in the file format of Optuna's journal.
 
-So optuna-dashboard and Optuna itself read it, while a study goes on too. Ours are further fields, which Optuna passes
-over. A line counts once it is whole: what a killed program left unfinished at the end is cut off by the next one. A
-line that was damaged later costs what it says, and no other.
-Results are pushed to the disk at once, but at most ten times a second.
+optuna-dashboard and Optuna can read it, also while a study runs. manyhands adds fields that Optuna ignores. A line
+counts once it is complete: an unfinished last line of a killed process is cut off by the next one. A line that was
+damaged later loses its own content only. Results are synced to disk immediately, but at most ten times a second.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from .trial import FAILED, FINISHED, RUNNING, STOPPED, Trial
 JOURNAL = "journal.log"
 SYNC_SECONDS = 0.1
 DAMAGED = "journal.damaged"
-"""Where unfinished lines are kept that were cut off the journal."""
+"""File for unfinished lines that were cut off the journal."""
 _CREATES = re.compile(rb'\{"op_code": ?%d,' % fields.CREATE_TRIAL)
 _GIVEN = '"given":'
 _STATES = {RUNNING: 0, FINISHED: 1, STOPPED: 2, FAILED: 3}
@@ -47,7 +46,7 @@ _NAMES = {number: name for name, number in _STATES.items()}
 
 
 class Journal:
-    """Appends facts; one program at a time holds it."""
+    """Append facts to the journal; locked by one process at a time."""
 
     def __init__(self, folder: Path, space: Space) -> None:
         self._space = space
@@ -70,14 +69,14 @@ class Journal:
         self._who = f"manyhands-{os.getpid()}"
 
     def begin(self, name: str, objectives: Sequence[Objective], record: Mapping[str, Any]) -> None:
-        """The study: its objectives, and everything that must be the same when it goes on."""
+        """Write the study: its objectives, and everything that must not change when it is resumed."""
         directions = [1 if one.mode == "min" else 2 for one in objectives]
         self._write(fields.CREATE_STUDY, study_name=name, directions=directions)
         self._write(fields.STUDY_ATTRIBUTE, study_id=0, user_attr={"manyhands": record})
         self.sync()
 
     def propose(self, trial: Trial) -> None:
-        """A trial's parameters, before it is begun."""
+        """Write a trial's parameters, before it is started."""
         self._write(
             fields.CREATE_TRIAL,
             study_id=0,
@@ -89,18 +88,18 @@ class Journal:
         )
 
     def lease(self, trial: Trial, worker: int, until: int) -> None:
-        """Who works on a trial, and how far it is to go."""
+        """Write which worker trains a trial, and up to which epoch."""
         self._write(
             fields.TRIAL_ATTRIBUTE, trial_id=trial.number, user_attr={"lease": {"worker": worker, "until": until}}
         )
 
     def report(self, trial: Trial, epoch: int, seconds: float) -> None:
-        """What a trial had reached after so many epochs."""
+        """Write the value that a trial had reached after this many epochs."""
         value = trial.reports[epoch]
         self._write(fields.REPORT, trial_id=trial.number, step=epoch, intermediate_value=value, seconds=seconds)
 
     def end(self, trial: Trial) -> None:
-        """What became of a trial."""
+        """Write the result of a trial."""
         self._write(
             fields.END_TRIAL,
             trial_id=trial.number,
@@ -117,7 +116,7 @@ class Journal:
             self.sync()
 
     def sync(self) -> None:
-        """Pushes what was written to the disk."""
+        """Sync written lines to disk."""
         try:
             os.fsync(self._file)
         except OSError as error:
@@ -125,7 +124,7 @@ class Journal:
         self._synced_at, self._is_synced = time.monotonic(), True
 
     def close(self) -> None:
-        """Lets the study go."""
+        """Sync and close the journal, which releases its lock."""
         try:
             if not self._is_synced:
                 self.sync()
@@ -180,14 +179,14 @@ def read_journal(folder: Path) -> tuple[dict[str, Any], list[Trial]]:
 
 @dataclass
 class _Line:
-    """A line of a journal: what it says, or that it is damaged."""
+    """A line of a journal: its content, or that it is damaged."""
 
     number: int
     raw: bytes
     fact: dict[str, Any] | None
-    """None where the line is damaged."""
+    """None if the line is damaged."""
     creates: bool
-    """Whether it begins a trial, as far as it can be read."""
+    """Whether it creates a trial, as far as it can be read."""
 
 
 def _lines(path: Path) -> list[_Line]:
@@ -195,7 +194,7 @@ def _lines(path: Path) -> list[_Line]:
         return []
     with os.fdopen(open_regular(path), "rb") as file:
         raws = [raw or b"" for raw in read_lines(file)]
-    # The last line may be written at this moment; a program that opens the journal for writing cuts it off.
+    # The last line may be incomplete because it is being written; a process that opens the journal cuts it off.
     if raws and raws[-1] and not raws[-1].endswith(b"\n"):
         raws.pop()
     return [_line(number, raw) for number, raw in enumerate(raws, 1)]
@@ -212,7 +211,7 @@ def _line(number: int, raw: bytes) -> _Line:
 
 
 def _tell_lost_trials(path: Path, lines: Sequence[_Line]) -> None:
-    """Find out which damaged lines began a trial: trials are numbered by these lines, and results name the numbers."""
+    """Find out which damaged lines created a trial, because trials are numbered by these lines."""
     unknown = [line for line in lines if line.fact is None and not line.creates]
     num_begun = sum(line.creates for line in lines)
     for line in lines:
@@ -235,7 +234,7 @@ def _tell_lost_trials(path: Path, lines: Sequence[_Line]) -> None:
 
 
 def _created(line: _Line, number: int) -> Trial:
-    """The trial that a line begins; of a damaged line, with the parameters if that part of it can be read."""
+    """Return the trial that a line creates; from a damaged line, with its parameters if they can be read."""
     if line.fact is not None:
         return Trial(number, line.fact["given"])
     try:
@@ -260,7 +259,7 @@ def _take(trial: Trial, fact: Mapping[str, Any]) -> None:
 
 
 def _cut(file: int, damaged: Path) -> int:
-    """Cut an unfinished last line off, keep a copy of it, and return the length of what is whole."""
+    """Cut off an unfinished last line, keep a copy of it, and return the length of the complete lines."""
     size = os.fstat(file).st_size
     whole = size
     while whole:
@@ -284,12 +283,12 @@ def _now() -> str:
 
 
 def _inner(one: Range, value: Any) -> Any:
-    """A value as Optuna keeps it: the place of a choice, else the number."""
+    """Return a value as Optuna stores it: the index of a choice, else the number."""
     return one.index(value) if isinstance(one, Choice) else value
 
 
 def describe(one: Range) -> dict[str, Any]:
-    """A range as Optuna's JSON."""
+    """Return a range in Optuna's JSON format."""
     if isinstance(one, Choice):
         return {"name": "CategoricalDistribution", "attributes": {"choices": list(one.values)}}
     assert isinstance(one, Uniform | Integers)

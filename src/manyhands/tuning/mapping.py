@@ -1,4 +1,4 @@
-"""A function on many inputs, one process of a device each."""
+"""Map a function over many inputs, in processes on devices."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from ..launcher import Engine
 from .pool import Pool
 
 MAX_LOST = 2
-"""How often an item's process may die before the item counts as failed."""
+"""Number of times an item's process may die before the item counts as failed."""
 
 
 class ItemsFailed(RunError):
-    """Some items failed; `results` has those that did not, in their places, `failures` the errors by place."""
+    """Some items failed; `results` has the others by position, `failures` the errors by position."""
 
     def __init__(self, results: list[Any], failures: Mapping[int, BaseException], items: Sequence[Any]) -> None:
         self.results, self.failures, self.items = results, dict(failures), list(items)
@@ -43,7 +43,7 @@ def map_items(
     per_device: int | None,
     on_output: Callable[[int, str, str], None],
 ) -> list[Any]:
-    """The function's results in the order of the items; all others are done before a failure is raised."""
+    """Return the function's results in the order of the items; failures are raised after all items are done."""
     todo = list(items)
     results: list[Any] = [None] * len(todo)
     failures: dict[int, BaseException] = {}
@@ -71,7 +71,7 @@ def map_items(
 
 
 class _Calling:
-    """Makes what a process calls."""
+    """Callable that a process calls with items."""
 
     def __init__(self, fn: Callable[[Any], Any]) -> None:
         self._fn = fn
@@ -80,12 +80,12 @@ class _Calling:
         return self
 
     def call(self, item: Any) -> Any:
-        """The function's result for one item."""
+        """Return the function's result for one item."""
         return self._fn(item)
 
 
 def _said(error: BaseException) -> str:
-    """What an error says; many say nothing but their kind."""
+    """Return an error's text, or its type if it has none."""
     return str(error) or type(error).__name__
 
 

@@ -1,4 +1,4 @@
-"""Objectives: what a study makes small or large."""
+"""Objectives: the metrics that a study minimizes or maximizes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..training import Patience, check_patience
 
 @dataclass(frozen=True)
 class Objective:
-    """Something that is measured, and whether less of it is better.
+    """A metric, and whether it is minimized or maximized.
 
     >>> Objective.parse("valid_loss"), Objective.parse("valid_score:max")
     (Objective(name='valid_loss', mode='min'), Objective(name='valid_score', mode='max'))
@@ -22,7 +22,7 @@ class Objective:
 
     @classmethod
     def parse(cls, text: str) -> Objective:
-        """NAME, or NAME:min or NAME:max where the name does not tell what is better."""
+        """Parse NAME, NAME:min or NAME:max; the suffix is needed if the name does not imply the direction."""
         name, colon, mode = text.partition(":")
         if not name or (colon and mode not in ("min", "max")):
             raise SettingsError(
@@ -39,18 +39,18 @@ class Objective:
         return cls(name, mode)
 
     def cost(self, value: float) -> float:
-        """The value as something to make small."""
+        """Return the value as a cost to minimize."""
         return value if self.mode == "min" else -value
 
     def of(self, metrics: Mapping[str, float]) -> float:
-        """Its value among what was measured."""
+        """Return the objective's value from the metrics; raises SettingsError if it is missing."""
         if self.name not in metrics:
             raise never_reported(self.name, list(metrics))
         return float(metrics[self.name])
 
 
 def as_objectives(objective: str | Sequence[str]) -> tuple[Objective, ...]:
-    """One or several."""
+    """Parse one or several objectives."""
     texts = [objective] if isinstance(objective, str) else list(objective)
     if not texts or not all(isinstance(text, str) for text in texts):
         raise SettingsError("an objective is a name, or a list of them", got=repr(objective), remedy='"valid_loss"')
@@ -61,7 +61,7 @@ def as_objectives(objective: str | Sequence[str]) -> tuple[Objective, ...]:
 
 
 def check_objectives(objectives: Sequence[Objective], task: Task) -> None:
-    """Refuses names that the task never measures."""
+    """Raise SettingsError for names that the task never measures."""
     for one in objectives:
         try:
             check_patience([Patience(one.name, 1, one.mode)], task)
@@ -73,6 +73,6 @@ def check_objectives(objectives: Sequence[Objective], task: Task) -> None:
 
 
 def never_reported(name: str, known: Sequence[str]) -> SettingsError:
-    """The error of an objective that a trial did not measure."""
+    """Return the error for an objective that a trial did not measure."""
     shown = ", ".join(known) or "nothing"
     return SettingsError(f"the objective must be measured by every trial, which gave {shown}", got=repr(name))

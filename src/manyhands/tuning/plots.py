@@ -1,4 +1,4 @@
-"""Plots of a study as pages that need nothing else, drawn by Optuna from the journal."""
+"""Plots of a study as standalone HTML pages, drawn by Optuna from the journal."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MIN_TRIALS = 2
 
 
 def write_plot(journal: Path, kind: str, objectives: Sequence[str], target: Path) -> None:
-    """Draws one kind of plot."""
+    """Write one kind of plot."""
     optuna = require_optuna()
     try:
         import plotly  # noqa: F401
@@ -52,7 +52,7 @@ def write_plot(journal: Path, kind: str, objectives: Sequence[str], target: Path
 
 @contextlib.contextmanager
 def _hushed(optuna: Any) -> Iterator[None]:
-    """Without Optuna's words on parameters that its pictures leave out."""
+    """Silence Optuna's messages about parameters that its plots omit."""
     before = optuna.logging.get_verbosity()
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     try:
@@ -62,5 +62,5 @@ def _hushed(optuna: Any) -> Iterator[None]:
 
 
 def _read_only(optuna: Any, journal: Path) -> Any:
-    """Optuna's journal storage of this file; it only reads, so it takes no lock."""
+    """Return Optuna's journal storage of this file; it only reads, so it takes no lock."""
     return optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(str(journal)))

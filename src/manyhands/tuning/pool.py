@@ -1,7 +1,7 @@
-"""A pool: processes on devices that take work one after the other; one that dies is replaced.
+"""Pool of processes on devices, which take work one after the other; a process that dies is replaced.
 
-How many processes a device gets is measured, unless it is said: while work is being done anyway, the number is
-doubled, and kept where more was done in the same time.
+Unless it is given, the number of processes per device is measured: during normal work the number is doubled, and kept
+if more work was done in the same time.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from ..launcher import Engine, Service
 
 Key = TypeVar("Key")
 MAX_PER_DEVICE = 16
-"""On an accelerator; a CPU has no more of them than cores."""
+"""Maximum processes on an accelerator; a CPU has at most one per core."""
 GAIN = 1.1
-"""What twice as many processes must do at least, as a multiple, to be kept."""
+"""Minimum speedup from doubling the processes to keep them."""
 END_SECONDS = 60.0
-"""For a process that was asked to end what it does."""
+"""Seconds that a process has to end its work when it is asked to stop."""
 ROUNDS = 3
-"""Pieces of work for every process before a number of them is judged."""
+"""Pieces of work per process before a number of processes is judged."""
 
 
 @dataclass
 class Done(Generic[Key]):
-    """A piece of work that has come to its end."""
+    """A finished piece of work."""
 
     key: Key
     result: Any = None
@@ -72,7 +72,7 @@ class Pool(Generic[Key]):
 
     @property
     def num_processes(self) -> int:
-        """How many may work at a time."""
+        """Maximum number of processes working at a time."""
         return len(self._usable)
 
     @property
@@ -80,7 +80,7 @@ class Pool(Generic[Key]):
         return any(worker.key is not None for worker in self._workers)
 
     def start(self, key: Key, method: str, *args: Any) -> int:
-        """Gives work to a process that has none; returns the process's number."""
+        """Assign work to an idle process and return its number."""
         worker = next(worker for worker in self._usable if worker.key is None)
         if worker.service is None or not worker.service.is_alive:
             worker.service = self._engine.start_service(self._make, worker.device, on_output=self._on_output)
@@ -90,7 +90,7 @@ class Pool(Generic[Key]):
         return worker.number
 
     def wait(self) -> list[Done[Key]]:
-        """Returns when some work has come to its end."""
+        """Wait until some work is finished and return it."""
         found = [self._take(*self._next())]
         while not self._done.empty():
             found.append(self._take(*self._done.get()))
@@ -99,12 +99,12 @@ class Pool(Generic[Key]):
         return found
 
     def stop(self) -> None:
-        """Asks every process to end what it does, and itself."""
+        """Ask every process to end its work and exit."""
         for worker in self._workers:
             self._let_go(worker)
 
     def close(self) -> None:
-        """Ends the processes."""
+        """Kill the processes."""
         for worker in self._workers:
             if worker.service is not None:
                 worker.service.kill()
@@ -114,7 +114,7 @@ class Pool(Generic[Key]):
         return self._workers[: len(self._devices) * self._packing.level]
 
     def _next(self) -> tuple[_Worker[Key], Key, Future[Any]]:
-        """Waits in small steps, so that Ctrl-C is heard."""
+        """Wait with a short timeout, so that Ctrl-C is handled."""
         while True:
             try:
                 return self._done.get(timeout=0.5)
@@ -129,18 +129,18 @@ class Pool(Generic[Key]):
         if error is None:
             return Done(key, answer.result())
         assert worker.service is not None
-        # The process's end is told a moment after the answers that it owes.
+        # The end of the process is reported shortly after its pending calls have failed.
         if worker.service.is_alive and "the service" in str(error):
             worker.service.ended.exception(5.0)
         return Done(key, error=error, is_lost=not worker.service.is_alive)
 
     def _let_go(self, worker: _Worker[Key]) -> None:
-        """Lets a process end by itself, beside everything else."""
+        """Stop a process on a background thread."""
         if worker.service is not None and worker.service.is_alive:
             threading.Thread(target=worker.service.stop, args=(END_SECONDS,), daemon=True).start()
 
     def _resize(self) -> None:
-        """Makes room for as many processes as a device should have."""
+        """Add workers up to the chosen number of processes per device."""
         level = self._packing.level
         while len(self._workers) < len(self._devices) * level:
             number = len(self._workers)
@@ -152,7 +152,7 @@ class Pool(Generic[Key]):
 
 
 class Packing:
-    """How many processes a device gets: a number, or what measures better."""
+    """Choose the number of processes per device: a given number, or the fastest measured."""
 
     def __init__(self, per_device: int | None, most: int) -> None:
         self.level, self._most = per_device or 1, most
@@ -161,11 +161,11 @@ class Packing:
         self._since, self._num = time.monotonic(), -1
 
     def hear(self, num_done: int, num_working: int) -> bool:
-        """So many pieces were done; whether the number of processes changes now."""
+        """Record finished work; return whether the number of processes changes now."""
         if self._is_settled:
             return False
         if self._num < 0:
-            # The first ones begin with whatever starting costs.
+            # The first results include the start-up time.
             self._since, self._num = time.monotonic(), 0
             return False
         self._num += num_done
@@ -186,5 +186,5 @@ class Packing:
 
 
 def _most(device: Device) -> int:
-    """How many processes may share a device."""
+    """Return how many processes may share a device."""
     return MAX_PER_DEVICE if device.kind != "cpu" else max(1, round(num_cores() * device.share))

@@ -1,4 +1,4 @@
-"""Spaces: what a parameter may be, as plain data that prints, compares and can be written as text."""
+"""Search spaces: the ranges of parameters, as plain data that can be printed, compared and parsed."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ Value = float | int | str | bool | None
 
 
 class Range(ABC):
-    """What one parameter may be. Searchers see it as a number between 0 and 1."""
+    """Range of one parameter. Searchers see it as a number between 0 and 1."""
 
     @abstractmethod
     def at(self, share: float) -> Value:
-        """The value at a share of the way through the range; 0 is the first, 1 the last."""
+        """Return the value at a fraction of the range; 0 is the first value, 1 the last."""
 
     @abstractmethod
     def share(self, value: Value) -> float:
-        """The inverse of `at`."""
+        """Return the fraction of the range at which a value lies; the inverse of `at`."""
 
     @abstractmethod
     def grid(self, num: int) -> list[Value]:
-        """So many values spread evenly, all of them where there are fewer."""
+        """Return `num` evenly spaced values, or all of them if there are fewer."""
 
 
 @dataclass(frozen=True)
 class Uniform(Range):
-    """A real number; with `log` every factor is as likely as any other."""
+    """Range of real numbers; with `log`, the logarithm is uniform."""
 
     low: float
     high: float
@@ -60,7 +60,7 @@ class Uniform(Range):
 
 @dataclass(frozen=True)
 class Integers(Range):
-    """A whole number, both ends included; with `log` every factor is as likely as any other."""
+    """Range of integers, both ends included; with `log`, the logarithm is uniform."""
 
     low: int
     high: int
@@ -91,14 +91,14 @@ class Integers(Range):
         return list(dict.fromkeys(self.at(i / max(1, num - 1)) for i in range(num)))
 
     def _ends(self) -> tuple[float, float]:
-        """Half a step beyond both ends, so that the ends are as likely as the others."""
+        """Return the bounds half a step beyond both ends, so that the ends are as likely as other values."""
         low, high = self.low - 0.5, self.high + 0.5
         return (math.log(low), math.log(high)) if self.log else (low, high)
 
 
 @dataclass(frozen=True)
 class Choice(Range):
-    """One of some values, which have no order."""
+    """Unordered set of values."""
 
     values: tuple[Value, ...]
 
@@ -126,7 +126,7 @@ class Choice(Range):
         return (self.index(value) + 0.5) / len(self.values)
 
     def index(self, value: Value) -> int:
-        """Where a value stands; True is not 1 here."""
+        """Return the position of a value, comparing types too, so that True differs from 1."""
         return next(i for i, one in enumerate(self.values) if type(one) is type(value) and one == value)
 
     def grid(self, num: int) -> list[Value]:
@@ -137,7 +137,7 @@ Space = Mapping[str, Range]
 
 
 def uniform(low: float, high: float) -> Uniform:
-    """A real number from low to high.
+    """Return a range of real numbers from low to high.
 
     >>> uniform(0.0, 0.5).at(0.5)
     0.25
@@ -146,7 +146,7 @@ def uniform(low: float, high: float) -> Uniform:
 
 
 def loguniform(low: float, high: float) -> Uniform:
-    """A positive number whose magnitude is uniform: as often between 0.001 and 0.01 as between 0.01 and 0.1.
+    """Return a range with a uniform logarithm: as often between 0.001 and 0.01 as between 0.01 and 0.1.
 
     >>> round(loguniform(1e-4, 1e-2).at(0.5), 6)
     0.001
@@ -155,7 +155,7 @@ def loguniform(low: float, high: float) -> Uniform:
 
 
 def integers(low: int, high: int, *, log: bool = False) -> Integers:
-    """A whole number from low to high, both included; `log` as in `loguniform`.
+    """Return a range of integers from low to high, both included; `log` as in `loguniform`.
 
     >>> sorted({integers(1, 3).at(i / 10) for i in range(11)})
     [1, 2, 3]
@@ -164,7 +164,7 @@ def integers(low: int, high: int, *, log: bool = False) -> Integers:
 
 
 def choice(*values: Value) -> Choice:
-    """One of some values.
+    """Return a range with these values.
 
     >>> choice("relu", "gelu").grid(5)
     ['relu', 'gelu']
@@ -173,7 +173,7 @@ def choice(*values: Value) -> Choice:
 
 
 def parse_range(text: str) -> Range:
-    """A range as the command line writes it.
+    """Parse a range in the syntax of the command line.
 
     >>> parse_range("loguniform:1e-4..1e-1"), parse_range("choice:128,256"), parse_range("integers:1..8")
     (Uniform(low=0.0001, high=0.1, log=True), Choice(values=(128, 256)), Integers(low=1, high=8, log=False))
@@ -198,7 +198,7 @@ def parse_range(text: str) -> Range:
 
 
 def as_space(space: Any) -> dict[str, Range]:
-    """A space from a dict of ranges; a list of values is a choice among them."""
+    """Return a space from a dict of ranges; a list of values becomes a choice."""
     if not isinstance(space, Mapping) or not space:
         raise SettingsError(
             "a space is a dict of the task's parameters and what they may be",
@@ -209,7 +209,7 @@ def as_space(space: Any) -> dict[str, Range]:
     for name, one in space.items():
         if isinstance(one, str):
             one = parse_range(one)
-        elif isinstance(one, Sequence) and not isinstance(one, tuple):  # in Keras' and Ray's words a pair is a range
+        elif isinstance(one, Sequence) and not isinstance(one, tuple):  # in Keras and Ray a tuple is a range
             one = Choice(tuple(one))
         if not isinstance(one, Range):
             raise SettingsError(
@@ -222,7 +222,7 @@ def as_space(space: Any) -> dict[str, Range]:
 
 
 def check_space(space: Space, task: Task | Callable[..., Any], params: Mapping[str, Any]) -> Callable[..., Any]:
-    """The task's function; refuses names that it does not have, and those that are fixed and searched at once."""
+    """Return the task's function; raises for unknown names and for parameters both fixed and searched."""
     if isinstance(task, Task) or not callable(task):
         raise SettingsError(
             "tuning varies the parameters of a function that makes a Task",
@@ -238,7 +238,7 @@ def check_space(space: Space, task: Task | Callable[..., Any], params: Mapping[s
         if name not in known and not takes_any:
             rule = f"a space names parameters of the task, which has {', '.join(known) or 'none'}"
             raise SettingsError(rule, got=repr(name), remedy="correct the name")
-        # A whole number that is drawn from the real ones would make every trial fail by itself.
+        # A float for an integer parameter would make every trial fail.
         if isinstance(one, Uniform) and name in known and known[name].annotation in (int, "int"):
             got = f"mh.{'log' * one.log}uniform"
             raise SettingsError(f"{name} is a whole number of the task", got=got, remedy="write mh.integers")
@@ -260,7 +260,7 @@ def _require_bounds(low: float, high: float, name: str) -> None:
 
 
 def _read(word: str) -> Value:
-    """A value as it is meant: a number, a bool, None or a text."""
+    """Parse a word as a bool, None, a number or otherwise a string."""
     named: dict[str, Value] = {"true": True, "false": False, "none": None}
     if word.lower() in named:
         return named[word.lower()]

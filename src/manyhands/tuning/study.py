@@ -1,4 +1,4 @@
-"""Study: what tuning left behind, on disk and in hand."""
+"""Study: the results of tuning."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Study:
                 got=f"{path}, which was left before that",
                 remedy="tune with its name and resume",
             )
-        # Its journal has the fixed parameters too, but as JSON.
+        # The journal has the fixed parameters too, but only as JSON.
         self._params = self.record.get("params", {}) if params is None else dict(params)
         self.trials = read if trials is None else trials
         self.objectives = [Objective(*one) for one in self.record["objectives"]]
@@ -56,7 +56,7 @@ class Study:
 
     @property
     def finished(self) -> list[Trial]:
-        """Trials that came to their end and kept the limits, in their order."""
+        """Trials that finished and satisfy the limits, in order."""
         return [trial for trial in self.trials if trial.state == FINISHED and trial.is_feasible]
 
     @property
@@ -65,7 +65,7 @@ class Study:
         return self.top(1)[0]
 
     def top(self, num: int) -> list[Trial]:
-        """The best finished trials by the first objective, the best one first."""
+        """Return the best finished trials by the first objective, best first."""
         if not self.finished:
             raise SettingsError(
                 "a study has a best trial once one has finished",
@@ -77,7 +77,7 @@ class Study:
 
     @property
     def front(self) -> list[Trial]:
-        """Trials that no other one beats in every objective; with one objective, the best."""
+        """Return the Pareto front: trials that no other one beats in every objective; with one objective, the best."""
         costs = {
             trial.number: [one.cost(value) for one, value in zip(self.objectives, trial.values, strict=True)]
             for trial in self.finished
@@ -91,7 +91,7 @@ class Study:
         return [trial for trial in self.finished if not is_beaten(costs[trial.number])]
 
     def run(self, trial: Trial | None = None) -> Run:
-        """The run of a trial, the best one's by default; a study keeps those of its best `keep` trials."""
+        """Return the run of a trial, by default the best; a study keeps those of its best `keep` trials."""
         chosen = self.best if trial is None else trial
         folder = self.path / TRIALS / f"{chosen.number:05d}"
         if not folder.exists():
@@ -104,7 +104,7 @@ class Study:
         return Run(folder, task if isinstance(task, Task) else None)
 
     def dataframe(self) -> Any:
-        """All trials as a table of pandas, one row each."""
+        """Return all trials as a pandas DataFrame, one row each."""
         try:
             import pandas
         except ImportError:
@@ -126,7 +126,7 @@ class Study:
         return pandas.DataFrame(rows)
 
     def plot(self, kind: str = "history", path: str | Path | None = None) -> Path:
-        """Writes a page: "history", "parallel", "importance", "contour", "slice" or "front"; returns where it is."""
+        """Write a plot as HTML: "history", "parallel", "importance", "contour", "slice" or "front"; return its path."""
         if kind not in KINDS:
             raise SettingsError(f"a plot is one of {', '.join(KINDS)}", got=repr(kind), remedy="name one of these")
         target = self.path / f"{kind}.html" if path is None else Path(path)
@@ -134,7 +134,7 @@ class Study:
         return target
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready data: the best trial and how the others ended."""
+        """Return JSON-ready data: the best trial and how the others ended."""
         states = [trial.state for trial in self.trials]
         best = self.best if self.finished else None
         return {

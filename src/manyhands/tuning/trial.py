@@ -1,4 +1,4 @@
-"""Trial: one choice of parameters, and what became of it."""
+"""Trial: one choice of parameters, and its results."""
 
 from __future__ import annotations
 
@@ -6,26 +6,26 @@ from dataclasses import dataclass, field
 from typing import Any
 
 RUNNING, FINISHED, STOPPED, FAILED = "running", "finished", "stopped", "failed"
-"""A trial that is running may be under way, paused, or left over by a program that was killed."""
+"""States. A running trial may be active, paused, or left over by a process that was killed."""
 
 
 @dataclass(slots=True)
 class Trial:
-    """One choice of parameters. `values` are the objectives' last ones, in their order."""
+    """One choice of parameters. `values` are the final values of the objectives, in order."""
 
     number: int
     params: dict[str, Any]
     state: str = RUNNING
     values: tuple[float, ...] = ()
     metrics: dict[str, float] = field(default_factory=dict)
-    """Everything that was measured last."""
+    """All metrics of the last measurement."""
     reports: dict[int, float] = field(default_factory=dict)
-    """The first objective by epochs, where trials are judged before their end."""
+    """The first objective by epoch, if trials are judged before their end."""
     seconds: float = 0.0
     reason: str = ""
     """Why it failed or was stopped."""
     is_feasible: bool = True
-    """Whether it keeps to the limits."""
+    """Whether it satisfies the limits."""
 
     @property
     def value(self) -> float:
@@ -38,5 +38,5 @@ class Trial:
 
     @property
     def epochs(self) -> int:
-        """How far it has come, where that was reported."""
+        """Number of epochs that were reported."""
         return max(self.reports, default=0)

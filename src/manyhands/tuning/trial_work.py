@@ -1,4 +1,4 @@
-"""A trial's next stretch, and the one function that does it, in this process or in another."""
+"""Unit of work of a trial and the function that executes it, in this process or in another."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from ..training import EVENTS, RECORD, Callback, Hand, Job, train
 from .objective import Objective, check_objectives
 
 SAVE_SECONDS = 2.0
-"""What of a trial may be lost with its process: checkpoints of every short epoch would take a part of each core."""
+"""Minimum seconds between checkpoints; saving after every short epoch would cost too much CPU time."""
 _OURS = str(Path(__file__).parents[1]) + os.sep
 Tunable = Callable[..., Any]
-"""A function of hyper-parameters that makes a Task, or that returns what it measured: a number, or a dict of them."""
+"""Function of hyper-parameters that returns a Task, or its measurements: a number or a dict of numbers."""
 
 
 @dataclass(frozen=True)
 class TrialWork:
-    """A trial, from where it stands to `until` epochs."""
+    """Train a trial from its current state up to `until` epochs."""
 
     number: int
     params: Mapping[str, Any]
@@ -47,30 +47,30 @@ class TrialWork:
 
 @dataclass
 class TrialOutcome:
-    """What came of it."""
+    """Result of a trial's unit of work."""
 
     number: int
     metrics: dict[str, float] = field(default_factory=dict)
     epochs: int = 0
-    """How far the trial has come in all."""
+    """Total number of epochs the trial has been trained for."""
     seconds: float = 0.0
     reason: str = ""
-    """Why it failed; empty where it did not."""
+    """Why the trial failed; empty if it did not."""
     traceback: str = ""
     is_lost: bool = False
-    """Whether its process was killed: it goes on elsewhere, from its last checkpoint."""
+    """Whether the trial's process was killed; the trial is resumed from its last checkpoint."""
     is_diverged: bool = False
     mistake: SettingsError | None = None
-    """What is wrong with every trial alike."""
+    """Error that affects every trial and ends the study."""
     save: Callable[[], None] | None = None
-    """Keeps what a trial has learnt, where that is not on disk yet."""
+    """Saves the trial's weights if they are not on disk yet."""
     is_interrupted: bool = False
-    """Whether a person asked to stop: it goes on when the study does."""
+    """Whether the user asked to stop; the trial is resumed together with the study."""
 
 
 @dataclass(frozen=True)
 class TrialRunner:
-    """What all trials of a study have in common."""
+    """Execute the trials of a study; holds the settings that all of them share."""
 
     tunable: Tunable
     fixed: Mapping[str, Any]
@@ -80,11 +80,11 @@ class TrialRunner:
     looked_at: list[tuple[dict[str, Any], Any]] = field(default_factory=list)
 
     def run_folder(self, number: int) -> Path:
-        """Where a trial's run is kept."""
+        """Return the run folder of a trial."""
         return self.folder / f"{number:05d}"
 
     def made(self, params: Mapping[str, Any]) -> Any:
-        """What the function gives for these parameters; what the first trial gave when it was looked at counts."""
+        """Call the tuned function with these parameters, or return its result cached by `look`."""
         for place, (known, made) in enumerate(self.looked_at):
             if known == params:
                 del self.looked_at[place]
@@ -92,13 +92,13 @@ class TrialRunner:
         return self.tunable(**typed(self.tunable, {**self.fixed, **params}))
 
     def look(self, params: Mapping[str, Any]) -> Any:
-        """What the function gives; it is kept for the trial with these parameters, since it may have taken long."""
+        """Call the tuned function and cache the result for the trial with these parameters, as it may be slow."""
         made = self.made(params)
         self.looked_at.append((dict(params), made))
         return made
 
     def prepared(self, work: TrialWork, outcome: TrialOutcome) -> Task | None:
-        """The task of a trial; None where the outcome tells what came instead."""
+        """Return a trial's task; None if `outcome` already has its measurements or its error."""
         try:
             made = self.made(work.params)
             if isinstance(made, Task):
@@ -110,7 +110,7 @@ class TrialRunner:
         return None
 
     def do(self, work: TrialWork, world: World) -> TrialOutcome:
-        """Takes a trial as far as the work says; what goes wrong in it is told, not raised."""
+        """Execute a trial's work; errors are reported in the outcome, not raised."""
         began = time.perf_counter()
         outcome = TrialOutcome(work.number)
         states = random_state(torch.device("cpu"))
@@ -128,7 +128,7 @@ class TrialRunner:
         return outcome
 
     def _mistake(self, task: Task) -> SettingsError | None:
-        """Why no trial can give what is wanted."""
+        """Return the error if the objectives do not fit the task, which affects every trial; otherwise None."""
         try:
             check_objectives(self.objectives, task)
         except SettingsError as error:
@@ -136,7 +136,7 @@ class TrialRunner:
         return None
 
     def _measured(self, made: Any) -> dict[str, float]:
-        """What a function measured, by name; a bare number is the objective."""
+        """Return the measurements of a tuned function by name; a bare number is the first objective."""
         values = made if isinstance(made, Mapping) else {self.objectives[0].name: made}
         try:
             return {str(name): float(value) for name, value in values.items()}
@@ -175,7 +175,7 @@ class TrialRunner:
 
 
 class _Heard:
-    """Keeps a run's events, and what was measured last."""
+    """Write a run's events to its log and record the latest metrics in the outcome."""
 
     def __init__(self, outcome: TrialOutcome, log: EventLog) -> None:
         self._outcome, self._log = outcome, log
@@ -188,7 +188,7 @@ class _Heard:
 
 
 class _Until(Callback):
-    """Ends a stretch: the run is saved, and goes on from there."""
+    """Stop a run after a number of epochs; it is saved and can be resumed."""
 
     def __init__(self, epochs: int) -> None:
         self._epochs = epochs
@@ -199,23 +199,23 @@ class _Until(Callback):
 
 
 class TrialWorker:
-    """Does work in a process of its own."""
+    """Execute trials in a separate process."""
 
     def __init__(self, world: World, workshop: TrialRunner) -> None:
         self._world, self._workshop = world, workshop
 
     def do(self, work: TrialWork) -> TrialOutcome:
-        """Does it."""
+        """Execute a trial's work and return its outcome."""
         return self._workshop.do(work, self._world)
 
 
 def here(device: Device) -> NullWorld:
-    """The world of a trial in this process."""
+    """Return a single-process world for trials in this process."""
     return NullWorld(device, DirectChannel())
 
 
 def write_record(folder: Path, task: Task, params: Mapping[str, Any], epochs: int, device: str) -> None:
-    """What a run needs to be opened again; written once."""
+    """Write the record that is needed to open a run later, unless it exists."""
     path = folder / RECORD
     if path.exists():
         return
@@ -237,7 +237,7 @@ def write_record(folder: Path, task: Task, params: Mapping[str, Any], epochs: in
 
 
 def _theirs(error: BaseException) -> str:
-    """The traceback from a person's own first line on."""
+    """Return the traceback starting at the first frame in the user's code."""
     frames = traceback.extract_tb(error.__traceback__)
     start = next((i for i, frame in enumerate(frames) if not frame.filename.startswith(_OURS)), len(frames))
     return "".join(traceback.format_list(frames[start:])) + f"{type(error).__name__}: {error}"

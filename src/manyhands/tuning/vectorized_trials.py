@@ -1,6 +1,6 @@
-"""Trials as one program: those whose networks have one structure are members of a population, the others run alone.
+"""Executor that trains trials of equal structure as a vectorized ensemble; other trials run alone.
 
-A member that has come as far as it should frees its place, and the next trial takes it, so the device stays full.
+A member that has reached its target frees its slot for the next trial, so the device stays busy.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from .trial_work import TrialOutcome, TrialRunner, TrialWork, write_record
 LEAST_GAIN, LOOK_AGAIN = 1.1, 2.0
 SIZES = (4, 8, 16, 32, 64)
 ENOUGH = 0.8
-"""The share of the largest size's gain from which on a size is large enough: searchers learn sooner from few."""
+"""Share of the largest ensemble's speedup that is enough: searchers learn sooner from smaller ensembles."""
 SAVE_SECONDS = 30.0
 MOST_SHELVES = 8
-"""Populations that are kept for trials to come, so that a structure that returns finds its recordings."""
+"""Number of vectorized ensembles kept for later trials, so that their CUDA graphs can be reused."""
 
 
 class _Reached(Exception):
-    """A member has come as far as it should, or somebody wants to look."""
+    """Raised to pause training when a member has reached its target or a save is due."""
 
 
 @dataclass(eq=False)
 class _Shelf:
-    """A population, and which work its members do."""
+    """A vectorized ensemble and the work assigned to its members."""
 
     population: Population
     works: dict[int, TrialWork] = field(default_factory=dict)
@@ -47,12 +47,12 @@ class _Shelf:
         return [number for number in range(len(self.population.members)) if number not in self.works]
 
     def goal(self, number: int) -> int:
-        """The step to which a member goes now."""
+        """Return the step up to which a member is trained now."""
         return self.works[number].until * self.population.num_steps_in_epoch
 
 
 class Stacked(Executor):
-    """Many trials at a time, in this process, as few programs."""
+    """Executor that trains many trials at a time in this process, as a few vectorized ensembles."""
 
     def __init__(
         self, workshop: TrialRunner, device: Device, size: int, notice: Callable[[str], None], *, must_stack: bool
@@ -109,7 +109,7 @@ class Stacked(Executor):
         self._alone.close()
 
     def _admit(self) -> None:
-        """Gives places to what is pending: in a population that is there, or in a new one, or alone."""
+        """Assign pending trials to a free slot of an existing ensemble, to a new ensemble, or run them alone."""
         pending, self._pending = self._pending, []
         new: list[tuple[TrialWork, Task]] = []
         for work in pending:
@@ -138,32 +138,32 @@ class Stacked(Executor):
                 self._single.extend(work for work, _ in chosen)
 
     def _make_room(self) -> None:
-        """Lets populations go in which nobody is, the oldest first: every structure of a space would stay in memory."""
+        """Close idle ensembles, oldest first: one for each structure of the space would fill the memory."""
         idle = [shelf for shelf in self._shelves if not shelf.works]
         for shelf in idle[: max(0, len(self._shelves) + 1 - MOST_SHELVES)]:
             shelf.population.close()
             self._shelves.remove(shelf)
 
     def _place(self, shelf: _Shelf, work: TrialWork, task: Task) -> bool:
-        """Puts a trial into a population, where it has room and the trial is like its members."""
+        """Put a trial into an ensemble with a free slot and equal structure; return whether that worked."""
         if not shelf.free:
             return False
         try:
             shelf.population.replace(shelf.free[0], task)
-        except Exception:  # it is another network, or one that cannot be built, which is told where it runs alone
+        except Exception:  # another structure, or a build error, which is reported when it runs alone
             return False
         self._begin(shelf, shelf.free[0], work)
         return True
 
     def _begin(self, shelf: _Shelf, number: int, work: TrialWork) -> None:
-        """A member takes up its work, where a trial was before from its checkpoint."""
+        """Assign work to a member, restoring the trial's checkpoint if it has one."""
         shelf.works[number], shelf.began[number] = work, time.perf_counter()
         folder = self._workshop.run_folder(work.number) / CHECKPOINTS
         if folder.exists() and (store := CheckpointStore(folder)).steps():
             shelf.population.load(number, vars(store.load()))
 
     def _advance(self, shelf: _Shelf) -> None:
-        """Trains until a member has come as far as it should."""
+        """Train an ensemble until a member has reached its target or a save is due."""
         population = shelf.population
         for number in shelf.free:
             population.stop(number)
@@ -187,7 +187,7 @@ class Stacked(Executor):
         return not member.is_training or member.step >= shelf.goal(number)
 
     def _outcome(self, shelf: _Shelf, number: int) -> TrialOutcome:
-        """What came of a member's work; its place is free then."""
+        """Return the outcome of a member's work and free its slot."""
         population, member = shelf.population, shelf.population.members[number]
         work = shelf.works.pop(number)
         seconds = (time.perf_counter() - shelf.began.pop(number)) / max(1, len(shelf.works) + 1)
@@ -201,7 +201,7 @@ class Stacked(Executor):
         return outcome
 
     def _save_all(self, shelf: _Shelf) -> None:
-        """Writes what every member has reached; where a person asked to stop, that is the end here."""
+        """Save a checkpoint of every member; if the study is stopping, also end their work as interrupted."""
         for number, work in list(shelf.works.items()):
             self._save(work, shelf.population.members[number].task, shelf.population.state(number))
             if self._is_stopping:
@@ -209,7 +209,7 @@ class Stacked(Executor):
                 self._ready.append(TrialOutcome(work.number, is_interrupted=True))
 
     def _save(self, work: TrialWork, task: Task, state: dict[str, Any]) -> None:
-        """A member as a run of its own, from which it can go on, stacked or alone."""
+        """Save a member as a separate run, which can be resumed in an ensemble or alone."""
         folder = self._workshop.run_folder(work.number)
         folder.mkdir(parents=True, exist_ok=True)
         write_record(folder, task, work.params, self._workshop.epochs, str(self._device))
@@ -225,7 +225,7 @@ class Stacked(Executor):
 
 
 def _measured(task: Task, device: Device, most: int) -> Gain:
-    """What stacking gains; measured again where it seems to be little, because other programs may have been busy."""
+    """Measure the speedup of stacking, twice if it seems small, since other programs may have been busy."""
     found = gain(task, device=[device])
     if found(most) < LOOK_AGAIN:
         found = max(found, gain(task, device=[device]), key=lambda one: one(most))
@@ -233,7 +233,7 @@ def _measured(task: Task, device: Device, most: int) -> Gain:
 
 
 def stack_size(task: Task, device: Device, limit: int | None, *, must_stack: bool) -> tuple[int, str]:
-    """How many trials of such a task are trained as one program, 1 where that does not pay; and why, in words."""
+    """Return how many trials of such a task to train as one ensemble (1 if it does not pay), and the reason."""
     looked_at = groups([task])[0]
     if looked_at.reason:
         if must_stack and not looked_at.is_broken:

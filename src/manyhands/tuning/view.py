@@ -1,4 +1,4 @@
-"""What a person sees of a study: a live table of trials in a terminal, a line for every finished one elsewhere."""
+"""Progress display of a study: a live table of trials in a terminal, a line per finished trial elsewhere."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _COLOURS = {RUNNING: "yellow", FINISHED: "green", STOPPED: "cyan", FAILED: "red"
 
 
 class StudyView:
-    """Hears of every change of a trial. The base shows nothing."""
+    """Base of the views, which are notified of every change of a trial. The base shows nothing."""
 
     def __init__(self, objectives: Sequence[Objective], limit: int | None) -> None:
         self._objectives, self._limit = objectives, limit
@@ -32,24 +32,24 @@ class StudyView:
         self._best: Trial | None = None
 
     def begin(self, trials: list[Trial]) -> None:
-        """The study's trials, which the view reads; those that are over already took no time of this program."""
+        """Set the list of trials to show; those that have already ended do not count for the speed."""
         self.trials = trials
         self._num_before = _num_measured(trials)
         for trial in trials:
             self._look(trial)
 
     def show(self, trial: Trial) -> None:
-        """A trial has changed."""
+        """Show a changed trial."""
         self._look(trial)
 
     def line(self, text: str) -> None:
-        """Shows a line of ours."""
+        """Show a message."""
 
     def output(self, rank: int, text: str, stream: str) -> None:
-        """Passes on what a trial printed."""
+        """Show a line that a trial printed."""
 
     def close(self) -> None:
-        """Leaves the screen as it should stay."""
+        """Draw the final state and release the terminal."""
 
     def _look(self, trial: Trial) -> None:
         if trial.state == FINISHED and trial.is_feasible:
@@ -58,7 +58,7 @@ class StudyView:
                 self._best = trial
 
     def _summary(self, num_over: int) -> str:
-        """How far the study is, what is best, and how long the rest takes at this pace."""
+        """Return the progress, the best trial and the estimated time left."""
         of = f" of {self._limit}" if self._limit else ""
         text = f"{num_over}{of} trials"
         if self._best is not None:
@@ -68,7 +68,7 @@ class StudyView:
         return text if left is None else f"{text}; about {_duration(left)} left"
 
     def _seconds_left(self) -> float | None:
-        """At this pace, which shows once as many trials are measured as are under way at the same time."""
+        """Return the estimated seconds left; None until as many trials are measured as run at the same time."""
         measured = _num_measured(self.trials)
         done = measured - self._num_before
         if not self._limit or measured >= self._limit or done < max(1, len(self.trials) - measured):
@@ -77,7 +77,7 @@ class StudyView:
 
 
 class StudyLineView(StudyView):
-    """A line when a trial ends, at most one a second, for logs and pipes."""
+    """Print a line when a trial ends, at most one a second, for logs and pipes."""
 
     def __init__(self, console: Console, objectives: Sequence[Objective], limit: int | None) -> None:
         super().__init__(objectives, limit)
@@ -107,7 +107,7 @@ class StudyLineView(StudyView):
 
 
 class StudyLiveView(StudyLineView):
-    """The latest trials with their curves, above the best so far and the time left."""
+    """Show the latest trials with their curves, above the best so far and the time left."""
 
     def __init__(self, console: Console, objectives: Sequence[Objective], limit: int | None) -> None:
         super().__init__(console, objectives, limit)
@@ -150,7 +150,7 @@ class StudyLiveView(StudyLineView):
 
 
 def make_study_view(objectives: Sequence[Objective], limit: int | None, progress: bool | None) -> StudyView:
-    """A live table in a terminal, lines elsewhere, nothing where progress is False."""
+    """Return a live table in a terminal, lines elsewhere, and an empty view if progress is False."""
     if progress is False:
         return StudyView(objectives, limit)
     console = Console(stderr=True)
@@ -159,7 +159,7 @@ def make_study_view(objectives: Sequence[Objective], limit: int | None, progress
 
 
 def _num_measured(trials: Sequence[Trial]) -> int:
-    """Trials that are over, or have come to a point where they were judged."""
+    """Return the number of trials that have ended or have been judged at least once."""
     return sum(trial.is_over or bool(trial.reports) for trial in trials)
 
 

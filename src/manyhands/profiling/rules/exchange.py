@@ -1,4 +1,4 @@
-"""Rules about ranks that wait for each other: one that is slow, one parameter that weighs all, links that are busy."""
+"""Advice rules about communication: slow ranks, dominant parameters, busy links."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ if TYPE_CHECKING:
     from ..profile import Profile
 
 EXPOSED = 0.2
-"""The part of a step from which waiting for exchanges is worth a word."""
+"""Fraction of a step from which waiting for exchanges is reported."""
 HOT, HEAVY = 0.5, 2**20
-"""The part of all bytes from which one parameter is hot, where it has so many; small ones take time, not bytes."""
+"""Fraction of all bytes, and minimum bytes, from which one parameter counts as dominant."""
 SPARSE = 0.2
-"""Where a step touches fewer of a parameter's rows, the others need not travel."""
+"""Fraction of a parameter's rows below which a sparse exchange is suggested."""
 SETTLED = 0.6
-"""Where exchanges take more of a step, fewer replicas may be faster."""
+"""Fraction of a step's time in exchanges from which fewer replicas may be faster."""
 
 
 def slow_rank(profile: Profile) -> Advice | None:
-    """One rank's own work takes longer, and all wait for it."""
+    """Advise if one rank's work takes longer and all others wait for it."""
     slow = profile.stragglers
-    if not slow or profile.spec.get("staleness", 0) is None:  # where nobody waits for anybody
+    if not slow or profile.spec.get("staleness", 0) is None:  # asynchronous workers do not wait
         return None
     worst = max(slow, key=lambda one: one.work)
     others = [one.breakdown for one in profile.ranks if one.rank != worst.rank]
@@ -45,7 +45,7 @@ def slow_rank(profile: Profile) -> Advice | None:
 
 
 def hot_parameter(profile: Profile) -> Advice | None:
-    """One parameter is most of what replicas exchange."""
+    """Advise if one parameter dominates the bytes that replicas exchange."""
     hot = profile.ranks[0].largest
     if hot is None or len(profile.ranks) < 2 or profile.transfer < EXPOSED * profile.seconds:
         return None
@@ -71,7 +71,7 @@ def hot_parameter(profile: Profile) -> Advice | None:
 
 
 def exposed_communication(profile: Profile) -> Advice | None:
-    """Steps wait for gradients to be exchanged."""
+    """Advise if steps wait for the exchange of gradients."""
     share = profile.transfer / profile.seconds if profile.seconds else 0.0
     if len(profile.ranks) < 2 or share < EXPOSED or profile.spec.get("stages", 1) > 1:
         return None

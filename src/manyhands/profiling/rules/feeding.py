@@ -1,4 +1,4 @@
-"""Rules about what goes in: data that comes late, and batches that are too small for what a step costs anyway."""
+"""Advice rules about input: late data, and batches that are too small for a step's fixed costs."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ if TYPE_CHECKING:
     from ..profile import Profile
 
 FELT = 0.1
-"""The part of a step from which waiting is worth a word."""
+"""Fraction of a step from which waiting is reported."""
 SMALL = 1.5
-"""How many times as many samples per second a larger batch must give for this one to be small."""
+"""Minimum throughput gain of a larger batch for the given one to count as small."""
 DROWNED = 0.3
-"""Where exchanges take so much of a step, a larger batch would only hide them."""
+"""Fraction of a step's time in exchanges from which a larger batch would only hide them."""
 
 
 def starved_input(profile: Profile) -> Advice | None:
-    """Steps wait for data."""
+    """Advise if steps wait for data."""
     share = profile.share("input")
     if share < FELT:
         return None
@@ -38,7 +38,7 @@ def starved_input(profile: Profile) -> Advice | None:
 
 
 def slow_copy(profile: Profile) -> Advice | None:
-    """Steps wait for data to reach the device."""
+    """Advise if steps wait for copies to the device."""
     share = profile.share("copy")
     if share < FELT:
         return None
@@ -51,7 +51,7 @@ def slow_copy(profile: Profile) -> Advice | None:
 
 
 def tiny_batch(profile: Profile) -> Advice | None:
-    """What a step costs anyway is more than what its samples cost."""
+    """Advise if the fixed costs of a step exceed those of its samples."""
     first = profile.ranks[0]
     if first.larger is None or profile.share("communication") > DROWNED:
         return None

@@ -1,4 +1,4 @@
-"""Rules about memory."""
+"""Advice rules about memory."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ if TYPE_CHECKING:
     from ..profile import Profile
 
 TIGHT = 0.85
-"""The part of a device's memory from which the next larger batch, or a hiccup, is too much."""
+"""Fraction of a device's memory from which it counts as nearly full."""
 
 
 def tight_memory(profile: Profile) -> Advice | None:
-    """A step nearly fills its device."""
+    """Advise if a step nearly fills its device."""
     held = [one for one in profile.ranks if one.memory is not None and one.device_memory]
     if not held:
         return None

@@ -1,4 +1,4 @@
-"""Rules about what is done around the network: threads, updates, validation, checkpoints, code between steps."""
+"""Advice rules about work around the network: threads, updates, validation, checkpoints, code between steps."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ if TYPE_CHECKING:
     from ..profile import Profile
 
 CROWDED = 1.1
-"""How many times as long a step must take with more threads than cores."""
+"""Minimum slowdown of a step by more threads than cores."""
 VALIDATION, SAVING, UPDATE, IDLE = 0.25, 0.05, 0.4, 0.25
-"""Parts of the time from which each is worth a word."""
+"""Fractions of the time from which each is reported."""
 
 
 def many_threads(profile: Profile) -> Advice | None:
-    """More threads compute than there are cores."""
+    """Advise if there are more compute threads than cores."""
     tried = [one for one in profile.ranks if one.with_fewer_threads is not None]
     if not tried:
         return None
@@ -36,7 +36,7 @@ def many_threads(profile: Profile) -> Advice | None:
 
 
 def frequent_validation(profile: Profile) -> Advice | None:
-    """Validation takes much of the time: as a run measured it, or as a forward of every batch will."""
+    """Advise if validation takes much of the time, as measured in a run or estimated from forward passes."""
     share, how = profile.upkeep.get("validation", 0.0), "of the run went into"
     if not profile.upkeep and profile.epoch_steps and profile.valid_steps:
         validating = profile.valid_steps * profile.phases.get("forward", 0.0)
@@ -52,7 +52,7 @@ def frequent_validation(profile: Profile) -> Advice | None:
 
 
 def costly_checkpoints(profile: Profile) -> Advice | None:
-    """Checkpoints hold the steps up."""
+    """Advise if checkpoints delay the steps."""
     share = profile.upkeep.get("save", 0.0)
     if share < SAVING:
         return None
@@ -65,7 +65,7 @@ def costly_checkpoints(profile: Profile) -> Advice | None:
 
 
 def costly_update(profile: Profile) -> Advice | None:
-    """The optimizer takes longer than the network is worth."""
+    """Advise if the optimizer takes a large share of a step."""
     share = profile.share("optimizer")
     if share < UPDATE:
         return None
@@ -78,7 +78,7 @@ def costly_update(profile: Profile) -> Advice | None:
 
 
 def idle_between(profile: Profile) -> Advice | None:
-    """Much of the time is neither data nor network."""
+    """Advise if much of the time is neither data nor network."""
     share = profile.share("idle")
     if share < IDLE or profile.share("recorded"):
         return None

@@ -1,6 +1,6 @@
 """TensorFlow's examples: rows as named features, answered with classes and scores or with values.
 
-The map from features to inputs is the signature: a feature of each input's name, with as many numbers as a row has.
+The signature maps features to inputs: a feature per input name, with as many numbers as a row has.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ Features = Mapping[str, Sequence[Any]]
 
 
 def rows_of(examples: Sequence[Features], context: Features, signature: Signature) -> dict[str, Array]:
-    """The arrays of some examples; what stands in the context holds for all of them."""
+    """Return the arrays of some examples; features in the context apply to all of them."""
     if not examples:
         raise BadRequest(400, "Input is empty.")
     return {name: _column(name, spec, examples, context) for name, spec in signature.inputs.items()}
 
 
 def classes_of(outputs: Mapping[str, Array], signature: Signature) -> list[list[tuple[str, float]]]:
-    """For each row its classes with their scores; a class is named by its number."""
+    """Return the classes of each row with their scores; a class is named by its number."""
     scores = _only(outputs, signature, "scores")
     if scores.ndim != 2:
         raise RequestRefused(
@@ -37,7 +37,7 @@ def classes_of(outputs: Mapping[str, Array], signature: Signature) -> list[list[
 
 
 def values_of(outputs: Mapping[str, Array], signature: Signature) -> list[float]:
-    """For each row its value."""
+    """Return the value of each row."""
     values = _only(outputs, signature, "outputs")
     if math.prod(values.shape[1:]) != 1:
         raise RequestRefused(
@@ -70,7 +70,7 @@ def _column(name: str, spec: TensorSpec, examples: Sequence[Features], context: 
 
 
 def _only(outputs: Mapping[str, Array], signature: Signature, name: str) -> Array:
-    """The output of a name, or the only one; numbers as floats."""
+    """Return the output of a name, or the only one, as floats."""
     if name not in outputs and len(outputs) != 1:
         raise RequestRefused(
             "FAILED_PRECONDITION", f"of several outputs one must be called '{name}', but got {', '.join(outputs)}"

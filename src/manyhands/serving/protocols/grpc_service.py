@@ -1,4 +1,4 @@
-"""What all gRPC services share: methods from tables of messages, tokens, deadlines, and refusals as status codes."""
+"""Base of gRPC services: methods from message tables, tokens, deadlines, and refusals as status codes."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from .protocol import KEY, NOT_HERE, STATUS, TRACE, InferenceGateway
 
 Method = Callable[[Any, Any], Awaitable[Any]]
 SHED_SECONDS = 0.05
-"""Between two looks at the memory that unfinished messages take."""
+"""Seconds between two checks of the memory that unfinished messages take."""
 KEEPALIVE_SECONDS, HANDSHAKE_SECONDS = 60, 5
-"""After so much silence a client is asked whether it is there; and how long it may take to begin."""
+"""Seconds of silence before a keep-alive ping, and for a client's handshake."""
 IDLE_SECONDS = 10.0
-"""That a connection may have no call at most. gRPC closes none for a newer one, but clients reconnect by themselves."""
+"""Maximum seconds that a connection may be idle. gRPC evicts none for a newer one, but clients reconnect."""
 
 
 class GrpcService(ABC):
-    """A service: its name, and its methods with the messages that they take and give."""
+    """A gRPC service: its name, and its methods with their request and response messages."""
 
     name: str
     managing: Collection[str] = ()
@@ -45,12 +45,12 @@ class GrpcService(ABC):
 
     @abstractmethod
     def methods(self) -> Mapping[str, tuple[Method, Any, Any]]:
-        """By name: the function, the class of its requests and that of its answers."""
+        """Return by name: the function, the class of its requests and that of its responses."""
 
     async def ask(
         self, context: Any, version: Version, inputs: Arrays, seconds: float | None = None, priority: int = 0
     ) -> Mapping[str, Any]:
-        """The outputs for a request; one whose client goes away is given up."""
+        """Return the outputs for a request; it is cancelled if the client disconnects."""
         left = [each for each in (seconds, context.time_remaining()) if each is not None]
         future: asyncio.Future[Ticket] = asyncio.get_running_loop().create_future()
 
@@ -79,12 +79,12 @@ class GrpcService(ABC):
 
 
 def key_of(context: Any) -> bytes:
-    """What decides the part of a split."""
+    """Return the key that selects the share of a traffic split."""
     return said(context, KEY)
 
 
 def said(context: Any, wanted: bytes) -> bytes:
-    """A header of a call; empty where there is none."""
+    """Return a header of a call; empty if there is none."""
     for name, value in context.invocation_metadata() or ():
         if name.encode() == wanted:
             return value.encode() if isinstance(value, str) else bytes(value)
@@ -92,10 +92,10 @@ def said(context: Any, wanted: bytes) -> bytes:
 
 
 class Receiving:
-    """Messages that have begun to come. gRPC reports them when they are whole; until then only their number is known.
+    """Messages being received. gRPC reports them when they are complete; until then only their number is known.
 
-    While that many could take more memory than all bodies may, the memory of the process is looked at, and the calls
-    that have been sending for the longest time are given up when it has grown that much.
+    While that many could exceed the memory limit of all bodies, the memory of the process is monitored, and the calls
+    that have been sending for the longest time are aborted when it has grown that much.
     """
 
     def __init__(self, limits: Limits) -> None:
@@ -105,7 +105,7 @@ class Receiving:
         self._shed: set[asyncio.Timeout] = set()
 
     async def read(self, context: Any) -> bytes:
-        """Return the message of a call; raises RequestRefused where it is not complete in time."""
+        """Return the message of a call; raises RequestRefused if it is not complete in time."""
         limits = self._limits
         timeout = asyncio.timeout(limits.receive)
         try:
@@ -126,7 +126,7 @@ class Receiving:
         return bytes(message)
 
     async def watch(self) -> None:
-        """Give up the oldest calls while there is too much of them."""
+        """Abort the oldest calls while they take too much memory."""
         while True:
             await asyncio.sleep(SHED_SECONDS)
             if not self._calls:
@@ -135,7 +135,7 @@ class Receiving:
                 self._give_up((len(self._calls) + 1) // 2)
 
     def _is_too_much(self) -> bool:
-        # Half of the limit: more comes between two looks.
+        # Half of the limit: more arrives between two checks.
         return resident_bytes() - self._usual > self._limits.bodies // 2
 
     def _give_up(self, num: int) -> None:
@@ -146,15 +146,15 @@ class Receiving:
 
 
 def resident_bytes() -> int:
-    """Return the memory of this process that is in use."""
+    """Return the resident memory of this process."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 class GrpcListener:
-    """A gRPC server for some services.
+    """gRPC server for some services.
 
-    Methods are handlers of streams although every call has one message: so a handler begins when the headers of a
-    call are there, and the token is checked before the message is read. Clients do not notice it.
+    Methods are stream handlers although every call has one message: a handler starts when the headers of a call have
+    arrived, so the token is checked before the message is read. Clients do not notice it.
     """
 
     def __init__(
@@ -171,16 +171,16 @@ class GrpcListener:
         self._manages, self._closed = manages, closed
         self.bodies = Bodies(limits.bodies)
         self.on_answer: Callable[[str, int, int, int, float], None] | None = None
-        """Called with a method, its status as HTTP has it, the bytes of both messages, and when the call came."""
+        """Called with a method, its equivalent HTTP status, the bytes of both messages, and the arrival time."""
         self.others: Any = None
-        """A handler of every method that no service has."""
+        """Handler of every method that no service has."""
         self._server: Any = None
         self._receiving = Receiving(limits)
         self._watching: asyncio.Task[None] | None = None
         self._num_calls = 0
 
     async def open(self, host: str, port: int) -> int:
-        """Listens; the port that it got, 0 where there is none."""
+        """Start listening and return the port; raises OSError if it cannot be bound."""
         self._server = grpc.aio.server(options=_options(self._limits))
         for service in self._services:
             handlers = {
@@ -208,14 +208,14 @@ class GrpcListener:
         return found
 
     async def close(self, patience: float) -> None:
-        """Takes nothing new and lets what is there finish."""
+        """Stop accepting calls and let those in flight finish."""
         if self._server is not None:
             await self._server.stop(patience)
         if self._watching is not None:
             self._watching.cancel()
 
     def _guarded(self, path: str, method: Method | None) -> Method:
-        """A method of bytes whose refusals become status codes, and whose calls are told; None is for management."""
+        """Wrap a method of bytes: refusals become status codes, calls are logged; None is a management method."""
 
         async def run(requests: Any, context: Any) -> Any:
             arrived, request, answer, status = time.perf_counter(), b"", b"", 500
@@ -285,7 +285,7 @@ def _options(limits: Limits) -> list[tuple[str, int]]:
 
 
 def parsing(method: Method, asked: Any) -> Method:
-    """A method of bytes: what cannot be parsed is the client's mistake, which gRPC itself would call ours."""
+    """Wrap a method to parse its request; errors are the client's, which gRPC itself would report as internal."""
 
     async def run(request: bytes, context: Any) -> Any:
         require_light(request, asked)

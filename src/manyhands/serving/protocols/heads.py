@@ -1,4 +1,4 @@
-"""What the JSON before binary tensors says. Clients send the same text again and again, so it is read once."""
+"""Cache of parsed JSON headers before binary tensors. Clients repeat the same text, so it is parsed once."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ from ..dtypes import Array
 from ..version import Version
 
 MAX_BYTES = 4096
-"""Of a text that is remembered."""
+"""Maximum bytes of a text that is cached."""
 _MAX_HEADS, _MAX_TEXTS = 64, 16
-"""Of a version, and of a wish; beyond that clients do not ask alike."""
+"""Maximum cached headers per version, and response texts per header."""
 Shapes = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
 class RequestedOutputs:
-    """How an answer is wished for: which outputs, each as bytes or as JSON; by when, and how urgently."""
+    """Requested outputs, each as binary data or JSON, with the timeout and the priority."""
 
     id: str | None
     outputs: Mapping[str, bool]
     timeout: float | None
     priority: int
     texts: dict[Shapes, bytes] = field(default_factory=dict, compare=False)
-    """The JSON of answers whose numbers are all bytes, by their shapes."""
+    """JSON of responses whose outputs are all binary, by their shapes."""
 
     def keep(self, shapes: Shapes, text: bytes) -> None:
-        """Remembers an answer's JSON."""
+        """Cache a response's JSON."""
         if len(self.texts) < _MAX_TEXTS:
             self.texts[shapes] = text
 
 
 @dataclass(frozen=True)
 class TensorSpan:
-    """Where an input's numbers lie in the bytes behind the text, and what they are."""
+    """Position of an input's data in the bytes after the text, and its type."""
 
     name: str
     start: int
@@ -49,35 +49,35 @@ class TensorSpan:
 
 @dataclass(frozen=True)
 class Head:
-    """A text that was read and found good."""
+    """A parsed and validated header."""
 
     wanted: RequestedOutputs
     spans: Sequence[TensorSpan]
 
     def inputs(self, raw: memoryview) -> dict[str, Array]:
-        """The arrays of a request, not copied."""
+        """Return the arrays of a request, without copying."""
         return {
             span.name: np.frombuffer(raw[span.start : span.stop], span.kind).reshape(span.shape) for span in self.spans
         }
 
 
 class RequestHeads:
-    """The heads of each version."""
+    """Cached headers of each version."""
 
     def __init__(self) -> None:
         self._heads: WeakKeyDictionary[Version, dict[tuple[bytes, int], Head]] = WeakKeyDictionary()
 
     def find(self, version: Version, text: bytes, num_raw: int) -> Head | None:
-        """What a text says with so many bytes behind it, where that is known."""
+        """Return the cached header of a text followed by this many bytes, or None."""
         heads = self._heads.get(version)
         return None if heads is None else heads.get((text, num_raw))
 
     def keep(
         self, version: Version, text: bytes, order: Iterable[str], inputs: Mapping[str, Array], wanted: RequestedOutputs
     ) -> None:
-        """Remembers a text, with inputs that all lie behind it in this order."""
+        """Cache a text whose inputs all follow it as binary data in this order."""
         if wanted.id:
-            # It will not come again.
+            # A request with an ID is unique.
             return
         spans, start = {}, 0
         for name in order:

@@ -27,12 +27,12 @@ _SCALARS = {
 }
 Table = Mapping[str, Sequence[str]]
 _SURELY_LIGHT, MAX_PARTS, MAX_NUMBERS = 16 << 10, 8192, 1 << 19
-"""Bytes of a message that is parsed without a look at it; parts of others, and numbers in lists."""
+"""Bytes up to which a message is parsed unchecked; maximum parts of larger ones, and numbers in lists."""
 _FIXED = {_Field.TYPE_FLOAT: 4, _Field.TYPE_DOUBLE: 8}
 
 
 def make_messages(package: str, table: Table) -> dict[str, Any]:
-    """Message classes by name.
+    """Return message classes by name.
 
     >>> Point = make_messages("demo", {"Point": ["x 1 int64", "names 2 *string", "more 3 map Point"]})["Point"]
     >>> Point(x=150).SerializeToString()
@@ -66,14 +66,14 @@ def _add_field(message: Any, text: str, prefix: str) -> None:
     else:
         field.type, field.type_name = _Field.TYPE_MESSAGE, prefix + plain
     if kind[0].startswith("?"):
-        # One of several: which one was set can be asked.
+        # A member of a oneof: which one was set can be queried.
         if not message.oneof_decl:
             message.oneof_decl.add(name="one")
         field.oneof_index = 0
 
 
 def require_light(data: bytes, asked: Any) -> None:
-    """Refuse a message that would take many times its bytes when it is parsed: parts of two bytes, long lists.
+    """Refuse a message that would take many times its bytes when it is parsed: two-byte parts, long lists.
 
     Numbers that are sent as one field of bytes cost nothing and are not counted.
     """
@@ -82,13 +82,13 @@ def require_light(data: bytes, asked: Any) -> None:
 
 
 class _Walk:
-    """Goes over the tags of a message, and over those of the messages in it, and counts."""
+    """Walk over the tags of a message and its nested messages, and count parts and numbers."""
 
     def __init__(self, name: str) -> None:
         self._name, self._num_parts, self._num_numbers = name, 0, 0
 
     def over(self, data: memoryview, descriptor: Any) -> None:
-        """Look at one message."""
+        """Walk over one message."""
         position, size, fields = 0, len(data), descriptor.fields_by_number
         while position < size:
             self._count(1, 0)

@@ -1,4 +1,4 @@
-"""The Open Inference Protocol v2 over gRPC, with Triton's own additions that have a meaning here."""
+"""Open Inference Protocol v2 over gRPC, with Triton's extensions that apply here."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ DATA_TYPES = {
     "BOOL": 1, "UINT8": 2, "UINT16": 3, "UINT32": 4, "UINT64": 5, "INT8": 6, "INT16": 7, "INT32": 8, "INT64": 9,
     "FP16": 10, "FP32": 11, "FP64": 12, "BF16": 14,
 }  # fmt: skip
-"""Of Triton's model configuration."""
+"""Data type numbers of Triton's model configuration."""
 CONTENTS = {
     "BOOL": "bool_contents", "UINT8": "uint_contents", "UINT16": "uint_contents", "UINT32": "uint_contents",
     "UINT64": "uint64_contents", "INT8": "int_contents", "INT16": "int_contents", "INT32": "int_contents",
@@ -155,7 +155,7 @@ CONTENTS = {
 
 
 class OpenInferenceGrpc(GrpcService):
-    """`inference.GRPCInferenceService`."""
+    """The service `inference.GRPCInferenceService`."""
 
     name = "inference.GRPCInferenceService"
     managing = ("RepositoryModelLoad", "RepositoryModelUnload")
@@ -259,7 +259,7 @@ class OpenInferenceGrpc(GrpcService):
 
 
 def read_inputs(request: Any, version: Version) -> dict[str, Array]:
-    """The arrays of a request, from raw bytes or from lists of numbers."""
+    """Return the arrays of a request, from raw bytes or from lists of numbers."""
     specs, raw = version.signature.inputs, request.raw_input_contents
     require_names([one.name for one in request.inputs], version)
     if raw and len(raw) != len(request.inputs):
@@ -307,7 +307,7 @@ def _from_contents(one: Any, shape: tuple[int, ...], spec: TensorSpec, model: st
 
 
 def answer(identity: str, version: Version, outputs: Mapping[str, Array]) -> Any:
-    """Always raw bytes: clients read lists of numbers as nothing."""
+    """Return a response with raw bytes: clients ignore lists of numbers."""
     specs = version.signature.outputs
     return MESSAGES["ModelInferResponse"](
         model_name=version.model,

@@ -1,4 +1,4 @@
-"""The Open Inference Protocol v2 over HTTP, with binary tensors, as KServe and Triton speak it."""
+"""Open Inference Protocol v2 over HTTP, with binary tensors, compatible with KServe and Triton."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ HEADER = b"inference-header-content-length"
 BINARY = b"application/octet-stream"
 MAX_ID = 1024
 _COMPRESS = 16 << 10
-"""Smaller answers are not worth the time."""
+"""Bytes from which responses are compressed."""
 
 
 class OpenInferenceRest(RestProtocol):
-    """`/v2`, `/v2/health/…`, `/v2/models/…`."""
+    """Handler of `/v2`, `/v2/health/…` and `/v2/models/…`."""
 
     prefix = "/v2"
 
@@ -139,7 +139,7 @@ class OpenInferenceRest(RestProtocol):
 
 @dataclass(frozen=True)
 class Subject:
-    """As much of a version as reading a request needs."""
+    """The part of a version that is needed to read a request."""
 
     model: str
     signature: Signature
@@ -148,7 +148,7 @@ class Subject:
 def read_request(
     text: bytes, raw: Body, version: Subject, json: int, values: int, body: int
 ) -> tuple[dict[str, Array], RequestedOutputs, list[str] | None]:
-    """A request's numbers, how its answer is wished for, and the order of its inputs where all of them are binary.
+    """Return a request's arrays, its requested outputs, and the order of its inputs if all of them are binary.
 
     The last three arguments are the limits of that name.
     """
@@ -167,12 +167,12 @@ def read_request(
 
 @lru_cache(1024)
 def matched(path: str) -> re.Match[str] | None:
-    """A path in its parts; clients ask the same ones again and again."""
+    """Match a path, with a cache, since clients repeat the same ones."""
     return PATH.fullmatch(path)
 
 
 def index(catalogue: Catalogue, *, is_ready: bool = False) -> list[dict[str, str]]:
-    """Every version of every model, or those that answer, as the repository extension lists them."""
+    """Return every version of every model, or the available ones, in the format of the repository extension."""
     return [
         {
             "name": model.name,
@@ -187,12 +187,12 @@ def index(catalogue: Catalogue, *, is_ready: bool = False) -> list[dict[str, str
 
 
 def numbers(catalogue: Catalogue, version: Version, number: int | None) -> list[str]:
-    """The versions that metadata lists: the one that was named, or all."""
+    """Return the versions that metadata lists: the requested one, or all."""
     return [str(one.number) for one in catalogue.model(version.model).available if number in (None, one.number)]
 
 
 def counted(catalogue: Catalogue, name: str, number: int | None) -> list[Version]:
-    """The versions that statistics are of: the one that was named, or all."""
+    """Return the versions for statistics: the requested one, or all."""
     model = catalogue.models.get(name)
     if number is None and model is not None and model.available:
         return model.available
@@ -208,7 +208,7 @@ def counted(catalogue: Catalogue, name: str, number: int | None) -> list[Version
 
 
 def require_ready(catalogue: Catalogue, name: str, number: int | None) -> None:
-    """As Triton says that a model does not answer yet, or is not there."""
+    """Raise Triton's error if a model is not ready or does not exist."""
     try:
         catalogue.find(name, number)
     except RequestRefused:
@@ -216,14 +216,14 @@ def require_ready(catalogue: Catalogue, name: str, number: int | None) -> None:
 
 
 def in_own_words(unknown: Unknown) -> RequestRefused:
-    """As Triton says that a model is not there."""
+    """Return Triton's error for an unknown model."""
     which = f"'{unknown.model}'" if unknown.version is None else f"'{unknown.model}' version {unknown.version}"
     what = "has no available versions" if unknown.is_empty else "is not found"
     return RequestRefused("NOT_FOUND", f"Request for unknown model: {which} {what}")
 
 
 def version_number(model: str, text: str | None) -> int | None:
-    """A version from a path or a message."""
+    """Parse a version from a path or a message."""
     if not text:
         return None
     if not text.isdecimal() or len(text) > 18:
@@ -232,19 +232,19 @@ def version_number(model: str, text: str | None) -> int | None:
 
 
 def number_in_path(model: str, text: str | None) -> int | None:
-    """A version from a path; one that is no number makes another path of it."""
+    """Parse a version from a path; raises a 404 if it is not a number."""
     if text and not text.isdecimal():
         raise BadRequest(404, f"Not Found: versions of model '{model}' are numbers, but got '{text[:20]}'")
     return version_number(model, text)
 
 
 def server_metadata() -> dict[str, Any]:
-    """Who answers."""
+    """Return the server's metadata."""
     return {"name": "manyhands", "version": metadata.version("manyhands"), "extensions": EXTENSIONS}
 
 
 def model_metadata(version: Version, numbers: list[str]) -> dict[str, Any]:
-    """What a model takes and gives."""
+    """Return a model's inputs and outputs."""
 
     def described(specs: Mapping[str, TensorSpec]) -> list[dict[str, Any]]:
         return [
@@ -266,7 +266,7 @@ def model_metadata(version: Version, numbers: list[str]) -> dict[str, Any]:
 
 
 def model_config(version: Version) -> dict[str, Any]:
-    """The part of Triton's configuration that has a meaning here; the batch dimension is left out, as there."""
+    """Return the supported part of Triton's configuration, without the batch dimension, as there."""
 
     def described(specs: Mapping[str, TensorSpec]) -> list[dict[str, Any]]:
         return [
@@ -291,7 +291,7 @@ def model_config(version: Version) -> dict[str, Any]:
 
 
 def statistics(version: Version) -> dict[str, Any]:
-    """Counts and nanoseconds; inferences are rows, as in Triton."""
+    """Return counts and nanoseconds; inferences are rows, as in Triton."""
     figures = version.figures
     num_ok, num_all = figures.codes["OK"], figures.num_requests
     return {
@@ -308,7 +308,7 @@ def statistics(version: Version) -> dict[str, Any]:
 
 
 def header_size(value: bytes | None, length: int) -> int:
-    """Where the JSON ends and the bytes begin."""
+    """Return the size of the JSON header, after which the binary data starts."""
     if value is None:
         return length
     if not value.isdigit() or len(value) > 12 or int(value) > length:
@@ -321,7 +321,7 @@ def header_size(value: bytes | None, length: int) -> int:
 
 
 def only_bytes(num: int, version: Version | Subject) -> dict[str, Any]:
-    """The request that a body without JSON stands for: one row of the only input, and outputs as bytes."""
+    """Return the request that a body without JSON represents: one row of the only input, and binary outputs."""
     specs = version.signature.inputs
     name, spec = next(iter(specs.items()))
     if len(specs) > 1 or spec.shape[1:].count(None) > 1:
@@ -338,7 +338,7 @@ def only_bytes(num: int, version: Version | Subject) -> dict[str, Any]:
 
 
 def read_inputs(value: Mapping[str, Any], raw: memoryview, version: Version | Subject, limit: int) -> dict[str, Array]:
-    """The arrays of a request, checked against the signature before anything is allocated for them."""
+    """Return the arrays of a request, checked against the signature before memory is allocated for them."""
     listed, specs = value.get("inputs"), version.signature.inputs
     if not isinstance(listed, list) or not all(isinstance(one, dict) for one in listed):
         raise BadRequest(400, "Unable to parse 'inputs': it must be an array of objects")
@@ -368,7 +368,7 @@ def read_inputs(value: Mapping[str, Any], raw: memoryview, version: Version | Su
 
 
 def require_names(names: Sequence[str], version: Version | Subject) -> None:
-    """Each input once, and no other."""
+    """Raise BadRequest unless each input occurs once, and no other."""
     specs, model = version.signature.inputs, version.model
     if names == list(specs):
         return
@@ -390,7 +390,7 @@ def _quoted(names: Sequence[str]) -> str:
 
 
 def require_rows(arrays: Mapping[str, Array], version: Version | Subject) -> None:
-    """All inputs have the same number of rows, and at least one."""
+    """Raise BadRequest unless all inputs have the same number of rows, at least one."""
     rows = {len(array) for array in arrays.values()}
     if len(rows) > 1 or 0 in rows:
         rule = f"all inputs of model '{version.model}' have the same number of rows, at least one"
@@ -398,7 +398,7 @@ def require_rows(arrays: Mapping[str, Array], version: Version | Subject) -> Non
 
 
 def checked_shape(shape: Any, name: str, spec: TensorSpec, model: str) -> tuple[int, ...]:
-    """A shape that fits the signature."""
+    """Return a shape that fits the signature; raises BadRequest otherwise."""
     good = isinstance(shape, (list, tuple)) and all(type(n) is int and 0 <= n < 2**40 for n in shape)
     if not good or not fits(tuple(shape), spec):
         wanted = ",".join(str(-1 if n is None else n) for n in spec.shape)
@@ -411,7 +411,7 @@ def checked_shape(shape: Any, name: str, spec: TensorSpec, model: str) -> tuple[
 
 
 def require_datatype(datatype: Any, name: str, spec: TensorSpec, model: str) -> None:
-    """The elements must be what the signature says."""
+    """Raise BadRequest if the data type differs from the signature."""
     wanted = BY_TORCH[spec.dtype].open
     if datatype != wanted:
         raise BadRequest(
@@ -421,7 +421,7 @@ def require_datatype(datatype: Any, name: str, spec: TensorSpec, model: str) -> 
 
 
 def from_bytes(raw: memoryview | bytes, shape: tuple[int, ...], spec: TensorSpec) -> Array:
-    """Raw little-endian elements, not copied."""
+    """Return raw little-endian elements as an array, without copying."""
     return np.frombuffer(raw, BY_TORCH[spec.dtype].numpy).reshape(shape)
 
 
@@ -431,7 +431,7 @@ def _is_binary(one: Mapping[str, Any]) -> bool:
 
 
 def require_size(size: object, wanted: int, name: str, model: str) -> None:
-    """As many bytes as the shape says."""
+    """Raise BadRequest if the number of bytes does not match the shape."""
     if size != wanted:
         got = shown(size, 20)
         raise BadRequest(
@@ -466,7 +466,7 @@ def _from_json(data: Any, name: str, shape: tuple[int, ...], spec: TensorSpec) -
 
 
 def read_wanted(value: Mapping[str, Any], version: Version | Subject) -> RequestedOutputs:
-    """Which outputs, and how; all of them as JSON where nothing is said; by when, and how urgently."""
+    """Return the requested outputs and their format (default: all as JSON), the timeout and the priority."""
     parameters = value.get("parameters")
     binary = bool(parameters.get("binary_data_output")) if isinstance(parameters, dict) else False
     identity = value.get("id")
@@ -493,14 +493,14 @@ def read_wanted(value: Mapping[str, Any], version: Version | Subject) -> Request
 
 
 def require_few_outputs(num: int, version: Version | Subject) -> None:
-    """Each output can be asked for once."""
+    """Raise BadRequest if more outputs are requested than there are."""
     most = len(version.signature.outputs)
     if num > most:
         raise BadRequest(400, f"expected at most {most} requested outputs but got {num} for model '{version.model}'")
 
 
 def read_parameters(value: Mapping[str, Any]) -> tuple[float | None, int]:
-    """The request's own timeout in seconds, and its priority."""
+    """Return the request's timeout in seconds, and its priority."""
     parameters = value.get("parameters")
     if not isinstance(parameters, dict):
         return None, 0
@@ -508,7 +508,7 @@ def read_parameters(value: Mapping[str, Any]) -> tuple[float | None, int]:
 
 
 def checked_parameters(timeout: object, priority: object) -> tuple[float | None, int]:
-    """A timeout in seconds and a priority, from what was sent: microseconds, 0 for none, and a level."""
+    """Validate a timeout in microseconds (0 for none) and a priority; return the timeout in seconds, or None."""
     micros, level = _whole("timeout (microseconds)", 0 if timeout is None else timeout), _whole("priority", priority)
     return micros / 1e6 or None, level
 
@@ -520,7 +520,7 @@ def _whole(name: str, value: object) -> int:
 
 
 def answer(request: Request, version: Version, outputs: Mapping[str, Array], wanted: RequestedOutputs) -> None:
-    """Writes the outputs that were asked for, bytes behind the JSON."""
+    """Send the requested outputs, with binary data after the JSON."""
     arrays = [np.ascontiguousarray(outputs[name]) for name in wanted.outputs]
     shapes = tuple([array.shape for array in arrays])
     text, blobs = wanted.texts.get(shapes), arrays
@@ -536,7 +536,7 @@ def answer(request: Request, version: Version, outputs: Mapping[str, Array], wan
 
 
 def _written(version: Version, wanted: RequestedOutputs, arrays: Iterable[Array]) -> tuple[bytes, list[Array]]:
-    """An answer's JSON, and what goes behind it as bytes."""
+    """Return a response's JSON, and the arrays that follow it as binary data."""
     listed, blobs, is_plain = [], [], True
     for (name, binary), array in zip(wanted.outputs.items(), arrays, strict=True):
         kind = BY_TORCH[version.signature.outputs[name].dtype]
@@ -552,7 +552,7 @@ def _written(version: Version, wanted: RequestedOutputs, arrays: Iterable[Array]
     if wanted.id:
         head["id"] = wanted.id
     value = {**head, "outputs": listed}
-    # Only Python's own writer knows NaN and Infinity.
+    # Only Python's own encoder supports NaN and Infinity.
     return dump_json(value) if is_plain else json.dumps(value, default=np.ndarray.tolist).encode(), blobs
 
 

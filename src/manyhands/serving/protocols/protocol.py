@@ -1,4 +1,4 @@
-"""What all protocols share: the desk where requests are asked, and the way from a code to a status."""
+"""Base of all protocols: the gateway for requests, and the map from codes to HTTP status."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ STATUS = {
 }
 TRACE = b"traceparent"
 KEY = b"x-manyhands-key"
-"""The header whose value decides which part of a split answers, always the same for the same value."""
+"""Header whose value selects the share of a traffic split, always the same for equal values."""
 
 
 NOT_HERE = (
@@ -46,19 +46,19 @@ NOT_HERE = (
 
 
 class InferenceGateway:
-    """Where every protocol asks: finds the version, waits for its answer, counts what came of it."""
+    """Gateway of all protocols: finds the version, submits the request, and counts the outcome."""
 
     def __init__(self, catalogue: Catalogue, limits: Limits, timeout: float, parsing: Parsing) -> None:
         self.catalogue, self.limits, self.timeout, self.parsing = catalogue, limits, timeout, parsing
         self.record: Callable[[Version, Arrays], None] | None = None
-        """Notes requests for a warm-up."""
+        """Records requests for a warm-up."""
         self.trace: Callable[[Version, int, str, float, bytes], None] | None = None
-        """Hears of every request that is over: version, rows, outcome, beginning, and the trace that it is part of."""
+        """Called with every finished request: version, rows, outcome, start time, and its parent trace."""
         self.is_ready = False
-        """Whether clients should come here."""
+        """Whether the server is ready for clients."""
 
     def deadline(self, seconds: float | None = None) -> float:
-        """When a request is too late; its own wish can only make that earlier."""
+        """Return the deadline of a request; its own timeout can only shorten the server's."""
         return time.monotonic() + (self.timeout if seconds is None else min(seconds, self.timeout))
 
     def ask(
@@ -72,7 +72,7 @@ class InferenceGateway:
         priority: int = 0,
         parent: bytes = b"",
     ) -> Callable[[], None]:
-        """Asks a version; `then` gets the ticket with its answer or refusal. Returns what cancels the request."""
+        """Submit a request; `then` gets the ticket with its answer or refusal. Returns a function that cancels it."""
         figures = version.figures
         rows = len(next(iter(inputs.values())))
 
@@ -100,25 +100,25 @@ class InferenceGateway:
 
 
 class RestHandler(ABC):
-    """What answers requests over HTTP."""
+    """Base of handlers of HTTP requests."""
 
     inflates = True
-    """Whether it reads bodies, so that compressed ones are decompressed for it."""
+    """Whether it reads bodies, so that compressed ones must be decompressed first."""
 
     @abstractmethod
     def handle(self, request: Request) -> None:
-        """Answers a request, now or later; may raise BadRequest or RequestRefused."""
+        """Answer a request, now or later; may raise BadRequest or RequestRefused."""
 
     def refuse(self, request: Request, refusal: RequestRefused, status: int | None = None) -> None:
-        """Says why there is no answer."""
+        """Answer a request with the reason of its refusal."""
         answer_refusal(request, status or STATUS.get(refusal.code, 500), refusal.reason, refusal.retry_after)
 
 
 class RestProtocol(RestHandler):
-    """A protocol over HTTP: the paths that it answers, and how."""
+    """Base of HTTP protocols: the paths that they handle, and how."""
 
     prefix: str
-    """What its paths begin with."""
+    """Prefix of its paths."""
 
     def __init__(self, desk: InferenceGateway) -> None:
         self.desk = desk
@@ -127,7 +127,7 @@ class RestProtocol(RestHandler):
     def read_then(
         self, request: Request, text: Body, then: Callable[[Any], None], work: Callable[..., Any], *args: Any
     ) -> None:
-        """Call a function that parses a text, and `then` with its result: at once, or in a process if it is large."""
+        """Call `work` to parse a text, then `then` with its result: inline, or in another process if it is large."""
         if len(text) <= INLINE:
             then(work(*args))
             return
@@ -152,12 +152,12 @@ class RestProtocol(RestHandler):
 
 
 def cancel(task: asyncio.Task[None]) -> None:
-    """Cancel a task whose client is gone."""
+    """Cancel a task whose client has disconnected."""
     task.cancel()
 
 
 def answer_refusal(request: Request, status: int, reason: str, retry_after: float | None = None) -> None:
-    """An error as both protocols write it."""
+    """Send an error in the format of both protocols."""
     extra = b"" if retry_after is None else b"Retry-After: %d\r\n" % math.ceil(retry_after)
     if status == 401:
         extra = b"WWW-Authenticate: Bearer\r\n"
@@ -165,13 +165,13 @@ def answer_refusal(request: Request, status: int, reason: str, retry_after: floa
 
 
 def answer_failure(request: Request, error: Exception) -> None:
-    """What went wrong here is ours to know; a stranger learns that it did, and does not wait for more."""
+    """Report an internal error to the loop's exception handler; the client only gets a generic 500."""
     asyncio.get_running_loop().call_exception_handler({"message": "a request failed", "exception": error})
     answer_refusal(request, 500, "internal error")
 
 
 def parse_json(text: Body, limit: int, values: int = Limits.values) -> Any:
-    """A JSON text; NaN and Infinity are understood."""
+    """Parse a JSON text, including NaN and Infinity."""
     if len(text) > limit:
         raise BadRequest(413, f"a JSON text may have {limit} bytes, but got {len(text)}; send binary tensors")
     if len(text) > values and (num := num_values(bytes(text))) > values:
@@ -185,7 +185,7 @@ def parse_json(text: Body, limit: int, values: int = Limits.values) -> Any:
     try:
         value = json.loads(text.decode())
         if b"\\u" in text:
-            # Python's own parser takes half of a pair of surrogates, which no answer could repeat.
+            # Python's own parser accepts lone surrogates, which cannot be encoded in a response.
             json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise BadRequest(400, f"JSON parse error: {error}") from None
@@ -193,7 +193,7 @@ def parse_json(text: Body, limit: int, values: int = Limits.values) -> Any:
 
 
 def shown(value: object, num: int) -> str:
-    """The first characters of a value of JSON for an error; what is nested or huge is only named.
+    """Return the first characters of a JSON value for an error; nested or huge values are only named.
 
     >>> shown("digits", 3), shown(2.5, 9), shown([[1]], 9), shown(10**400, 9)
     ('dig', '2.5', 'a list', 'a huge number')
@@ -208,7 +208,7 @@ def shown(value: object, num: int) -> str:
 
 
 def num_values(text: bytes) -> int:
-    """How many values a JSON text has at most, found without parsing it.
+    """Return an upper bound of the number of values in a JSON text, without parsing it.
 
     >>> num_values(b"[[1, 2], {}]")
     5
@@ -217,11 +217,11 @@ def num_values(text: bytes) -> int:
 
 
 def dump_json(value: Any) -> bytes:
-    """A JSON text of arrays and plain values, C-contiguous arrays only."""
+    """Return the JSON text of plain values and C-contiguous arrays."""
     return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY)
 
 
 def require_method(request: Request, *methods: str) -> None:
-    """Refuses other methods."""
+    """Raise BadRequest for other HTTP methods."""
     if request.method not in methods:
         raise BadRequest(405, f"Method Not Allowed: {request.method}")

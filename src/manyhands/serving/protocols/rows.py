@@ -1,6 +1,6 @@
-"""The common request read fast: `{"instances": [[...], ...]}` straight into numbers, without an object for each one.
+"""Fast path for the common request `{"instances": [[...], ...]}`: parsed into an array without an object per number.
 
-Whatever is not of that form, or not right, gives None, and is read, and refused, in the ordinary way.
+Any other or invalid text gives None, and takes the regular path, which reports errors.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from ..dtypes import BY_TORCH, Array
 
 _parser = simdjson.Parser()
 SMALLEST = 1024
-"""Bytes of a text for which this is worth its while."""
+"""Minimum bytes of a text for which this path pays."""
 LARGEST = 1 << 20
-"""Bytes of a text that takes two milliseconds; a larger one would keep others waiting."""
+"""Maximum bytes of a text, which take two milliseconds; a larger one would delay other requests."""
 
 
 def fast_rows(text: bytes, signature: Signature) -> Array | None:
-    """The rows of a text about the only input, of floating-point numbers.
+    """Return the rows of a text for a single floating-point input, or None.
 
     >>> from manyhands.core import TensorSpec
     >>> signature = Signature({"x": TensorSpec("float32", (None, 2))}, {})
@@ -49,13 +49,13 @@ def fast_rows(text: bytes, signature: Signature) -> Array | None:
     except (ValueError, TypeError, KeyError, AttributeError, RuntimeError):
         pass
     finally:
-        # The parser is used again only when nothing that it gave is held.
+        # The parser can be reused only when none of its results is referenced.
         del found, value
     return None
 
 
 def _is_flat(text: bytes, num_rows: int, shape: tuple[int | None, ...]) -> bool:
-    """Whether the innermost lists hold no lists, which would be read as if their numbers stood there."""
+    """Return whether the innermost lists contain no lists, which would be flattened silently."""
     num_lists = num = num_rows
     for size in shape[:-1]:
         num *= size or 0

@@ -1,4 +1,4 @@
-"""TensorFlow Serving's PredictionService over gRPC: predict, classify, regress, both at once, and metadata."""
+"""TensorFlow Serving's PredictionService over gRPC: predict, classify, regress, multi-inference, and metadata."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ VALUES = {
     "bfloat16": "half_val", "uint32": "uint32_val", "uint64": "uint64_val", "int32": "int_val", "int16": "int_val",
     "int8": "int_val", "uint8": "int_val", "uint16": "int_val",
 }  # fmt: skip
-"""Where numbers lie that are not sent as bytes; halves lie there as their bits."""
+"""Fields of numbers that are not sent as bytes; half-precision numbers are stored as their bits."""
 
 
 class PredictionService(GrpcService):
@@ -67,7 +67,7 @@ class PredictionService(GrpcService):
         return MESSAGES["RegressionResponse"](result=_regression(version, outputs), model_spec=_spec(version))
 
     async def _multi_inference(self, request: Any, context: Any) -> Any:
-        """Several readings of one answer, which is computed once."""
+        """Answer several tasks from one computation."""
         first = _require_tasks(request.tasks)
         version, outputs = await self._examples(first.model_spec, request.input, context)
         return MESSAGES["MultiInferenceResponse"](
@@ -112,7 +112,7 @@ class PredictionService(GrpcService):
 
 
 def _require_tasks(tasks: Sequence[Any]) -> Any:
-    """The first of some tasks that are all about one model."""
+    """Return the first of some tasks, which must all refer to one model."""
     if not tasks:
         raise BadRequest(400, "a MultiInferenceRequest has at least one task")
     seen = set()
@@ -173,7 +173,7 @@ def _described(specs: Mapping[str, TensorSpec]) -> dict[str, Any]:
 
 
 def read_inputs(request: Any, version: Version, limit: int) -> dict[str, Array]:
-    """The arrays of a request."""
+    """Return the arrays of a request."""
     specs = version.signature.inputs
     if set(request.inputs) != set(specs):
         raise BadRequest(
@@ -213,12 +213,12 @@ def _read(name: str, proto: Any, spec: TensorSpec, limit: int) -> Array:
         )
     except OverflowError:
         raise BadRequest(400, f"input '{name}' must be {kind.tensorflow}") from None
-    # TensorFlow lets one value stand for all of them.
+    # TensorFlow allows a single value for all elements.
     return np.broadcast_to(array, (num,)).reshape(shape)
 
 
 def as_proto(array: Array, spec: TensorSpec) -> dict[str, Any]:
-    """An array as TensorFlow's message, its elements as bytes."""
+    """Return an array as TensorFlow's message, its elements as bytes."""
     return {
         "dtype": BY_TORCH[spec.dtype].number,
         "tensor_shape": {"dim": [{"size": size} for size in array.shape]},

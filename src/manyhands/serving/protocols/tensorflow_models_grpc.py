@@ -1,4 +1,4 @@
-"""TensorFlow Serving's ModelService over gRPC: the status of models, and another list of them."""
+"""TensorFlow Serving's ModelService over gRPC: model status, and reloading the list of models."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ UNKNOWN = 2
 
 
 class ModelService(GrpcService):
-    """`tensorflow.serving.ModelService`."""
+    """The service `tensorflow.serving.ModelService`."""
 
     name = "tensorflow.serving.ModelService"
     managing = ("HandleReloadConfigRequest",)
@@ -50,7 +50,7 @@ class ModelService(GrpcService):
         )
 
     async def _reload(self, request: Any, context: Any) -> Any:
-        """The new list replaces the old; it can only name what lies in the server's own folder."""
+        """Replace the list of models; it can only name models in the server's own folder."""
         if request.config.WhichOneof("one") != "model_config_list":
             raise RequestRefused("INVALID_ARGUMENT", "ServerConfig must use model_config_list")
         policies: dict[str, VersionPolicy | None] = {}
@@ -69,7 +69,7 @@ class ModelService(GrpcService):
 
 
 def policy_of(policy: Any) -> VersionPolicy | None:
-    """Which versions of a model; None where the server's own rule holds."""
+    """Return a model's version policy; None for the server's default."""
     kind = policy.WhichOneof("one")
     if kind is None:
         return None

@@ -28,7 +28,7 @@ Write = Callable[[Mapping[str, Array]], bytes]
 
 
 class TensorflowRest(RestProtocol):
-    """`/v1/models/NAME[/versions/N|/labels/L][:predict|:classify|:regress|/metadata]`."""
+    """Handler of `/v1/models/NAME[/versions/N|/labels/L][:predict|:classify|:regress|/metadata]`."""
 
     prefix = "/v1"
 
@@ -52,7 +52,7 @@ class TensorflowRest(RestProtocol):
 
     def _infer(self, request: Request, version: Version, verb: str) -> None:
         deadline, limits = self.desk.deadline(), self.desk.limits
-        # Before the body is looked at: refusing must cost little.
+        # Before the body is parsed: a refusal must be cheap.
         version.batcher.require_room(deadline)
         body = bytes(request.content(limits.json))
         is_fast = verb == "predict" and SMALLEST < len(body) <= LARGEST
@@ -109,12 +109,12 @@ class TensorflowRest(RestProtocol):
 
 @lru_cache(1024)
 def matched(path: str) -> re.Match[str] | None:
-    """A path in its parts; clients ask the same ones again and again."""
+    """Match a path, with a cache, since clients repeat the same ones."""
     return PATH.fullmatch(path)
 
 
 def metadata(version: Version) -> dict[str, Any]:
-    """A version's signature as TensorFlow Serving nests it."""
+    """Return a version's signature in TensorFlow Serving's nested format."""
 
     def described(specs: Mapping[str, TensorSpec]) -> dict[str, Any]:
         return {
@@ -142,13 +142,13 @@ def metadata(version: Version) -> dict[str, Any]:
 
 
 def read_text(text: bytes, limit: int, values: int, signature: Signature, verb: str) -> tuple[dict[str, Array], bool]:
-    """The arrays of a request, and whether they came as rows."""
+    """Return the arrays of a request, and whether they came as rows."""
     value = parse_json(text, limit, values)
     return parse_predict(value, signature) if verb == "predict" else (parse_examples(value, signature), True)
 
 
 def writer(signature: Signature, verb: str, by_rows: bool) -> Write:
-    """What writes an answer: of classify pairs of a class and its score, of regress a number for each example."""
+    """Return a function that writes a response: class and score pairs for classify, a number per row for regress."""
     if verb == "classify":
         return lambda outputs: _results(classes_of(outputs, signature))
     if verb == "regress":
@@ -157,7 +157,7 @@ def writer(signature: Signature, verb: str, by_rows: bool) -> Write:
 
 
 def parse_examples(value: Any, signature: Signature) -> dict[str, Array]:
-    """The arrays of a list of examples, with what they have in common."""
+    """Return the arrays of a list of examples and their common context."""
     _require_signature(value)
     examples, context = value.get("examples"), value.get("context", {})
     if not isinstance(examples, list) or not examples:
@@ -184,7 +184,7 @@ def _require_signature(value: Any) -> None:
 
 
 def parse_predict(value: Any, signature: Signature) -> tuple[dict[str, Array], bool]:
-    """The arrays of a predict request, and whether they came as rows."""
+    """Return the arrays of a predict request, and whether they came as rows."""
     _require_signature(value)
     by_rows, by_columns = "instances" in value, "inputs" in value
     if by_rows == by_columns:
@@ -242,7 +242,7 @@ def _array(name: str, values: Any, spec: TensorSpec) -> Array:
 
 
 def answer_of(outputs: Mapping[str, Array], signature: Signature, by_rows: bool) -> bytes:
-    """Rows or columns, as they were asked for; the name is left out where there is one output."""
+    """Return a response by rows or columns, as requested; the name is omitted if there is one output."""
     arrays = {
         name: np.ascontiguousarray(to_numbers(array, BY_TORCH[signature.outputs[name].dtype]))
         for name, array in outputs.items()

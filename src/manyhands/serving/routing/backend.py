@@ -1,4 +1,4 @@
-"""One of the servers behind a router: its ports, its connections, and how much of it is in use."""
+"""Backend server of a router: its address, its connections and its load."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ CONNECT_SECONDS = 2.0
 
 
 class Lost(Exception):
-    """A backend was gone before its answer came: another one may be asked."""
+    """Raised when a backend failed before it answered; the request may be retried on another backend."""
 
     def __init__(self, *, with_request: bool = True, in_silence: bool = False) -> None:
         self.with_request = with_request
-        """Whether it may have begun to compute."""
+        """Whether the backend may have started to compute the request."""
         self.in_silence = in_silence
-        """Whether nobody is there, not even one that refuses: who waits for it already may wait for ever."""
+        """Whether the backend does not even refuse connections, so that requests in flight may hang."""
         super().__init__("lost")
 
 
 class BackendOverloaded(Exception):
-    """A backend has too much to do, and says so."""
+    """Raised when a backend rejects a request because it is overloaded."""
 
     def __init__(self, answer: Any) -> None:
         self.answer = answer
@@ -41,7 +41,7 @@ class BackendOverloaded(Exception):
 
 @dataclass(frozen=True)
 class Address:
-    """Where a server listens: for gRPC, for HTTP and for management.
+    """Host and ports (gRPC, HTTP and management) of a server.
 
     >>> Address.parse("a:8500")
     Address(host='a', grpc=8500, http=8501, manage=8502)
@@ -56,7 +56,7 @@ class Address:
 
     @classmethod
     def parse(cls, text: str) -> Address:
-        """From host, host:grpc or host:grpc/http/manage; without more the ports are next to each other."""
+        """Parse host, host:grpc or host:grpc/http/manage; HTTP and management default to the two ports after gRPC."""
         match = _ADDRESS.fullmatch(text.strip())
         ports = [int(port) for port in (match["ports"] or "8500").split("/")] if match else []
         if match is None or len(ports) == 2 or not all(0 < port < 65536 for port in ports):
@@ -69,7 +69,7 @@ class Address:
         return cls(match["host"], *(ports if len(ports) == 3 else (first, first + 1, first + 2)))
 
     def at(self, host: str) -> Address:
-        """The same ports elsewhere."""
+        """Return an address with the same ports on another host."""
         return replace(self, host=host)
 
     def __str__(self) -> str:
@@ -78,7 +78,7 @@ class Address:
 
 @dataclass(frozen=True, slots=True)
 class BackendResponse:
-    """What a backend answered over HTTP."""
+    """HTTP response of a backend."""
 
     status: int
     headers: dict[bytes, bytes]
@@ -86,19 +86,19 @@ class BackendResponse:
 
 
 class Backend:
-    """A server, as the router sees it."""
+    """Router-side state of a server: health, load and open connections."""
 
     def __init__(self, address: Address, name: str, tls: ServingTls | None, limit: int) -> None:
         self.address = address
         self.is_up = False
-        """Whether requests are sent there."""
+        """Whether the router sends requests to it."""
         self.num_busy = 0
-        """Requests that it has not answered."""
+        """Number of requests in flight."""
         self.num_answered = 0
-        """Requests of clients."""
+        """Number of client requests answered."""
         self.num_lost = 0
         self.reason = "not asked yet"
-        """Why it is not up."""
+        """Why the backend is not up."""
         self._name, self._tls, self._limit = name, tls, limit
         self._idle: list[BackendConnection] = []
         self._wires: set[BackendConnection] = set()
@@ -108,7 +108,13 @@ class Backend:
     async def fetch(
         self, head: bytes, body: Body, seconds: float, *, manage: bool = False, is_look: bool = False
     ) -> BackendResponse:
-        """Sends a request over HTTP; raises Lost, Refused or TimeoutError. A look is nobody's request."""
+        """Send an HTTP request and return the response; health checks (`is_look`) do not count as load.
+
+        Raises:
+            Lost: The backend failed before it answered.
+            BackendOverloaded: The backend rejected the request.
+            TimeoutError: There was no answer within `seconds`.
+        """
         self.num_busy += not is_look
         wire: BackendConnection | None = None
         try:
@@ -136,7 +142,13 @@ class Backend:
         return answer
 
     async def call(self, method: str, request: bytes, seconds: float, metadata: Any) -> tuple[bytes, Any]:
-        """Sends a request over gRPC: the answer and its trailing metadata; raises Lost, Refused or AioRpcError."""
+        """Send a gRPC request and return the answer and its trailing metadata.
+
+        Raises:
+            Lost: The backend failed before it answered.
+            BackendOverloaded: The backend rejected the request.
+            AioRpcError: The call failed with another status.
+        """
         call = self._grpc().unary_unary(method)(request, timeout=seconds, metadata=metadata)
         self._calls.add(call)
         self.num_busy += 1
@@ -165,7 +177,7 @@ class Backend:
             self._calls.discard(call)
 
     def give_up(self, reason: str) -> None:
-        """It says nothing any more: whoever waits for it asks another one."""
+        """Mark an unresponsive backend as down and abort its requests, so that they are retried on another backend."""
         self.is_up, self.reason = False, reason
         for wire in list(self._wires):
             wire.abort()
@@ -173,7 +185,7 @@ class Backend:
             call.cancel()
 
     async def close(self) -> None:
-        """Ends all connections."""
+        """Close all connections."""
         for wire in list(self._wires):
             wire.close()
         if self._channel is not None:
@@ -202,7 +214,7 @@ class Backend:
                     lambda: BackendConnection(self._wires, self._limit), self.address.host.strip("[]"), port, **secured
                 )
         except TimeoutError:
-            # Not the request's own deadline: another backend may still answer within it.
+            # This is not the request's deadline: another backend may still answer in time.
             raise ConnectionError(f"did not take a connection within {CONNECT_SECONDS:g} s") from None
         return wire
 
@@ -225,7 +237,7 @@ class Backend:
 
 
 class BackendConnection(asyncio.Protocol):
-    """One connection over HTTP: a request, its answer, the next request."""
+    """HTTP connection to a backend that carries one request at a time."""
 
     def __init__(self, all_: set[BackendConnection], limit: int) -> None:
         self._all, self._limit = all_, limit
@@ -239,11 +251,11 @@ class BackendConnection(asyncio.Protocol):
 
     @property
     def is_free(self) -> bool:
-        """Whether another request may be sent."""
+        """Whether another request may be sent on this connection."""
         return self._is_open and self._answer is None
 
     async def ask(self, head: bytes, body: Body) -> BackendResponse:
-        """Sends a request and waits for its answer."""
+        """Send a request and wait for its response."""
         if not self.is_free:
             raise Lost
         self._answer = asyncio.get_running_loop().create_future()
@@ -292,12 +304,12 @@ class BackendConnection(asyncio.Protocol):
             future.set_result(BackendResponse(self._parser.get_status_code(), self._headers, b"".join(self._body)))
 
     def close(self) -> None:
-        """Ends the connection."""
+        """Close the connection after the written data is sent."""
         self._is_open = False
         self._transport.close()
 
     def abort(self) -> None:
-        """Ends it at once."""
+        """Close the connection immediately."""
         self._is_open = False
         with contextlib.suppress(RuntimeError):
             self._transport.abort()

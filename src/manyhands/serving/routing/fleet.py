@@ -1,4 +1,4 @@
-"""The servers behind a router: who is there, who is well, and who is asked next."""
+"""Backends of a router: address lookup, health checks and load balancing."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from ..security import ServingTls
 from .backend import Address, Backend, BackendOverloaded, Lost
 
 CHECK_SECONDS = 0.5
-"""Between two looks at a backend."""
+"""Seconds between two health checks of a backend."""
 SILENCE_SECONDS = 3.0
-"""A backend that does not say within these that it is ready is given up."""
+"""Seconds without an answer to a health check after which a backend is given up."""
 GRACE_SECONDS = 2.0
-"""That a request whose backend was lost waits for another one, where there is none."""
+"""Seconds that a request whose backend failed waits for another backend while none is up."""
 LOOKUP_SECONDS = 2.0
-"""Between two looks at what a name stands for."""
+"""Seconds between two DNS lookups of the configured host names."""
 READY = b"GET /v2/health/ready HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 Answered = TypeVar("Answered")
 
 
 class Fleet:
-    """Backends, by what was written or by the addresses that a name stands for.
+    """The set of backends, given as addresses or as host names that are resolved periodically.
 
-    `admit` is called with a backend that is well again, before it is asked anything.
+    `admit` is called with a backend that has become healthy, before it receives requests.
     """
 
     def __init__(
@@ -49,21 +49,21 @@ class Fleet:
         self._lookup: asyncio.Task[None] | None = None
         self._leaving: set[asyncio.Task[None]] = set()
         self._told: set[Backend] = set()
-        """Backends of which was said that they are up."""
+        """Backends that were last reported as up."""
 
     @property
     def up(self) -> list[Backend]:
-        """Backends that are asked."""
+        """Return the backends that receive requests."""
         return [backend for backend in self.backends.values() if backend.is_up]
 
     async def start(self) -> None:
-        """Looks at all of them once, and then again and again."""
+        """Check all backends once, then start the periodic lookups."""
         await self.look_up()
         await asyncio.gather(*(self._check(backend) for backend in self.backends.values()))
         self._lookup = asyncio.ensure_future(self._keep_looking_up())
 
     async def stop(self) -> None:
-        """Ends everything."""
+        """Cancel all background tasks and close all backends."""
         tasks = [*self._tasks.values(), *self._leaving, *([self._lookup] if self._lookup is not None else [])]
         for task in tasks:
             task.cancel()
@@ -71,18 +71,18 @@ class Fleet:
         await asyncio.gather(*(backend.close() for backend in self.backends.values()))
 
     def add(self, address: Address) -> None:
-        """Another one; it is asked as soon as it is ready."""
+        """Add a backend; it receives requests as soon as it is ready."""
         if address not in self._written:
             self._written.append(address)
 
     def remove(self, address: Address) -> None:
-        """Asks one no more; what it has it finishes."""
+        """Stop sending requests to a backend; it finishes those in flight."""
         if address not in self._written:
             raise RequestRefused("NOT_FOUND", f"there is no backend {address}")
         self._written.remove(address)
 
     async def look_up(self) -> None:
-        """Brings the backends in line with what was written and with what names stand for now."""
+        """Resolve the configured names and add or remove backends to match the result."""
         wanted: dict[Address, str] = {}
         for written in self._written:
             hosts = await _hosts_of(written.host)
@@ -104,7 +104,11 @@ class Fleet:
     async def ask(
         self, send: Callable[[Backend, float], Coroutine[Any, Any, Answered]], seconds: float
     ) -> tuple[Answered, Backend]:
-        """An answer from one of them. Who is lost is replaced within the time; who is busy only by one who is not."""
+        """Send a request to a backend, retry it on others if necessary, and return the answer and the backend.
+
+        A request whose backend failed is retried until the deadline, at most `ATTEMPTS` times if it was in flight. A
+        request that all available backends refuse as overloaded is refused.
+        """
         until = time.monotonic() + seconds
         tried: set[Backend] = set()
         refused: BackendOverloaded | None = None
@@ -115,7 +119,7 @@ class Fleet:
                 raise RequestRefused("DEADLINE_EXCEEDED", "the deadline has passed")
             backend = self.pick(tried)
             if backend is None:
-                # Who was lost with a backend is not sent away because the others are busy, or away for a moment.
+                # A request whose backend failed is not refused because the others are overloaded or briefly down.
                 if refused is not None and not lost:
                     raise refused
                 if not self.up and now > lost + GRACE_SECONDS:
@@ -131,7 +135,7 @@ class Fleet:
                 lost = lost or now
                 num_lost += gone.with_request
                 if num_lost == ATTEMPTS:
-                    # It may be what kills them, and there are others to be served.
+                    # The request itself may be what crashes the servers; retrying it would affect other requests.
                     raise RequestRefused("INTERNAL", "servers were lost while computing this request") from None
             except BackendOverloaded as refusal:
                 refused = refusal
@@ -139,7 +143,7 @@ class Fleet:
                 raise RequestRefused("DEADLINE_EXCEEDED", "the deadline has passed") from None
 
     def pick(self, tried: Collection[Backend]) -> Backend | None:
-        """The less loaded of two that were not tried."""
+        """Return the less loaded of two random backends that were not tried, or None."""
         free = [backend for backend in self.backends.values() if backend.is_up and backend not in tried]
         if len(free) > 2:
             free = random.sample(free, 2)
@@ -152,7 +156,7 @@ class Fleet:
             await self.look_up()
 
     async def _part(self, backend: Backend) -> None:
-        """Lets one go that is asked no more, once it has answered."""
+        """Close a removed backend once its in-flight requests have been answered."""
         try:
             while backend.num_busy:
                 await asyncio.sleep(CHECK_SECONDS)
@@ -172,13 +176,13 @@ class Fleet:
         except BackendOverloaded:
             backend.is_up = False
         except Lost as lost:
-            # One that refuses connections may be ending, and finish what it has.
+            # A backend that refuses connections may be shutting down and still finish its in-flight requests.
             backend.is_up = False
             if lost.in_silence:
                 backend.give_up(backend.reason)
         else:
             if answer.status != 200:
-                # It finishes what it has and wants no more.
+                # The backend finishes its in-flight requests and accepts no new ones.
                 backend.is_up, backend.reason = False, "not ready"
             elif not backend.is_up:
                 await self._try_to_admit(backend)
@@ -205,10 +209,10 @@ class Fleet:
 
 
 async def _hosts_of(name: str) -> list[str]:
-    """The addresses that a name stands for; none where nobody can say just now."""
+    """Return the addresses that a host name resolves to; empty if the lookup fails."""
     with contextlib.suppress(OSError):
         found = await asyncio.get_running_loop().getaddrinfo(name.strip("[]"), None, type=socket.SOCK_STREAM)
         hosts = {(f"[{entry[4][0]}]" if entry[0] == socket.AF_INET6 else str(entry[4][0])) for entry in found}
-        # A name such as localhost stands for one host in two families.
+        # A name such as localhost resolves to the same host in IPv4 and IPv6.
         return sorted(host for host in hosts if not host.startswith("[")) or sorted(hosts)
     return []

@@ -1,4 +1,4 @@
-"""Management of all servers behind a router: one call changes all of them, or says who stood in the way."""
+"""Management of all backends of a router: a call changes all of them, or reports which one failed."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from .backend import Address, Backend, BackendOverloaded, BackendResponse, Lost
 from .fleet import Fleet
 
 MANAGE_SECONDS = 120.0
-"""For what a backend is told: loading takes its time."""
+"""Timeout of management requests to a backend, long enough to load a model."""
 CODES = {400: "INVALID_ARGUMENT", 404: "NOT_FOUND", 401: "UNAUTHENTICATED"}
 
 
 class RouterManagement(RestHandler):
-    """`/manage/models…` as a server has it, over all of them, and `/manage/backends`."""
+    """The `/manage/models…` interface over all backends, and `/manage/backends`."""
 
     prefix = "/manage"
 
@@ -32,7 +32,7 @@ class RouterManagement(RestHandler):
         self.fleet: Fleet | None = None
         self._limits, self._token = limits, token
         self._settled: dict[tuple[str, ...], tuple[str, str, Mapping[str, Any]]] = {}
-        """What holds for all of them: the last word about each label and split."""
+        """The last setting of each label and traffic split, which all backends have."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._turn = asyncio.Lock()
 
@@ -42,12 +42,12 @@ class RouterManagement(RestHandler):
         task.add_done_callback(self._tasks.discard)
 
     async def admit(self, backend: Backend) -> None:
-        """Tells a backend that has come what was settled before."""
+        """Apply all labels and traffic splits to a new backend."""
         for model, act, value in list(self._settled.values()):
             await self._tell(backend, model, act, value)
 
     async def state(self) -> dict[str, Any]:
-        """What all of them serve together, as one server would tell it, and who they are."""
+        """Return the merged state of all backends in a single server's format, and the backends."""
         assert self.fleet is not None
         asked = list(self.fleet.up)
         states = await asyncio.gather(*(self._state_of(backend) for backend in asked), return_exceptions=True)
@@ -131,7 +131,7 @@ class RouterManagement(RestHandler):
         act: str,
         value: Mapping[str, Any],
     ) -> None:
-        """Where not all could follow, none does: labels and splits are what they were."""
+        """Restore the previous label or traffic split on all backends after one of them failed."""
         for backend, state in zip(backends, before, strict=True):
             labels: dict[str, int] = next((each["labels"] for each in state["models"] if each["name"] == model), {})
             old: dict[str, Any]
@@ -168,7 +168,7 @@ class RouterManagement(RestHandler):
 
 
 def require_version(backend: Backend, state: Mapping[str, Any], model: str, version: Any) -> None:
-    """Refuses a label before any server has it, where one of them does not serve the version."""
+    """Raise RequestRefused before a label is set anywhere if a backend does not serve the version."""
     for each in state["models"]:
         if each["name"] == model and any(
             one["version"] == version and one["state"] == "AVAILABLE" for one in each["versions"]
@@ -178,7 +178,7 @@ def require_version(backend: Backend, state: Mapping[str, Any], model: str, vers
 
 
 def merged(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The states of several servers as that of one: figures are added up."""
+    """Merge the states of several servers into one, adding up their metrics."""
     models: dict[str, dict[str, Any]] = {}
     splits: dict[str, Any] = {}
     for state in states:

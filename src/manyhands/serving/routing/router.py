@@ -1,4 +1,4 @@
-"""The router: one address for several servers. It asks the less loaded of two, and another one where one is lost."""
+"""Router: one address for several servers, with load balancing (power of two choices) and retries on failure."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ _OWN = {
     b"connection", b"keep-alive", b"transfer-encoding", b"content-length", b"host", b"expect", b"upgrade", b"te",
     b"trailer", b"proxy-authorization", b"proxy-connection", b"origin", b"sec-fetch-site",
 }  # fmt: skip
-"""Headers that speak of one connection only, or of a web page, which this router has let in."""
+"""Headers that belong to a single connection or to a web page, and are not forwarded."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RouteSettings(ListenSettings):
-    """Which servers stand behind a router, and how it listens."""
+    """Backends of a router, and how it listens."""
 
     backends: tuple[str, ...] = ()
-    """`host:port` of each one's gRPC, HTTP and management on the next two ports; a name may stand for several hosts."""
+    """`host:port` of each backend's gRPC; HTTP and management are the next two ports. A name may have several hosts."""
     backend_tls: ServingTls | None = None
-    """How to speak to them, where they have certificates."""
+    """TLS settings for connections to the backends."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -46,12 +46,12 @@ class RouteSettings(ListenSettings):
             self.backend_tls.for_client  # noqa: B018 - an authority that cannot be read is told at once
 
     def addresses(self) -> list[Address]:
-        """The backends, understood."""
+        """Return the parsed addresses of the backends."""
         return [Address.parse(text) for text in self.backends]
 
 
 class Router(Background):
-    """A running router. `stop()` lets every request finish; a `with` block does so at its end."""
+    """A running router. `stop()` drains all requests; a `with` block does so at its end."""
 
     def __init__(self, settings: RouteSettings) -> None:
         super().__init__(settings)
@@ -99,16 +99,16 @@ class Router(Background):
             self._say("stopped")
 
     async def _open(self, fleet: Fleet) -> None:
-        """Brings servers in before anybody is asked. Here they are written down, and run already."""
+        """Prepare backends before requests are accepted. Here they are configured and already running."""
         if not self.settings.backends:
             raise SettingsError("a router has backends", got="none", remedy='pass backends="a:8500,b:8500"')
 
     async def _close(self) -> None:
-        """Lets go of what `_open` brought."""
+        """Release what `_open` prepared."""
 
 
 class Forward(RestHandler):
-    """Requests over HTTP, handed on as they came."""
+    """Forward HTTP requests to backends unchanged."""
 
     inflates = False
 
@@ -149,7 +149,7 @@ class Forward(RestHandler):
 
 
 def head_of(request: Request, host: str) -> bytes:
-    """The head of a request for a backend; a body always comes with its length."""
+    """Return the head of a request for a backend; a body is always sent with its length."""
     method = "GET" if request.method == "HEAD" else request.method
     lines = [f"{method} {request.path} HTTP/1.1\r\nHost: {host}\r\n".encode("latin1")]
     lines += [b"%b: %b\r\n" % (name, value) for name, value in request.headers.items() if name not in _OWN]
@@ -158,7 +158,7 @@ def head_of(request: Request, host: str) -> bytes:
 
 
 def give(request: Request, answer: BackendResponse) -> None:
-    """A backend's answer to whoever asked."""
+    """Send a backend's response to the client."""
     headers = answer.headers
     extra = b"".join(
         b"%b: %b\r\n" % (name, value) for name, value in headers.items() if name not in _OWN and name != b"content-type"
@@ -167,7 +167,7 @@ def give(request: Request, answer: BackendResponse) -> None:
 
 
 class ForwardGrpc(grpc.GenericRpcHandler):  # type: ignore[misc]
-    """Calls over gRPC, handed on as bytes whatever they are."""
+    """Forward gRPC calls as bytes, whatever the method."""
 
     def __init__(self, fleet: Fleet, timeout: float) -> None:
         self._fleet, self._timeout = fleet, timeout
@@ -206,7 +206,7 @@ MANAGING = {
     "/inference.GRPCInferenceService/RepositoryModelLoad",
     "/inference.GRPCInferenceService/RepositoryModelUnload",
 }
-"""What changes a server: a router changes all of them, over HTTP on its management port."""
+"""Methods that change a server: a router applies them to all backends, over HTTP on its management port."""
 
 
 async def _abort(context: Any, error: grpc.aio.AioRpcError) -> bytes:
@@ -216,7 +216,7 @@ async def _abort(context: Any, error: grpc.aio.AioRpcError) -> bytes:
 
 
 class RouterHealth(GrpcService):
-    """`grpc.health.v1.Health/Check` of the router itself."""
+    """Health service (`grpc.health.v1.Health/Check`) of the router itself."""
 
     name = "grpc.health.v1.Health"
 
@@ -231,7 +231,7 @@ class RouterHealth(GrpcService):
 
 
 def exposition(fleet: Fleet) -> bytes:
-    """The router's own figures as Prometheus reads them."""
+    """Return the router's own metrics in Prometheus' text format."""
     figures: Sequence[tuple[str, str, Callable[[Backend], int]]] = (
         ("manyhands_backend_up", "gauge", lambda backend: int(backend.is_up)),
         ("manyhands_backend_busy", "gauge", lambda backend: backend.num_busy),

@@ -1,4 +1,4 @@
-"""Servers that an engine places, behind one router: as many as the load wants, and another one where one is lost."""
+"""Autoscaled router: servers placed by an engine, whose number follows the load; failed ones are replaced."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ from .router import Router, RouteSettings
 
 LOOK_SECONDS = 0.5
 AGAIN_SECONDS = 5.0
-"""Before another server is started where one could not be."""
+"""Seconds before another attempt to start a server that failed to start."""
 _SERVERS = re.compile(r"(\d{1,4})(?:\.\.(\d{1,4}))?")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scaling:
-    """How many servers there are at least and at most, and what makes them more or fewer."""
+    """Minimum and maximum number of servers, and the load thresholds between."""
 
     least: int = 1
     most: int = 1
     busy: int = 64
-    """Requests under way for which one server is enough."""
+    """Requests in flight per server."""
     grow: float = 2.0
-    """Seconds that there are too many of them before servers are added: bursts are what queues are for."""
+    """Seconds of overload before servers are added; shorter bursts are absorbed by queues."""
     calm: float = 30.0
-    """Seconds that fewer servers would have done before some go."""
+    """Seconds of low load before servers are removed."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.least <= self.most:
@@ -51,7 +51,7 @@ class Scaling:
 
     @classmethod
     def parse(cls, text: str | int, busy: int) -> Scaling:
-        """From a number, or from two.
+        """Parse a number, or a range such as "1..4".
 
         >>> Scaling.parse("1..4", 64).most, Scaling.parse(2, 64).least
         (4, 2)
@@ -63,15 +63,15 @@ class Scaling:
 
 
 class Scaler:
-    """Decides how many servers there should be; somebody else acts on it."""
+    """Decide how many servers there should be; the router acts on it."""
 
     def __init__(self, scaling: Scaling) -> None:
         self._scaling = scaling
         self._needs: deque[tuple[float, int]] = deque()
-        """When, and how many servers were needed."""
+        """Times with the number of servers that were needed."""
 
     def wanted(self, num: int, num_busy: int, now: float) -> int:
-        """More where all of the last moments needed more; fewer where nothing for a long time needed so many."""
+        """Return the number of servers: more if all recent samples needed more, fewer after a calm period."""
         scaling = self._scaling
         self._needs.append((now, math.ceil(num_busy / scaling.busy)))
         while self._needs[0][0] < now - scaling.calm:
@@ -82,7 +82,7 @@ class Scaler:
 
 
 class PlacedServer:
-    """A server where an engine has placed it; a router asks it where it listens."""
+    """A server placed by an engine; the router asks it for its address."""
 
     def __init__(self, world: World, *, models: Path | Mapping[str, Predictor], settings: ServeSettings) -> None:
         where = world.seat.address
@@ -95,26 +95,26 @@ class PlacedServer:
             raise
 
     def address(self) -> str:
-        """As a router's settings name it."""
+        """Return the address in the format of a router's settings."""
         server = self._server
         return f"{server.settings.host}:{server.grpc}/{server.http}/{server.manage}"
 
     def close(self) -> None:
-        """Lets every request finish."""
+        """Drain all requests and stop."""
         self._server.stop()
         self._engine.close()
 
 
 @dataclass(eq=False)
 class Post:
-    """One of the servers, from the moment at which it is wanted; without an address until it answers."""
+    """One of the servers, from the decision to start it; without an address until it answers."""
 
     service: Service | None = None
     address: Address | None = None
 
 
 class ScaledRouter(Router):
-    """A router that has its servers placed, watches them, and changes their number with the load."""
+    """Router that starts its servers, monitors them, and changes their number with the load."""
 
     def __init__(self, settings: RouteSettings, engine: Engine, make: Make, device: Device, scaling: Scaling) -> None:
         super().__init__(settings)

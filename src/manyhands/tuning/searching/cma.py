@@ -1,7 +1,7 @@
-"""CMA-ES, by the library that Optuna's sampler is built on: it follows the shape of the valley, for numbers only.
+"""CMA-ES for numeric parameters, by the library that Optuna's sampler is built on.
 
-Its state is what the trials so far have made of it, so it is told all of them again when a study goes on, instead of
-being read from a file as a pickle, which is how Optuna's sampler keeps it.
+Its state is rebuilt from the trials when a study is resumed, instead of being stored as a pickle, as Optuna's sampler
+does.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .searcher import Searcher
 
 
 class CMA(Searcher):
-    """Generations of proposals; the next one begins when all of this one have ended."""
+    """Propose generations of trials; the next generation starts when all trials of the current one have ended."""
 
     def __init__(self, space: Space, objectives: Sequence[Objective], seed: int) -> None:
         super().__init__(space, objectives, seed)
@@ -39,7 +39,7 @@ class CMA(Searcher):
         self._cma: Any = cmaes.CMA(mean=np.full(num, 0.5), sigma=0.2, bounds=bounds, seed=seed % 2**32)
         self._asked: list[np.ndarray[Any, Any]] = []
         self._told = 0
-        """Generations that are complete."""
+        """Number of complete generations."""
 
     def is_ready(self, number: int, history: Sequence[Trial]) -> bool:
         size = int(self._cma.population_size)
@@ -51,7 +51,7 @@ class CMA(Searcher):
         return {name: one.at(float(share)) for (name, one), share in zip(self.space.items(), place, strict=True)}
 
     def _follow(self, number: int, history: Sequence[Trial]) -> None:
-        """Asks for all generations up to this trial's, and tells what is known of those before it."""
+        """Ask CMA-ES for all generations up to this trial's, reporting the results of those before it."""
         size = int(self._cma.population_size)
         while len(self._asked) <= number:
             if len(self._asked) == size * (self._told + 1):
@@ -68,7 +68,7 @@ class CMA(Searcher):
         self._told += 1
 
     def _place(self, trial: Trial) -> np.ndarray[Any, Any]:
-        """Where a trial was; of one whose parameters are not known any more, where it was asked to be."""
+        """Return a trial's position; if its parameters are lost, the position that was proposed."""
         if not trial.params:
             return self._asked[trial.number]
         return np.array([one.share(trial.params[name]) for name, one in self.space.items()])

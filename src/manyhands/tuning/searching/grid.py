@@ -1,4 +1,4 @@
-"""Grid search: every combination once; of a range that has no end to its values, ten of them."""
+"""Grid search: every combination once, with ten values of each continuous range."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NUM_VALUES = 10
 
 
 class GridSearch(Searcher):
-    """Goes through all combinations that are allowed, the last parameter fastest."""
+    """Iterate over all allowed combinations, the last parameter fastest."""
 
     def __init__(self, space: Space, objectives: Sequence[Objective], seed: int) -> None:
         super().__init__(space, objectives, seed)

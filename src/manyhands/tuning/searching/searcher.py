@@ -1,7 +1,6 @@
-"""Searchers: who proposes the next parameters. A proposal depends on the seed, the trial's number and what is known.
+"""Base of searchers, which propose parameters depending on the seed, the trial's number and earlier results.
 
-No state is saved: a searcher is asked with the whole history, so a study that was killed goes on with the same
-sequence.
+No state is saved: a searcher gets the whole history, so a study that was killed resumes with the same sequence.
 """
 
 from __future__ import annotations
@@ -17,34 +16,34 @@ from ..space import Space
 from ..trial import Trial
 
 Constraint = Callable[[dict[str, Any]], bool]
-"""Says whether parameters may be tried."""
+"""Returns whether parameters may be tried."""
 
 
 class Searcher(ABC):
-    """Proposes parameters."""
+    """Base class of objects that propose parameters."""
 
     def __init__(self, space: Space, objectives: Sequence[Objective], seed: int) -> None:
         self.space, self.objectives, self.seed = space, objectives, seed
 
     @property
     def size(self) -> int | None:
-        """How many proposals there are; None where there is no end."""
+        """Return the number of possible proposals; None if unlimited."""
         return None
 
     def keep_to(self, constraint: Constraint) -> None:  # noqa: B027 - most are asked again until they do
-        """Leaves out what the constraint does not allow, where all that will be proposed is known."""
+        """Drop proposals that violate the constraint, for searchers that know all proposals beforehand."""
 
     def is_ready(self, number: int, history: Sequence[Trial]) -> bool:
-        """Whether enough is known to propose this trial, or others must end before."""
+        """Return whether enough trials have ended to propose this one."""
         return True
 
     def hear(self, trial: Trial) -> None:  # noqa: B027 - most keep nothing
-        """A trial has ended; when a study goes on, all that had are told again."""
+        """Take a trial that has ended; when a study is resumed, called again for all of them."""
 
     @abstractmethod
     def propose(self, number: int, history: Sequence[Trial], draw: int = 0) -> dict[str, Any]:
-        """The parameters of a trial; another `draw` gives others, where the first ones are not allowed."""
+        """Return the parameters of a trial; another `draw` gives others, if the first ones are not allowed."""
 
     def random(self, number: int, draw: int = 0) -> np.random.Generator:
-        """The random numbers of one proposal."""
+        """Return the random generator of one proposal."""
         return np.random.default_rng([self.seed, number, draw])

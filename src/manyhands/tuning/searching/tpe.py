@@ -1,7 +1,7 @@
-"""Tree-structured Parzen estimators, by Optuna; with several objectives, its form for those.
+"""Tree-structured Parzen estimator (TPE) by Optuna; with several objectives, its multi-objective variant.
 
-What Optuna is shown does not grow with the study: the best trials, the latest others, and those under way. So a
-proposal takes as long after ten thousand trials as after a hundred.
+Optuna sees a window of bounded size: the best trials, the latest others, and running ones. So a proposal takes as
+long after ten thousand trials as after a hundred.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from optuna.trial import FrozenTrial
 
 NUM_BEST = 25
-"""What the estimator takes for good ones, at most."""
+"""Maximum number of trials that the estimator counts as good."""
 NUM_OTHERS = 175
 
 
 class TPE(Searcher):
-    """Proposes what looks more like the good trials than like the others."""
+    """Propose parameters that are more like the good trials than like the others."""
 
     def __init__(self, space: Space, objectives: Sequence[Objective], seed: int) -> None:
         super().__init__(space, objectives, seed)
@@ -39,11 +39,11 @@ class TPE(Searcher):
         }
         self._shown: dict[int, FrozenTrial] = {}
         self._best: list[tuple[bool, float, int]] = []
-        """Of the best trials: infeasible or not, the cost and the number."""
+        """The best trials: whether each is infeasible, its cost and its number."""
 
     def hear(self, trial: Trial) -> None:
         if trial.state == FINISHED:
-            # Of several objectives the first decides which are shown, not which are good.
+            # With several objectives the first one decides which trials are shown, not which are good.
             bisect.insort(self._best, (not trial.is_feasible, self.objectives[0].cost(trial.value), trial.number))
             del self._best[NUM_BEST:]
 
@@ -66,7 +66,7 @@ class TPE(Searcher):
         return {name: chosen[name] for name in self.space}
 
     def _window(self, history: Sequence[Trial]) -> list[Trial]:
-        """The best, the latest others, and what is under way, by number."""
+        """Return the best, the latest others, and the running trials, by number."""
         picked = {number: history[number] for _, _, number in self._best}
         others = 0
         for trial in reversed(history):
@@ -78,7 +78,7 @@ class TPE(Searcher):
         return [picked[number] for number in sorted(picked)]
 
     def _frozen(self, trial: Trial) -> FrozenTrial:
-        """A trial as Optuna sees it; one that was stopped early counts by what it had reached."""
+        """Return a trial in Optuna's form; one that was stopped early counts by its last report."""
         optuna = require_optuna()
         state = {FINISHED: "COMPLETE", STOPPED: "PRUNED", RUNNING: "RUNNING"}[trial.state]
         values = list(trial.values) or None
@@ -105,7 +105,7 @@ class TPE(Searcher):
 
 
 def require_optuna() -> Any:
-    """Optuna, quiet."""
+    """Import and return Optuna with reduced logging."""
     try:
         import optuna
     except ImportError:

@@ -1,4 +1,4 @@
-"""A storage for Optuna that holds what a sampler is to see, and the one trial that is asked for."""
+"""Optuna storage that holds a window of trials and the one that is being proposed."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ def asked(
     trials: list[FrozenTrial],
     distributions: Mapping[str, BaseDistribution],
 ) -> dict[str, Any]:
-    """What a sampler proposes after these trials."""
+    """Return what a sampler proposes after these trials."""
     study = create_study(storage=TrialWindow(trials), sampler=sampler, directions=list(directions))
     return dict(study.ask(dict(distributions)).params)
 
 
 class TrialWindow(BaseStorage):
-    """Some trials, and one more."""
+    """In-memory storage of some trials and a new one."""
 
     def __init__(self, trials: list[FrozenTrial]) -> None:
         self._trials = trials
-        # Optuna finds trials by their place.
+        # Optuna looks trials up by their position.
         self._by_id = {trial._trial_id: trial for trial in trials}
         self._directions: list[StudyDirection] = []
         self._attributes: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Ways of stopping early: one file each, by name."""
+"""Early stopping policies: one file each, by name."""
 
 from ...core import SettingsError
 from .asha import ASHA
@@ -10,7 +10,7 @@ STOPPINGS: dict[str, type[Stopping]] = {"asha": ASHA, "hyperband": Hyperband, "m
 
 
 def as_stopping(stop: Stopping | str | None) -> Stopping:
-    """A policy, its name, or none."""
+    """Return a stopping policy from an object, a name or None."""
     if stop is None:
         return ToTheEnd()
     if isinstance(stop, Stopping):

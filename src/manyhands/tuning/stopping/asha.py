@@ -1,4 +1,4 @@
-"""Successive halving without waiting (ASHA): of those that came to a rung, the best share goes on to the next."""
+"""Asynchronous successive halving (ASHA): of the trials that reached a rung, the best share continues to the next."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from .stopping import GO_ON, PAUSE, Cost, Stopping
 
 @dataclass(frozen=True)
 class ASHA(Stopping):
-    """Rungs at `first`, `first` times `factor`, …; one in `factor` of those that reached a rung goes on.
+    """Rungs at `first`, `first` times `factor`, …; one in `factor` of the trials that reached a rung continues.
 
-    A trial that may not go on yet waits as a checkpoint: when enough others turn out worse, it goes on from there.
+    Other trials are paused with a checkpoint: when enough others turn out worse, they are resumed.
 
     >>> ASHA().rungs(0, 27)
     [1, 3, 9, 27]
@@ -39,14 +39,14 @@ class ASHA(Stopping):
         return [*found, epochs]
 
     def begin(self, number: int, epochs: int) -> int:
-        """A trial's first rung."""
+        """Return a trial's first rung."""
         return self.first
 
     def judge(self, trial: Trial, trials: Sequence[Trial], epochs: int, cost: Cost) -> str:
         return GO_ON if trial.number in self._best(trials, trial.epochs, trial, epochs, cost) else PAUSE
 
     def promoted(self, trials: Sequence[Trial], epochs: int, cost: Cost, waiting: set[int]) -> Trial | None:
-        """The best of those that wait on the highest rung where one may go on."""
+        """Return the best paused trial on the highest rung from which one may continue."""
         best: dict[tuple[int, int], set[int]] = {}  # of every rung once, however many wait on it
         for number in sorted(waiting, key=lambda number: (-trials[number].epochs, number)):
             trial = trials[number]
@@ -58,7 +58,7 @@ class ASHA(Stopping):
         return None
 
     def _best(self, trials: Sequence[Trial], rung: int, of: Trial, epochs: int, cost: Cost) -> set[int]:
-        """The numbers of the best share of all that have come to a rung, among those with the same rungs."""
+        """Return the numbers of the best share of the trials that reached a rung, among those with the same rungs."""
         begin = self.begin(of.number, epochs)
         there = [
             trial

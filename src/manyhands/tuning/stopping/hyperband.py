@@ -1,4 +1,4 @@
-"""Hyperband: several successive halvings side by side, which begin to judge earlier or later."""
+"""Hyperband: several successive halvings in parallel, with different first rungs."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from .asha import ASHA
 
 @dataclass(frozen=True)
 class Hyperband(ASHA):
-    """Brackets of ASHA in turn: as many as there are rungs, each beginning one rung later than the one before.
+    """ASHA brackets, as many as there are rungs, each starting one rung later than the previous one.
 
     >>> [Hyperband().rungs(number, 9) for number in (0, 9, 12)]
     [[1, 3, 9], [3, 9], [9]]
     """
 
     def begin(self, number: int, epochs: int) -> int:
-        """Brackets take turns in proportion to how many trials each can afford for the same number of epochs."""
+        """Return the first rung of a trial's bracket; brackets get trials in proportion to what each can afford."""
         starts = ASHA(self.factor, self.first).rungs(number, epochs)
         shares = [max(1, epochs // start) for start in starts]
         place = number % sum(shares)

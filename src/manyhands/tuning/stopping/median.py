@@ -1,4 +1,4 @@
-"""The median rule: a trial whose best so far is worse than the others' median at that point is stopped."""
+"""Median rule: stop a trial whose best value so far is worse than the median of the others at that point."""
 
 from __future__ import annotations
 
