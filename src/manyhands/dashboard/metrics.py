@@ -37,7 +37,7 @@ class MetricsSample:
     def parse(cls, text: str, t: float) -> MetricsSample:
         """Parse Prometheus' text format.
 
-        >>> look = Look.parse('manyhands_requests_total{model="m",version="1",code="OK"} 3', 0.0)
+        >>> look = MetricsSample.parse('manyhands_requests_total{model="m",version="1",code="OK"} 3', 0.0)
         >>> look.requests
         {('m', '1'): {'OK': 3.0}}
         """

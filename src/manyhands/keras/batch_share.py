@@ -39,9 +39,9 @@ class MicroBatchRows:
 class KerasShare:
     """A replica's rows of a global batch: micro-batches first, then replicas, as everywhere in manyhands.
 
-    >>> [(rows.start, rows.size) for rows in Share.of(7, rank=1, size=2).rows]
+    >>> [(rows.start, rows.size) for rows in KerasShare.of(7, rank=1, size=2).rows]
     [(3, 4)]
-    >>> Share.of(7, rank=1, size=2, micros=2).ids([10, 11, 12, 13, 14, 15, 16])
+    >>> KerasShare.of(7, rank=1, size=2, micros=2).ids([10, 11, 12, 13, 14, 15, 16])
     [11, 12, 15, 16]
     """
 
@@ -75,8 +75,8 @@ class KerasShare:
     def among(cls, counts: list[int], rank: int) -> KerasShare:
         """Return the share of a replica, given each replica's number of rows.
 
-        >>> Share.among([3, 2], 1).rows
-        (Rows(start=3, size=2, total=5, last=True),)
+        >>> KerasShare.among([3, 2], 1).rows
+        (MicroBatchRows(start=3, size=2, total=5, last=True),)
         """
         return cls((MicroBatchRows(sum(counts[:rank]), counts[rank], sum(counts)),))
 

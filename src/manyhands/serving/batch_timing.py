@@ -13,7 +13,7 @@ class BatchTimeModel:
 
     Rows per second would not do: after single-row requests, a full batch would be estimated as that many requests.
 
-    >>> pace = Pace()
+    >>> pace = BatchTimeModel()
     >>> pace.learn(1, 0.005)
     >>> pace.seconds(64)
     0.005

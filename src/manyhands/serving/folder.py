@@ -149,9 +149,9 @@ def require_name(name: str) -> None:
 class VersionPolicy:
     """Which versions are served: a number of latest ones, all, or specific ones.
 
-    >>> Policy.parse("latest:2").wanted({1, 2, 3})
+    >>> VersionPolicy.parse("latest:2").wanted({1, 2, 3})
     {2, 3}
-    >>> Policy.parse("1,3").wanted({1, 2})
+    >>> VersionPolicy.parse("1,3").wanted({1, 2})
     {1}
     """
 
