@@ -22,11 +22,9 @@ lint: $(TOOLS)
 types: $(TOOLS)
 	$(BIN)/mypy
 
-# Tests share two cores with all the processes that they start, kill and cut off: one that fails is tried a second time,
-# and listed, so that chance is seen and does not decide. Files keep the order of tests/conftest.py: by themselves those
-# with few tests, which are often the longest, would go last.
+# Files keep the order of tests/conftest.py: xdist would start those with few tests last, which are often the longest.
 unit: $(TOOLS)
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder -rR --reruns 1
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 bench: $(TOOLS)
 	$(BIN)/python -m benchmarks.step

@@ -1,7 +1,7 @@
 """A step on a GPU: `fit` against the plain loop, torch.compile, Lightning and Accelerate; times and peak memory.
 
 `python -m benchmarks.gpu_step [--quick]`. Everybody trains the same network on the same arrays, which lie on the
-device; blocks of steps are timed from one synchronisation to the next after a warm-up, and medians are compared.
+device; blocks of steps are timed from one synchronization to the next after a warm-up, and medians are compared.
 Everybody's fp32 matrix products run in TF32, as each of these libraries advises on such a GPU.
 """
 

@@ -28,7 +28,8 @@ from manyhands.core import OutOfMemory
 from manyhands.distributed import Device, NullWorld, World, resolve
 from manyhands.graph import kept_bytes, lives
 from manyhands.strategies import keep_all, recompute
-from manyhands.training import Hand, fit_in, host_bytes, limited
+from manyhands.training import Hand, fit_in, host_bytes
+from manyhands.training.memory import limited
 
 from .gpu_works import Block
 from .report import Check, Report, arguments, interleaved

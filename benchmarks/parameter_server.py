@@ -28,9 +28,13 @@ import manyhands as mh
 from manyhands.core import read_events
 from manyhands.distributed import Device, World, current_world
 from manyhands.launcher import LocalEngine
-from manyhands.strategies import served
-from manyhands.strategies.served import messages
-from manyhands.strategies.served.shared_memory import SharedSlots
+from manyhands.parameter_server import messages
+from manyhands.parameter_server.client import ParameterClient
+from manyhands.parameter_server.layout import cut, frames_of, tensor_of
+from manyhands.parameter_server.messages import EndOfWork, JoinRequest, Load, Loaded, ServerList
+from manyhands.parameter_server.server import ParameterShardServer, ServerShard
+from manyhands.parameter_server.shared_memory import SharedSlots
+from manyhands.parameter_server.sockets import Caller, MessageListener, new_context, new_token
 
 from .peers import tensorflow_servers
 from .report import Check, Report, arguments
@@ -285,23 +289,23 @@ class Pair:
     """A server in a process of its own, and a worker here."""
 
     def __init__(self, engine: LocalEngine, serve: Callable[..., Any], may_share: bool) -> None:
-        self._token, self._context = served.new_token(), served.new_context()
-        self._chief = served.MessageListener(self._context, self._token, 60.0)
+        self._token, self._context = new_token(), new_context()
+        self._chief = MessageListener(self._context, self._token, 60.0)
         work = functools.partial(serve, chief=self._chief.address, token=self._token)
         self._job = engine.start(work, [Device("cpu")])
         while (got := self._chief.receive()) is None:
             self._chief.socket.poll(100)
         self._peer, join, _ = got
         self.model = big_network()
-        self.share = served.cut(self.model, 1, whole=False)[0]
-        frames = served.frames_of([torch.zeros(slab.length) for slab in self.share])
+        self.share = cut(self.model, 1, whole=False)[0]
+        frames = frames_of([torch.zeros(slab.length) for slab in self.share])
         slots: list[Any] = [{} for slab in self.share for _ in slab.pieces]
-        self._chief.send(self._peer, served.Load(1, 0, slots, []), frames)
+        self._chief.send(self._peer, Load(1, 0, slots, []), frames)
         while (got := self._chief.receive()) is None:
             self._chief.socket.poll(100)
-        self._client = served.ParameterClient(self.model, [self.share], 0, None, self._token, 60.0)
+        self._client = ParameterClient(self.model, [self.share], 0, None, self._token, 60.0)
         self._client.may_share = may_share
-        self._client.connect(served.ServerList(1, [join.address]))
+        self._client.connect(ServerList(1, [join.address]))
         for parameter in self.model.parameters():
             parameter.grad = torch.full_like(parameter, 0.01)
         self._flat = [torch.zeros(slab.length) for slab in self.share]
@@ -320,18 +324,18 @@ class Pair:
         for room, values in zip(link.pushed, self._flat, strict=True):
             room.copy_(values)
         push = messages.Push(1, 0, 0, link.is_shared, [])
-        link.caller.send(push, [] if link.is_shared else served.frames_of(link.pushed))
+        link.caller.send(push, [] if link.is_shared else frames_of(link.pushed))
         link.caller.expect(60.0)
         link.caller.send(messages.Pull(1, 0, link.is_shared))
         _, frames = link.caller.expect(60.0)
         for index, values in enumerate(self._flat):
-            values.copy_(link.pulled[index] if link.is_shared else served.tensor_of(frames[index], values.dtype))
+            values.copy_(link.pulled[index] if link.is_shared else tensor_of(frames[index], values.dtype))
         return time.perf_counter() - began
 
     def close(self) -> None:
         """Ends both."""
         self._client.close()
-        self._chief.send(self._peer, served.EndOfWork())
+        self._chief.send(self._peer, EndOfWork())
         self._job.wait(lambda rank, entry: None, lambda rank, text, stream: print(text))
         self._chief.close()
         self._context.term()
@@ -341,19 +345,19 @@ def serve_network(world: World, chief: str, token: bytes) -> None:
     """The real server, with plain SGD."""
     torch.set_num_threads(1)
     model = big_network()
-    share = served.cut(model, 1, whole=False)[0]
-    shard = served.ServerShard(0, share, model, torch.optim.SGD(model.parameters(), lr=0.1))
-    served.ParameterShardServer(shard, mh.ParameterServer(staleness=None, workers=1), chief, token, 60.0).run()
+    share = cut(model, 1, whole=False)[0]
+    shard = ServerShard(0, share, model, torch.optim.SGD(model.parameters(), lr=0.1))
+    ParameterShardServer(shard, mh.ParameterServer(staleness=None, workers=1), chief, token, 60.0).run()
 
 
 def serve_bare(world: World, chief: str, token: bytes) -> None:
     """A server that only copies."""
     torch.set_num_threads(1)
-    share = served.cut(big_network(), 1, whole=False)[0]
-    context = served.new_context()
-    listener = served.MessageListener(context, token, 60.0)
-    caller = served.Caller(context, token, chief, 60.0)
-    caller.send(served.JoinRequest("server", 0, listener.address))
+    share = cut(big_network(), 1, whole=False)[0]
+    context = new_context()
+    listener = MessageListener(context, token, 60.0)
+    caller = Caller(context, token, chief, 60.0)
+    caller.send(JoinRequest("server", 0, listener.address))
     held = [torch.zeros(slab.length) for slab in share]
     slots: dict[bytes, SharedSlots | None] = {}
     poller = zmq.Poller()
@@ -363,9 +367,9 @@ def serve_bare(world: World, chief: str, token: bytes) -> None:
         ready = dict(poller.poll())
         if caller.socket in ready:
             message, _ = caller.expect(1.0)
-            if isinstance(message, served.EndOfWork):
+            if isinstance(message, EndOfWork):
                 break
-            caller.send(served.Loaded(1))
+            caller.send(Loaded(1))
         while (got := listener.receive()) is not None:
             peer, message, frames = got
             if isinstance(message, messages.Attach):
@@ -374,13 +378,13 @@ def serve_bare(world: World, chief: str, token: bytes) -> None:
             elif isinstance(message, messages.Push):
                 mine = slots.get(peer)
                 for index, room in enumerate(held):
-                    room.copy_(mine.pushed[index] if mine else served.tensor_of(frames[index], room.dtype))
+                    room.copy_(mine.pushed[index] if mine else tensor_of(frames[index], room.dtype))
                 listener.send(peer, messages.Pushed(0, 0, True))
             elif isinstance(message, messages.Pull):
                 mine = slots.get(peer)
                 for index, room in enumerate(held if mine else ()):
                     mine.pulled[index].copy_(room)
-                listener.send(peer, messages.Values(0), [] if mine else served.frames_of(held))
+                listener.send(peer, messages.Values(0), [] if mine else frames_of(held))
     listener.close()
     caller.close()
     context.term()

@@ -112,7 +112,7 @@ def observations(path: Path = DATA) -> list[Observation]:
                 **{"microbatches" if stages > 1 else "accumulate": batch // replicas // micro},
             )
             network = traced(int(number["hidden size"]), int(number["layers"]))
-            workload = Workload(networks={"bf16": network}, batch_size=batch, recorded=False, balanced=False)
+            workload = Workload(networks={"bf16": network}, batch_size=batch, captured=False, balanced=False)
             found.append(Observation(workload, spec, float(number["iteration time (ms)"]) / 1e3))
     return found
 

@@ -17,7 +17,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(os.environ.get("BENCHMARK_RESULTS", Path(__file__).parent / "results"))
 SAME = " again"
 """A contender that runs twice has this behind its second name; how far the two differ is the run's noise."""
 

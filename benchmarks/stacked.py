@@ -1,7 +1,7 @@
 """A hundred networks as one program, against one in the usual loop, one in a CUDA graph, and vmap written by hand.
 
 `python -m benchmarks.stacked [--quick] [--cpu]`. Everybody trains the same networks on the same arrays, which lie on
-the device. Blocks of steps are timed from one synchronisation to the next after a warm-up, and medians are compared. A
+the device. Blocks of steps are timed from one synchronization to the next after a warm-up, and medians are compared. A
 population is timed as people use it: it draws every member's own order, and reads every member's losses. `--cpu` takes
 small networks and a few of them, which shows the form and not the figures. Results are saved after each work.
 """

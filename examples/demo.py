@@ -56,7 +56,7 @@ class Net(nn.Module):
         layers = [nn.Upsample(scale_factor=2, mode="bilinear")]
         for index in range(depth):
             convolution = nn.Conv2d(width if index else 1, width, 3, padding=1, bias=False)
-            # One layer with batch statistics shows that they are synchronised; each costs replicas a meeting.
+            # One layer with batch statistics shows that they are synchronized; each costs replicas a meeting.
             norm = nn.BatchNorm2d(width) if index == 0 else nn.GroupNorm(4, width)
             layers += [convolution, norm, nn.SiLU()]
         self.features = nn.Sequential(*layers, nn.AvgPool2d(4), nn.Flatten())

@@ -1,10 +1,11 @@
 """Where does the time go? A network that is fed too slowly, its profile, and the same one cured.
 
 python examples/profile_digits.py
-manyhands profile examples/profile_digits.py workers=0 --html profile.html
+manyhands profile examples/profile_digits.py workers=0 --html runs/profile.html
 """
 
 import time
+from pathlib import Path
 
 import torch
 import torch.nn as nn
@@ -47,6 +48,7 @@ def task(seconds: float = 0.001, workers: int = 0) -> mh.Task:
 if __name__ == "__main__":
     sick = mh.profile(task, "single", on="cpu", steps=10)
     sick.show()
-    sick.save("profile.html")
+    Path("runs").mkdir(exist_ok=True)
+    sick.save("runs/profile.html")
     cured = mh.profile(task, "single", on="cpu", steps=10, params={"seconds": 0.0})
     print(f"waiting for data: {sick.share('input'):.0%} of a step, cured {cured.share('input'):.0%}")

@@ -46,7 +46,7 @@ if __name__ == "__main__":
     study = mh.tune(task, space, trials=TRIALS, epochs=EPOCHS, stop="median", keep=5)
     print(f"best valid_loss {study.best.value:.4f} with {study.best.params}")
 
-    team = mh.ensemble(task, members=5, epochs=20, params={"lr": 1e-1})
-    together, alone = team.calibration()
+    ensemble = mh.ensemble(task, members=5, epochs=20, params={"lr": 1e-1})
+    together, alone = ensemble.calibration()
     print(f"five networks: calibration error {together.error:.4f}, accuracy {together.accuracy:.4f}")
     print(f"one of them:   calibration error {sum(one.error for one in alone) / 5:.4f} in the mean")

@@ -52,7 +52,7 @@ def task(lr: float = 1e-3) -> mh.Task:
 
 def main():
     on = "cuda:0,1" if torch.cuda.device_count() > 1 else "cpu*2"
-    mh.cut(task, mh.Placed(WHERE), on=on).show()  # .show("cut.svg") draws it
+    mh.partition(task, mh.Placed(WHERE), on=on).show()  # .show("partition.svg") draws it
     mh.fit(task, mh.Placed(WHERE), on=on, epochs=EPOCHS)
 
 

@@ -17,6 +17,9 @@ from manyhands.distributed import World, resolve
 from manyhands.launcher import LocalEngine
 from manyhands.testing import no_leaks
 
+from .clean_folder import CleanFolder
+from .watchdog import Watchdog
+
 torch.set_num_threads(1)
 _NEEDS: list[str] = []
 BUDGETS = {
@@ -30,7 +33,7 @@ BUDGETS = {
     "recovery": 2.8,
     "sync": 1.5,
     "strategies": 2.0,
-    "servers": 2.0,
+    "parameter_server": 2.0,
     "profiling": 1.0,
     "cli": 1.5,
     "tuning": 1.7,
@@ -42,7 +45,22 @@ BUDGETS = {
     "test_package.py": 0.75,
     "test_examples.py": 3.0,
 }
-"""Minutes that a room's tests may take on two cores, 0.5 where none is named; longer ones belong to `make bench`."""
+"""Minutes that a package's tests may take on two cores, 0.5 by default; slower tests belong to `make bench`."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Limit the time of every test, and check once, outside xdist's workers, that tests leave no files here."""
+    config.pluginmanager.register(Watchdog())
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(CleanFolder(config.rootpath))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _interruptible() -> Iterator[None]:
+    """Let tests send SIGINT also where it is ignored, as under `nohup … &`; processes that tests start inherit it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(scope="session")
@@ -79,11 +97,12 @@ def _verify(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.fixture(autouse=True)
 def _clean(engine: LocalEngine) -> Iterator[None]:
     threads = torch.get_num_threads()
-    with no_leaks():
+    # Long enough for processes to end on a loaded machine; only a test that leaks waits for it.
+    with no_leaks(patience=20):
         yield
     # Ray puts a handler of its own there.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    assert torch.get_num_threads() == threads, "the threads of whoever comes next are others than before"
+    assert torch.get_num_threads() == threads, "a test changed the number of threads for the tests after it"
 
 
 LONG = ("test_examples.py", "test_benchmarks.py", "test_hosts.py", "test_matrix.py")
@@ -115,19 +134,19 @@ def pytest_testnodedown(node: Any) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Names what could not run here, and how long each room took."""
-    rooms: dict[str, float] = {}
+    """List tests that could not run here, and the time by package."""
+    packages: dict[str, float] = {}
     for reports in terminalreporter.stats.values():
         for report in reports:
             if hasattr(report, "duration"):
                 parts = report.nodeid.split("/")
-                rooms[parts[1].split("::")[0]] = rooms.get(parts[1].split("::")[0], 0.0) + report.duration
-    if rooms:
-        terminalreporter.section("seconds by room")
-        for room, seconds in sorted(rooms.items(), key=lambda pair: -pair[1]):
-            budget = 60 * BUDGETS.get(room, 0.5)
+                packages[parts[1].split("::")[0]] = packages.get(parts[1].split("::")[0], 0.0) + report.duration
+    if packages:
+        terminalreporter.section("seconds by package")
+        for package, seconds in sorted(packages.items(), key=lambda pair: -pair[1]):
+            budget = 60 * BUDGETS.get(package, 0.5)
             mark = "  over its budget" if seconds > budget else ""
-            terminalreporter.write_line(f"{seconds:7.1f} of {budget:4.0f}  {room}{mark}")
+            terminalreporter.write_line(f"{seconds:7.1f} of {budget:4.0f}  {package}{mark}")
     if _NEEDS:
         terminalreporter.section("not run on this machine")
         for line in _NEEDS:

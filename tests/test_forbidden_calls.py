@@ -17,7 +17,7 @@ CALLS = {
 }  # fmt: skip
 _TO_OWN_PROCESSES = "a user's function on its way to processes that this program started, over inherited descriptors"
 _AFTER_PROOF = "objects of the user's own classes between ranks, after the proof of the sender"
-_RAY = "Ray's own transport between its actors, which trusts whoever reaches the Ray cluster"
+_RAY = "Ray's own transport between its actors, which trusts every process that reaches the Ray cluster"
 ALLOWED: dict[str, dict[str, str]] = {
     "cli/launch.py": {"compile": "checks the syntax of the user's own script, and runs nothing"},
     "cli/target.py": {"cloudpickle": "marks the user's own file as one to send by value"},
@@ -71,7 +71,7 @@ def _is_false(node: ast.expr) -> bool:
     return isinstance(node, ast.Constant) and node.value is False
 
 
-def test_what_executes_data_is_used_in_named_files_only() -> None:
+def test_calls_that_execute_data_are_used_only_in_allowed_files() -> None:
     for path in sorted(SOURCE.rglob("*.py")):
         name = str(path.relative_to(SOURCE))
         assert sorted(found(path.read_text()) - set(ALLOWED.get(name, {}))) == [], name
@@ -97,5 +97,5 @@ def test_what_executes_data_is_used_in_named_files_only() -> None:
         ("os.system('ls')", {"os.system"}),
     ],
 )
-def test_every_way_to_execute_data_is_found(text: str, names: set[str]) -> None:
+def test_every_call_that_executes_data_is_detected(text: str, names: set[str]) -> None:
     assert found(text) == names

@@ -1,4 +1,4 @@
-"""The table of rooms: who may import whom. An import that is not in it fails here."""
+"""The layers: which package may import which. An import that the table does not list fails here."""
 
 from __future__ import annotations
 
@@ -15,31 +15,33 @@ MAY_IMPORT: dict[str, set[str]] = {
     "core": set(),
     "distributed": {"core"},
     "launcher": {"core", "distributed"},
-    "diagnostics": {"distributed", "launcher"},
+    "diagnostics": {"core", "distributed", "launcher"},
     "storage": {"core"},
     "data": {"core"},
     "sync": {"core", "distributed"},
     "graph": {"core", "distributed"},
-    "costs": {"core", "graph"},
-    "strategies": {"core", "distributed", "sync", "graph", "costs"},
-    "training": {"core", "distributed", "launcher", "graph", "strategies", "data", "storage"},
-    "vectorized": {"core", "distributed", "storage", "training", "data", "graph"},
+    "capture": {"distributed"},
+    "costs": {"core", "distributed", "graph"},
+    "strategies": {"core", "distributed", "sync", "graph", "capture", "costs"},
+    "training": {"core", "distributed", "launcher", "graph", "capture", "strategies", "data", "storage"},
+    "parameter_server": {"core", "distributed", "launcher", "capture", "strategies", "data", "training"},
+    "vectorized": {"core", "distributed", "storage", "training", "data", "capture"},
     "profiling": {"core", "distributed", "training", "costs"},
     "planning": {"core", "costs"},
     "tuning": {"core", "distributed", "launcher", "storage", "training", "vectorized"},
     "ensembles": {"core", "distributed", "launcher", "storage", "training", "vectorized"},
-    "serving": {"core", "distributed", "launcher", "storage", "graph"},
+    "serving": {"core", "distributed", "launcher", "storage", "capture"},
     "keras": {"core", "distributed", "launcher", "storage", "strategies", "training", "data"},
     "dashboard": {"core"},
     "testing": {"core", "distributed", "launcher", "sync", "strategies", "data", "storage"},
     "cli": EVERYTHING,
     "(root)": EVERYTHING,
 }
-ROOMS = sorted(path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name != "__pycache__")
+PACKAGES = sorted(path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name != "__pycache__")
 
 
 def imports(path: Path) -> Iterator[tuple[int, tuple[str, ...]]]:
-    """Every import of ours in a file: its line, and the path inside the package."""
+    """Return every import of manyhands in a file: its line, and the path inside the package."""
     here = path.relative_to(PACKAGE).parts[:-1]
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom):
@@ -56,40 +58,40 @@ def imports(path: Path) -> Iterator[tuple[int, tuple[str, ...]]]:
                     yield node.lineno, parts[1:]
 
 
-def room_of(path: Path) -> str:
+def package_of(path: Path) -> str:
     parts = path.relative_to(PACKAGE).parts
     return parts[0] if len(parts) > 1 else "(root)"
 
 
-@pytest.mark.parametrize("room", [*ROOMS, "(root)"])
-def test_a_room_imports_only_what_the_table_allows(room: str) -> None:
-    assert room in MAY_IMPORT, f"the room {room!r} is not in the table"
-    files = PACKAGE.glob("*.py") if room == "(root)" else (PACKAGE / room).rglob("*.py")
-    allowed = MAY_IMPORT[room]
+@pytest.mark.parametrize("package", [*PACKAGES, "(root)"])
+def test_packages_import_only_what_the_table_allows(package: str) -> None:
+    assert package in MAY_IMPORT, f"the package {package!r} is not in the table"
+    files = PACKAGE.glob("*.py") if package == "(root)" else (PACKAGE / package).rglob("*.py")
+    allowed = MAY_IMPORT[package]
     wrong = [
         f"{path.relative_to(PACKAGE)}:{line} imports {'.'.join(target)}"
         for path in files
         for line, target in imports(path)
-        if allowed != EVERYTHING and target and target[0] != room and target[0] not in allowed
+        if allowed != EVERYTHING and target and target[0] != package and target[0] not in allowed
     ]
     assert not wrong, "\n".join(wrong)
 
 
-def test_a_room_is_entered_through_its_door() -> None:
+def test_packages_are_imported_through_their_init() -> None:
     wrong = [
-        f"{path.relative_to(PACKAGE)}:{line} reaches past the door of {target[0]}: {'.'.join(target)}"
+        f"{path.relative_to(PACKAGE)}:{line} imports a submodule of {target[0]}: {'.'.join(target)}"
         for path in PACKAGE.rglob("*.py")
         for line, target in imports(path)
-        if len(target) > 1 and target[0] in ROOMS and target[0] != room_of(path)
+        if len(target) > 1 and target[0] in PACKAGES and target[0] != package_of(path)
     ]
     assert not wrong, "\n".join(wrong)
 
 
-def test_there_is_no_ring_of_rooms() -> None:
+def test_packages_have_no_import_cycle() -> None:
     edges = {
-        room: {t[0] for path in (PACKAGE / room).rglob("*.py") for _, t in imports(path) if t and t[0] in ROOMS}
-        - {room}
-        for room in ROOMS
+        name: {t[0] for path in (PACKAGE / name).rglob("*.py") for _, t in imports(path) if t and t[0] in PACKAGES}
+        - {name}
+        for name in PACKAGES
     }
 
     def reach(start: str) -> set[str]:
@@ -101,10 +103,10 @@ def test_there_is_no_ring_of_rooms() -> None:
             todo.extend(new)
         return seen
 
-    assert not [room for room in ROOMS if room in reach(room)]
+    assert not [package for package in PACKAGES if package in reach(package)]
 
 
-def test_every_file_says_what_it_is() -> None:
+def test_every_file_has_a_docstring() -> None:
     without = [
         str(path.relative_to(PACKAGE))
         for path in PACKAGE.rglob("*.py")
@@ -114,7 +116,7 @@ def test_every_file_says_what_it_is() -> None:
     assert not without
 
 
-def test_a_public_class_name_is_defined_once() -> None:
+def test_public_class_names_are_unique() -> None:
     places: dict[str, list[str]] = {}
     for path in sorted(PACKAGE.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

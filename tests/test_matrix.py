@@ -24,7 +24,7 @@ START = {"weight": torch.zeros(3, dtype=torch.float64), "mean": torch.zeros(2), 
 
 
 @pytest.mark.parametrize("network", NETWORKS)
-def test_sample_of_the_matrix(network: str) -> None:
+def test_matrix_sample_has_the_expected_outcomes(network: str) -> None:
     references, entry = References(), find(network)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -38,7 +38,8 @@ def test_sample_of_the_matrix(network: str) -> None:
 
 def test_sample_covers_every_strategy_and_kind() -> None:
     assert {strategy for _, strategy, _ in SAMPLE} == set(SPECS)
-    assert {network.partition(".")[0] for network in NETWORKS} == {"classic", "optimizer", "module", "transformers"}
+    kinds = {"classic", "research", "optimizer", "module", "transformers"}
+    assert {network.partition(".")[0] for network in NETWORKS} == kinds
 
 
 def result(losses: list[float], **changes: Tensor) -> Result:
@@ -60,20 +61,20 @@ def result(losses: list[float], **changes: Tensor) -> Result:
         (result([1.0, 0.5], extra=torch.ones(1)), "extra should not be there"),
     ],
 )
-def test_comparison_finds_what_differs(changed: Result, found: str) -> None:
+def test_comparison_reports_the_first_difference(changed: Result, found: str) -> None:
     said = first_difference(result([1.0, 0.5]), changed, Tolerance())
     assert said.startswith(found)
     assert bool(said) == bool(found)
 
 
-def test_small_gradient_that_is_wrong_is_found() -> None:
+def test_error_in_a_small_gradient_is_detected() -> None:
     start = torch.ones(3, dtype=torch.float64)
     right = Result([1.0], {"gate": start + 1e-7}, {"gate": start}, frozenset({"gate"}))
     wrong = Result([1.0], {"gate": start + 1.07e-7})
     assert "parameter gate differs" in first_difference(right, wrong, Tolerance())
 
 
-def test_reference_is_a_plain_loop() -> None:
+def test_reference_equals_a_plain_training_loop() -> None:
     network = find("classic.mean_square_of_one_layer").network
     task = network.task(seed=3)
     trained = reference.train(task, "fp64")
@@ -89,7 +90,7 @@ def test_reference_is_a_plain_loop() -> None:
     assert len(trained.losses) == 3
 
 
-def test_results_are_kept_by_network_strategy_and_seed(tmp_path: Path) -> None:
+def test_results_are_cached_by_network_strategy_and_seed(tmp_path: Path) -> None:
     path = tmp_path / "cells.jsonl"
     asked = Asked(find("classic.mlp"), "mirrored2", 0, True)
     cell = Cell(network="classic.mlp", strategy="mirrored2", seed=0, outcome=SAME, check="equal")
@@ -106,7 +107,7 @@ def test_results_are_kept_by_network_strategy_and_seed(tmp_path: Path) -> None:
 
 def test_summary_counts_every_outcome() -> None:
     outcomes = {"a": SAME, "b": DIFFERS, "c": CRASHED, "d": HUNG, "e": "left out", "f": "refused"}
-    text = {"f": "TaskError: a loss must be a mean, but got 2; end it with .mean()"}
+    text = {"f": "TaskError: a loss must be a mean, but got 2. End it with .mean()"}
     cells = [
         Cell(network=name, strategy="mirrored2", seed=0, outcome=outcome, text=text.get(name, ""), check="equal")
         for name, outcome in outcomes.items()
@@ -130,7 +131,7 @@ def test_summary_counts_every_outcome() -> None:
 
 @settings(max_examples=15, deadline=None, database=None, derandomize=True)
 @given(made=generated_networks)
-def test_generated_networks_train_and_print_as_what_makes_them(made: Generated) -> None:
+def test_generated_networks_train_and_repr_round_trips(made: Generated) -> None:
     entry = entry_of(repr(made))
     assert eval(repr(made)) == made
     trained = reference.train(entry.network.task(0), "fp64")

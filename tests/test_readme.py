@@ -28,7 +28,7 @@ def row(name: str, case: str, who: str) -> dict[str, float]:
 
 
 def ratio(name: str, case: str, who: str) -> float:
-    """How a contender stands to its case's baseline."""
+    """Return the ratio of a contender to its baseline."""
     return row(name, case, who)["ratio"]
 
 
@@ -77,7 +77,7 @@ def check(name: str, which: str) -> float:
                       f"{check('recovery', 'torchrun_recovered_of_20'):.0f} of 20"]),
     ],
 )  # fmt: skip
-def test_figures_are_those_of_the_results(name: str, figures: list[str]) -> None:
+def test_readme_figures_match_the_benchmark_results(name: str, figures: list[str]) -> None:
     told = " | ".join(text for text, whose in ROWS if whose == name)
     assert told
     for figure in figures:

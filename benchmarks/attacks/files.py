@@ -65,7 +65,7 @@ LINES: dict[str, bytes] = {
     "metrics_of_another_type": b'{"v": 1, "t": 1, "kind": "epoch", "epoch": 0, "step": 1, "metrics": {"a": {}}}',
     "reason_of_another_type": b'{"v": 1, "t": 1, "kind": "failed", "reason": {"a": []}}',
     "plan_without_options": b'{"v": 1, "t": 1, "kind": "plan", "options": [7], "task": 1}',
-    "cut_of_another_type": b'{"v": 1, "t": 1, "kind": "cut", "title": 3, "boxes": [], "arrows": []}',
+    "partition_of_another_type": b'{"v": 1, "t": 1, "kind": "partition", "title": 3, "boxes": [], "arrows": []}',
 }
 """Lines of a log that harm a careless reader."""
 
@@ -292,7 +292,8 @@ def attack_journal(folder: Path, lines: Mapping[int, bytes]) -> list[Outcome]:
         folder: A study's folder with a journal.
         lines: Numbers of lines that end a trial, and what to put there.
     """
-    from manyhands.tuning import JOURNAL, read_journal
+    from manyhands.tuning import read_journal
+    from manyhands.tuning.journal import JOURNAL
 
     whole = (folder / JOURNAL).read_bytes().splitlines(keepends=True)
     wanted = [trial.values for trial in read_journal(folder)[1]]

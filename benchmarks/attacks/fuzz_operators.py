@@ -1,7 +1,9 @@
-"""Calls every allowed operator with hostile arguments and reports those that crash or reach beyond their inputs.
+"""Calls every allowed operator with hostile arguments and reports those that crash, reach beyond their inputs or leak memory.
 
 Inputs lie at the end, or at the beginning, of memory between two pages that nobody may touch, so that a kernel which
-reads or writes beyond them ends its process by a signal. Each operator runs in forked children with limits of memory and time.
+reads or writes beyond them ends its process by a signal. Each call is made twice, with allocators that fill new memory
+with different bytes: a result that differs depends on memory that the kernel did not write, and would show a client
+what other requests left there. Each operator runs in forked children with limits of memory and time.
 
     python -m benchmarks.attacks.fuzz_operators --rounds 200
 """
@@ -34,9 +36,29 @@ from manyhands.storage.operator_list import ALLOWED
 PAGE = mmap.PAGESIZE
 NEVER_CALLED = 3
 """Exit code of a child whose operator refused all arguments."""
+LEAKED = 4
+"""Exit code of a child whose operator returned memory that it did not write."""
 SIZES = (0, 1, 2, 3, 5, 8)
-NUMBERS = (0, 1, 2, 3, -1, -2, 7, 100, 2**31 - 1, 2**31, 2**33, -(2**31), 2**62, -(2**62), 2**63 - 1, -(2**63))
-FLOATS = (0.0, 1.0, -1.0, 0.5, 1e30, -1e30, float("inf"), float("-inf"), float("nan"))
+NUMBERS = (
+    *(0, 1, 2, 3, -1, -2, 7, 100, 2**31 - 1, 2**31, 2**33, -(2**31), 2**62, -(2**62), 2**63 - 1, -(2**63)),
+    *(-3, -8, -100, 2**15, 2**16, 46341, 2**30, 2**32, 2**32 + 1, -(2**32), 3037000500, 2**60, 2**61, 2**61 + 1),
+    0x5555555555555556,
+)
+WRAPPING = (
+    *([2**16, 2**16], [46341, 46341], [2**31, 2], [2**15, 2**16, 1], [2**30, 4], [2**31 - 1, 2**31 - 1]),
+    *([2**32, 2**32], [2**32 + 1, 2**32 - 1], [3037000500, 3037000500], [2**62, 4], [2**61, 8], [2**61 + 1, 8]),
+    *([0x5555555555555556, 3], [2**21, 2**21, 2**22], [2**33, 2**31, 1, 1], [2**63 - 1, 2], [0, 2**63 - 1, 2**63 - 1]),
+    *([-2, -3], [-(2**32), 2**32], [-(2**32), -(2**32)], [-1, -1], [-(2**63), 1], [-(2**63), -1], [2, -3, -4]),
+)
+"""Sizes whose product does not fit 32 or 64 bits, or is positive although some of them are negative."""
+FLOATS = (
+    *(0.0, -0.0, 1.0, -1.0, 0.5, 1e30, -1e30, float("inf"), float("-inf"), float("nan")),
+    *(1e-3, 1e-7, 1e-30, -1e-30, 1.2e-38, 1e-45, -1e-45, 2.3e-308, 5e-324, -5e-324, 3.4e38, 1e300, 1.7e308, -1.7e308),
+    *(2.0**31, -(2.0**31) - 1, 2.0**32, 2.0**53, 2.0**63, -(2.0**63), 2.0**64, 65504.0, 65520.0, 0.999999999999),
+)
+POISONS = (0x55, 0x2A)
+"""Bytes for new memory; as elements of any dtype they are far apart, and finite."""
+M_PERTURB = -6
 DTYPES = (
     (torch.float32,) * 6
     + (torch.int64,) * 4
@@ -90,7 +112,10 @@ _libc.mmap.restype = ctypes.c_void_p
 
 @dataclass(frozen=True)
 class Crash:
-    """An operator that ended its process."""
+    """An operator that ended its process, or whose result had memory in it that it did not write.
+
+    The second is named UNINITIALIZED in place of a signal.
+    """
 
     name: str
     signal: str
@@ -149,8 +174,12 @@ class Generator:
         return self.random.choice(DTYPES) if kind == "ScalarType" else None
 
     def many(self, kind: str, name: str) -> list[Any]:
-        if kind == "int" and self.random.random() < 0.3:
-            return list(self.shape)
+        if kind in ("int", "SymInt"):
+            chance = self.random.random()
+            if chance < 0.3:
+                return list(self.shape)
+            if chance < 0.3 + 0.3 * self.hostile:
+                return list(self.random.choice(WRAPPING))
         return [self.value(kind, name) for _ in range(self.random.choice((0, 1, 1, 2, 2, 3, 4, 6)))]
 
     def integer(self) -> int:
@@ -185,8 +214,12 @@ class Generator:
                 flat.copy_(torch.tensor(values, dtype=dtype))
             elif dtype.is_floating_point or dtype.is_complex:
                 flat.copy_(torch.randn(count).to(dtype))
-                if self.random.random() < 0.2:
-                    flat.copy_(torch.tensor(self.random.choice(FLOATS)).to(dtype))
+                chance = self.random.random()
+                if chance < 0.15:
+                    flat.copy_(torch.tensor(self.random.choice(FLOATS), dtype=torch.float64).to(dtype))
+                elif chance < 0.3:
+                    few = [self.random.choice(FLOATS) for _ in range(count)]
+                    flat.copy_(torch.tensor(few, dtype=torch.float64).to(dtype))
             else:
                 flat.copy_(torch.randint(0, 4, (count,)).to(dtype))
         return flat.view(list(shape))
@@ -205,32 +238,38 @@ class Generator:
 
 
 def fuzz(
-    names: Sequence[str], rounds: int, seconds: float = 20.0, say: Callable[[str], None] = lambda text: None
+    names: Sequence[str],
+    rounds: int,
+    seconds: float = 20.0,
+    say: Callable[[str], None] = lambda text: None,
+    seed: int = 0,
 ) -> list[Crash]:
-    """Return the operators that end their process, each with the arguments that did it."""
+    """Return the operators that end their process or leak memory, each with the arguments that did it."""
     crashes = []
     for name in names:
-        found = _fuzz_one(name, rounds, seconds)
+        found = _fuzz_one(name, rounds, seconds, seed)
         if found is not None:
             say(f"{found.signal} {found.name} {found.arguments}")
             crashes.append(found)
     return crashes
 
 
-def _fuzz_one(name: str, rounds: int, seconds: float) -> Crash | None:
+def _fuzz_one(name: str, rounds: int, seconds: float, seed: int) -> Crash | None:
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
         os.close(reading)
         code = 1
         try:
-            code = _attack(name, rounds, seconds, writing)
+            code = _attack(name, rounds, seconds, seed, writing)
         finally:
             os._exit(code)
     os.close(writing)
     _, status = os.waitpid(pid, 0)
     with os.fdopen(reading, "rb") as file:
         last = file.read().rpartition(b"\0")[2] or b""
+    if os.WIFEXITED(status) and os.WEXITSTATUS(status) == LEAKED:
+        return Crash(name, "UNINITIALIZED", last.decode(errors="replace")[:600])
     if os.WIFEXITED(status) and os.WEXITSTATUS(status) not in (0, NEVER_CALLED):
         raise RuntimeError(f"the fuzzer itself failed on {name}")
     if os.WIFSIGNALED(status) and os.WTERMSIG(status) not in (signal.SIGALRM, signal.SIGKILL):
@@ -238,8 +277,8 @@ def _fuzz_one(name: str, rounds: int, seconds: float) -> Crash | None:
     return None
 
 
-def _attack(name: str, rounds: int, seconds: float, log: int) -> int:
-    """Call an operator again and again; return whether any call went well."""
+def _attack(name: str, rounds: int, seconds: float, seed: int, log: int) -> int:
+    """Call an operator again and again; return whether any call went well, or one leaked memory."""
     warnings.simplefilter("ignore")
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     # Beyond what this process holds already, which is much after other tests.
@@ -254,18 +293,39 @@ def _attack(name: str, rounds: int, seconds: float, log: int) -> int:
     for number in range(rounds):
         if time.monotonic() > until:
             break
-        arguments = Generator(number * 7919 + len(name)).arguments(schema)
-        os.write(log, b"\0" + _told(arguments).encode()[:700])
-        try:
-            with torch.inference_mode():
-                found = operators.checked(name)(**arguments)
-                for one in found if isinstance(found, (tuple, list)) else [found]:
-                    if isinstance(one, Tensor) and one.numel() < 1 << 24:
-                        one.clone().double().sum() if not one.is_complex() else one.clone().abs().sum()
+        numbers = (seed * 1_000_003 + number) * 7919 + len(name)
+        if len(seen := [_called(name, schema, numbers, poison, log) for poison in POISONS]) and None not in seen:
             sane += 1
-        except Exception:  # noqa: S112 (most random arguments are refused)
-            continue
+            # A call that gives different results with equal memory is not deterministic, and leaks nothing.
+            if not _are_close(seen[0], seen[1]) and _are_close(
+                seen[0], _called(name, schema, numbers, POISONS[0], log)
+            ):
+                return LEAKED
     return 0 if sane else NEVER_CALLED
+
+
+def _called(name: str, schema: Any, seed: int, poison: int, log: int) -> list[Tensor] | None:
+    """Return the results of one call, with new memory filled with a byte; None where the call is refused."""
+    arguments = Generator(seed).arguments(schema)
+    os.write(log, b"\0" + _told(arguments).encode()[:700])
+    _libc.mallopt(M_PERTURB, poison ^ 0xFF)
+    try:
+        torch.manual_seed(seed)
+        with torch.inference_mode():
+            found = operators.checked(name)(**arguments)
+            listed = found if isinstance(found, (tuple, list)) else [found]
+            return [one.clone() for one in listed if isinstance(one, Tensor) and 0 < one.numel() < 1 << 22]
+    except Exception:  # (most random arguments are refused)
+        return None
+    finally:
+        _libc.mallopt(M_PERTURB, 0)
+
+
+def _are_close(left: list[Tensor], right: list[Tensor] | None) -> bool:
+    """Whether two results agree; sums may be rounded differently, as their memory is aligned differently."""
+    if right is None or [one.shape for one in left] != [one.shape for one in right]:
+        return False
+    return all(torch.allclose(a, b, 1e-2, 1e-4, equal_nan=True) for a, b in zip(left, right, strict=True))
 
 
 def _told(arguments: dict[str, Any]) -> str:
@@ -284,12 +344,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=200)
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--only", default="")
+    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--part", default="0/1", help="which of how many parts")
     options = parser.parse_args()
     first, step = map(int, options.part.split("/"))
     names = sorted(name for name in ALLOWED if options.only in name)[first::step]
-    crashes = fuzz(names, options.rounds, options.seconds, say=lambda text: print(text, flush=True))
-    print(f"{len(crashes)} of {len(names)} operators crashed")
+    crashes = fuzz(names, options.rounds, options.seconds, lambda text: print(text, flush=True), options.seed)
+    print(f"{len(crashes)} of {len(names)} operators crashed or leaked memory")
     sys.exit(bool(crashes))
 
 

@@ -21,7 +21,7 @@ from manyhands.launcher.joining.token import JoinToken
 from manyhands.launcher.resolvers.hosts_file import HostsFile
 from manyhands.launcher.resolvers.registry import understood
 from manyhands.launcher.resolvers.tf_config import TfConfig
-from manyhands.strategies.served import messages
+from manyhands.parameter_server import messages
 
 from .files import folder
 

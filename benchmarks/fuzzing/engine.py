@@ -129,7 +129,8 @@ def _put(holder: Any, key: Any, value: Any) -> None:
 _VALUES: list[Any] = [
     None, True, False, 0, 1, -1, 2**31, 2**53, 2**63, 10**30, 10**400, 0.5, -0.0, 1e308, math.nan, math.inf, -math.inf,
     "", "x", "\0", "\ud800", "../x", "/etc/passwd", "9" * 400, "<b>", [], {}, [[]], [0], ["x"], {"x": 0}, {"": {}},
-    "start", "steps", "epoch", "log", "plan", "cut", "split", "profiled", "servers", "failed", "team", "routing",
+    "start", "steps", "epoch", "log", "plan", "partition", "split", "profiled", "servers", "failed", "ensemble",
+    "routing",
 ]  # fmt: skip
 _PIECES = [
     b"[" * 1100, b'{"a":' * 1100, b"9" * 4400, b"1e999", b"-1", b"NaN", b"null", b"true", b"\0", b"\xff", b"\n", b'"',

@@ -30,7 +30,8 @@ from manyhands.serving.folder import VersionPolicy, Versions, complete_versions,
 from manyhands.storage import Checkpoint, CheckpointStore, archives, export
 from manyhands.storage.weights import open_weights
 from manyhands.training import Run
-from manyhands.tuning import JOURNAL, Journal, Objective, Trial, read_journal
+from manyhands.tuning import Journal, Objective, Trial, read_journal
+from manyhands.tuning.journal import JOURNAL
 
 SPACE = {"lr": mh.loguniform(1e-4, 1.0)}
 EVENTS = (

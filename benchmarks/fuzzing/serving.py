@@ -16,6 +16,7 @@ import numpy as np
 
 from manyhands.core import RequestRefused, Signature, TensorSpec
 from manyhands.serving.app import Access
+from manyhands.serving.connections import Slot
 from manyhands.serving.http import BadRequest, Connection, HttpListener, Request
 from manyhands.serving.limits import Limits
 from manyhands.serving.protocols import open_inference_grpc, tensorflow_grpc
@@ -120,7 +121,8 @@ def grpc_tensorflow(data: bytes) -> None:
     request = _parsed(data, MESSAGES["PredictRequest"])
     if request is not None:
         with contextlib.suppress(*REFUSED):
-            require_fitting(tensorflow_grpc.read_inputs(request, SUBJECT, LIMITS.body))
+            shapes = tensorflow_grpc.read_shapes(request, SUBJECT, LIMITS.body)
+            require_fitting(tensorflow_grpc.read_inputs(request, SUBJECT, shapes))
 
 
 TARGETS: dict[str, Callable[[bytes], None]] = {
@@ -225,7 +227,9 @@ def _answer(request: Request) -> None:
 
 async def _talk(data: bytes, size: int) -> bytes:
     listener = HttpListener(_answer, LIMITS, None, Access(AccessToken(None), Sites("127.0.0.1")))
-    connection, transport = Connection(listener), Transport()
+    slot = Slot("127.0.0.1", lambda: None)
+    listener.budget.enter(slot)
+    connection, transport = Connection(listener, slot), Transport()
     connection.connection_made(transport)
     position = 0
     while position < len(data) and not transport.is_over:
@@ -238,7 +242,7 @@ async def _talk(data: bytes, size: int) -> bytes:
     for _ in range(len(data) // 16 + 2):
         await asyncio.sleep(0)
     connection.connection_lost(None)
-    if listener.bodies.num_bytes or listener.connections:
+    if listener.bodies.num_bytes or listener.connections or listener.budget:
         raise AssertionError(f"{listener.bodies.num_bytes} bytes stay counted after the connection")
     return bytes(transport.written)
 

@@ -18,7 +18,7 @@ from manyhands.core import UsageError
 from . import reference
 from .network import Entry, Network
 from .reference import CannotTrain, Result
-from .strategies import POPULATION, devices_of, spec_of, train_population, train_strategy
+from .strategies import POPULATION, TIMEOUT, devices_of, spec_of, train_population, train_strategy
 
 SAME, REFUSED, DIFFERS, CRASHED, HUNG, LEFT_OUT = "same", "refused", "differs", "crashed", "hung", "left out"
 OUTCOMES = (SAME, REFUSED, DIFFERS, CRASHED, HUNG)
@@ -64,6 +64,8 @@ class Cell:
         check: What `mh.check` says: "equal", "different", "not verified", "refused" or "crashed"; empty where it was
             not asked.
         check_text: Its words.
+        verdict: What the run's own verification said; empty where none was reported.
+        torch: The version of torch.
     """
 
     network: str
@@ -76,6 +78,8 @@ class Cell:
     check: str = ""
     check_text: str = ""
     check_seconds: float = 0.0
+    verdict: str = ""
+    torch: str = torch.__version__
 
     @property
     def check_agrees(self) -> bool | None:
@@ -149,6 +153,7 @@ def run_cell(entry: Entry, strategy: str, seed: int, references: References, *, 
     except Exception as error:
         told = _failure(error, steps_in(events))
     told["steps"] = steps_in(events)
+    told["verdict"] = next((entry["text"] for entry in events if entry["kind"] == "verdict"), "")
     told["seconds"] = round(time.perf_counter() - began, 3)
     if checks and strategy != POPULATION:
         told.update(_checked(task, spec))
@@ -172,11 +177,11 @@ def _told(error: Exception) -> str:
 def _checked(task: mh.Task, spec: Any) -> dict[str, Any]:
     began = time.perf_counter()
     try:
-        verdict = mh.check(task, spec, on=devices_of(spec), timeout=15)
+        verdict = mh.check(task, spec, on=devices_of(spec), timeout=TIMEOUT)
         said = {"check": getattr(verdict, "outcome", "equal" if verdict else "different"), "check_text": str(verdict)}
     except UsageError as error:
         # The verb does not take parameter servers at all, which says nothing about the network.
-        is_silent = "parameter servers train with mh.fit" in str(error)
+        is_silent = "parameter servers can only be used by mh.fit" in str(error)
         said = {"check": "" if is_silent else "refused", "check_text": str(error)}
     except Exception as error:
         said = {"check": "crashed", "check_text": _told(error)}

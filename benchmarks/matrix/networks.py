@@ -14,6 +14,12 @@ def _classics() -> Registry:
     return CLASSICS
 
 
+def _research() -> Registry:
+    from .research import RESEARCH
+
+    return RESEARCH
+
+
 def _modules() -> Registry:
     from .modules import module_registry
 
@@ -34,6 +40,7 @@ def _architectures() -> Registry:
 
 KINDS: dict[str, Callable[[], Registry]] = {
     "classic": _classics,
+    "research": _research,
     "optimizer": _optimizers,
     "module": _modules,
     "transformers": _architectures,

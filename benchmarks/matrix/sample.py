@@ -25,12 +25,20 @@ _SAME: dict[str, tuple[str, ...]] = {
     "optimizer.scheduler_StepLR": ("mirrored2",),
     "module.Conv2d": ("mirrored2", "tensor2"),
     "module.GroupNorm": ("sharded2",),
+    "research.recurrent_memory": ("single",),
+    "research.rotary_decoder": ("sharded2",),
+    "research.gradient_accumulated_in_hook": ("sharded2",),
+    "research.margin_of_angles": ("tensor2",),
+    "research.reentrant_checkpoint": ("placed2",),
     "transformers.llama": ("sharded2",),
     "transformers.t5": ("mirrored2",),
 }
 _REFUSED: dict[str, tuple[str, ...]] = {
     "classic.contrastive": ("accumulate2", "mirrored2", "sharded2", "ps1x2"),
     "classic.sum_instead_of_mean": ("mirrored3",),
+    "research.recurrent_memory": ("pipeline2",),
+    "research.full_backward_hooks": ("sharded2", "ps1x2"),
+    "research.meta_learning": ("pipeline2",),
     "classic.sparse_embedding": ("mirrored2",),
 }
 SAMPLE: list[tuple[str, str, str]] = [

@@ -11,6 +11,8 @@ from manyhands.vectorized import Population
 
 from .reference import Result, copied
 
+TIMEOUT = 40
+"""Seconds after which a run or check whose ranks do not answer is ended, also on a busy machine."""
 POPULATION = "population"
 SPECS: dict[str, StrategySpec] = {
     "single": mh.Single(),
@@ -49,5 +51,5 @@ def train_population(task: mh.Task, spec: StrategySpec) -> Result:
 
 def train_strategy(task: mh.Task, spec: StrategySpec, folder: Any, on_event: Any) -> Result:
     """Train a task by `mh.fit`, quietly."""
-    run = mh.fit(task, spec, on=devices_of(spec), folder=folder, progress=False, log_to=on_event, timeout=15)
+    run = mh.fit(task, spec, on=devices_of(spec), folder=folder, progress=False, log_to=on_event, timeout=TIMEOUT)
     return Result(run.losses, run.state_dict())

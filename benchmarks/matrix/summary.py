@@ -92,6 +92,8 @@ def report(table: Table, *, quick: bool, seed: int) -> Report:
     made.checks = checks(table, whole=not quick)
     made.picture = picture(table)
     made.notes = {"seed": seed, "letters": _legend(), "strategies": ",".join(table.strategies)}
+    made.notes["torch"] = ", ".join(sorted({cell.torch for cell in table.counted}))
+    made.notes["verified by fit"] = sum(cell.verdict.startswith("verified") for cell in table.counted)
     made.notes |= {f"counts {name}": _said(table.counts(name)) for name in table.strategies}
     made.notes |= {f"left out {name}": text[:200] for name, text in table.left_out.items()}
     made.notes |= {name: table.letters(name) for name in table.networks if name not in table.left_out}
@@ -150,7 +152,7 @@ def page(table: Table) -> str:
 
 def _reason(text: str) -> str:
     """Return the rule of a refusal, without the values that were given."""
-    return re.split(r", but got |; ", text.partition(": ")[2])[0]
+    return re.split(r", but got |\. (?=[A-Z])", text.partition(": ")[2])[0]
 
 
 def _plain(text: str) -> str:

@@ -34,13 +34,14 @@ with strategy.scope():
         metrics=["accuracy"],
     )
 
+os.makedirs("runs", exist_ok=True)
 model.fit(
     images[train],
     labels[train],
     batch_size=100,
     epochs=int(os.environ.get("EPOCHS", "5")),
     verbose=0,
-    callbacks=[keras.callbacks.ModelCheckpoint("digits.keras", monitor="loss", save_best_only=True)],
+    callbacks=[keras.callbacks.ModelCheckpoint("runs/digits.keras", monitor="loss", save_best_only=True)],
 )
 loss, accuracy = model.evaluate(images[test], labels[test], verbose=0)
 if strategy.hand.is_first:

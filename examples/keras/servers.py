@@ -31,11 +31,12 @@ with strategy.scope():
         metrics=["accuracy"],
     )
 
+os.makedirs("runs", exist_ok=True)
 history = model.fit(
     DataLoader(data, batch_size=100, shuffle=True),
     epochs=int(os.environ.get("EPOCHS", "5")),
     verbose=0,
-    callbacks=[keras.callbacks.CSVLogger("servers.csv"), keras.callbacks.ModelCheckpoint("servers.keras")],
+    callbacks=[keras.callbacks.CSVLogger("runs/servers.csv"), keras.callbacks.ModelCheckpoint("runs/servers.keras")],
 )
 if strategy.hand.is_first:
     print(f"{strategy.num_replicas_in_sync} workers, loss {history.history['loss'][-1]:.6f}")

@@ -31,6 +31,7 @@ with strategy.scope():
         metrics=["accuracy"],
     )
 
+os.makedirs("runs", exist_ok=True)
 # Global batches; every worker reads only its own samples of each.
 loader = DataLoader(data, batch_size=100, shuffle=True)
 history = model.fit(
@@ -38,8 +39,8 @@ history = model.fit(
     epochs=int(os.environ.get("EPOCHS", "5")),
     verbose=0,
     shuffle=False,
-    callbacks=[keras.callbacks.BackupAndRestore("backup")],
+    callbacks=[keras.callbacks.BackupAndRestore("runs/backup")],
 )
-model.save("workers.keras")
+model.save("runs/workers.keras")
 if strategy.hand.is_first:
     print(f"{strategy.num_replicas_in_sync} replicas, loss {history.history['loss'][-1]:.6f}")

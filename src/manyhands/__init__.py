@@ -1,6 +1,6 @@
-"""manyhands shares neural networks out among devices and servers.
+"""manyhands distributes neural networks over devices and servers.
 
-Write ordinary single-device PyTorch once; one word, the strategy, changes how it is split.
+Write single-device PyTorch once, and choose a strategy that decides how it is distributed.
 
     import manyhands as mh
     run = mh.fit(task, mh.Mirrored(), epochs=3)
@@ -25,19 +25,19 @@ if TYPE_CHECKING:
         TensorParallel,
         mean,
     )
-    from .cuts import cut
     from .data import bucketed, files
     from .diagnostics import doctor
     from .distributed import Device, devices
-    from .ensembles import Answer, Team, TeamApart
+    from .ensembles import Ensemble, EnsemblePrediction, RemoteEnsemble
+    from .ensembling import ensemble, remote_ensemble
     from .launcher import Join
+    from .partitioning import partition
     from .plans import plan
     from .profiles import profile
     from .serving import Client
     from .storage import load, weights
-    from .strategies import Embedding, on
+    from .strategies import Embedding, place_on
     from .studies import map, tune
-    from .teams import apart, ensemble
     from .training import Callback, Hand, Patience, Run, Sink, hand
     from .tuning import ASHA, Hyperband, Median, Study, Trial, choice, integers, loguniform, uniform
     from .verbs import check, evaluate, explain, fit, launch, predict, replay, route, serve
@@ -54,7 +54,7 @@ __all__ = [
     "map",
     "tune",
     "ensemble",
-    "apart",
+    "remote_ensemble",
     "uniform",
     "loguniform",
     "integers",
@@ -65,11 +65,11 @@ __all__ = [
     "Study",
     "Trial",
     "profile",
-    "Team",
-    "TeamApart",
-    "Answer",
+    "Ensemble",
+    "RemoteEnsemble",
+    "EnsemblePrediction",
     "check",
-    "cut",
+    "partition",
     "evaluate",
     "explain",
     "predict",
@@ -91,7 +91,7 @@ __all__ = [
     "TensorParallel",
     "Pipeline",
     "Placed",
-    "on",
+    "place_on",
     "StrategySpec",
     "sync",
     "Run",
@@ -104,8 +104,8 @@ __all__ = [
     "Join",
 ]
 
-_HOMES = {
-    "cuts": ["cut"],
+_MODULES = {
+    "partitioning": ["partition"],
     "core": [
         "Task",
         "mean",
@@ -124,35 +124,35 @@ _HOMES = {
     "diagnostics": ["doctor"],
     "plans": ["plan"],
     "studies": ["map", "tune"],
-    "ensembles": ["Answer", "Team", "TeamApart"],
-    "teams": ["apart", "ensemble"],
+    "ensembles": ["EnsemblePrediction", "Ensemble", "RemoteEnsemble"],
+    "ensembling": ["ensemble", "remote_ensemble"],
     "tuning": ["ASHA", "Hyperband", "Median", "Study", "Trial", "choice", "integers", "loguniform", "uniform"],
     "profiles": ["profile"],
     "storage": ["load", "weights"],
-    "strategies": ["Embedding", "on"],
+    "strategies": ["Embedding", "place_on"],
     "data": ["files", "bucketed"],
     "training": ["Callback", "Hand", "Patience", "Run", "Sink", "hand"],
     "serving": ["Client"],
     "verbs": ["check", "evaluate", "explain", "fit", "launch", "predict", "replay", "route", "serve"],
 }
-_ROOMS = ("sync",)
-"""Rooms whose names people write themselves: mh.sync.TopK(0.01)."""
+_SUBPACKAGES = ("sync",)
+"""Subpackages that are part of the public interface: mh.sync.TopK(0.01)."""
 _STRATEGIES = ("Mirrored", "Sharded", "TensorParallel", "Pipeline", "Placed")
-_HOME = {name: home for home, names in _HOMES.items() for name in names}
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
-    """Imports a room when it is first asked for, so that `import manyhands` costs nothing by itself."""
+    """Import a module when one of its names is first used, so that `import manyhands` is fast."""
     from importlib import import_module
 
     if name in _STRATEGIES:
-        # The policies are known there, so that a strategy that names another one is refused at once.
+        # Registers the sync policies, so that a strategy with an unknown policy raises at once.
         import_module(".sync", __name__)
-    if name in _ROOMS:
+    if name in _SUBPACKAGES:
         return import_module(f".{name}", __name__)
-    if name not in _HOME:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module 'manyhands' has no attribute {name!r}")
-    return getattr(import_module(f".{_HOME[name]}", __name__), name)
+    return getattr(import_module(f".{_MODULE_OF[name]}", __name__), name)
 
 
 def __dir__() -> list[str]:

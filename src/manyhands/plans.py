@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from . import costs, planning, training, verbs
+from . import costs, parameter_server, planning, training, verbs
 from .core import (
     Event,
     ManyhandsError,
@@ -78,11 +78,17 @@ def plan(
     True
     """
     if precision not in ("fp32", "bf16"):
-        raise SettingsError("a plan is for fp32 or bf16", got=repr(precision), remedy='pass precision="bf16"')
+        raise SettingsError("precision must be fp32 or bf16", got=repr(precision), remedy='pass precision="bf16"')
     if isinstance(tries, bool) or not isinstance(tries, int) or tries < 0:
-        raise SettingsError("tries is a number of plans to measure", got=repr(tries), remedy="pass 3, or 0 for none")
+        raise SettingsError(
+            "tries must be a number of plans to measure",
+            got=repr(tries),
+            remedy="pass for example tries=3, or 0 to measure none",
+        )
     if isinstance(networks, bool) or not isinstance(networks, int) or networks < 1:
-        raise SettingsError("networks is how many are to be trained", got=repr(networks), remedy="pass 1 or more")
+        raise SettingsError(
+            "networks must be the number of networks to train", got=repr(networks), remedy="pass 1 or more"
+        )
     made = as_task(task, params)
     clusters = _listed(cluster)
     search = Search(precision=precision, lossy=lossy, refuses=functools.partial(_refused, task=made))
@@ -110,7 +116,9 @@ def settled(strategy: str | Path, task: Task, on: verbs.On, name: str) -> tuple[
         return training.with_micro_statistics(task, spec), []
     if current_world() is not None:
         raise StrategyError(
-            '"auto" plans before ranks are started', got="a rank", remedy="plan first: mh.plan(task).best.save(...)"
+            'strategy="auto" must be planned before ranks are started',
+            got="a call in a rank",
+            remedy="plan first: mh.plan(task).best.save(...)",
         )
     found = plan(task, on=on)
     assert isinstance(found, Plan)
@@ -190,7 +198,9 @@ class Bench:
         """Seconds of a step on one device, for a network that could not be traced."""
         seconds = self._seconds(StrategySpec(), batch_size=batch_size)
         if isinstance(seconds, str):
-            raise StrategyError("a step must run on one device to be measured", got=seconds, remedy="mend it first")
+            raise StrategyError(
+                "a step must run on one device to be measured", got=seconds, remedy="correct the task first"
+            )
         return seconds
 
     def _seconds(self, spec: StrategySpec, **more: Any) -> float | str:
@@ -231,7 +241,7 @@ class Bench:
         return samples / max(1e-9, time.perf_counter() - began) if samples else None
 
     def _noise(self, batch_size: int) -> float | None:
-        """The gradient noise scale at the first weights, where the loss tells it."""
+        """Return the gradient noise scale at the initial weights, if the loss allows to compute it."""
         small, large = max(1, batch_size // 4), batch_size
         if self._task.loss is None or small == large:
             return None
@@ -248,7 +258,7 @@ def _listed(cluster: ClusterLike | Sequence[ClusterLike] | None) -> list[Cluster
         return None
     given = list(cluster) if isinstance(cluster, list | tuple) else [cluster]
     if not given:
-        raise SettingsError("clusters are compared", got="none", remedy='pass "8 H100" or several')
+        raise SettingsError("at least one cluster is required", remedy='pass for example "8 H100", or several clusters')
     return [found for one in given for found in as_clusters(one)]  # type: ignore[arg-type]
 
 
@@ -293,7 +303,7 @@ def _refused(spec: StrategySpec, task: Task) -> str:
     try:
         require_loss(spec, task.loss is not None)
         if spec.servers:
-            training.check_served(task)
+            parameter_server.check_served(task)
     except UsageError as error:
         return f"not for this task: {error.rule}"
     return ""
@@ -315,7 +325,7 @@ def _chip_of(device: Device) -> Chip:
 
 
 def _left_over(cluster: Cluster, seen: Sequence[Observation], workload: Workload) -> Correction:
-    """A cache that is full makes a step more than twice as long as half of it: no constant says so, the steps do.
+    """Return the measured slowdown of a full cache, which makes a step more than twice as long as half of its batch.
 
     Devices that share a machine are calibrated while all of them work, which has it already.
     """

@@ -12,14 +12,25 @@ from typing import Any
 import torch
 
 from . import costs, profiling, training, verbs
-from .core import ManyhandsError, SettingsError, StrategySpec, Task, UsageError, as_task, read_events, task_name
+from .core import (
+    EVENTS,
+    ManyhandsError,
+    SettingsError,
+    StrategySpec,
+    Task,
+    UsageError,
+    as_task,
+    format_bytes,
+    read_events,
+    task_name,
+)
 from .data import Feed, as_source, check_source
 from .distributed import DEFAULT_TIMEOUT, World
 from .profiling import Profile, RankProfile
 from .strategies import require_loss
 
 WARMUP = 3
-"""Steps before those that are counted, where all of them are told."""
+"""Steps before the first counted one, if all steps are reported."""
 ROWS = 8
 """Samples that a network is traced with; operations grow in proportion."""
 
@@ -57,7 +68,9 @@ def profile(
     if isinstance(task, training.Run):
         return _of_run(task)
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-        raise SettingsError("steps is how many are timed", got=repr(steps), remedy="pass 20")
+        raise SettingsError(
+            "steps must be the number of steps to time", got=repr(steps), remedy="pass for example steps=20"
+        )
     return _of_task(task, strategy, on=on, params=params, steps=steps, timeout=timeout)
 
 
@@ -127,11 +140,13 @@ def _hottest(sizes: Sequence[int], num_steps: int) -> list[str]:
     hot = max(range(len(sizes)), key=lambda number: sizes[number])
     share, each = sizes[hot] / sum(sizes), sizes[hot] / max(1, num_steps)
     even = "; the others have as much to do" if share < 1.2 / len(sizes) else ""
-    return [f"server {hot} of {len(sizes)} is the hottest: {share:.0%} of all bytes, {each / 1e6:.3g} MB a step{even}"]
+    return [
+        f"server {hot} of {len(sizes)} is the hottest: {share:.0%} of all bytes, {format_bytes(each, 3)} a step{even}"
+    ]
 
 
 def _probed(world: World, task: Task, spec: StrategySpec, steps: int) -> list[RankProfile]:
-    """What all ranks saw, on each of them: a host is told the results of its own ranks only."""
+    """Return the results of all ranks on every rank, because a host only gets the results of its own ranks."""
     return world.gather_objects(profiling.probe(world, task, spec, steps))
 
 
@@ -159,12 +174,12 @@ def _of_run(run: training.Run) -> Profile:
     taken = run.profile
     if not taken:
         raise UsageError(
-            "a run's profile is what it sampled, one step in fifty",
+            "the run must have been sampled to be profiled",
             got=f"{run.path} without samples",
             remedy="train it with fit(..., profile=True) for more than fifty steps, or profile the task",
         )
     spent: dict[int, dict[str, float]] = {}
-    for entry in read_events(run.path / training.EVENTS):
+    for entry in read_events(run.path / EVENTS):
         if entry["kind"] == "waits":
             spent[entry["rank"]] = entry["seconds"]
     whole = spent.get(0, {})

@@ -1,4 +1,4 @@
-"""The verbs of many networks: `map`, a function on many inputs, and `tune`, a search for the best parameters."""
+"""Public functions `map`, which calls a function on many inputs, and `tune`, a search for the best parameters."""
 
 from __future__ import annotations
 
@@ -28,20 +28,26 @@ def map(
     per_device: int | None = None,
     progress: bool | None = None,
 ) -> list[Any]:
-    """Calls a function on many inputs, in a process on each device; the results come in the inputs' order.
+    """Call a function on many inputs, in processes on all devices, and return the results in the order of the inputs.
 
-    - `on`: where, such as "cuda:0,1", "cpu*2" or "ray://head:10001"; by default what this machine has;
-    - `per_device`: how many processes share a device; by default as many as get the most done, which is measured.
+    Ctrl-C stops all processes. In a process on a GPU, that GPU is the current device.
 
-    An input that fails does not hold the others up: they are all done, and then `ItemsFailed` names it. One whose
-    process dies is tried once more. Ctrl-C ends all processes. In a process on a GPU that GPU is the current device.
+    Args:
+        fn: Function of one input.
+        items: Inputs.
+        on: Devices, such as "cuda:0,1", "cpu*2" or "ray://head:10001"; by default those of this machine.
+        per_device: Processes per device; by default the number with the highest throughput, by measurement.
+        progress: False to display nothing.
+
+    Raises:
+        ItemsFailed: Some inputs failed; raised after all others are done. An input whose process dies is retried once.
 
     >>> import manyhands as mh
     >>> mh.map(lambda n: n * n, [1, 2, 3], on="cpu", per_device=1)
     [1, 4, 9]
     """
     if not callable(fn):
-        raise SettingsError("map calls a function", got=type(fn).__name__, remedy="pass one")
+        raise SettingsError("mh.map needs a function", got=type(fn).__name__, remedy="pass a function of one item")
     _require_number(per_device, "per_device")
     todo = list(items)
     if not todo:
@@ -81,28 +87,34 @@ def tune(
     seed: int = 0,
     progress: bool | None = None,
 ) -> Study:
-    """Searches for the best parameters of a task.
+    """Search for the best parameters of a task.
 
-    - `task`: a function of parameters that makes a Task, or that returns what it measured, a number or a dict of them;
-    - `space`: what they may be: `mh.uniform`, `mh.loguniform`, `mh.integers`, `mh.choice`, or a list of values;
-    - `trials`, `seconds`, `cost`: when to end; `price` is what a device costs in an hour;
-    - `objective`: what is made small, or large: "valid_loss", "valid_score:max", or a list of several;
-    - `epochs`: passes over the data of a trial that is not stopped before;
-    - `search`: "tpe", "random", "grid" or "cma";
-    - `stop`: "asha", "hyperband", "median", or `mh.ASHA(factor=4)` and its like: ends trials that do not look good;
-    - `constraint`: a function of the parameters that says whether they may be tried; `limits`: what a trial may have
-      measured at most, by name, to count;
-    - `params`: the task's other parameters;
-    - `execution`: "stacked" trains many trials as one program, on one device; "processes" one in each; by default what
-      measures better;
-    - `per_device`: how many processes share a device; by default what measures better;
-    - `on`: where, such as "cuda:0,1", "cpu*2" or "ray://head:10001"; by default what this machine has;
-    - `name`, `folder`, `resume`: the study is kept under folder/name, and goes on from there after any crash; "auto"
-      begins it where there is none yet;
-    - `keep`: of how many of the best trials the trained networks stay; so many come to the end, whoever is stopped;
-    - `seed`: of the search; a trial's own randomness is its task's.
+    Ctrl-C stops the study and returns it; it can be resumed.
 
-    Ctrl-C ends the study where it can go on, and returns it.
+    Args:
+        task: A function of parameters that returns a Task, or that returns a measured number or a dict of them.
+        space: Ranges of the parameters: `mh.uniform`, `mh.loguniform`, `mh.integers`, `mh.choice`, or a list of values.
+        trials: Maximum number of trials.
+        objective: Metric to optimize: "valid_loss", "valid_score:max", or a list of several.
+        epochs: Epochs of a trial that is not stopped early.
+        search: "tpe", "random", "grid" or "cma".
+        stop: "asha", "hyperband", "median", or a policy such as `mh.ASHA(factor=4)`, which stops bad trials early.
+        seconds: Maximum duration of the study.
+        cost: Maximum cost of the study; needs `price`.
+        price: Price of a device per hour.
+        constraint: Function of the parameters that returns whether they may be tried.
+        limits: Upper limits of metrics by name; trials that exceed one do not count.
+        params: Other parameters of the task.
+        execution: "stacked" trains many trials as one program on one device, "processes" trains each in its own
+            process; by default the faster one, by measurement.
+        per_device: Processes per device; by default measured.
+        on: Devices, such as "cuda:0,1", "cpu*2" or "ray://head:10001"; by default those of this machine.
+        name: Name of the study.
+        folder: Folder of the studies; the study is saved in folder/name.
+        resume: True to resume the study of that name; "auto" starts it if it does not exist.
+        keep: Number of best trials whose networks are kept; so many trials are always trained to the end.
+        seed: Seed of the search; the seed of a trial is that of its task.
+        progress: False to display nothing.
 
     >>> import tempfile, manyhands as mh
     >>> def bowl(x: float = 0.0) -> float:
@@ -126,9 +138,11 @@ def tune(
     if constraint is not None:
         searcher.keep_to(constraint)
     if searcher.size is None and trials is None and seconds is None and cost is None:
-        raise SettingsError("a study has an end", got="none", remedy="pass trials=, seconds= or cost=")
+        raise SettingsError("a study needs a limit", remedy="pass trials=, seconds= or cost=")
     if execution is not None and execution not in EXECUTIONS:
-        raise SettingsError(f"execution is {' or '.join(EXECUTIONS)}", got=repr(execution), remedy="name one of these")
+        raise SettingsError(
+            f"execution must be {' or '.join(EXECUTIONS)}", got=repr(execution), remedy="choose one of them"
+        )
     ends = [size for size in (trials, searcher.size) if size is not None]
     limit = min(ends, default=None)
     rules = Rules(
@@ -161,7 +175,9 @@ def tune(
             if is_alone and not before:
                 stack = _stack(workshop, searcher, constraint, devices[0], limit, execution, view)
             elif execution == "stacked" and not is_alone:
-                raise SettingsError("a stack is on one device of this machine", got=repr(on), remedy="name one")
+                raise SettingsError(
+                    "execution='stacked' needs one device of this machine", got=repr(on), remedy="pass one device"
+                )
             if not before:
                 journal.begin(path.name, objectives, {**record, "stack": stack})
             executor: Executor
@@ -180,9 +196,9 @@ def tune(
 
 
 def _resumed(folder: str | Path, name: str | None, resume: bool | str) -> bool:
-    """Whether to go on with a study; "auto" does where there is one."""
+    """Return whether to resume a study; "auto" resumes it if it exists."""
     if isinstance(resume, str) and resume != "auto":
-        raise SettingsError('resume is True, False or "auto"', got=repr(resume), remedy="pass one of these")
+        raise SettingsError('resume must be True, False or "auto"', got=repr(resume), remedy="choose one of them")
     return (Path(folder) / name).is_dir() if resume == "auto" and name is not None else bool(resume)
 
 
@@ -211,7 +227,7 @@ def _stack(
         made = workshop.look(tuning.proposed(searcher, constraint, 0, []))
     except SettingsError:
         raise
-    except Exception:  # what it raises is told as a trial's failure
+    except Exception:  # reported as the failure of a trial
         return 1
     if not isinstance(made, Task):
         return 1

@@ -25,8 +25,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import Subset
 
-from . import __version__, training
+from . import __version__, parameter_server, training
 from .core import (
+    EVENTS,
     Event,
     EventLog,
     Predictor,
@@ -102,14 +103,14 @@ def _over_hosts(verb: Callable[P, R]) -> Callable[P, R]:
         timeout: Any = kwargs.get("timeout", DEFAULT_TIMEOUT)
         view = make_view("", cast("bool | None", kwargs.get("progress")), live=False)
         _engine.warm_up()
-        team = on.gather(spec.num_devices, timeout, view.line)
+        joined = on.gather(spec.num_devices, timeout, view.line)
         try:
-            return verb(*args, **{**kwargs, "on": team})  # type: ignore[arg-type]
+            return verb(*args, **{**kwargs, "on": joined})  # type: ignore[arg-type]
         except BaseException as error:
-            team.close(f"{type(error).__name__}: {error}".splitlines()[0])
+            joined.close(f"{type(error).__name__}: {error}".splitlines()[0])
             raise
         finally:
-            team.close("")
+            joined.close("")
 
     return run
 
@@ -147,38 +148,50 @@ def fit(
     profile: bool | int = False,
     verify: bool = True,
 ) -> Run:
-    """Trains a task, split as the strategy says; with one device, and no limit to a CPU's memory, in this very process.
+    """Train a task, distributed over devices by a strategy.
 
-    - `strategy`: `mh.Single()`, `mh.Mirrored(2)`, or text such as "mirrored,accumulate=4"; by default all devices;
-      "auto" plans and takes the pick, "plan.toml" is a pick that was saved;
-    - `epochs`, `steps`: passes over the data, or an end after so many steps;
-    - `on`: where, such as "cuda:0,1", "cpu*2" or "ray://head:10001"; by default what this machine has;
-    - `params`: the task function's own parameters;
-    - `name`, `folder`: the run is kept under folder/name;
-    - `resume`: True with a name, a Run, or a run's path: goes on from the last checkpoint, on any number of devices;
-      "auto" with a name begins the run where there is none yet, so that one program serves the first start and others;
-    - `start_from`: a run, a file of weights, an exported model's or a Hugging Face folder whose weights the
-      network begins with: fresh data, a new optimizer; a resumed run goes on from its checkpoint instead;
-      `mh.weights(path, strict=False)` takes what fits;
-    - `save_every`, `keep`: steps between checkpoints besides the one after each epoch; how many stay besides the best;
-    - `copy_every`: steps between copies, in another rank's memory, of parts of a network that only one rank has;
-    - `stop`: `mh.Patience("valid_loss", 5)`, or several: the run ends when one of them gets no better for so long;
-    - `log_to`: "tensorboard", "wandb", "mlflow", "csv", an `mh.Sink`, a function of an event, or a list of these;
-    - `callbacks`: `mh.Callback` objects; `progress`: False shows nothing; `timeout`: seconds for a healthy operation;
-    - `deterministic`: random numbers, dropout's too, are the same on any number of devices;
-    - `memory`: what each replica may take on its device at most, such as "8GiB";
-    - `fit_in`: chooses the least costly recompute, accumulate, sharding and offload with which a step fits: "24GiB";
-    - `profile`: times one step in fifty (or in as many as you say) by what it does: `run.profile`, `mh.profile(run)`;
-    - `verify`: compares the first two steps, on a float64 copy of the network, with those of one device before
-      training, where that takes a few seconds at most; a difference is refused, `run.verdict` tells the outcome.
+    With one device, and no limit of a CPU's memory, training runs in this process. Ctrl-C stops the run after the
+    current step and returns it. A SIGTERM does the same, and then exits the program.
 
-    Ctrl-C ends the run after the current step and returns it; a SIGTERM does so too, and then ends the program.
+    Args:
+        task: A Task, or a function with defaults that returns one.
+        strategy: `mh.Single()`, `mh.Mirrored(2)`, or a string such as "mirrored,accumulate=4". By default one replica
+            on every device. "auto" plans and uses the best strategy; "plan.toml" is a saved plan.
+        epochs: Number of passes over the data.
+        steps: Number of steps after which training ends, even within an epoch.
+        on: Devices, such as "cuda:0,1", "cpu*2" or "ray://head:10001"; by default those of this machine.
+        params: Parameters of the task function.
+        name: Name of the run; by default the name of the task and the time.
+        folder: Folder of the runs; the run is saved in folder/name.
+        resume: True (with a name), a Run, or the path of a run: resume from its last checkpoint, on any number of
+            devices. "auto" (with a name) starts the run if it does not exist, for programs that are restarted.
+        start_from: A run, a file of weights, an exported model or a Hugging Face folder whose weights initialize the
+            network. Data order and optimizer start fresh. A resumed run uses its checkpoint instead.
+            `mh.weights(path, strict=False)` loads the tensors that fit.
+        save_every: Steps between checkpoints, in addition to one after each epoch.
+        keep: Number of checkpoints to keep, in addition to the best one.
+        copy_every: Steps between copies, in the memory of another rank, of state that only one rank holds.
+        callbacks: `mh.Callback` objects.
+        stop: `mh.Patience("valid_loss", 5)`, or several: stop when one of these metrics does not improve.
+        log_to: "tensorboard", "wandb", "mlflow", "csv", an `mh.Sink`, a function of an event, or a list of these.
+        progress: False to display nothing.
+        timeout: Seconds within which a healthy operation completes.
+        deterministic: Whether random numbers, including dropout, are the same on any number of devices.
+        memory: Memory limit of each replica on its device, such as "8GiB".
+        fit_in: Memory such as "24GiB"; recompute, accumulate, sharding and offload are chosen so that a step fits, at
+            the least cost.
+        profile: Profile one step in fifty (or in the given number), for `run.profile` and `mh.profile(run)`.
+        verify: Before training, compare the first two steps, on a float64 copy of the network, with those of one
+            device, if that takes at most a few seconds. A difference raises TaskError; `run.verdict` has the outcome.
 
-    An event, as a function in `log_to` gets it and events.jsonl keeps it, is a dict with its `kind`, its time `t` and
-    its values: {"kind": "steps", "t": 1767225600.0, "steps": [1, 2], "losses": {"loss": [0.9, 0.8]}, ...} a few times
-    a second, {"kind": "epoch", "epoch": 0, "step": 2, "losses": {...}, "metrics": {"valid_loss": 0.7}, ...}, and
-    "start", "plan", "cut", "verdict", "log", "notice", "skipped", "waits", "parts", "pace", "profile",
-    "straggler", "lost", "recovered", "hang", "checkpoint", "end" or "failed". `manyhands dashboard` shows them.
+    Returns:
+        The trained run.
+
+    An event, as passed to a function in `log_to` and written to events.jsonl, is a dict with its `kind`, its time `t`
+    and its values: {"kind": "steps", "t": 1767225600.0, "steps": [1, 2], "losses": {"loss": [0.9, 0.8]}, ...} a few
+    times per second, {"kind": "epoch", "epoch": 0, "step": 2, "losses": {...}, "metrics": {"valid_loss": 0.7}, ...},
+    and "start", "plan", "partition", "verdict", "log", "notice", "skipped", "waits", "parts", "pace", "profile",
+    "straggler", "lost", "recovered", "hang", "checkpoint", "end" or "failed". `manyhands dashboard` displays them.
 
     >>> import tempfile, torch, manyhands as mh
     >>> task = mh.Task(
@@ -211,20 +224,20 @@ def fit(
     require_loss(spec, made.loss is not None)
     training.check_pieces(made, spec, devices)
     _check_data(made, steps)
-    place = training.place_here() if spec.servers else None
+    place = parameter_server.find_role() if spec.servers else None
     if spec.servers:
-        training.check_served(made)
-        if verify and place is None and training.has_own_optimizer(made):
+        parameter_server.check_served(made)
+        if verify and place is None and parameter_server.has_own_optimizer(made):
             # What a copy computes here does not show how servers update their pieces.
             training.refuse(_check_served(made, spec, devices, timeout))
     if place is not None and profile:
         raise StrategyError(
-            "workers that fit has started tell where their time goes",
-            got=f"{spec} in a cluster that somebody laid out",
-            remedy="leave profile away, or profile the task on one host",
+            "profile=True needs workers that mh.fit has started",
+            got=f"{spec} in an existing cluster",
+            remedy="omit profile, or profile the task on one host",
         )
     if place is not None and not place.is_chief:
-        training.take_part(place, made, spec, devices[0], timeout)
+        parameter_server.run_member(place, made, spec, devices[0], timeout)
         # What follows in the program is for the chief, which has the run.
         raise SystemExit(0)
     training.check_metrics(made, spec.num_parts)
@@ -241,7 +254,7 @@ def fit(
     resume = resume or before is not None
     path = before or _from_first(lambda: new_folder(folder, name, default, resume, may_begin=may_begin), on)
     if source is not None and resume and CheckpointStore(path / training.CHECKPOINTS).steps():
-        notices.append("start_from is for the beginning of a run; this one goes on from its checkpoint")
+        notices.append("start_from is ignored, because the run resumes from its checkpoint")
     job = Job(
         task=made,
         spec=spec,
@@ -261,7 +274,7 @@ def fit(
         verify=verify,
     )
     with (
-        _ending_well(),
+        _defer_sigterm(),
         _recording(job, devices, shown, progress, sinks, task, writes=_is_first(on)) as (view, on_event),
         _holding(_here(on, devices), path.name, lambda text: on_event(0, event("notice", text=text))),
     ):
@@ -285,7 +298,7 @@ def fit(
                 after_loss="regroup",
                 unit=spec.tensor * spec.stages,
             )
-        # Ranks of a host that were left over when whole groups were made have nothing to tell.
+        # Ranks of a host that are not part of a complete group have no result.
         outcomes = outcomes or [ReplicaResult(0, {}, stopped=False)]
         end = outcomes[0]
         if end.servers:
@@ -307,14 +320,19 @@ def launch(
     timeout: float = DEFAULT_TIMEOUT,
     deterministic: bool = False,
 ) -> list[Any]:
-    """Runs `fn(hand)` once per replica; returns what they returned, in rank order.
+    """Run `fn(hand)` once per replica, and return the results in rank order.
 
-    A rank that is killed or lost with its host costs a restart: all of them begin `fn` anew, where `hand.restore` goes
-    on from the last `hand.save`, and a `fit` with its run. After three restarts without a new step it fails; what
-    `fn` raises by itself ends it at once.
+    If a rank or its host fails, all ranks restart `fn`; `hand.restore` resumes from the last `hand.save`, and `fit`
+    resumes its run. After three restarts without a new step the job fails. An exception that `fn` raises ends the job.
 
-    With `deterministic` the network draws the same random numbers on any number of replicas, and so does what stands
-    in `with hand.scope():` or in a function given to `hand.minimize`.
+    Args:
+        fn: Function of a Hand.
+        strategy: Strategy, as for `mh.fit`.
+        on: Devices, as for `mh.fit`.
+        progress: False to display nothing.
+        timeout: Seconds within which a healthy operation completes.
+        deterministic: Whether the network, code in `with hand.scope():`, and functions passed to `hand.minimize` draw
+            the same random numbers on any number of replicas.
 
     >>> launch(lambda hand: hand.rank, "single", on="cpu")
     [0]
@@ -339,7 +357,7 @@ def check(
     params: Mapping[str, Any] | None = None,
     timeout: float = DEFAULT_TIMEOUT,
 ) -> Verdict:
-    """Take two steps in float64, whole and split, and return whether they agree; if not, where and why.
+    """Compare two steps in float64 under a strategy with those on one device, and return where they differ.
 
     Compares losses, gradients, buffers and the weights after each update, in training mode, on rows from all over the
     data. Random numbers are layout-free in both, as with deterministic=True, so that dropout is compared too.
@@ -359,7 +377,7 @@ def check(
             failed = training.fails_in_parts(made, spec, plan, whole)
         if failed is not None:
             return failed
-        split = functools.partial(training.take_steps, task=made, spec=spec, plan=plan)
+        split = functools.partial(training.take_steps, task=made, spec=spec, plan=plan, draws=whole.draws)
         parts = _ask(split, devices, timeout, on=on)[0]
         with _own_randomness():
             verdict = training.judge(made, spec, plan, whole, parts)
@@ -371,14 +389,15 @@ def check(
 
 def _check_served(task: Task, spec: StrategySpec, devices: Sequence[Device], timeout: float) -> Verdict:
     """Verify parameter servers: first the workers' parts one after another here, then on real servers and workers."""
-    training.check_served(task)
-    tables = training.tables_in(task)
+    parameter_server.check_served(task)
+    tables = parameter_server.tables_in(task)
     if tables:
         return Verdict("not verified", spec, why=f"rows of {', '.join(tables)} are on the servers alone")
     with _own_randomness():
         plan = training.plan_of(task, spec)
         rows = Subset(task.data, [row for part in plan for row in part])
-        task = task.replace(data=rows, shuffle=False, batch_size=len(plan[0]), valid=None, metrics={})
+        # Trials do not follow the schedule, which is the same under every strategy.
+        task = task.replace(data=rows, shuffle=False, batch_size=len(plan[0]), valid=None, metrics={}, schedule=None)
         plan = [[*range(len(plan[0]))], [*range(len(plan[0]), len(rows))]]
         whole = training.take_steps(NullWorld(), task, StrategySpec(), plan)
         failed = training.fails_in_parts(task, spec, plan, whole)
@@ -434,29 +453,45 @@ def serve(
     traces: bool = False,
     log: str | Path | None = None,
 ) -> Server | Router:
-    """Serves a folder of exported models, or predictors, on every device; returns when they answer.
+    """Serve a folder of exported models, or predictors, on every device; return when the server is ready.
 
-    - `models`: a folder that is watched for new versions, a Predictor (served as `name`), or a dict of them;
-    - `on`: where, such as "cuda:0,1" or "cpu*2": a replica of every version on each device; on "ray" or
-      "ray://head:10001" servers of one device each are placed on the cluster's hosts, and a router here stands before
-      them: `servers` of them, or "1..4", as many as the load wants. The folder and the token are the same everywhere;
-    - `host`, `http`, `grpc`, `manage`: where to listen; 0 takes any port; beyond this machine a `token` is needed;
-    - `manage_host`: where management listens, for a router on another host; `manage_token` opens it, which must differ
-      from `token`; `manage_grpc`: a port where models can be loaded and unloaded over gRPC too;
-    - `allow`: further names of this server in URLs, and origins such as "https://app.example" of web pages that may
-      use it; requests of all others are refused;
-    - `cert`, `key`, `client_ca`: PEM files for TLS on all listeners; with `client_ca` clients need a certificate too;
-    - `versions`: "latest", "latest:2", "all" or numbers such as "1,3"; `unload_first` ends the old one before the new
-      one is loaded, where a device has no room for both: requests are refused meanwhile;
-    - `max_rows`, `sizes`, `queue_rows`: of a batch, to pad to, that may wait before requests are refused; `queue_mib`:
-      MiB of requests' bodies that may;
-    - `timeout`: seconds for a request; `probation`: seconds in which a new version that fails or is slow is sent back;
-    - `precision`: "bf16" computes in bfloat16 where torch thinks that safe; `compile`: exported networks are compiled
-      when they are loaded, and kept so where that measures faster;
-    - `warmup`: a folder with NAME.jsonl, requests that every version of NAME computes before it takes over; `record`: a
-      folder where a server writes such files; `traces`: a span of OpenTelemetry for every request;
-    - `log`: a folder for the event log and the access log.
+    Args:
+        models: A folder that is watched for new versions, a Predictor (served as `name`), or a dict of Predictors.
+        on: Devices, such as "cuda:0,1" or "cpu*2", each with a replica of every version. On "ray" or
+            "ray://head:10001" servers of one device each run on the hosts of the cluster, behind a router in this
+            process; the folder and the token must be the same on all hosts.
+        servers: Number of servers in a Ray cluster, or a range such as "1..4" that follows the load.
+        name: Name of a single Predictor.
+        host: Address to listen on; addresses other than loopback need a `token`.
+        http: HTTP port; 0 for any free port.
+        grpc: gRPC port; 0 for any free port.
+        manage: Port for management.
+        manage_host: Address for management, for example for a router on another host.
+        manage_grpc: Port for loading and unloading models over gRPC.
+        token: Access token for requests.
+        manage_token: Access token for management, which must differ from `token`.
+        allow: Additional host names of this server, and origins of web pages that may use it, such as
+            "https://app.example". Requests with other names or origins are rejected.
+        cert: Certificate (PEM) for TLS on all ports.
+        key: Key of the certificate (PEM).
+        client_ca: Certificate authority (PEM); clients then need a certificate that it signed.
+        versions: "latest", "latest:2", "all" or numbers such as "1,3".
+        max_rows: Maximum rows of a batch.
+        sizes: Batch sizes to pad to.
+        queue_rows: Rows that may wait before requests are rejected.
+        queue_mib: MiB of request bodies that may wait before requests are rejected.
+        timeout: Timeout of a request in seconds.
+        probation: Seconds in which a new version that fails or is slow is rolled back.
+        precision: "bf16" computes in bfloat16 where autocast considers that safe.
+        compile: Compile exported networks when they are loaded, if that makes them faster.
+        warmup: Folder with files NAME.jsonl of requests that every version of NAME computes before it takes over.
+        record: Folder to which such files are written.
+        unload_first: Unload the old version before the new one is loaded, if a device cannot hold both; requests are
+            rejected during that time.
+        traces: Emit an OpenTelemetry span for every request.
+        log: Folder for the event log and the access log.
 
+    Example:
         server = mh.serve("models")
         server.wait()            # until Ctrl-C; server.stop() lets every request finish
     """
@@ -495,9 +530,9 @@ def serve(
         return _serve_placed(engine, served, devices[0].kind if devices else "cpu", settings, scaling)
     if scaling.most > 1:
         raise SettingsError(
-            "servers are placed in a cluster",
+            "servers= needs a cluster",
             got=f"servers={servers!r} on this machine",
-            remedy='pass on="ray", or start the servers and put mh.route before them',
+            remedy='pass on="ray", or start the servers and use mh.route',
         )
     return Server(served, _engine, devices, settings).start()
 
@@ -510,9 +545,9 @@ def _serve_placed(
 
     if settings.manage_grpc is not None:
         raise SettingsError(
-            "a router is managed over HTTP only",
+            "a router can only be managed over HTTP",
             got=f"manage_grpc={settings.manage_grpc}",
-            remedy="leave manage_grpc out; manyhands models works with all servers together",
+            remedy="omit manage_grpc; manyhands models manages all servers together",
         )
     listening = {each.name: getattr(settings, each.name) for each in dataclasses.fields(ListenSettings)}
     models = models.absolute() if isinstance(models, Path) else models
@@ -539,13 +574,16 @@ def route(
     queue_mib: int = 1024,
     log: str | Path | None = None,
 ) -> Router:
-    """Puts one address in front of several servers; returns when it listens.
+    """Start a router in front of several servers; return when it listens.
 
-    - `backends`: "a:8500,b:8500", the port of each one's gRPC, HTTP and management on the next two ("a:8500/8601/8602"
-      where they are others); a name may stand for several hosts, which are looked up again and again;
-    - `backend_ca`: who signed the backends' certificates, where they have some; the router shows its own;
-    - the others as for `mh.serve`. The same `token` opens the router and the backends, and the same `manage_token`.
+    Args:
+        backends: Servers such as "a:8500,b:8500", with their gRPC ports; HTTP and management use the next two ports
+            ("a:8500/8601/8602" for other ports). A name may resolve to several hosts, and is resolved repeatedly.
+        backend_ca: Certificate authority of the backends, if they use TLS; the router presents its own certificate.
+        host, http, grpc, manage, manage_host, allow, cert, key, client_ca, timeout, queue_mib, log: As for `mh.serve`.
+        token, manage_token: Access tokens of the router, which the backends must accept too.
 
+    Example:
         router = mh.route("a:8500,b:8500", token=token)
         router.wait()
     """
@@ -578,9 +616,9 @@ def explain(
     on: On = None,
     params: Mapping[str, Any] | None = None,
 ) -> SplitTable | Outline:
-    """Which layers go where, what each device holds and sends in a step; nothing is trained, no process is started.
+    """Return where layers are placed, and what each device holds and sends in a step, without training.
 
-    Of a network that is cut in pieces it is the outline that `mh.cut` gives.
+    For a strategy that partitions the network, the result is that of `mh.partition`.
 
     >>> import torch, manyhands as mh
     >>> task = mh.Task(
@@ -611,9 +649,9 @@ def _fitted(task: Task, spec: StrategySpec, memory: int, devices: Sequence[Devic
     """Return the least costly spec that fits into memory, with notices; raise where `fit_in` cannot choose."""
     if task.loss is None or spec.tensor * spec.stages != 1 or spec.servers or not training.can_explain(task):
         raise StrategyError(
-            "fit_in chooses for a task with loss=, on replicas or shards",
+            "fit_in needs a task with loss=, on replicas or shards",
             got=f"{spec}",
-            remedy="leave fit_in away, and set recompute, accumulate and sharding",
+            remedy="omit fit_in, and set recompute, accumulate and sharding",
         )
     with _own_randomness():
         chosen, notices = training.fit_in(task, spec, memory, len(devices), training.host_bytes(devices))
@@ -641,11 +679,11 @@ def evaluate(
     on: On = None,
     timeout: float = DEFAULT_TIMEOUT,
 ) -> dict[str, float]:
-    """The task's loss and metrics of a trained run over some data; the task's validation data by default."""
+    """Return the loss and the metrics of a run over some data; by default over the validation data of its task."""
     task = run.require_task()
     held = task.valid if data is None else data
     if held is None:
-        raise TaskError("evaluate needs data", got="a task without valid=", remedy="pass mh.evaluate(run, data)")
+        raise TaskError("mh.evaluate needs data", got="a task without valid=", remedy="pass mh.evaluate(run, data)")
     training.check_metrics(task, settle(strategy, on)[0].num_parts)
     return _over_data(training.evaluate, run, task, held, strategy, on, timeout)  # type: ignore[no-any-return]
 
@@ -658,9 +696,9 @@ def predict(
     on: On = None,
     timeout: float = DEFAULT_TIMEOUT,
 ) -> Any:
-    """What a trained run predicts for every row of some data, in order; a dict where there are several outputs.
+    """Return the predictions of a run for every row of some data, in order; a dict if there are several outputs.
 
-    Rows whose answers differ in shape, as those of padded texts do, come as a list. Lists of numbers are rows too.
+    Predictions of different shapes, such as those of padded texts, are returned as a list. Lists of numbers are rows.
     """
     if isinstance(run, Predictor):
         return run(data)
@@ -671,9 +709,9 @@ def predict(
 
 
 def replay(run: Run, step: int, *, on: str | Sequence[Device] | None = None) -> Replay:
-    """Takes a committed step of a run again on one device, and compares: it finds corrupt replicas and bad samples.
+    """Repeat a committed step of a run on one device and compare its losses, to find corrupt replicas and bad samples.
 
-    It goes on from the nearest checkpoint before that step, or from the beginning. `mh.Run(path, task)` opens a run.
+    It starts from the nearest checkpoint before that step, or from the beginning. `mh.Run(path, task)` opens a run.
     """
     devices, _ = resolve(on, 1)
     with _own_randomness(), _current_device(devices[0].torch):
@@ -688,7 +726,9 @@ def _planned(
         return strategy, []
     if isinstance(on, Join | JoinedHosts):
         raise StrategyError(
-            "many hosts train by a strategy that all of them are given", got=repr(strategy), remedy="name its pick"
+            "a job on several hosts needs an explicit strategy",
+            got=repr(strategy),
+            remedy="pass the strategy that mh.plan chooses",
         )
     from . import plans  # joins this file to the planner, which few runs need
 
@@ -709,15 +749,17 @@ def settle(
         spec = dataclasses.replace(spec, deterministic=True)
     require_built(spec)
     if isinstance(on, Join):
-        raise SettingsError("fit and launch work on many hosts", got=repr(on.address), remedy="use one of them")
-    place = training.place_here() if spec.servers and with_servers and current_world() is None else None
+        raise SettingsError(
+            "only mh.fit and mh.launch can run on several hosts", got=repr(on.address), remedy="use one of them"
+        )
+    place = parameter_server.find_role() if spec.servers and with_servers and current_world() is None else None
     if place is not None and not isinstance(on, JoinedHosts):
         return place.fitted(spec), [resolve(on, 1)[0][0]] * place.num_workers, []
     world = None if isinstance(on, JoinedHosts) else training.joined_world(on, timeout)
     if spec.servers and (world is not None or isinstance(on, JoinedHosts) or not with_servers):
         raise StrategyError(
-            "parameter servers train with mh.fit, from a program of its own",
-            got=f"{spec} {'in a rank' if with_servers else 'for another verb'}",
+            "parameter servers can only be used by mh.fit in a separate program",
+            got=f"{spec} {'in a rank' if with_servers else 'for another function'}",
             remedy="use mh.Mirrored() here",
         )
     if isinstance(on, JoinedHosts):
@@ -776,7 +818,7 @@ def _serve(
     timeout: float,
     on_event: Callable[[int, Event], None],
     view: View,
-    place: training.ProcessRole | None,
+    place: parameter_server.ProcessRole | None,
 ) -> ReplicaResult:
     """Train with parameter servers: the coordinator runs here, every server and worker is a separate job."""
     line = DirectChannel(lambda entry: on_event(0, entry))
@@ -787,7 +829,7 @@ def _serve(
         contextlib.closing(here),
         _interruptible(lambda: line.hear({"stop": True}), view),
     ):
-        return training.train_served(
+        return parameter_server.train_served(
             here,
             job,
             devices=devices,
@@ -838,8 +880,8 @@ def _recording(
     lock = _locked(job.folder)
     record = _write_record(job, devices, params, task)
     view = make_view(f"{job.spec} on {_place(devices)}", progress) if world is None else View()
-    log = EventLog(job.folder / training.EVENTS)
-    outlets = SinkDispatcher(sinks, About.of(job.folder, job.spec, record, task))
+    log = EventLog(job.folder / EVENTS)
+    dispatcher = SinkDispatcher(sinks, About.of(job.folder, job.spec, record, task))
     stragglers = Stragglers(size=len(devices))
 
     def on_event(rank: int, entry: Event) -> None:
@@ -848,7 +890,7 @@ def _recording(
             record["verdict"] = {name: entry[name] for name in ("outcome", "why", "error")}
             _put_record(job, record)
         view.show(rank, entry)
-        for text in outlets.take(entry):
+        for text in dispatcher.take(entry):
             notice(text)
         for told in stragglers.hear(entry):
             on_event(0, told)
@@ -865,14 +907,14 @@ def _recording(
         yield view, on_event
     except BaseException as error:
         on_event(0, event("failed", reason=f"{type(error).__name__}: {error}"))
-        outlets.close(notice)  # before `_explain`: sinks write to the folder, which it may remove
+        dispatcher.close(notice)  # before `_explain`: sinks write to the folder, which it may remove
         _explain(error, job)
         raise
     finally:
         if world is not None:
             world.line.taps.remove(tap)
         try:
-            outlets.close(notice)
+            dispatcher.close(notice)
         finally:
             view.close()
             log.close()
@@ -889,7 +931,9 @@ def _locked(folder: Path) -> IO[str]:
     except BlockingIOError:
         file.close()
         raise SettingsError(
-            "one program at a time trains a run", got=f"{folder}, which another one holds", remedy="wait for it to end"
+            "only one program at a time can train a run",
+            got=f"{folder}, which another program uses",
+            remedy="wait for it to end",
         ) from None
     return file
 
@@ -899,7 +943,7 @@ def _explain(error: BaseException, job: Job) -> None:
     saved = CheckpointStore(job.folder / training.CHECKPOINTS).steps()
     if saved:
         name = job.folder.name
-        error.add_note(f"{job.folder} is saved at step {saved[-1]}: the name {name!r} with resume goes on from there")
+        error.add_note(f"{job.folder} is saved at step {saved[-1]}; pass name={name!r} and resume=True to resume it")
     elif isinstance(error, UsageError) and not job.resume:
         shutil.rmtree(job.folder, ignore_errors=True)
 
@@ -978,7 +1022,7 @@ def _act(
     computed = (
         task.loss if act is training.evaluate and task.loss is not None else functools.partial(training.answers, task)
     )
-    hand.realise(task.model(), task.make_optimizer, hand.probe(computed, source, size))
+    hand.make_replica(task.model(), task.make_optimizer, hand.probe(computed, source, size))
     hand.replica.load(weights)
     feed = hand.make_feed(source, size, shuffle=False)
     try:
@@ -1049,7 +1093,7 @@ def _ask_to_stop(line: DirectChannel, after_loss: AfterLoss) -> None:
 
 
 @contextlib.contextmanager
-def _ending_well() -> Iterator[None]:
+def _defer_sigterm() -> Iterator[None]:
     """Defer a SIGTERM that was handled inside the enclosed block until the block has ended."""
     if threading.current_thread() is not threading.main_thread() or current_world() is not None:
         yield

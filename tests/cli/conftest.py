@@ -91,7 +91,7 @@ Invoke = Callable[..., Any]
 
 @pytest.fixture(autouse=True)
 def _work_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A folder with a task, a helper beside it and a loop of one's own; what loading them changes is undone."""
+    """Create a folder with a task, a helper module and a custom training loop; undo what loading them changes."""
     for name, text in {"beside": HELPER, "small_task": SMALL, "own_loop": OWN}.items():
         (tmp_path / f"{name}.py").write_text(text)
     monkeypatch.chdir(tmp_path)

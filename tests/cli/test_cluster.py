@@ -23,14 +23,14 @@ from ..launcher.test_tls import Signer
 from .conftest import Invoke
 
 
-def test_a_program_started_by_hand(invoke: Invoke) -> None:
+def test_program_without_launcher_reports_no_cluster(invoke: Invoke) -> None:
     result = invoke("cluster", "small_task.py")
     assert result.exit_code == 0, result.output
     assert "no cluster: this program was started by hand" in result.stdout
     assert "data: 64 samples" in result.stdout
 
 
-def test_what_was_understood_and_from_where(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_detected_cluster_is_printed_with_its_source_variables(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in SAMPLES["mpiexec on one host"][0].items():
         monkeypatch.setenv(name, value)
     result = invoke("cluster")
@@ -44,7 +44,7 @@ def test_what_was_understood_and_from_where(invoke: Invoke, monkeypatch: pytest.
     assert told["reach"][0]["interface"] == "lo"
 
 
-def test_a_host_that_is_not_there_is_a_warning(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_host_is_a_warning_and_exits_with_code_1(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
     roles = {"worker": ["localhost:1", "no-such-host.invalid:1"]}
     monkeypatch.setenv("TF_CONFIG", tf_config(roles)["TF_CONFIG"])
     result = invoke("cluster", "--timeout", 2)
@@ -53,7 +53,9 @@ def test_a_host_that_is_not_there_is_a_warning(invoke: Invoke, monkeypatch: pyte
     assert "; look at its name, its network and its firewall" in result.stdout
 
 
-def test_by_what_hosts_of_a_scheduler_join(invoke: Invoke, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_token_and_tls_used_for_joining_are_printed(
+    invoke: Invoke, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("TF_CONFIG", tf_config({"worker": ["localhost:1", "127.0.0.1:2"]})["TF_CONFIG"])
     assert "hosts join" not in invoke("cluster").stdout
     monkeypatch.setenv("MANYHANDS_TOKEN", "a" * 40)
@@ -65,16 +67,16 @@ def test_by_what_hosts_of_a_scheduler_join(invoke: Invoke, monkeypatch: pytest.M
     (tmp_path / "signer" / "host1" / "tls.key").unlink()
     result = invoke("cluster")
     assert result.exit_code == 1
-    assert "TLS needs a folder with tls.crt, tls.key and ca.crt, in PEM, but got" in result.stdout
+    assert "TLS needs a folder with tls.crt, tls.key and ca.crt, in PEM format, but got" in result.stdout
     assert "a" * 40 not in result.output
     assert json.loads(invoke("cluster", "--json").stdout)["joining"]["token"] == "MANYHANDS_TOKEN"
 
 
-def test_nonsense_is_an_error(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_tf_config_exits_with_code_2(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TF_CONFIG", "{")
     result = invoke("cluster")
     assert result.exit_code == 2
-    assert "TF_CONFIG must be JSON" in result.stderr
+    assert "TF_CONFIG must be valid JSON" in result.stderr
 
 
 SHELL = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
@@ -86,25 +88,26 @@ TWO = {**SHELL, "MASTER_ADDR": "host1", "MASTER_PORT": "29500", "LOCAL_RANK": "0
     [
         (
             tf_config({"chief": ["host1:1", "host2:1"]}, "chief"),
-            "a cluster has one chief, but got host1:1, host2:1; make the others workers",
+            "a cluster must have one chief, but got host1:1, host2:1. Make the others workers",
         ),
         (
             {**TWO, **tf_config({"worker": ["host9:1", "host2:1"]})},
-            "a cluster has one master, but got host1 by torchrun and host9 by TF_CONFIG; set "
+            "a cluster must have one master, but got host1 by torchrun and host9 by TF_CONFIG. Set "
             "MANYHANDS_CLUSTER=torchrun or TF_CONFIG to say which one counts, or clear the other's variables",
         ),
         (
             tf_config({"worker": ["host1:1", "host2:1", "host2:1"]}),
-            "TF_CONFIG names every host once, but got host2:1 twice; take one away, or give it a port of its own",
+            "TF_CONFIG must name every host once, but got host2:1 twice. Remove one of them, or give it a "
+            "different port",
         ),
         (
             {**SLURM, "SLURM_STEP_TASKS_PER_NODE": "1(x3)"},
-            "SLURM's hosts have 5 ranks together, but got 3 (gpu07 1, gpu08 1, big1 1); "
-            "start the missing ranks, or ask for fewer",
+            "SLURM's hosts must have 5 ranks in total, but got 3 (gpu07 1, gpu08 1, big1 1). "
+            "Start the missing ranks, or use fewer",
         ),
     ],
 )
-def test_nonsense_is_told_with_the_host_and_the_remedy(
+def test_invalid_environment_error_names_the_host_and_the_remedy(
     invoke: Invoke, monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], said: str
 ) -> None:
     for name, value in environ.items():
@@ -114,7 +117,9 @@ def test_nonsense_is_told_with_the_host_and_the_remedy(
     assert f"error: {said}" in result.stderr
 
 
-def test_whoever_does_not_come_to_a_meeting_is_named(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rendezvous_error_names_the_occupied_port_or_missing_rank_0(
+    invoke: Invoke, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with listen("127.0.0.1") as taken:
         port = taken.getsockname()[1]
         for name, value in {**SHELL, "MASTER_PORT": str(port)}.items():
@@ -122,19 +127,19 @@ def test_whoever_does_not_come_to_a_meeting_is_named(invoke: Invoke, monkeypatch
         held = invoke("cluster", "--meet", "--timeout", 1)
     assert held.exit_code == 2
     assert (
-        f"error: port {port} of 127.0.0.1 must be free, but got one that another program holds; "
-        "end that program, or choose another port"
+        f"error: port {port} of 127.0.0.1 must be free, but got a port that another program uses. "
+        "Stop that program, or choose another port"
     ) in held.stderr
     monkeypatch.setenv("RANK", "1")
     alone = invoke("cluster", "--meet", "--timeout", 1)
     assert alone.exit_code == 2
     assert (
-        f"error: the first rank must answer {this_host()} within 1 s, but got nobody at 127.0.0.1:{port}; "
-        "start it there, and look at the address, the network and the firewall"
+        f"error: rank 0 must answer {this_host()} within 1 s, but got no answer from 127.0.0.1:{port}. "
+        "Start rank 0 there, and check the address, the network and the firewall"
     ) in alone.stderr
 
 
-def test_ranks_that_are_missing_are_named_with_their_host(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rendezvous_timeout_names_missing_ranks_and_their_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         monkeypatch.setenv(name, "lo")
     with listen("127.0.0.1") as free:
@@ -143,12 +148,12 @@ def test_ranks_that_are_missing_are_named_with_their_host(monkeypatch: pytest.Mo
         meet("127.0.0.1", port, RankInfo(size=3, timeout=1.0), DirectChannel(), names=["host1", "host2", "host3"])
     _kept.clear()
     assert str(caught.value) == (
-        "all 3 ranks must come within 1 s, but got 1, without rank 1 on host2, 2 on host3; "
-        "start the missing ones with the same command, or ask for fewer"
+        "all 3 ranks must connect within 1 s, but got 1, without rank 1 on host2, 2 on host3. "
+        "Start the missing ranks with the same command, or use fewer ranks."
     )
 
 
-def test_what_differs_between_hosts_is_named() -> None:
+def test_differences_between_hosts_are_reported() -> None:
     def facts(rank: int, **changed: Any) -> RankFacts:
         given = {"device": "cpu", "manyhands": "1", "torch": "2.13.0", "python": "3.11.7", "clock": 100.0}
         return RankFacts(rank=rank, host=f"host{rank}", **{**given, **changed})
@@ -168,7 +173,7 @@ def test_what_differs_between_hosts_is_named() -> None:
     ]
 
 
-def test_a_digest_sees_length_and_samples() -> None:
+def test_data_digest_depends_on_length_and_samples() -> None:
     rows = torch.arange(100.0)
     changed = rows.clone()
     changed[99] = 0
@@ -178,20 +183,20 @@ def test_a_digest_sees_length_and_samples() -> None:
 
 
 @pytest.mark.root
-def test_hosts_measure_the_ways_between_them(engine: LocalEngine) -> None:
+def test_hosts_measure_bandwidth_and_latency_of_their_links(engine: LocalEngine) -> None:
     """Bandwidth and latency by host and interface; a host whose data is another is named; one that is not there too."""
 
     def look(world: World) -> Any:
         data = torch.arange(8.0) + (world.rank == 2)
         found = survey(world, data_digest(as_source(data)))
-        knocks = [reach(name, 7, 1.0).seconds is not None for name in ("10.77.0.1", "10.77.0.9")]
-        return [(link.host, link.interface) for link in found.links], found.warnings, found.chosen, knocks
+        probes = [reach(name, 7, 1.0).seconds is not None for name in ("10.77.0.1", "10.77.0.9")]
+        return [(link.host, link.interface) for link in found.links], found.warnings, found.chosen, probes
 
     with NamespaceHosts(3, rate="400mbit") as hosts:
         results = engine.start(hosts.joined(look), resolve("cpu*3")[0], timeout=60).wait(
             lambda rank, entry: None, lambda *line: print(*line)
         )
-    links, warnings, chosen, knocks = results[1]
+    links, warnings, chosen, probes = results[1]
     assert links == [("host2", "eth0"), ("host3", "eth0")]
     assert results[0][:3] == results[2][:3] == results[1][:3]
     assert 10e6 < chosen["host2"].bytes_per_second < 100e6  # 400 Mbit/s are 50 MB/s
@@ -199,4 +204,4 @@ def test_hosts_measure_the_ways_between_them(engine: LocalEngine) -> None:
     assert len(warnings) == 1
     assert "the data differs" in warnings[0]
     assert "on host3" in warnings[0]
-    assert knocks == [True, False]
+    assert probes == [True, False]

@@ -13,7 +13,7 @@ from manyhands.diagnostics import CHECKS
 from .conftest import Invoke
 
 
-def test_this_machine_is_well_enough_for_the_tests(invoke: Invoke, tmp_path: Path) -> None:
+def test_doctor_runs_all_checks_and_leaves_no_files(invoke: Invoke, tmp_path: Path) -> None:
     """The real thing, with two real ranks; nothing may stay behind where it wrote."""
     before = set(tmp_path.iterdir())
     result = invoke("doctor", "--json", "--folder", tmp_path / "runs")
@@ -28,7 +28,7 @@ def test_this_machine_is_well_enough_for_the_tests(invoke: Invoke, tmp_path: Pat
 
 
 @pytest.mark.parametrize(("verdict", "code"), [("ok", 0), ("slow", 0), ("broken", 1)])
-def test_what_is_not_well_comes_with_why_and_the_cure(
+def test_slow_or_broken_finding_is_printed_with_reason_and_remedy(
     verdict: str, code: int, invoke: Invoke, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = [diagnostics.Finding("swap", "all of it", verdict, "steps wait for the disk", "buy memory")]

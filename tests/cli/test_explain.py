@@ -10,18 +10,18 @@ from .conftest import Invoke
 TARGET = "small_task.py"
 
 
-def test_shards_are_a_table(invoke: Invoke) -> None:
+def test_sharded_strategy_is_explained_as_a_table(invoke: Invoke) -> None:
     result = invoke("explain", TARGET, "--strategy", "sharded", "--on", "cpu*2")
     assert result.exit_code == 0
     assert "a device holds" in result.stdout
     told = json.loads(invoke("explain", TARGET, "--strategy", "sharded", "--on", "cpu*2", "--json").stdout)
     assert told["spec"] == {"shards": 2}
     assert told["parameters"] < told["whole"]
-    assert "one device, which shares with nobody" in invoke("explain", TARGET, "--strategy", "sharded").stdout
+    assert "a single device, so nothing is split" in invoke("explain", TARGET, "--strategy", "sharded").stdout
 
 
-def test_pieces_are_drawn(invoke: Invoke, tmp_path: Path) -> None:
-    path = tmp_path / "cut.svg"
+def test_placed_strategy_is_drawn_as_svg(invoke: Invoke, tmp_path: Path) -> None:
+    path = tmp_path / "partition.svg"
     result = invoke("explain", TARGET, "--strategy", "placed", "--on", "cpu*2", "--draw", str(path))
     assert result.exit_code == 0
     assert "pieces on 2 devices" in result.stdout

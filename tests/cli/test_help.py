@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
-import statistics
 import subprocess
 import sys
 from importlib.metadata import version
@@ -35,35 +33,31 @@ def test_help_does_not_import_torch(words: list[str]) -> None:
     assert run(*words).stderr.strip() == "heavy: []"
 
 
-def test_help_answers_quickly() -> None:
-    """In CPU seconds, because other work on a shared machine stretches the clock's."""
-    seconds = []
-    for _ in range(5):
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        run("--help")
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-    assert statistics.median(seconds) < 0.5
+def test_help_imports_few_modules() -> None:
+    """Imports are most of the time that `--help` takes."""
+    program = PROGRAM.replace("finally:", "finally:\n    print(len(sys.modules))")
+    done = subprocess.run([sys.executable, "-c", program, "--help"], capture_output=True, text=True, check=True)
+    assert int(done.stdout.splitlines()[-1]) < 450
 
 
-def test_the_version_is_the_package_s(invoke: Invoke) -> None:
+def test_version_matches_the_installed_package(invoke: Invoke) -> None:
     assert invoke("--version").stdout.strip() == f"manyhands {version('manyhands')}"
 
 
-def test_the_first_help_names_every_verb_and_nothing_beside_the_point(invoke: Invoke) -> None:
+def test_top_level_help_lists_every_command(invoke: Invoke) -> None:
     text = invoke("--help").stdout
     assert all(verb in text for verb in VERBS)
     assert "--show-completion" not in text
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_every_verb_has_an_example(verb: str, invoke: Invoke) -> None:
+def test_every_command_help_has_an_example(verb: str, invoke: Invoke) -> None:
     text = invoke(verb, "--help").stdout
     assert "Examples" in text
     assert f"manyhands {verb}" in text.split("Examples")[1]
 
 
-def test_shell_completion_is_there() -> None:
+def test_shell_completion_script_is_printed() -> None:
     # The shell is named, because what started the tests need not be one.
     named = {**os.environ, "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
     command = [sys.executable, "-c", PROGRAM, "--show-completion", "bash"]

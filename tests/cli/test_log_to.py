@@ -10,7 +10,7 @@ import pytest
 from .conftest import Invoke
 
 
-def test_a_run_is_logged_where_the_command_says(invoke: Invoke) -> None:
+def test_log_to_option_writes_csv_and_tensorboard_logs(invoke: Invoke) -> None:
     result = invoke("fit", "small_task.py", "--on", "cpu", "--name", "first", "--log-to", "csv,tensorboard")
     assert result.exit_code == 0, result.output
     assert "train/loss" in Path("runs/first/metrics.csv").read_text()
@@ -18,7 +18,7 @@ def test_a_run_is_logged_where_the_command_says(invoke: Invoke) -> None:
     assert "--log-to csv,tensorboard" in result.stdout
 
 
-def test_the_environment_and_the_file_may_say_it_too(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_log_to_can_be_set_by_environment_or_config_file(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MANYHANDS_LOG_TO", "csv")
     told = json.loads(invoke("fit", "small_task.py", "--on", "cpu", "--name", "first", "--json").stdout)
     assert told["sources"]["log_to"] == "MANYHANDS_LOG_TO"
@@ -29,9 +29,9 @@ def test_the_environment_and_the_file_may_say_it_too(invoke: Invoke, monkeypatch
     assert not Path("runs/second/metrics.csv").exists()
 
 
-def test_a_sink_that_does_not_exist_is_refused_before_the_run(invoke: Invoke) -> None:
+def test_unknown_log_sink_is_rejected_before_the_run_starts(invoke: Invoke) -> None:
     result = invoke("fit", "small_task.py", "--on", "cpu", "--name", "first", "--log-to", "tensorbord")
     assert result.exit_code == 2
     assert "--log-to names csv, tensorboard, wandb, mlflow" in result.stderr
-    assert "but got 'tensorbord'; did you mean 'tensorboard'?" in result.stderr
+    assert "but got 'tensorbord'. Did you mean 'tensorboard'?" in result.stderr
     assert not Path("runs/first").exists()

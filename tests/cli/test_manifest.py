@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from manyhands.launcher import understood
+from manyhands.launcher.resolvers.registry import understood
 
 from .conftest import Invoke
 
@@ -23,7 +23,7 @@ def container(pod: dict[str, Any]) -> dict[str, Any]:
     return dict(found)
 
 
-def test_a_pytorchjob(invoke: Invoke) -> None:
+def test_kubernetes_manifest_is_a_pytorchjob(invoke: Invoke) -> None:
     result = invoke("manifest", "kubernetes", "--hosts", 3, "--image", "reg/x:1", "--claim", "runs", *COMMAND)
     assert result.exit_code == 0, result.output
     job = yaml.safe_load(result.stdout)
@@ -37,7 +37,7 @@ def test_a_pytorchjob(invoke: Invoke) -> None:
     assert {"name": "MANYHANDS_FOLDER", "value": "/runs"} in pod["env"]
 
 
-def test_several_devices_in_a_pod_are_started_by_torchrun(invoke: Invoke) -> None:
+def test_pods_with_several_gpus_are_started_by_torchrun(invoke: Invoke) -> None:
     job = yaml.safe_load(invoke("manifest", "kubernetes", "--hosts", 1, "--gpus", 8, *COMMAND).stdout)
     assert list(job["spec"]["pytorchReplicaSpecs"]) == ["Master"]
     assert job["spec"]["nprocPerNode"] == "8"
@@ -46,7 +46,7 @@ def test_several_devices_in_a_pod_are_started_by_torchrun(invoke: Invoke) -> Non
     ]  # fmt: skip
 
 
-def test_what_a_jobset_sets_is_understood(invoke: Invoke) -> None:
+def test_jobset_environment_is_resolved_as_a_cluster(invoke: Invoke) -> None:
     result = invoke("manifest", "jobset", "--name", "digits", "--hosts", 2, "--gpus", 0, *COMMAND)
     job = yaml.safe_load(result.stdout)
     (part,) = job["spec"]["replicatedJobs"]
@@ -60,7 +60,7 @@ def test_what_a_jobset_sets_is_understood(invoke: Invoke) -> None:
     assert (cluster.num_hosts, cluster.here, cluster.address) == (2, 1, "digits-workers-0-0.digits")
 
 
-def test_an_sbatch_script_is_a_shell_script(invoke: Invoke, tmp_path: Path) -> None:
+def test_slurm_manifest_is_a_runnable_sbatch_script(invoke: Invoke, tmp_path: Path) -> None:
     result = invoke("manifest", "slurm", "--hosts", 4, "--gpus", 8, *COMMAND)
     script = tmp_path / "job.sh"
     script.write_text(result.stdout)
@@ -76,14 +76,14 @@ def test_an_sbatch_script_is_a_shell_script(invoke: Invoke, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("nomad", *COMMAND), "a scheduler is kubernetes, jobset, slurm"),
-        (("slurm",), "a manifest runs a command"),
-        (("slurm", "--hosts", "0", *COMMAND), "--hosts is at least 1"),
-        (("jobset", "--name", "My_Job", *COMMAND), "--name has small letters"),
-        (("slurm", "--time", "soon; rm", *COMMAND), "--time is written like"),
+        (("nomad", *COMMAND), "the scheduler must be one of kubernetes, jobset, slurm"),
+        (("slurm",), "a manifest needs the command to run"),
+        (("slurm", "--hosts", "0", *COMMAND), "--hosts must be at least 1"),
+        (("jobset", "--name", "My_Job", *COMMAND), "--name must consist of lowercase letters"),
+        (("slurm", "--time", "soon; rm", *COMMAND), "--time must be written as"),
     ],
 )
-def test_mistakes_are_said(invoke: Invoke, words: tuple[str, ...], said: str) -> None:
+def test_invalid_manifest_arguments_exit_with_code_2(invoke: Invoke, words: tuple[str, ...], said: str) -> None:
     result = invoke("manifest", *words)
     assert result.exit_code == 2
     assert said in result.stderr

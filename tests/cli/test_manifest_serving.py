@@ -31,7 +31,7 @@ def parts(invoke: Invoke) -> dict[tuple[str, str], Any]:
     return {(part["kind"], part["metadata"]["name"]): part for part in yaml.safe_load_all(result.stdout)}
 
 
-def test_a_pod_is_asked_when_ready_and_finishes_before_it_ends(parts: dict[tuple[str, str], Any]) -> None:
+def test_pod_has_health_probes_and_enough_grace_period(parts: dict[tuple[str, str], Any]) -> None:
     pod = parts["Deployment", "digits"]["spec"]["template"]["spec"]
     (container,) = pod["containers"]
     ports = {port["name"]: port["containerPort"] for port in container["ports"]}
@@ -45,7 +45,7 @@ def test_a_pod_is_asked_when_ready_and_finishes_before_it_ends(parts: dict[tuple
     assert container["resources"]["limits"] == {"nvidia.com/gpu": 1}
 
 
-def test_a_pod_may_do_little(parts: dict[tuple[str, str], Any]) -> None:
+def test_pod_runs_with_restricted_permissions(parts: dict[tuple[str, str], Any]) -> None:
     pod = parts["Deployment", "digits"]["spec"]["template"]["spec"]
     (container,) = pod["containers"]
     assert pod["securityContext"]["runAsNonRoot"]
@@ -61,7 +61,7 @@ def test_a_pod_may_do_little(parts: dict[tuple[str, str], Any]) -> None:
     }
 
 
-def test_it_grows_with_the_queue_and_a_router_finds_its_pods(parts: dict[tuple[str, str], Any]) -> None:
+def test_autoscaler_uses_queue_rows_and_headless_service_exposes_pods(parts: dict[tuple[str, str], Any]) -> None:
     scaling = parts["HorizontalPodAutoscaler", "digits"]["spec"]
     assert (scaling["minReplicas"], scaling["maxReplicas"]) == (2, 6)
     metric = scaling["metrics"][0]["pods"]
@@ -77,17 +77,17 @@ def test_it_grows_with_the_queue_and_a_router_finds_its_pods(parts: dict[tuple[s
 @pytest.mark.parametrize(
     ("words", "error"),
     [
-        (("slurm", "--serve", "--claim", "models"), "--serve makes a manifest for kubernetes"),
+        (("slurm", "--serve", "--claim", "models"), "--serve must be used with kubernetes"),
         (("kubernetes", "--serve", "--claim", "models", "--", "ls"), "without a command"),
-        (("kubernetes", "--serve"), "pass --claim models"),
+        (("kubernetes", "--serve"), "Pass --claim NAME, for example --claim models"),
         (
             ("kubernetes", "--serve", "--claim", "models", "--hosts", "4", "--max-hosts", "2"),
-            "--max-hosts is at least 4",
+            "--max-hosts must be at least 4",
         ),
-        (("kubernetes", "--serve", "--claim", "models", "--queue-rows", "0"), "--queue-rows is at least 1"),
+        (("kubernetes", "--serve", "--claim", "models", "--queue-rows", "0"), "--queue-rows must be at least 1"),
     ],
 )
-def test_mistakes(invoke: Invoke, words: tuple[str, ...], error: str) -> None:
+def test_invalid_serving_manifest_arguments_are_rejected(invoke: Invoke, words: tuple[str, ...], error: str) -> None:
     result = invoke("manifest", *words)
     assert result.exit_code != 0
     assert error in " ".join(result.output.split())
@@ -100,7 +100,7 @@ def instructions() -> list[tuple[str, str]]:
     return [(word, rest) for word, _, rest in (line.partition(" ") for line in joined.splitlines()) if word]
 
 
-def test_the_image_runs_as_nobody_and_serves() -> None:
+def test_docker_image_runs_serve_as_non_root_user() -> None:
     found = instructions()
     last_stage = max(number for number, (word, _) in enumerate(found) if word == "FROM")
     stage = found[last_stage:]
@@ -117,7 +117,7 @@ def test_the_image_runs_as_nobody_and_serves() -> None:
     assert order.index("USER") > max(number for number, word in enumerate(order) if word == "RUN")
 
 
-def test_the_image_is_built_from_what_is_there() -> None:
+def test_docker_image_copies_existing_files_not_ignored() -> None:
     ignored = (ROOT / ".dockerignore").read_text().split()
     for word, rest in instructions():
         if word == "COPY" and not rest.startswith("--from"):

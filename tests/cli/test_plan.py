@@ -8,7 +8,7 @@ from pathlib import Path
 from .conftest import Invoke
 
 
-def test_a_table_and_files(invoke: Invoke, tmp_path: Path) -> None:
+def test_plan_prints_a_table_and_writes_files(invoke: Invoke, tmp_path: Path) -> None:
     cluster = "2 hosts x 8 H100, 100Gb/s, $2/h"
     result = invoke("plan", "small_task.py", "width=32", "--cluster", cluster, "--save", "p.toml", "--html", "p.html")
     assert result.exit_code == 0, result.output
@@ -21,7 +21,7 @@ def test_a_table_and_files(invoke: Invoke, tmp_path: Path) -> None:
     assert "was made for a network of" in again.output
 
 
-def test_json_and_comparison(invoke: Invoke) -> None:
+def test_json_output_compares_two_clusters(invoke: Invoke) -> None:
     result = invoke("plan", "small_task.py", "--cluster", "8 H100", "--cluster", "8 K80", "--json")
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
@@ -29,19 +29,19 @@ def test_json_and_comparison(invoke: Invoke) -> None:
     assert "times as fast as" in found["why"]
 
 
-def test_a_cluster_that_makes_no_sense(invoke: Invoke) -> None:
+def test_cluster_without_network_speed_is_rejected(invoke: Invoke) -> None:
     result = invoke("plan", "small_task.py", "--cluster", "2 hosts x 8 H100")
     assert result.exit_code == 2
-    assert "a network with a speed" in result.output
+    assert "the speed of its network" in result.output
 
 
-def test_a_result_that_has_no_place_is_refused_before_the_work(invoke: Invoke) -> None:
+def test_unwritable_save_path_is_rejected_before_planning(invoke: Invoke) -> None:
     result = invoke("plan", "nowhere.py", "--cluster", "8 H100", "--save", "missing/plan.toml")
     assert result.exit_code == 2
-    assert "--save is a file in a folder that can be written, but got missing/plan.toml" in result.output
+    assert "--save must be a file in a folder that can be written, but got missing/plan.toml" in result.output
 
 
-def test_here(invoke: Invoke) -> None:
+def test_plan_on_local_devices_measures_the_control_strategy(invoke: Invoke) -> None:
     result = invoke("plan", "small_task.py", "--on", "cpu*2", "--tries", "1", "--json")
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)

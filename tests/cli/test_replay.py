@@ -7,7 +7,7 @@ import json
 from .conftest import Invoke
 
 
-def test_a_step_is_taken_again(invoke: Invoke) -> None:
+def test_replayed_step_matches_the_recorded_loss(invoke: Invoke) -> None:
     assert invoke("fit", "small_task.py", "width=4", "--on", "cpu", "--name", "first", "-q").exit_code == 0
     result = invoke("replay", "first@3", "small_task.py", "--on", "cpu")
     assert result.exit_code == 0, result.output
@@ -17,10 +17,10 @@ def test_a_step_is_taken_again(invoke: Invoke) -> None:
     assert len(told["samples"]) == 5
 
 
-def test_mistakes_are_said(invoke: Invoke) -> None:
+def test_invalid_replay_arguments_exit_with_code_2(invoke: Invoke) -> None:
     wrong = invoke("replay", "first", "small_task.py")
     assert wrong.exit_code == 2
     assert "RUN@STEP" in wrong.stderr
-    missing = invoke("replay", "nobody@3", "small_task.py")
+    missing = invoke("replay", "unknown@3", "small_task.py")
     assert missing.exit_code == 2
-    assert "a run is a folder with a run.json" in missing.stderr
+    assert "a run must be a folder with a run.json" in missing.stderr

@@ -1,4 +1,4 @@
-"""`manyhands serve` and `manyhands models` as a person uses them."""
+"""`manyhands serve` and `manyhands models` from the command line."""
 
 from __future__ import annotations
 
@@ -37,9 +37,11 @@ def addresses(process: subprocess.Popen[str]) -> tuple[str, str]:
     raise AssertionError("it did not start")
 
 
-def test_serve_manage_and_end(
+def test_serve_manages_versions_and_shuts_down_cleanly(
     start: Callable[..., subprocess.Popen[str]], invoke: Invoke, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # A server that shares two cores with other tests may take more than the default two seconds to answer.
+    monkeypatch.setattr("manyhands.cli.models.REACH_SECONDS", 60.0)
     exported(1)
     exported(2)
     process = start("serve", "models", "--http", 0, "--grpc", 0, "--manage", 0, "--versions", "all", "--log", "log")
@@ -71,7 +73,7 @@ def test_serve_manage_and_end(
     assert "the port must be free" in taken.output
     assert ".pyx" not in taken.output
     process.send_signal(signal.SIGTERM)
-    assert process.wait(30) == 0
+    assert process.wait(120) == 0
     kinds = [json.loads(line)["kind"] for line in Path("log/events.jsonl").read_text().splitlines()]
     assert kinds[-2:] == ["stopping", "stopped"]
     assert "rolled_back" in kinds
@@ -80,19 +82,19 @@ def test_serve_manage_and_end(
     assert not client.is_ready()
 
 
-def test_a_predictor_of_one_s_own(start: Callable[..., subprocess.Popen[str]]) -> None:
+def test_custom_predictor_from_a_file_is_served(start: Callable[..., subprocess.Popen[str]]) -> None:
     exported(1)
     Path("own.py").write_text(OWN)
     process = start("serve", "own.py:predictor", "--http", 0, "--grpc", 0, "--manage", 0)
     url, _ = addresses(process)
-    # float32, and what numbers are where nobody chose a type.
+    # float32, and the types of numbers without a chosen type.
     for rows in (np.zeros((1, 3), np.float32), np.zeros((1, 3)), [[0, 0, 0]]):
         assert mh.Client(url)("model", rows).tolist() == [[1.0, 1.0, 1.0]]
     process.send_signal(signal.SIGINT)
-    assert process.wait(30) == 0
+    assert process.wait(120) == 0
 
 
-def test_a_server_that_is_not_there_is_said_with_its_address(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_server_error_names_its_address(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("manyhands.cli.models.REACH_SECONDS", 0.01)
     done = invoke("models", "list", "--server", "http://127.0.0.1:9")
     assert done.exit_code == 1
@@ -105,26 +107,26 @@ def test_a_server_that_is_not_there_is_said_with_its_address(invoke: Invoke, mon
         (["serve", "nowhere"], "a folder of models"),
         (["serve", "small_task.py:task"], "an mh.Predictor"),
         (["serve", ".", "--host", "0.0.0.0"], "needs a token"),
-        (["serve", ".", "--versions", "newest"], "versions are latest"),
-        (["serve", ".", "--sizes", "a"], "sizes are numbers"),
+        (["serve", ".", "--versions", "newest"], "versions must be latest"),
+        (["serve", ".", "--sizes", "a"], "--sizes must be numbers separated by commas"),
         (["serve", ".", "--max-rows", "0"], "--max-rows must be at least 1"),
-        (["models", "dance"], "models can list"),
-        (["models", "load"], "a model must be named"),
-        (["models", "split", "a", "b=c"], "a share is"),
+        (["models", "dance"], "the action must be one of list"),
+        (["models", "load"], "a model name is required"),
+        (["models", "split", "a", "b=c"], "a traffic share must be written"),
         (["models", "list", "--server", "nowhere"], "http://host:port"),
-        (["models", "list", "--server", "127.0.0.1:8502"], "write http://127.0.0.1:8502"),
+        (["models", "list", "--server", "127.0.0.1:8502"], "Write http://127.0.0.1:8502"),
         (
             ["serve", "--router", "--backends", "a:8500", "--precision", "bf16", "--warmup", "w"],
-            "a router serves nothing itself",
+            "a router does not serve models itself",
         ),
         (
             ["serve", "models", "--router", "--backends", "a:8500"],
-            "but got models; leave it out, or give it to the backends",
+            "but got models. Omit it, or pass it to the backends",
         ),
         (["serve", "models", "--backends", "a:8500"], "only a router has backends, but got --backends"),
     ],
 )
-def test_mistakes_are_told_before_anything_starts(words: list[str], error: str, invoke: Invoke) -> None:
+def test_invalid_arguments_exit_with_code_2(words: list[str], error: str, invoke: Invoke) -> None:
     done = invoke(*words)
     assert done.exit_code == 2
     assert error in done.output

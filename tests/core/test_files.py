@@ -29,7 +29,7 @@ from manyhands.training import Run, launch_of
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_no_regular_file_is_refused_at_once(tmp_path: Path, kind: str) -> None:
+def test_non_regular_files_are_rejected_without_blocking(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "file"
     plant(path, kind)
     uses: list[Callable[[], object]] = [
@@ -45,7 +45,7 @@ def test_what_is_no_regular_file_is_refused_at_once(tmp_path: Path, kind: str) -
             use()
 
 
-def test_a_file_that_becomes_a_fifo_between_check_and_open_is_refused(
+def test_file_replaced_by_a_fifo_between_check_and_open_is_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "file"
@@ -62,7 +62,7 @@ def test_a_file_that_becomes_a_fifo_between_check_and_open_is_refused(
         read_json(path, 100)
 
 
-def test_links_are_followed_only_where_that_is_asked_for(tmp_path: Path) -> None:
+def test_symlinks_are_followed_only_on_request(tmp_path: Path) -> None:
     (tmp_path / "file").write_text('{"a": 1}')
     (tmp_path / "link").symlink_to("file")
     assert read_json(tmp_path / "link", 100, follow_links=True) == {"a": 1}
@@ -70,7 +70,7 @@ def test_links_are_followed_only_where_that_is_asked_for(tmp_path: Path) -> None
         read_json(tmp_path / "link", 100)
 
 
-def test_a_file_of_more_than_its_limit_is_refused(tmp_path: Path) -> None:
+def test_file_above_the_size_limit_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b" " * 101)
     assert read_file(tmp_path / "file", 101) == b" " * 101
     with pytest.raises(FileError, match="at most 100 bytes"):
@@ -81,18 +81,18 @@ def test_a_file_of_more_than_its_limit_is_refused(tmp_path: Path) -> None:
     "text",
     [b"[" * 200_000, b'{"a":' * 900 + b"1" + b"}" * 900, b"[" * 66 + b"]" * 66, b"\xff", b"\0{", b"9" * 5000, b""],
 )
-def test_json_that_no_program_of_ours_writes_is_refused(text: bytes) -> None:
+def test_invalid_or_hostile_json_is_rejected(text: bytes) -> None:
     with pytest.raises(FileError):
         parse_json(text)
 
 
-def test_json_with_many_brackets_side_by_side_is_read() -> None:
+def test_wide_json_up_to_the_nesting_limit_is_parsed() -> None:
     assert len(parse_json(json.dumps([[] for _ in range(1000)]).encode())) == 1000
     deepest = json.loads("[" * 64 + "]" * 64)
     assert parse_json(json.dumps(deepest).encode()) == deepest
 
 
-def test_damaged_lines_are_skipped_and_counted(tmp_path: Path) -> None:
+def test_corrupted_event_lines_are_skipped_and_counted(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     good = json.dumps(event("end", step=1)).encode()
     path.write_bytes(b"\n".join([good, *LINES.values(), b"x" * (5 << 20), good, b'{"half": ']))
@@ -103,7 +103,7 @@ def test_damaged_lines_are_skipped_and_counted(tmp_path: Path) -> None:
     assert [entry["kind"] for entry in found] == ["end", "pace", "end"]
 
 
-def test_a_short_write_does_not_spoil_the_next_event(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_partial_write_does_not_corrupt_the_next_event(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = EventLog(tmp_path / "events.jsonl")
     real, room = os.write, [1000]
 
@@ -134,7 +134,7 @@ def test_a_short_write_does_not_spoil_the_next_event(tmp_path: Path, monkeypatch
     assert found[1]["text"] == "3 events are missing here: No space left on device"
 
 
-def test_a_write_in_several_pieces_is_one_event(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_write_in_several_pieces_is_one_event(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = EventLog(tmp_path / "events.jsonl")
     real = os.write
     monkeypatch.setattr(os, "write", lambda file, data: real(file, data[:7]))
@@ -150,7 +150,7 @@ def write_all(log: EventLog) -> None:
 
 
 @pytest.mark.root
-def test_events_after_a_full_disk_are_kept(tmp_path: Path) -> None:
+def test_events_written_after_a_full_disk_are_kept(tmp_path: Path) -> None:
     mounted = tmp_path / "disk"
     mounted.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(mounted)], check=True)
@@ -172,7 +172,7 @@ def test_events_after_a_full_disk_are_kept(tmp_path: Path) -> None:
         subprocess.run(["umount", str(mounted)], check=True)
 
 
-def test_a_run_of_damaged_files_is_opened_or_refused_with_a_reason(tmp_path: Path) -> None:
+def test_run_with_corrupted_files_is_opened_or_rejected_with_a_reason(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text('{"spec": {}, "params": {}, "devices": []}')
     epoch = {"epoch": 0, "step": 1, "metrics": {"accuracy": 0.5, "none": None}}
     lines = [*LINES.values(), json.dumps(event("epoch", **epoch)).encode(), b""]

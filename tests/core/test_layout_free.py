@@ -91,7 +91,7 @@ OPERATIONS: dict[str, Callable[[slice], Tensor]] = {
 
 
 @pytest.mark.parametrize("operation", list(OPERATIONS.values()), ids=list(OPERATIONS))
-def test_parts_draw_what_the_whole_does(operation: Callable[[slice], Tensor]) -> None:
+def test_random_draws_of_batch_parts_equal_those_of_the_whole_batch(operation: Callable[[slice], Tensor]) -> None:
     whole = drawn(operation, range(ROWS))
     for cuts in ([0, 2, 6], [0, 1, 4, 6]):
         parts = torch.cat([drawn(operation, range(start, stop)) for start, stop in pairwise(cuts)])
@@ -112,12 +112,12 @@ def test_parts_draw_what_the_whole_does(operation: Callable[[slice], Tensor]) ->
     ],
     ids=["p=0", "evaluation", "p=1", "rrelu in evaluation", "alpha in evaluation", "dropout2d in evaluation"],
 )
-def test_what_draws_nothing_stays_as_it_is(operation: Callable[[], Tensor], plain: Tensor) -> None:
+def test_operations_without_randomness_are_unchanged(operation: Callable[[], Tensor], plain: Tensor) -> None:
     with draws_of(range(ROWS)).drawing():
         torch.testing.assert_close(operation(), plain)
 
 
-def test_what_belongs_to_no_sample_is_the_same_on_every_replica() -> None:
+def test_draws_not_tied_to_a_sample_are_equal_on_all_replicas() -> None:
     weight = nn.Parameter(torch.zeros(2, 3))
 
     def shared() -> list[Tensor]:
@@ -132,14 +132,14 @@ def test_what_belongs_to_no_sample_is_the_same_on_every_replica() -> None:
     assert first[3].sort().values.tolist() == list(range(9))
 
 
-def test_a_borrowed_row_and_a_generator_of_ones_own() -> None:
+def test_padding_row_gets_dropout_and_explicit_generators_are_respected() -> None:
     with draws_of([]).drawing():
         assert F.dropout(torch.ones(1, 100)).unique().tolist() == [0.0, 2.0]
         own = torch.rand(4, generator=generator(3))
     assert torch.equal(own, torch.rand(4, generator=generator(3)))
 
 
-def test_passes_calls_and_micro_batches() -> None:
+def test_draws_differ_between_calls_and_passes_and_follow_micro_batches() -> None:
     draws = draws_of(range(4))
     with draws.drawing():
         first, second = torch.rand(4, 3), torch.rand(4, 3)
@@ -154,7 +154,7 @@ def test_passes_calls_and_micro_batches() -> None:
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_a_forward_computed_again_draws_the_same(reentrant: bool) -> None:
+def test_recomputed_forward_repeats_its_random_draws(reentrant: bool) -> None:
     layer = nn.Linear(8, 8)
 
     def block(x: Tensor) -> Tensor:
@@ -176,7 +176,7 @@ def test_a_forward_computed_again_draws_the_same(reentrant: bool) -> None:
     torch.testing.assert_close(gradient(True), gradient(False))
 
 
-def test_under_vmap_and_autocast_and_without_a_trace_outside() -> None:
+def test_draws_work_under_vmap_and_autocast_and_keep_global_rng_state() -> None:
     draws, before = draws_of(range(ROWS)), torch.get_rng_state()
     stacked = torch.stack([X, 2 * X])
     with draws.drawing():
@@ -191,7 +191,7 @@ def test_under_vmap_and_autocast_and_without_a_trace_outside() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_attention_equals_torchs_where_almost_nothing_is_dropped() -> None:
+def test_attention_with_negligible_dropout_equals_torch_attention() -> None:
     """With p=1e-12 no weight is dropped, so masks, scale and grouped heads must give what torch gives."""
     q, k = torch.randn(2, 4, 5, 8, generator=generator()), torch.randn(2, 2, 5, 8, generator=generator(1))
     mask = torch.randn(5, 5, generator=generator(2))
@@ -210,7 +210,7 @@ def test_attention_equals_torchs_where_almost_nothing_is_dropped() -> None:
 
 
 @pytest.mark.parametrize("added", [False, True], ids=["a mask of flags", "a mask that is added"])
-def test_a_row_that_attends_to_nothing_is_zero(added: bool) -> None:
+def test_fully_masked_attention_row_is_zero(added: bool) -> None:
     """As torch's own attention has it; padding is masked so."""
     flags = torch.ones(2, 1, 3, 3, dtype=torch.bool)
     flags[0, 0, 1] = False
@@ -238,7 +238,7 @@ def test_a_row_that_attends_to_nothing_is_zero(added: bool) -> None:
     ],
     ids=["bernoulli", "normal", "normal of a size", "multinomial", "multinomial, put back", "rand", "randperm"],
 )
-def test_a_tensor_that_is_given_is_filled(draw: Callable[..., Tensor], dtype: torch.dtype) -> None:
+def test_out_argument_is_filled(draw: Callable[..., Tensor], dtype: torch.dtype) -> None:
     with draws_of(range(ROWS)).drawing():
         expected = draw()
     given = torch.empty(0, dtype=dtype)
@@ -247,14 +247,16 @@ def test_a_tensor_that_is_given_is_filled(draw: Callable[..., Tensor], dtype: to
     assert torch.equal(given, expected)
 
 
-def test_what_is_not_known_is_refused() -> None:
+def test_unsupported_random_operations_are_rejected() -> None:
     packed = nn.utils.rnn.pack_padded_sequence(X, torch.full((ROWS,), 7), batch_first=True)
     with draws_of(range(ROWS)).drawing():
-        with pytest.raises(TaskError, match="layout-free, but got torch.poisson; use another distribution"):
+        with pytest.raises(
+            TaskError, match="layout-free random operations, but got torch.poisson. Use another distribution"
+        ):
             torch.poisson(X.abs())
-        with pytest.raises(TaskError, match="got random numbers in torch.complex64; draw two real tensors"):
+        with pytest.raises(TaskError, match="got random numbers in torch.complex64. Draw two real tensors"):
             torch.randn(ROWS, dtype=torch.complex64)
-        with pytest.raises(TaskError, match="over packed sequences; pad them"):
+        with pytest.raises(TaskError, match=r"over packed sequences\. Pad them"):
             GRU(packed)
         with pytest.raises(ValueError, match="between 0 and 1, but got 1.5"):
             F.dropout(X, 1.5)
@@ -276,7 +278,7 @@ def bits(values: Tensor) -> Tensor:
     return torch.stack([values >> place & 1 for place in range(31, 7, -1)]).flatten(1).float() * 2 - 1
 
 
-def test_bits_are_fair_and_neighbours_are_independent() -> None:
+def test_random_bits_are_unbiased_and_neighbours_are_uncorrelated() -> None:
     """Every pair of bits of two neighbours: in place, sample, call, step, seed, and of differences between them."""
     (a, b), (other_step,), (other_seed,) = words(2), words(step=1), words(seed=1)
     (cube,) = words(shape=(N, 32, 32))
@@ -297,7 +299,7 @@ def test_bits_are_fair_and_neighbours_are_independent() -> None:
         assert products.abs().max() < limit
 
 
-def test_bytes_pairs_and_triples_are_evenly_spread() -> None:
+def test_random_bytes_pairs_and_triples_are_uniform() -> None:
     (a,) = words()
 
     def z(values: Tensor, kinds: int) -> float:
@@ -311,7 +313,7 @@ def test_bytes_pairs_and_triples_are_evenly_spread() -> None:
     assert abs(z((wide[:, :-2] >> 29) * 64 + (wide[:, 1:-1] >> 29) * 8 + (wide[:, 2:] >> 29), 512)) < 4.5
 
 
-def test_sums_over_calls_and_steps_spread_as_they_should() -> None:
+def test_sums_over_calls_and_steps_have_the_expected_variance() -> None:
     for stack in (
         torch.stack(words(300, shape=(N, 16))),
         torch.stack([words(step=s, shape=(N, 16))[0] for s in range(300)]),
@@ -322,7 +324,7 @@ def test_sums_over_calls_and_steps_spread_as_they_should() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
-def test_distributions_have_their_moments(dtype: torch.dtype) -> None:
+def test_distributions_have_the_expected_moments(dtype: torch.dtype) -> None:
     draws = draws_of(range(N))
     with draws.drawing():
         shape, count = (N, E), N * E

@@ -25,7 +25,7 @@ def resolve(text: str, tmp_path: Path, **environ: str) -> Resolved[Settings]:
     return resolve_settings(Settings, {}, file=file, tables=["task"], environ=environ)
 
 
-def test_each_source_wins_over_the_next(tmp_path: Path) -> None:
+def test_setting_sources_follow_their_precedence(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text('strategy = "single"\nepochs = 2\n')
     environ = {"MANYHANDS_EPOCHS": "5", "MANYHANDS_STRATEGY": "mirrored", "MANYHANDS_SAVE_EVERY": "7"}
@@ -42,26 +42,26 @@ def test_each_source_wins_over_the_next(tmp_path: Path) -> None:
     assert "rate" not in resolved.chosen()
 
 
-def test_an_argument_of_false_or_zero_is_given(tmp_path: Path) -> None:
+def test_argument_of_false_or_zero_overrides_other_sources(tmp_path: Path) -> None:
     resolved = resolve_settings(Settings, {"resume": False, "rate": 0.0}, environ={"MANYHANDS_RESUME": "yes"})
     assert resolved.values == Settings(resume=False, rate=0.0)
     assert resolved.sources["resume"] == "argument"
 
 
-def test_the_process_environment_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_process_environment_is_read_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MANYHANDS_EPOCHS", "4")
     assert resolve_settings(Settings, {}).values.epochs == 4
 
 
-def test_an_empty_variable_is_not_set() -> None:
+def test_empty_environment_variable_is_ignored() -> None:
     assert resolve_settings(Settings, {}, environ={"MANYHANDS_EPOCHS": ""}).sources["epochs"] == "default"
 
 
-def test_a_file_may_write_dashes_and_whole_numbers_for_floats(tmp_path: Path) -> None:
+def test_file_accepts_dashes_in_names_and_integers_for_floats(tmp_path: Path) -> None:
     assert resolve("save-every = 3\nrate = 1\n", tmp_path).values == Settings(save_every=3, rate=1.0)
 
 
-def test_a_table_is_kept_apart(tmp_path: Path) -> None:
+def test_toml_tables_are_returned_separately(tmp_path: Path) -> None:
     resolved = resolve("epochs = 2\n[task]\nlr = 0.1\n", tmp_path)
     assert resolved.tables == {"task": {"lr": 0.1}}
 
@@ -69,25 +69,25 @@ def test_a_table_is_kept_apart(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("epoch = 3", r"may set strategy, epochs, .*\[task\], but got 'epoch'"),
+        ("epoch = 3", r"may only set strategy, epochs, .*\[task\], but got 'epoch'"),
         ("[tasks]\nlr = 1", "but got 'tasks'"),
         ('epochs = "3"', r"epochs in .* must be of type int, but got '3' \(str\)"),
         ("epochs = true", "must be of type int"),
         ("resume = 1", "must be of type bool"),
         ("[epochs]\na = 1", "must be of type int"),
-        ("epochs = = 3", "must be TOML"),
+        ("epochs = = 3", "must be valid TOML"),
     ],
 )
-def test_what_is_wrong_in_a_file_is_refused(text: str, message: str, tmp_path: Path) -> None:
+def test_invalid_settings_file_is_rejected(text: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=message):
         resolve(text, tmp_path)
 
 
-def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
+def test_missing_settings_file_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="must be readable"):
         resolve_settings(Settings, {}, file=tmp_path / "none.toml")
 
 
-def test_a_wrong_variable_is_named() -> None:
+def test_invalid_environment_variable_is_named_in_the_error() -> None:
     with pytest.raises(SettingsError, match="MANYHANDS_EPOCHS must be of type int, but got 'many'"):
         resolve_settings(Settings, {}, environ={"MANYHANDS_EPOCHS": "many"})

@@ -24,7 +24,7 @@ from manyhands.core import StrategyError, StrategySpec, as_spec
         ("replicas=all,fsdp=2", StrategySpec(replicas=None, shards=2)),
     ],
 )
-def test_text_is_understood_and_survives_a_round_trip(text: str, spec: StrategySpec) -> None:
+def test_strategy_text_is_parsed_and_round_trips(text: str, spec: StrategySpec) -> None:
     assert StrategySpec.parse(text) == spec
     assert StrategySpec.parse(str(spec)) == spec
     assert StrategySpec.from_dict(spec.to_dict()) == spec
@@ -34,21 +34,21 @@ def test_text_is_understood_and_survives_a_round_trip(text: str, spec: StrategyS
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("telepathy", "a strategy is one of single, mirrored.* auto, or .*; write for instance"),
-        ("mirored", r"but got 'mirored'; did you mean mirrored\?"),
-        ("Sharded(2)", "but got 'sharded\\(2\\)'; write shards=2"),
-        ("pipeline=3", "but got 'pipeline'; write stages=3"),
+        ("telepathy", r"a strategy must be one of single, mirrored.* auto, or .*\. Write for"),
+        ("mirored", r"but got 'mirored'. Did you mean mirrored\?"),
+        ("Sharded(2)", "but got 'sharded\\(2\\)'. Write shards=2"),
+        ("pipeline=3", "but got 'pipeline'. Write stages=3"),
         ("replicas=0", "replicas must be a whole number of at least 1, but got 0"),
         ("replicas=two", "replicas must be a whole number, but got 'two'"),
         ("precision=fp8", "precision must be one of fp32, bf16, fp64, but got 'fp8'"),
-        ("colour=red", "a strategy has the settings .*workers, but got 'colour'"),
-        ("ps,server=1", r"but got 'server'; did you mean servers\?"),
+        ("colour=red", "a setting of a strategy must be one of .*workers, but got 'colour'"),
+        ("ps,server=1", r"but got 'server'. Did you mean servers\?"),
         ("ps,servers=0", "servers must be a whole number of at least 1, but got 0"),
         ("deterministic=perhaps", "deterministic must be true or false, but got 'perhaps'"),
-        ("ep=2", "the axis 'expert' is reserved and not built yet"),
+        ("ep=2", "the axis 'expert' is reserved and not implemented yet"),
     ],
 )
-def test_nonsense_is_refused(text: str, message: str) -> None:
+def test_invalid_strategy_text_is_rejected(text: str, message: str) -> None:
     with pytest.raises(StrategyError, match=message):
         StrategySpec.parse(text)
 
@@ -57,5 +57,5 @@ def test_number_of_devices() -> None:
     assert StrategySpec(replicas=2, tensor=2, stages=3).num_devices == 12
     assert mh.Mirrored().num_devices is None
     assert as_spec(None) == mh.Mirrored()
-    with pytest.raises(StrategyError, match="a strategy is a StrategySpec or its text, but got 3"):
+    with pytest.raises(StrategyError, match="strategy must be a StrategySpec or a string, but got 3"):
         as_spec(3)  # type: ignore[arg-type]

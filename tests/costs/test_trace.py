@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import manyhands as mh
-from manyhands.costs import CannotTrace, Network, pieces_of, trace
+from manyhands.costs import CannotTrace, Network, trace
+from manyhands.costs.trace import pieces_of
 from manyhands.graph import kept_bytes, lives
 
 from .networks import GPT, classes, cnn_task, gpt_task, mlp_task, task
@@ -23,7 +24,7 @@ def first_rows(data: Any, count: int = ROWS) -> Any:
 
 
 @pytest.mark.parametrize("make", [mlp_task, cnn_task, gpt_task])
-def test_flops_and_kept_bytes_are_those_of_real_tensors(make: Any) -> None:
+def test_traced_flops_and_activation_bytes_match_a_real_step(make: Any) -> None:
     made = make()
     batch = first_rows(made.data)
     network = trace(made, first_rows(made.data, 2), rows=ROWS)
@@ -41,14 +42,14 @@ def test_flops_and_kept_bytes_are_those_of_real_tensors(make: Any) -> None:
     assert network.state_bytes == pytest.approx(2 * network.param_bytes, rel=0.01)
 
 
-def test_costs_grow_with_the_rows() -> None:
+def test_costs_per_sample_are_independent_of_the_batch_size() -> None:
     made = gpt_task()
     small, large = (trace(made, made.data[:2], rows=rows) for rows in (2, 64))
     assert large.flops_per_sample == pytest.approx(small.flops_per_sample)
     assert large.kept_per_sample == pytest.approx(small.kept_per_sample, rel=0.02)
 
 
-def test_equal_blocks_are_run_once() -> None:
+def test_identical_blocks_are_traced_once() -> None:
     calls: list[int] = []
 
     class Counting(GPT):
@@ -65,7 +66,7 @@ def test_equal_blocks_are_run_once() -> None:
     assert len({piece.forward for piece in blocks}) == 1
 
 
-def test_autocast_halves_what_is_kept_and_keeps_products() -> None:
+def test_autocast_reduces_activation_bytes_and_keeps_flops() -> None:
     made = gpt_task(width=64, length=64)
     plain, mixed = (trace(made, made.data, rows=8, precision=precision) for precision in ("fp32", "bf16"))
     assert mixed.kept_per_sample < 0.85 * plain.kept_per_sample
@@ -82,14 +83,14 @@ def test_tied_weights_count_once() -> None:
     assert by_name["tokens"].params == 100 * 32
 
 
-def test_a_big_network_takes_no_memory() -> None:
+def test_tracing_a_large_network_allocates_no_parameters() -> None:
     network = trace(
         gpt_task(width=4096, layers=32, heads=32, words=50000, length=1024), torch.zeros(1, 1025).long(), rows=1
     )
     assert 6e9 < network.params < 7e9
 
 
-def test_what_looks_at_numbers_is_named_with_its_line() -> None:
+def test_data_dependent_code_is_named_in_the_error() -> None:
     class Looks(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -102,7 +103,7 @@ def test_what_looks_at_numbers_is_named_with_its_line() -> None:
         trace(task(Looks, classes, None), first_rows(mlp_task().data), rows=2)
 
 
-def test_a_network_whose_making_looks_at_numbers_is_made_in_earnest() -> None:
+def test_network_with_data_dependent_constructor_is_built_for_real() -> None:
     class Scaled(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -116,13 +117,13 @@ def test_a_network_whose_making_looks_at_numbers_is_made_in_earnest() -> None:
     assert network.flops_per_sample == 2 * 2 * 12 * 10
 
 
-def test_a_step_of_ones_own_is_measured() -> None:
+def test_custom_step_cannot_be_traced() -> None:
     made = mh.Task(model=GPT, step=lambda hand, batch: None, optimizer=lambda m: None, data=[1])
     with pytest.raises(CannotTrace, match="measured"):
         trace(made, torch.zeros(1, 17).long(), rows=1)
 
 
-def test_tracing_leaves_random_numbers_alone() -> None:
+def test_tracing_keeps_the_random_state() -> None:
     torch.manual_seed(3)
     before = torch.get_rng_state()
     trace(mlp_task(), first_rows(mlp_task().data), rows=2)
@@ -141,7 +142,7 @@ def test_pieces_of_wrapped_and_flat_networks() -> None:
     assert list(pieces_of(nn.Linear(2, 2))) == [""]
 
 
-def test_grouping_keeps_the_sums() -> None:
+def test_grouping_pieces_preserves_the_totals() -> None:
     network = trace(gpt_task(), gpt_task().data, rows=2)
     grouped = network.grouped(3)
     assert isinstance(grouped, Network)

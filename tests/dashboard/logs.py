@@ -1,4 +1,4 @@
-"""Logs of runs, written as `fit` writes them, where a real run would take too long or could not be told what to say."""
+"""Event logs as `fit` writes them, for tests in which a real run would be slow or cannot produce the event."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from .logs import Written, a_run
 from .test_reading import read_all
 
 
-def test_no_run_stops_the_dashboard_for_the_others(tmp_path: Path) -> None:
+def test_hostile_run_does_not_affect_other_runs(tmp_path: Path) -> None:
     (tmp_path / "runs").mkdir()
     with Dashboard([tmp_path / "runs"]) as dashboard:
         outcomes = attack_dashboard(tmp_path / "runs", dashboard.url)
@@ -32,7 +32,7 @@ def test_no_run_stops_the_dashboard_for_the_others(tmp_path: Path) -> None:
     assert [outcome for outcome in outcomes if not outcome.is_refused_with_reason] == []
 
 
-def test_lines_that_could_not_be_read_are_counted_on_their_runs_page(tmp_path: Path) -> None:
+def test_unreadable_lines_are_counted_on_the_run_page(tmp_path: Path) -> None:
     run = Written(tmp_path / "runs" / "first")
     run.start()
     with (run.path / "events.jsonl").open("ab") as file:
@@ -47,7 +47,7 @@ def test_lines_that_could_not_be_read_are_counted_on_their_runs_page(tmp_path: P
     assert told["unreadable"] == f"{len(LINES)} lines could not be read"
 
 
-def test_a_line_of_any_length_takes_bounded_memory_and_the_next_one_is_read(tmp_path: Path) -> None:
+def test_overlong_line_uses_bounded_memory_and_next_line_is_read(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     path.write_bytes(b'{"a": 1}\n' + b"x" * (5 * LINE_LIMIT) + b'\n{"a": 2}\n' + b"[" * (2 * LINE_LIMIT))
     tail, found, largest = Tail(path), [], 0
@@ -64,7 +64,7 @@ def test_a_line_of_any_length_takes_bounded_memory_and_the_next_one_is_read(tmp_
     assert tail.num_damaged == 2
 
 
-def test_a_file_that_is_exchanged_or_cut_while_it_is_read_is_followed(tmp_path: Path) -> None:
+def test_replaced_or_truncated_log_file_is_followed(tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     a_run(runs / "first", {1: 3.0})
     library = Library([runs])
@@ -89,7 +89,7 @@ def test_a_file_that_is_exchanged_or_cut_while_it_is_read_is_followed(tmp_path: 
     assert library.sources["runs/first"].summary()["loss"] == 3.0
 
 
-def test_any_number_of_names_takes_bounded_memory(tmp_path: Path) -> None:
+def test_number_of_metric_curves_is_bounded(tmp_path: Path) -> None:
     run = Written(tmp_path / "runs" / "first")
     run.start()
     for number in range(3 * MOST_CURVES // 100):
@@ -104,7 +104,7 @@ def test_any_number_of_names_takes_bounded_memory(tmp_path: Path) -> None:
     assert f"curves beyond {MOST_CURVES}" in source.unreadable
 
 
-def test_an_event_of_the_future_does_not_keep_a_run_alive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_event_with_future_timestamp_does_not_keep_a_run_alive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Written(tmp_path / "runs" / "first")
     run.t = 9e10
     run.start()
@@ -117,7 +117,7 @@ def test_an_event_of_the_future_does_not_keep_a_run_alive(tmp_path: Path, monkey
     assert library.sources["runs/first"].state == "interrupted"
 
 
-def test_requests_at_any_time_and_of_any_type_are_counted_or_refused(tmp_path: Path) -> None:
+def test_access_log_lines_are_counted_or_reported_unreadable(tmp_path: Path) -> None:
     folder = tmp_path / "logs" / "first"
     folder.mkdir(parents=True)
     (folder / "events.jsonl").write_text("")
@@ -134,7 +134,7 @@ def test_requests_at_any_time_and_of_any_type_are_counted_or_refused(tmp_path: P
     assert log.unreadable == f"{len(bad)} lines could not be read"
 
 
-def test_damaged_journals_are_shown_as_far_as_they_can_be_read(tmp_path: Path) -> None:
+def test_readable_part_of_a_damaged_journal_is_shown(tmp_path: Path) -> None:
     journal = tmp_path / "studies" / "first" / "journal.log"
     journal.parent.mkdir(parents=True)
     good = b'{"op_code": 4, "study_id": 0, "distributions": {}, "given": {"lr": 0.1}}'
@@ -155,7 +155,7 @@ def test_damaged_journals_are_shown_as_far_as_they_can_be_read(tmp_path: Path) -
     assert json.loads(dump(study.detail()))["num_trials"] == 2
 
 
-def test_a_source_that_fails_is_replaced_and_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_source_is_replaced_and_shows_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("first", "second"):
         a_run(tmp_path / "runs" / name)
     library = Library([tmp_path / "runs"])
@@ -172,7 +172,7 @@ def test_a_source_that_fails_is_replaced_and_says_why(tmp_path: Path, monkeypatc
     assert told == {"runs/first": "it could not be read: RecursionError: too deep", "runs/second": ""}
 
 
-def test_names_with_control_characters_are_shown_and_found(tmp_path: Path) -> None:
+def test_run_names_with_control_characters_are_escaped_and_found(tmp_path: Path) -> None:
     for name in ("a\nb", "<b>", "a\x1b[31m", os.fsdecode(b"\xff\xfe")):
         a_run(tmp_path / "runs" / name)
     library = Library([tmp_path / "runs"])
@@ -192,7 +192,7 @@ def test_thousands_of_runs_are_listed(tmp_path: Path) -> None:
     assert len(library.overview()["runs"]) == 2000
 
 
-def test_an_answer_of_another_server_is_told_as_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_metrics_response_is_shown_as_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     import http.server
     import threading
 
@@ -216,7 +216,7 @@ def test_an_answer_of_another_server_is_told_as_an_error(monkeypatch: pytest.Mon
         thread.join()
 
 
-def test_a_log_cannot_be_written_through_a_link(tmp_path: Path) -> None:
+def test_event_log_refuses_to_write_through_a_symbolic_link(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").write_text("")
     (tmp_path / "events.jsonl").symlink_to("elsewhere")
     with pytest.raises(ValueError, match="a symbolic link"):

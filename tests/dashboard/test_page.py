@@ -123,7 +123,7 @@ class Kill(mh.Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_a_run_that_lost_a_rank_from_its_curve_to_its_time_line(show: Callable[..., Page], tmp_path: Path) -> None:
+def test_run_page_shows_loss_curve_and_rank_failure(show: Callable[..., Page], tmp_path: Path) -> None:
     folder, callbacks = tmp_path / "runs", [Kill(tmp_path / "killed")]
     run = mh.fit(
         small_task(), "mirrored", on="cpu*2", epochs=2, folder=folder, name="first", progress=False, callbacks=callbacks
@@ -133,7 +133,7 @@ def test_a_run_that_lost_a_rank_from_its_curve_to_its_time_line(show: Callable[.
     steps, losses = data_of(page, "Loss")
     assert steps == list(range(1, run.num_steps + 1))
     assert losses == pytest.approx(run.losses)
-    expect(page.get_by_role("region", name="What happened")).to_contain_text("rank 1")
+    expect(page.get_by_role("region", name="Events")).to_contain_text("rank 1")
     expect(page.locator("svg .mark.fault")).not_to_have_count(0)
     drawn = page.get_by_role("img", name="Time line").get_attribute("aria-label") or ""
     assert "of them faults" in drawn
@@ -152,7 +152,7 @@ def test_a_run_that_lost_a_rank_from_its_curve_to_its_time_line(show: Callable[.
     assert page.evaluate(NAMELESS) == []
 
 
-def test_a_live_update_arrives(show: Callable[..., Page], tmp_path: Path) -> None:
+def test_run_page_updates_live_and_keeps_reader_state(show: Callable[..., Page], tmp_path: Path) -> None:
     run = Written(tmp_path / "runs" / "live")
     run.t = time.time()
     run.start(total=4)
@@ -163,17 +163,17 @@ def test_a_live_update_arrives(show: Callable[..., Page], tmp_path: Path) -> Non
     assert data_of(page, "Loss") == [[1, 2], [4.0, 3.0]]
     # What a reader opened or moved stays as it was.
     page.set_viewport_size({"width": 390, "height": 844})
-    page.get_by_text("What was asked for").click()
-    scrolled = "document.querySelector('.scroll[aria-label=\"What happened\"]').scrollLeft"
+    page.get_by_text("Options of the run").click()
+    scrolled = "document.querySelector('.scroll[aria-label=\"Events\"]').scrollLeft"
     page.evaluate(f"{scrolled} = 20")
     run.say("epoch", epoch=0, step=2, metrics={"valid_loss": 1.0}, losses={})
     run.steps({3: 2.5, 4: 1.25})
     expect(page.locator(".facts").first).to_contain_text("1.25")
     assert data_of(page, "Loss") == [[1, 2, 3, 4], [4.0, 3.0, 2.5, 1.25]]
-    expect(page.locator("details[open]", has_text="What was asked for")).to_be_visible()
+    expect(page.locator("details[open]", has_text="Options of the run")).to_be_visible()
     assert page.evaluate(scrolled) == 20
-    # Charts stand in one order, whichever came first.
-    expect(page.locator("section.card h3")).to_have_text(["Loss", "Metrics", "Steps a second", "Learning rate"])
+    # The order of charts does not depend on which one arrived first.
+    expect(page.locator("section.card h3")).to_have_text(["Loss", "Metrics", "Steps per second", "Learning rate"])
     run.say("end", step=4, stopped=False, seconds={})
     expect(page.locator("h1")).to_contain_text("finished")
     assert page.evaluate("window.same") is True
@@ -199,7 +199,7 @@ def test_a_live_update_arrives(show: Callable[..., Page], tmp_path: Path) -> Non
     run.close()
 
 
-def test_names_of_any_kind_are_text(show: Callable[..., Page], tmp_path: Path) -> None:
+def test_hostile_names_are_rendered_as_text(show: Callable[..., Page], tmp_path: Path) -> None:
     name = EVIL.replace("/", "_")
     run = Written(
         tmp_path / "runs" / name, task=EVIL, params={EVIL: EVIL}, devices=[EVIL, f"{name}/cpu"], spec={EVIL: EVIL}
@@ -212,7 +212,7 @@ def test_names_of_any_kind_are_text(show: Callable[..., Page], tmp_path: Path) -
     run.say("pace", rank=0, host=EVIL, step=1, seconds=1.0)
     run.say("profile", rank=0, host=EVIL, step=1, peak=0, total=1.0, seconds={EVIL: 1.0})
     box = {"rank": 0, "device": EVIL, "parts": [EVIL], "num_operations": 1, "num_parameters": 1, "seconds": 0.0}
-    run.say("cut", title=EVIL, boxes=[box], arrows=[])
+    run.say("partition", title=EVIL, boxes=[box], arrows=[])
     run.say("failed", reason=EVIL)
     study = tmp_path / "studies" / name
     study.mkdir(parents=True)
@@ -248,7 +248,7 @@ EVIL_JOURNAL = "".join(
 ).replace("EVIL", "<img src=x onerror='window.harmed=1'>")
 
 
-def test_every_page_loads_and_everything_has_a_name(show: Callable[..., Page], tmp_path: Path) -> None:
+def test_every_page_loads_with_accessible_names(show: Callable[..., Page], tmp_path: Path) -> None:
     task = small_task()
 
     def make(lr: float = 0.1, kind: str = "a") -> mh.Task:
@@ -264,13 +264,13 @@ def test_every_page_loads_and_everything_has_a_name(show: Callable[..., Page], t
         folder=tmp_path / "studies",
         **options,
     )
-    mh.ensemble(make, members=2, epochs=1, name="team", folder=tmp_path / "studies", **options)
-    mh.fit(make, mh.Placed({"0": 0, "2": 1}), on="cpu*2", name="cut", folder=tmp_path / "runs", progress=False)
+    mh.ensemble(make, members=2, epochs=1, name="ensemble", folder=tmp_path / "studies", **options)
+    mh.fit(make, mh.Placed({"0": 0, "2": 1}), on="cpu*2", name="partitioned", folder=tmp_path / "runs", progress=False)
     plan = mh.plan(make, "4 hosts x 8 A100, 100Gb/s")
     plan.log(tmp_path / "plans" / "first")
     mh.profile(make, on="cpu", steps=2).log(tmp_path / "profiles" / "first")
     page = show("runs")
-    expect(page.get_by_role("link", name="runs/cut")).to_be_visible()
+    expect(page.get_by_role("link", name="runs/partitioned")).to_be_visible()
     titles = page.locator("nav a").all_text_contents()
     for number, title in enumerate(titles, 1):
         page.keyboard.press(str(number))
@@ -278,9 +278,9 @@ def test_every_page_loads_and_everything_has_a_name(show: Callable[..., Page], t
         expect(page.locator("nav a[aria-current=page]")).to_have_text(title)
         assert page.evaluate(NAMELESS) == []
     page.get_by_role("checkbox").check()
-    expect(page.locator(".device", has_text="runs/cut")).to_have_count(2)
-    expect(page.locator(".device", has_text="studies/team")).to_have_count(1)
-    expect(page.get_by_role("img", name="The network in pieces")).to_be_visible()
+    expect(page.locator(".device", has_text="runs/partitioned")).to_have_count(2)
+    expect(page.locator(".device", has_text="studies/ensemble")).to_have_count(1)
+    expect(page.get_by_role("img", name="Partition of the network")).to_be_visible()
     page.keyboard.press("5")
     devices, predicted, perfect, *_ = data_of(page, "Speed-up against devices")
     points = {point.num_devices: point.speedup for point in plan.curve.points}
@@ -312,12 +312,12 @@ def test_every_page_loads_and_everything_has_a_name(show: Callable[..., Page], t
     page.keyboard.press("4")
     expect(page.locator("main")).to_contain_text("mean")
     expect(page.get_by_role("region", name="Members").last.locator("tbody tr")).to_have_count(2)
-    page.goto(f"{page.url.partition('#')[0]}#/study?id=nobody")
-    page.get_by_role("link", name="What there is").click()
+    page.goto(f"{page.url.partition('#')[0]}#/study?id=unknown")
+    page.get_by_role("link", name="Show all").click()
     expect(page.get_by_role("link", name="studies/first")).to_be_visible()
 
 
-def test_keys_filter_and_compare(show: Callable[..., Page], tmp_path: Path) -> None:
+def test_keyboard_shortcuts_filter_and_compare_runs(show: Callable[..., Page], tmp_path: Path) -> None:
     a_run(tmp_path / "runs" / "apple", {1: 1.0, 2: 0.5}, params={"lr": 0.1})
     a_run(tmp_path / "runs" / "pear", {1: 2.0, 2: 0.25}, params={"lr": 0.2})
     page = show("runs")
@@ -334,7 +334,7 @@ def test_keys_filter_and_compare(show: Callable[..., Page], tmp_path: Path) -> N
     assert page.evaluate("document.activeElement.textContent") == "runs/apple"
     for box in page.get_by_role("checkbox", name="Compare runs/").all():
         box.check()
-    # However one goes there and back, what was ticked comes along.
+    # Ticked runs stay ticked after navigating away and back.
     page.keyboard.press("2")
     expect(page.get_by_role("button", name="Leave out")).to_have_count(2)
     page.keyboard.press("1")
@@ -357,7 +357,7 @@ def test_keys_filter_and_compare(show: Callable[..., Page], tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_light_and_dark_can_be_read(show: Callable[..., Page], tmp_path: Path, scheme: Any) -> None:
+def test_light_and_dark_themes_have_sufficient_contrast(show: Callable[..., Page], tmp_path: Path, scheme: Any) -> None:
     a_run(tmp_path / "runs" / "first")
     page = show("run?id=runs%2Ffirst", color_scheme=scheme)
     ratio = """(names) => {
@@ -378,7 +378,7 @@ def test_light_and_dark_can_be_read(show: Callable[..., Page], tmp_path: Path, s
     data_of(page, "Loss")
 
 
-def test_a_running_server_is_shown(show: Callable[..., Page], tmp_path: Path) -> None:
+def test_serving_page_shows_a_running_server(show: Callable[..., Page], tmp_path: Path) -> None:
     run = mh.fit(small_task(), "single", on="cpu", folder=tmp_path / "runs", name="first", progress=False)
     log = tmp_path / "logs" / "first"
     with mh.serve(run.predictor(), name="adder", on="cpu", http=0, grpc=0, manage=0, log=str(log)) as server:
@@ -401,8 +401,8 @@ def test_a_running_server_is_shown(show: Callable[..., Page], tmp_path: Path) ->
             routed = show("serving", servers=[router.url])
             row = routed.get_by_role("region", name="Servers behind a router").locator("tbody tr")
             expect(row).to_contain_text(f"127.0.0.1:{server.grpc}serving")
-            data_of(routed, "Answers a second, by server")
+            data_of(routed, "Responses per second, by server")
             routed.get_by_role("link", name="logs/router").click()
-            expect(routed.get_by_role("region", name="What happened")).to_contain_text("backend up")
-            assert max(filter(None, data_of(page, "Requests a second")[1])) >= 1
+            expect(routed.get_by_role("region", name="Events")).to_contain_text("backend up")
+            assert max(filter(None, data_of(page, "Requests per second")[1])) >= 1
     expect(page.locator("h1")).to_contain_text("stopped")

@@ -31,7 +31,7 @@ def read_all(library: Library) -> None:
         pass
 
 
-def test_a_tail_reads_every_byte_once_and_waits_for_the_rest_of_a_line(tmp_path: Path) -> None:
+def test_tail_reads_each_byte_once_and_waits_for_complete_lines(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     tail = Tail(path, without=(b'"parts"',))
     assert tail.read() == []
@@ -47,7 +47,7 @@ def test_a_tail_reads_every_byte_once_and_waits_for_the_rest_of_a_line(tmp_path:
     assert not tail.was_replaced
 
 
-def test_a_log_that_was_replaced_is_read_anew(tmp_path: Path) -> None:
+def test_replaced_log_is_read_from_the_start(tmp_path: Path) -> None:
     a_run(tmp_path / "runs" / "first", {1: 3.0, 2: 2.0})
     library = Library([tmp_path / "runs"])
     read_all(library)
@@ -60,7 +60,7 @@ def test_a_log_that_was_replaced_is_read_anew(tmp_path: Path) -> None:
     assert library.sources["runs/first"].summary()["loss"] == 9.0
 
 
-def test_a_series_is_exact_while_it_is_short_and_bounded_when_it_is_long() -> None:
+def test_series_is_exact_when_short_and_downsampled_when_long() -> None:
     series = Series()
     series.extend(range(10), [float(step) for step in range(10)])
     assert series.to_dict() == {"x": list(range(10)), "mean": list(range(10))}
@@ -77,7 +77,7 @@ def test_a_series_is_exact_while_it_is_short_and_bounded_when_it_is_long() -> No
     assert mean == pytest.approx((45 + sum(step % 10 for step in range(10, 100_000))) / 100_000)
 
 
-def test_points_one_by_one_and_together_are_the_same() -> None:
+def test_series_add_and_extend_give_the_same_points() -> None:
     one, together = Series(most=50), Series(most=50)
     values = [math.sin(step) for step in range(777)]
     for step, value in enumerate(values):
@@ -89,14 +89,14 @@ def test_points_one_by_one_and_together_are_the_same() -> None:
     assert one.to_dict()["high"] == together.to_dict()["high"]
 
 
-def test_values_that_are_not_finite_are_left_out() -> None:
+def test_non_finite_values_are_omitted_from_a_series() -> None:
     series = Series()
     series.extend([1, 2, 3, 4], [1.0, math.nan, None, 2.0])
     series.add(5, math.inf)
     assert series.to_dict() == {"x": [1, 4], "mean": [1.0, 2.0]}
 
 
-def test_a_real_run_is_told_as_it_was(tmp_path: Path) -> None:
+def test_run_detail_matches_a_real_run(tmp_path: Path) -> None:
     task = mh.Task(
         model=lambda: torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)),
         loss=lambda model, batch: (model(batch[0]) - batch[1]).square().mean(),
@@ -119,13 +119,13 @@ def test_a_real_run_is_told_as_it_was(tmp_path: Path) -> None:
     assert [rank["device"] for rank in told["ranks"].values()] == ["cpu#0", "cpu#1"]
     assert all(rank["memory"] > 1 << 20 for rank in told["ranks"].values())
     assert all(rank["phases"]["forward"] > 0 for rank in told["ranks"].values())
-    assert [box["parts"] for box in told["cut"]["boxes"]] == [["0", "1"], ["2"]]
-    assert told["cut"]["arrows"][0]["num_bytes"] > 0
+    assert [box["parts"] for box in told["partition"]["boxes"]] == [["0", "1"], ["2"]]
+    assert told["partition"]["arrows"][0]["num_bytes"] > 0
     where = {(one["device"], one["rank"]) for one in library.cluster()}
     assert where == {("cpu#0", 0), ("cpu#1", 1)}
 
 
-def test_what_was_lost_is_told_and_steps_that_were_taken_again_count_once(tmp_path: Path) -> None:
+def test_rank_failures_are_listed_and_repeated_steps_count_once(tmp_path: Path) -> None:
     run = Written(tmp_path / "runs" / "first")
     run.start()
     run.steps({1: 4.0, 2: 3.0, 3: 2.0})
@@ -149,7 +149,7 @@ def test_what_was_lost_is_told_and_steps_that_were_taken_again_count_once(tmp_pa
     run.close()
 
 
-def test_a_run_that_says_nothing_any_more_was_interrupted(tmp_path: Path) -> None:
+def test_silent_run_without_a_lock_is_interrupted(tmp_path: Path) -> None:
     import fcntl
     import time
 
@@ -168,7 +168,7 @@ def test_a_run_that_says_nothing_any_more_was_interrupted(tmp_path: Path) -> Non
         assert library.stamp > before
 
 
-def test_lines_of_another_version_do_no_harm(tmp_path: Path) -> None:
+def test_events_of_an_unknown_format_are_ignored(tmp_path: Path) -> None:
     run = Written(tmp_path / "runs" / "first")
     run.start()
     run.say("steps", steps="none", losses=7)
@@ -182,7 +182,7 @@ def test_lines_of_another_version_do_no_harm(tmp_path: Path) -> None:
     run.close()
 
 
-def test_of_hundreds_of_runs_only_what_is_new_is_read_and_told(tmp_path: Path) -> None:
+def test_only_new_events_are_read_and_reported(tmp_path: Path) -> None:
     for number in range(200):
         a_run(tmp_path / "runs" / f"run-{number:03d}")
     live = Written(tmp_path / "runs" / "live")
@@ -202,7 +202,7 @@ def test_of_hundreds_of_runs_only_what_is_new_is_read_and_told(tmp_path: Path) -
     live.close()
 
 
-def test_a_log_of_many_events_takes_a_bounded_answer(tmp_path: Path) -> None:
+def test_detail_of_a_long_log_has_bounded_size(tmp_path: Path) -> None:
     path = tmp_path / "runs" / "long"
     a_run(path)
     lines = []
@@ -222,7 +222,7 @@ def test_a_log_of_many_events_takes_a_bounded_answer(tmp_path: Path) -> None:
     assert len(json.dumps(run.detail())) < 500_000
 
 
-def test_a_real_study_and_a_real_team(tmp_path: Path) -> None:
+def test_real_study_and_ensemble_are_read(tmp_path: Path) -> None:
     inputs = torch.randn(32, 4, generator=torch.Generator().manual_seed(0))
     labels = (inputs.sum(1) > 0).long()
 
@@ -238,7 +238,7 @@ def test_a_real_study_and_a_real_team(tmp_path: Path) -> None:
 
     folder, options = tmp_path / "studies", {"on": "cpu", "progress": False, "folder": tmp_path / "studies"}
     study = mh.tune(task, {"lr": mh.loguniform(1e-3, 1.0)}, trials=4, epochs=1, name="first", **options)
-    team = mh.ensemble(task, members=2, epochs=1, name="team", **options)
+    ensemble = mh.ensemble(task, members=2, epochs=1, name="ensemble", **options)
     library = Library([folder])
     read_all(library)
     read_all(library)
@@ -248,18 +248,20 @@ def test_a_real_study_and_a_real_team(tmp_path: Path) -> None:
     assert [trial["params"] for trial in told["trials"]] == [trial.params for trial in study.trials]
     assert told["ranges"]["lr"]["attributes"]["log"] is True
     assert told["counts"] == {"running": 0, "finished": 4, "stopped": 0, "failed": 0}
-    assert not told["is_team"]
-    joined = library.sources["studies/team"]
+    assert not told["is_ensemble"]
+    joined = library.sources["studies/ensemble"]
     assert isinstance(joined, StudyFolder)
-    assert joined.summary()["is_team"]
-    assert joined.team is not None
-    assert joined.team["calibration"]["accuracy"] == pytest.approx(team.calibration()[0].accuracy)
-    assert len(joined.team["alone"]) == 2
-    trials = [source.summary() for name, source in library.sources.items() if name.startswith("studies/team/trials")]
+    assert joined.summary()["is_ensemble"]
+    assert joined.ensemble is not None
+    assert joined.ensemble["calibration"]["accuracy"] == pytest.approx(ensemble.calibration()[0].accuracy)
+    assert len(joined.ensemble["alone"]) == 2
+    trials = [
+        source.summary() for name, source in library.sources.items() if name.startswith("studies/ensemble/trials")
+    ]
     assert [trial["state"] for trial in trials] == ["finished", "finished"]
 
 
-def test_measured_points_stand_on_a_plans_curve(tmp_path: Path) -> None:
+def test_measured_runs_appear_on_the_scaling_curve_of_the_plan(tmp_path: Path) -> None:
     task = mh.Task(
         model=lambda: torch.nn.Linear(4, 1),
         loss=lambda model, batch: model(batch).square().mean(),
@@ -285,7 +287,7 @@ def test_measured_points_stand_on_a_plans_curve(tmp_path: Path) -> None:
     assert point["speedup"] == pytest.approx(plan.alone / 0.125)
 
 
-def test_requests_of_a_servers_log_are_counted_in_stretches(tmp_path: Path) -> None:
+def test_access_log_requests_are_aggregated_into_buckets(tmp_path: Path) -> None:
     folder = tmp_path / "logs" / "first"
     folder.mkdir(parents=True)
     (folder / "events.jsonl").write_text(
@@ -308,7 +310,7 @@ def test_requests_of_a_servers_log_are_counted_in_stretches(tmp_path: Path) -> N
     assert told["requests"]["p99"][0] == pytest.approx(0.004, rel=0.25)
 
 
-def test_a_server_that_starts_again_begins_anew_and_a_pause_is_no_load(tmp_path: Path) -> None:
+def test_server_restart_resets_versions_and_idle_time_has_zero_rate(tmp_path: Path) -> None:
     folder = tmp_path / "logs" / "first"
     shares = [{"model": "m", "version": 1, "weight": 3.0}, {"model": "m", "version": 2, "weight": 1.0}]
     for number in (1, 2):
@@ -324,7 +326,7 @@ def test_a_server_that_starts_again_begins_anew_and_a_pause_is_no_load(tmp_path:
     assert told["versions"] == {"m": {"2": "available"}}
     assert told["splits"] == {"m": "75% m 1, 25% m 2"}
     assert told["news"][-1]["text"] == "split: model m, shares 75% m 1, 25% m 2"
-    assert told["state"] == "serving"  # nobody can see from here whether another host's program is there
+    assert told["state"] == "serving"  # whether a program on another host is alive cannot be seen from here
     x, rate = told["requests"]["x"], told["requests"]["rate"]
     assert list(zip(x, rate, strict=True))[:6] == [(100, 1), (101, 1), (102, 0), (199, 0), (200, 1), (201, 0)]
     assert rate[-1] == 0
@@ -336,7 +338,7 @@ def test_a_server_that_starts_again_begins_anew_and_a_pause_is_no_load(tmp_path:
     assert [place["host"] for place in library.cluster()] == ["another"]
 
 
-def test_a_study_whose_program_is_gone_was_interrupted(tmp_path: Path) -> None:
+def test_unlocked_stale_study_is_interrupted(tmp_path: Path) -> None:
     journal = tmp_path / "studies" / "first" / "journal.log"
     journal.parent.mkdir(parents=True)
     journal.write_text('{"op_code": 4, "study_id": 0, "state": 0, "distributions": {}, "given": {"lr": 0.1}}\n')
@@ -357,7 +359,7 @@ def test_a_study_whose_program_is_gone_was_interrupted(tmp_path: Path) -> None:
     assert trial["state"] == "interrupted"
 
 
-def test_of_a_run_that_has_ended_all_steps_count(tmp_path: Path) -> None:
+def test_finished_run_rate_covers_all_steps(tmp_path: Path) -> None:
     run = Written(tmp_path / "runs" / "first", spec={"staleness": None})
     run.start()
     run.steps({1: 1.0, 2: 0.5})
@@ -374,7 +376,7 @@ def test_of_a_run_that_has_ended_all_steps_count(tmp_path: Path) -> None:
     assert [place["host"] for place in library.cluster()] == ["host1", "host1"]
 
 
-def test_two_looks_at_metrics_make_rates() -> None:
+def test_two_metrics_samples_give_rates_and_percentiles() -> None:
     def text(num: int, slow: int) -> str:
         labels = 'model="m",version="1"'
         return (

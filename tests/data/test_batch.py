@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from manyhands.core import DataError
-from manyhands.data import Batch, Cursor, first_dim, split, to_device
+from manyhands.data import Batch, Cursor, first_dim, split
+from manyhands.data.batch import to_device
 
 CPU = torch.device("cpu")
 
@@ -20,7 +21,7 @@ class Pair(NamedTuple):
     y: torch.Tensor
 
 
-def test_cursor_goes_through_json():
+def test_cursor_dict_round_trip():
     cursor = Cursor(3, 512)
     assert Cursor.from_dict(cursor.to_dict()) == cursor
 
@@ -28,7 +29,7 @@ def test_cursor_goes_through_json():
 def test_first_dim_of_nested_data():
     assert first_dim(({"a": torch.zeros(5, 2)}, torch.zeros(5))) == 5
     assert first_dim(["name", torch.tensor(1.0), torch.zeros(3)]) == 3
-    with pytest.raises(DataError, match="must hold a tensor"):
+    with pytest.raises(DataError, match="must contain a tensor"):
         first_dim(["a", "b"])
 
 
@@ -42,7 +43,7 @@ def test_to_device_casts_floats_only_and_keeps_the_nesting():
     assert moved["n"] == 3
 
 
-def test_to_device_makes_tensors_of_numpy_arrays():
+def test_to_device_converts_numeric_numpy_arrays_to_tensors():
     frozen = np.arange(3.0)
     frozen.flags.writeable = False
     with warnings.catch_warnings():
@@ -53,12 +54,12 @@ def test_to_device_makes_tensors_of_numpy_arrays():
     assert isinstance(moved[2], np.ndarray)
 
 
-def test_to_device_leaves_a_tensor_that_is_there():
+def test_to_device_returns_the_same_tensor_when_already_on_the_device():
     tensor = torch.zeros(3)
     assert to_device(tensor, CPU) is tensor
 
 
-def test_to_device_uses_an_objects_own_to():
+def test_to_device_calls_the_to_method_of_custom_objects():
     class Graphs:
         where = "host"
 
@@ -69,7 +70,7 @@ def test_to_device_uses_an_objects_own_to():
     assert to_device((Graphs(),), CPU)[0].where == "cpu"
 
 
-def test_split_gives_views():
+def test_split_returns_views_without_copying():
     data = {"x": torch.arange(6), "pair": Pair(torch.arange(6), torch.arange(6)), "names": list("abcdef")}
     parts = split(data, [2, 4])
     assert parts[0]["x"].data_ptr() == data["x"].data_ptr()
@@ -77,13 +78,13 @@ def test_split_gives_views():
     assert parts[1]["names"] == list("cdef")
 
 
-def test_split_gives_ghosts_for_empty_parts():
+def test_split_returns_a_padding_row_for_empty_parts():
     assert [part.tolist() for part in split(torch.arange(3), [0, 2, 1, 0])] == [[0], [0, 1], [2], [0]]
     assert [part.tolist() for part in split(torch.arange(1), [0, 0])] == [[0], [0]]
 
 
 @pytest.mark.parametrize("rows", [2, 4])
-def test_split_cuts_sequences_of_samples(rows):
+def test_split_partitions_sequences_of_samples(rows):
     images = tuple(torch.zeros(3, 8 + i, 8) for i in range(rows))
     targets = tuple({"boxes": torch.zeros(i, 4)} for i in range(rows))
     parts = split((images, targets), [1, rows - 1])
@@ -92,14 +93,14 @@ def test_split_cuts_sequences_of_samples(rows):
     assert parts[1][1][0] is targets[1]
 
 
-def test_split_names_what_cannot_be_cut():
+def test_split_error_names_the_shape_that_cannot_be_split():
     with pytest.raises(DataError, match=r"batch of 4 samples.*shape \(7, 2\).*accumulate=1"):
         split((torch.zeros(4), torch.zeros(7, 2)), [2, 2])
     with pytest.raises(DataError, match=r"shape \(\)"):
         split((torch.zeros(4), torch.tensor(1.0)), [2, 2])
 
 
-def test_one_micro_batch_needs_no_cutting():
+def test_single_micro_batch_is_the_unsplit_batch():
     data = object()
     batch = Batch(data, (3,), (7,), np.arange(3), Cursor())
     assert list(batch.micros()) == [(data, 3, 7)]

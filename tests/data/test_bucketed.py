@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 
 import manyhands as mh
 from manyhands.core import DataError
-from manyhands.data import Cursor, Feed, Fields, as_source, check_source, split, tensors, to_device
-from manyhands.data.collate import collate
+from manyhands.data import Cursor, Feed, as_source, check_source, split, tensors
+from manyhands.data.batch import to_device
+from manyhands.data.collate import Fields, collate
 
 SIZE = 61
 LENGTHS = np.random.default_rng(0).integers(1, 40, SIZE)
@@ -40,7 +41,7 @@ def padding(batches):
 class TestBucketed:
     @settings(max_examples=8, deadline=None)
     @given(drawn=st.data())
-    def test_changes_of_layout_repeat_and_skip_nothing(self, drawn):
+    def test_changing_the_replica_count_neither_repeats_nor_skips_samples(self, drawn):
         batch_size, epoch = drawn.draw(st.integers(1, 9)), drawn.draw(st.integers(0, 3))
         data = mh.bucketed(TEXTS, batch_size, length="tokens", window=drawn.draw(st.integers(1, 5)))
         whole = rows(data, batch_size=batch_size, cursor=Cursor(epoch), seed=1)
@@ -58,7 +59,7 @@ class TestBucketed:
             position += sum(map(len, taken))
         assert seen == whole
 
-    def test_little_is_padded_and_lengths_come_in_no_order(self):
+    def test_bucketing_reduces_padding_and_shuffles_batch_lengths(self):
         plain = rows(TEXTS, batch_size=4)
         sorted_by_length = rows(mh.bucketed(TEXTS, 4, length="tokens"), batch_size=4)
         assert padding(sorted_by_length) < 0.06 < 0.3 < padding(plain)
@@ -66,7 +67,7 @@ class TestBucketed:
         assert longest != sorted(longest)
         assert rows(mh.bucketed(TEXTS, 4, length="tokens"), batch_size=4, cursor=Cursor(1)) != sorted_by_length
 
-    def test_length_by_function_by_column_and_by_hand_are_one(self, tmp_path):
+    def test_length_as_function_column_or_array_is_equivalent(self, tmp_path):
         table = pa.table({"tokens": [text["tokens"] for text in TEXTS], "i": list(range(SIZE))})
         pq.write_table(table, tmp_path / "a.parquet", row_group_size=10)
         expected = rows(mh.bucketed(TEXTS, 4, length=LENGTHS), batch_size=4)
@@ -82,13 +83,13 @@ class TestBucketed:
         found = rows(mh.bucketed(TEXTS, 4, length="tokens"), batch_size=4, shuffle=False)
         assert list(chain(*found)) == np.argsort(LENGTHS, kind="stable").tolist()
 
-    def test_brings_its_batch_size(self):
+    def test_batch_size_of_bucketed_is_used_and_a_conflicting_one_is_rejected(self):
         source = as_source(mh.bucketed(TEXTS, 4, length="tokens"))
         assert check_source(source, None) == 4
-        with pytest.raises(DataError, match="of its mh.bucketed must agree, but got 8 and 4"):
+        with pytest.raises(DataError, match="of its mh.bucketed must be equal, but got 8 and 4"):
             check_source(source, 8)
 
-    def test_lengths_are_measured_once_and_sent_along(self):
+    def test_lengths_are_computed_once_and_pickled_with_the_data(self):
         read = []
 
         class Counted(list):
@@ -105,36 +106,39 @@ class TestBucketed:
     @pytest.mark.parametrize(
         ("make", "text"),
         [
-            (lambda: mh.bucketed(TEXTS, 4), r"lengths that differ, but got 2 for every sample, by len; pass length="),
-            (lambda: mh.bucketed(TEXTS, 4, length=[1, 2]), r"one length for every sample.*2 lengths for 61 samples"),
-            (lambda: mh.bucketed(lambda: iter(TEXTS), 4), r"read in any order, but got .*a stream"),
-            (lambda: mh.bucketed(torch.zeros(5), 4), r"single samples, but got arrays; pass the lengths themselves"),
+            (
+                lambda: mh.bucketed(TEXTS, 4),
+                r"different lengths, but got length 2 for every sample .measured by len.. Pass length=",
+            ),
+            (lambda: mh.bucketed(TEXTS, 4, length=[1, 2]), r"one value for every sample.*2 lengths for 61 samples"),
+            (lambda: mh.bucketed(lambda: iter(TEXTS), 4), r"with random access, but got .*a stream"),
+            (lambda: mh.bucketed(torch.zeros(5), 4), r"single samples, but got arrays. Pass the lengths themselves"),
             (lambda: mh.bucketed(TEXTS, 0), r"batch_size must be a whole number of at least 1, but got 0"),
             (lambda: mh.bucketed(TEXTS, "8"), r"batch_size must be a whole number of at least 1, but got '8'"),
             (lambda: mh.bucketed(TEXTS, 4, length="i"), r"whose values have a length, but got 'i' \(TypeError: object"),
         ],
     )
-    def test_says_what_is_wrong(self, make, text):
+    def test_invalid_arguments_raise_data_error(self, make, text):
         with pytest.raises(DataError, match=text):
             as_source(make())
 
-    def test_a_column_that_is_not_there_is_told_with_those_that_are(self, tmp_path):
+    def test_unknown_length_column_error_lists_the_available_columns(self, tmp_path):
         class Texts:
             __len__, __getitem__ = TEXTS.__len__, TEXTS.__getitem__
 
         pq.write_table(pa.Table.from_pylist(TEXTS), tmp_path / "a.parquet")
-        text = "length names a column: tokens, i, but got 'tokns'; did you mean 'tokens'?"
+        text = "length must be one of the columns tokens, i, but got 'tokns'. Did you mean 'tokens'?"
         with pytest.raises(DataError, match=text):
             mh.bucketed(TEXTS, 4, length="tokns")
         for data in (Texts(), mh.files(tmp_path / "a.parquet")):
             with pytest.raises(DataError, match=text):
                 as_source(mh.bucketed(data, 4, length="tokns"))
 
-    def test_its_repr_is_short(self):
+    def test_repr_omits_the_data(self):
         assert repr(mh.bucketed(TEXTS, 4)) == "bucketed(a list, 4, length=len, window=100)"
         assert repr(mh.bucketed(TEXTS, 4, length=LENGTHS)) == "bucketed(a list, 4, length=61 numbers, window=100)"
 
-    def test_fit_on_two_replicas_gives_the_same(self, tmp_path):
+    def test_fit_on_two_replicas_has_the_same_losses_as_on_one(self, tmp_path):
         def loss(model, batch):
             mask = batch.mask("tokens")
             total = (model(batch["tokens"] / SIZE * 1.0) * mask).sum(1) / batch.lengths("tokens")
@@ -164,7 +168,7 @@ class TestBucketed:
 class TestRagged:
     SAMPLES = ({"x": np.ones((2, 3), np.float32), "y": 1}, {"x": np.ones((4, 3), np.float32), "y": 0})
 
-    def test_arrays_tensors_and_lists_are_padded(self):
+    def test_collate_pads_arrays_tensors_and_lists(self):
         for kind in (np.array, torch.tensor, list):
             batch = collate([{"x": kind([5, 6, 7])}, {"x": kind([8])}])
             assert batch["x"].tolist() == [[5, 6, 7], [8, 0, 0]]
@@ -176,18 +180,18 @@ class TestRagged:
         assert batch["y"].tolist() == [1, 0]
         assert batch.mask("x").tolist() == [[True, True, False, False], [True] * 4]
 
-    def test_lengths_are_there_where_nothing_is_padded(self):
+    def test_lengths_are_available_without_padding(self):
         batch = collate([{"x": [1, 2]}, {"x": [3, 4]}])
         assert batch["x"].tolist() == [[1, 2], [3, 4]]
         assert batch.lengths("x").tolist() == [2, 2]
         assert batch.mask("x").all()
 
-    def test_an_empty_sample_has_no_type(self):
+    def test_empty_sample_does_not_determine_the_dtype(self):
         batch = collate([{"x": []}, {"x": [3, 4]}])
         assert batch["x"].tolist() == [[0, 0], [3, 4]]
         assert batch["x"].dtype == torch.int64
 
-    def test_lengths_follow_their_batch(self):
+    def test_lengths_are_preserved_by_split_to_device_and_pickle(self):
         batch = collate([{"x": [1.0] * n} for n in (3, 1, 2)])
         first, second = split(batch, [1, 2])
         assert (first.lengths("x").tolist(), second.lengths("x").tolist()) == ([3], [1, 2])
@@ -200,14 +204,14 @@ class TestRagged:
         assert again.lengths("x").tolist() == [3, 1, 2]
 
     @pytest.mark.parametrize("workers", [0, 1])
-    def test_through_workers_and_micro_batches(self, workers):
+    def test_lengths_are_preserved_by_workers_and_micro_batches(self, workers):
         feed = Feed(as_source(TEXTS), batch_size=6, accumulate=2, workers=workers)
         for batch in feed.epoch(Cursor()):
             for data, size, _ in batch.micros():
                 assert data.lengths("tokens").tolist() == LENGTHS[data["i"].numpy()].tolist()
                 assert size == len(data["i"])
 
-    def test_the_same_arrays_in_a_worker(self):
+    def test_worker_processes_collate_the_same_arrays_as_the_main_process(self):
         images = [{"image": np.full((4, 4), i, np.uint8)} for i in range(12)]
         runs = [list(Feed(as_source(images), batch_size=5, workers=workers).epoch(Cursor())) for workers in (0, 2)]
         for ours, theirs in zip(*runs, strict=True):
@@ -219,9 +223,9 @@ class TestRagged:
         [
             ([{"x": np.ones((2, 3))}, {"x": np.ones((2, 4))}], r"field 'x' has shapes \[\(2, 3\), \(2, 4\)\]"),
             ([{"x": 1}, {"y": 1}], r"samples have the fields x, and one has y"),
-            ([(torch.zeros(2),), (torch.zeros(3),)], r"pass collate=.*or give samples as dicts"),
+            ([(torch.zeros(2),), (torch.zeros(3),)], r"pass collate=.*or return samples as dicts"),
         ],
     )
-    def test_what_cannot_be_guessed_is_said(self, samples, text):
+    def test_samples_that_cannot_be_collated_raise_data_error(self, samples, text):
         with pytest.raises(DataError, match=rf"must collate into one batch.*{text}"):
             as_source(samples).fetch(np.array([0, 1]))

@@ -62,7 +62,7 @@ def steps(source, num_replicas, cursor=Cursor(), **settings):  # noqa: B008 (fro
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
-def test_changes_of_layout_repeat_and_skip_nothing(kind, data):
+def test_changing_the_layout_neither_repeats_nor_skips_samples(kind, data):
     source, cursor = as_source(KINDS[kind]()), Cursor(epoch=data.draw(st.integers(0, 3)))
     seen: Counter[int] = Counter()
     while True:
@@ -85,7 +85,7 @@ def test_changes_of_layout_repeat_and_skip_nothing(kind, data):
 
 @pytest.mark.parametrize("num_replicas", [1, 2, 3, 4])
 @pytest.mark.parametrize("accumulate", [1, 2, 3, 4])
-def test_micro_batches_do_not_depend_on_the_replicas(num_replicas, accumulate):
+def test_micro_batches_are_independent_of_the_replica_count(num_replicas, accumulate):
     def micros(replicas):
         """For each step, the samples of each micro-batch over all replicas."""
         found = []
@@ -103,13 +103,13 @@ def test_micro_batches_do_not_depend_on_the_replicas(num_replicas, accumulate):
         assert step == [part.tolist() for part in np.array_split(ids, min(accumulate, len(ids)))]
 
 
-def test_the_last_batch_is_kept():
+def test_last_partial_batch_is_kept():
     feed = Feed(as_source(torch.arange(SIZE)), batch_size=10)
     assert [batch.num_samples for batch in feed.epoch(Cursor())] == [10, 10, 10, 7]
     assert feed.num_steps() == 4
 
 
-def test_ghosts_stand_in_where_a_replica_has_no_samples():
+def test_replica_without_samples_gets_padding_rows():
     step = steps(as_source((torch.arange(5) + 100, torch.zeros(5, 3))), 4, batch_size=5, accumulate=2, shuffle=False)[0]
     assert [batch.sizes for batch in step] == [(1, 1), (1, 1), (1, 0), (0, 0)]
     assert {batch.global_sizes for batch in step} == {(3, 2)}
@@ -120,18 +120,18 @@ def test_ghosts_stand_in_where_a_replica_has_no_samples():
     assert step[3].num_samples == 0
 
 
-def test_fewer_samples_than_micro_batches():
+def test_fewer_samples_than_micro_batches_reduce_the_micro_batch_count():
     batch = next(Feed(as_source(torch.arange(2)), batch_size=8, accumulate=4).epoch(Cursor()))
     assert batch.global_sizes == (1, 1)
 
 
-def test_an_epoch_that_is_consumed_is_empty():
+def test_resuming_at_the_end_of_an_epoch_yields_no_batches():
     for make in KINDS.values():
         assert list(Feed(as_source(make()), batch_size=4).epoch(Cursor(0, SIZE))) == []
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_peek_gives_the_first_samples(kind):
+def test_peek_returns_the_first_samples(kind):
     feed = Feed(as_source(KINDS[kind]()), batch_size=8, seed=2)
     first = next(feed.epoch(Cursor())).data
     assert feed.peek(2).tolist() == first[:2].tolist()
@@ -144,7 +144,7 @@ def test_floats_are_cast_on_request():
 
 
 @pytest.mark.parametrize("name", ["batch_size", "num_replicas", "accumulate"])
-def test_counts_are_checked(name):
+def test_counts_below_one_are_rejected(name):
     with pytest.raises(DataError, match=f"{name} must be at least 1, but got 0"):
         Feed(as_source(torch.arange(4)), **{"batch_size": 2, name: 0})
 
@@ -158,7 +158,7 @@ class TestRandomness:
                 found.update(zip(batch.ids.tolist(), batch.data.tolist(), strict=False))
         return found
 
-    def test_a_sample_is_the_same_however_it_is_read(self):
+    def test_random_augmentation_is_independent_of_replicas_workers_and_batch_size(self):
         expected = self.values()
         assert len(expected) == SIZE
         assert self.values(num_replicas=3) == expected
@@ -166,12 +166,12 @@ class TestRandomness:
         assert self.values(batch_size=7, accumulate=2) == expected
         assert self.values(cursor=Cursor(1, 10)).items() < expected.items()
 
-    def test_draws_depend_on_seed_and_epoch(self):
+    def test_random_augmentation_depends_on_seed_and_epoch(self):
         expected = self.values()
         for other in (self.values(cursor=Cursor(2, 0)), self.values(seed=4)):
             assert all(other[i] != expected[i] for i in expected)
 
-    def test_draws_that_come_late_are_found(self):
+    def test_random_draws_by_only_some_samples_are_reproducible(self):
         class Late(Numbers):
             def __getitem__(self, i):
                 return torch.rand(()) if i % 9 == 0 else torch.tensor(float(i))
@@ -180,7 +180,7 @@ class TestRandomness:
         assert self.values(source=as_source(Late()), num_replicas=3) == expected
 
     @pytest.mark.parametrize("workers", [0, 2])
-    def test_global_generators_are_left_alone(self, workers):
+    def test_global_random_generators_keep_their_state(self, workers):
         states = (
             torch.get_rng_state(),
             np.random.get_state()[1].copy(),
@@ -193,7 +193,7 @@ class TestRandomness:
         assert np.random.get_state()[2] == states[2]
         assert random.getstate() == states[3]
 
-    def test_sampler_and_dataset_draws_together(self):
+    def test_random_sampler_with_random_dataset_is_independent_of_replicas(self):
         sampler = WeightedRandomSampler(torch.ones(SIZE), 20, replacement=False)
         loader = DataLoader(Noisy(), batch_size=5, sampler=sampler)
         assert self.values(source=as_source(loader)) == self.values(source=as_source(loader), num_replicas=2)
@@ -217,7 +217,7 @@ class Deadly(Numbers):
 
 class TestWorkers:
     @pytest.mark.parametrize("kind", ["map", "iterable", "sampler"])
-    def test_give_the_same_batches_in_the_same_order(self, kind):
+    def test_workers_yield_the_same_batches_in_the_same_order(self, kind):
         def read(workers):
             feed = Feed(source, batch_size=4, replica=1, num_replicas=2, workers=workers)
             return [(b.ids.tolist(), b.data.tolist(), b.sizes, b.cursor) for b in feed.epoch(Cursor(0, 5))]
@@ -226,18 +226,18 @@ class TestWorkers:
         assert read(2) == read(0)
 
     @pytest.mark.parametrize("workers", [0, 2])
-    def test_a_failing_sample_is_named(self, workers):
+    def test_failing_sample_is_named_in_the_error(self, workers):
         feed = Feed(as_source(Broken()), batch_size=4, workers=workers)
         with pytest.raises(DataError, match=r"every sample of Broken.*OSError: torn page at sample 23") as info:
             list(feed.epoch(Cursor()))
         assert isinstance(info.value.__cause__, OSError)
 
-    def test_a_dead_worker_is_reported(self):
+    def test_exited_worker_process_raises_data_error(self):
         feed = Feed(as_source(Deadly()), batch_size=4, workers=1, shuffle=False)
-        with pytest.raises(DataError, match=r"that read Deadly must stay alive.*workers=0"):
+        with pytest.raises(DataError, match=r"that read Deadly must not exit.*workers=0"):
             list(feed.epoch(Cursor()))
 
-    def test_how_many(self):
+    def test_number_of_workers_follows_the_source_and_the_argument(self):
         assert Feed(as_source(Numbers()), batch_size=4).workers == 0
         assert Feed(as_source(Numbers()), batch_size=4, workers=3).workers == 3
         assert Feed(as_source(Stream()), batch_size=4, workers=3).workers == 1
@@ -249,7 +249,7 @@ class TestWorkers:
 
 
 class TestWaiting:
-    def test_slow_input_is_the_limit(self):
+    def test_slow_dataset_is_reported_as_input_limit(self):
         class Slow(Numbers):
             def __getitem__(self, i):
                 time.sleep(0.002)
@@ -260,7 +260,7 @@ class TestWaiting:
         assert feed.waited > 0.07
         assert feed.limit == "input"
 
-    def test_slow_compute_is_the_limit(self):
+    def test_slow_consumer_is_reported_as_compute_limit(self):
         feed = Feed(as_source(torch.arange(8)), batch_size=4)
         for _ in feed.epoch(Cursor()):
             time.sleep(0.3)
@@ -268,7 +268,7 @@ class TestWaiting:
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_close_ends_an_epoch_under_way(workers):
+def test_close_ends_the_running_epoch(workers):
     feed = Feed(as_source(Numbers()), batch_size=4, workers=workers)
     batches = feed.epoch(Cursor())
     next(batches)

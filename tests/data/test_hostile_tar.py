@@ -9,7 +9,7 @@ from pathlib import Path
 from manyhands.data.formats.tar import TarFormat
 
 
-def test_members_of_a_tar_file_never_become_files(tmp_path: Path) -> None:
+def test_tar_members_are_never_extracted_to_disk(tmp_path: Path) -> None:
     folder = tmp_path / "data"
     folder.mkdir()
     (tmp_path / "secret.txt").write_text("secret")

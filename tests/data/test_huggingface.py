@@ -47,24 +47,24 @@ def test_columns_become_tensors(data, form):
     assert batch.lengths("input_ids").tolist() == [4, 1, 4]
 
 
-def test_only_the_columns_of_the_format(data):
+def test_format_columns_select_the_batch_columns(data):
     batch = as_source(data.with_format("torch", columns=["label"])).fetch(IDS)
     assert list(batch) == ["label"]
 
 
-def test_views_of_a_dataset(data):
+def test_filtered_and_selected_views_are_read(data):
     source = as_source(data.filter(lambda row: row["label"] % 2 == 1).select(range(4)))
     assert source.fetch(np.arange(4))["label"].tolist() == [1, 3, 5, 7]
 
 
-def test_order_is_that_of_any_dataset(data):
+def test_shuffle_order_equals_that_of_a_list(data):
     found = labels(data, seed=3)
     assert found == labels(list(data.select_columns("label")), seed=3)
     assert sorted(found) == list(range(SIZE))
     assert labels(data, Cursor(0, 10), seed=3) == found[10:]
 
 
-def test_a_transform_and_its_draws(data):
+def test_random_transform_is_reproducible_with_workers_and_after_resume(data):
     def transform(rows):
         return {"label": [row + torch.rand(()).item() for row in rows["label"]]}
 
@@ -75,12 +75,12 @@ def test_a_transform_and_its_draws(data):
     assert labels(noisy, Cursor(0, 10)) == whole[10:]
 
 
-def test_a_collate_gets_rows(data):
+def test_collate_receives_a_list_of_rows(data):
     source = as_source(data, collate=lambda rows: [row["text"] for row in rows])
     assert source.fetch(IDS) == ["row 7", "row 0", "row 3"]
 
 
-def test_in_a_loader(data):
+def test_data_loader_over_a_dataset_is_accepted(data):
     source = as_source(DataLoader(data.with_format("torch"), batch_size=4))
     assert (source.batch_size, source.shuffle) == (4, False)
     assert source.fetch(IDS)["label"].tolist() == IDS.tolist()
@@ -93,7 +93,7 @@ def test_images_are_decoded():
         assert as_source(data.with_format(form)).fetch(np.array([5, 2]))["image"][:, 0, 0, 0].tolist() == [5, 2]
 
 
-def test_bucketed_by_a_column(data):
+def test_bucketing_by_a_column_groups_similar_lengths(data):
     for shown in (data, data.with_transform(lambda rows: rows)):
         source = as_source(mh.bucketed(shown, 4, length="input_ids"))
         lengths = [batch.data["input_ids"].shape[1] for batch in Feed(source, batch_size=4).epoch(Cursor())]
@@ -101,13 +101,13 @@ def test_bucketed_by_a_column(data):
         assert sorted(labels(mh.bucketed(shown, 5, length="input_ids"))) == list(range(SIZE))
 
 
-def test_of_several_datasets_one_is_to_be_passed(data):
-    text = r"one dataset, but got a DatasetDict of test, train; pass data\['train'\]"
+def test_dataset_dict_is_rejected_with_a_hint_to_pass_one_split(data):
+    text = r"one dataset, but got a DatasetDict of test, train. Pass data\['train'\]"
     with pytest.raises(DataError, match=text):
         as_source(datasets.DatasetDict(test=data, train=data))
 
 
-def test_a_missing_number_is_named():
+def test_missing_value_error_names_column_and_sample():
     data = datasets.Dataset.from_dict({"label": [1, 2, None, 4]})
     with pytest.raises(DataError, match=r"sample of Dataset must be readable.*no value in 'label' at sample 2"):
         as_source(data).fetch(np.array([0, 2]))
@@ -117,25 +117,25 @@ def test_a_missing_number_is_named():
 
 
 class TestIterable:
-    def test_is_read_in_its_order(self, data):
+    def test_iterable_dataset_is_read_in_its_order(self, data):
         assert labels(data.to_iterable_dataset()) == list(range(SIZE))
         assert labels(data.to_iterable_dataset(num_shards=3), workers=2) == list(range(SIZE))
 
-    def test_its_own_shuffling_is_drawn_anew_for_every_epoch_and_resumes(self, data):
+    def test_iterable_shuffle_differs_between_epochs_and_resumes(self, data):
         stream = data.to_iterable_dataset(num_shards=3).shuffle(seed=1, buffer_size=8)
         first, again, other = labels(stream), labels(stream), labels(stream, Cursor(1))
         assert first == again != other
         assert sorted(first) == sorted(other) == list(range(SIZE))
         assert labels(stream, Cursor(1, 10)) == other[10:]
 
-    def test_dictionaries_are_padded(self, data):
+    def test_columns_of_an_iterable_dataset_are_padded(self, data):
         batch = next(Feed(as_source(data.to_iterable_dataset()), batch_size=3).epoch(Cursor())).data
         assert batch["input_ids"].tolist() == [[0, 0, 0], [0, 1, 0], [0, 1, 2]]
         assert batch.lengths("input_ids").tolist() == [1, 2, 3]
 
 
 @pytest.mark.parametrize("iterable", [False, True])
-def test_fit_on_two_replicas_gives_the_same(data, iterable, tmp_path):
+def test_fit_on_two_replicas_has_the_same_losses_as_on_one(data, iterable, tmp_path):
     def loss(model, batch):
         return (model(batch["weight"].unsqueeze(1)).squeeze(1) - batch["label"] / SIZE).square().mean()
 

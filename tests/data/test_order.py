@@ -13,18 +13,18 @@ def whole(size: int, seed: int = 0, epoch: int = 0) -> np.ndarray:
 
 
 @pytest.mark.parametrize("sizes", [range(1, 301), [997, 7919, 65_535, 65_536, 65_537, 104_729], [10**6]])
-def test_is_a_permutation(sizes):
+def test_order_is_a_permutation(sizes):
     for size in sizes:
         assert np.array_equal(np.sort(whole(size)), np.arange(size)), size
 
 
-def test_without_shuffle_is_the_identity():
+def test_order_without_shuffle_is_the_identity():
     order = Order(10, 3, 4, shuffle=False)
     assert order[2:7].tolist() == [2, 3, 4, 5, 6]
     assert order[np.array([9, 0])].tolist() == [9, 0]
 
 
-def test_differs_between_seeds_and_epochs():
+def test_order_differs_between_seeds_and_epochs():
     orders = [whole(1000, seed, epoch) for seed in range(4) for epoch in range(4)]
     for i, a in enumerate(orders):
         for b in orders[:i]:
@@ -33,7 +33,7 @@ def test_differs_between_seeds_and_epochs():
 
 
 @pytest.mark.parametrize("size", [1000, 4096, 60_000])
-def test_is_statistically_shuffled(size):
+def test_order_is_statistically_shuffled(size):
     order, positions = whole(size), np.arange(size)
     # |i - j| of two uniform draws has mean n/3; neighbours and positions are uncorrelated.
     assert abs(np.abs(order - positions).mean() / size - 1 / 3) < 0.03
@@ -43,7 +43,7 @@ def test_is_statistically_shuffled(size):
 
 
 @pytest.mark.parametrize("size", [2, 3, 5, 8, 17])
-def test_small_orders_put_every_sample_everywhere_equally_often(size):
+def test_small_orders_are_uniformly_distributed_over_epochs(size):
     epochs = 2000
     seen = np.zeros((size, size))
     for epoch in range(epochs):
@@ -62,12 +62,12 @@ def test_random_access_equals_sequential():
         assert np.array_equal(order[start : start + 1000], everything[start : start + 1000])
 
 
-def test_size_costs_no_memory():
+def test_order_of_a_trillion_samples_needs_no_memory():
     order = Order(10**12, 0, 0, shuffle=True)
     assert len(np.unique(order[10**11 : 10**11 + 100])) == 100
 
 
-def test_ids_may_be_written_to():
+def test_modifying_returned_ids_does_not_change_the_order():
     order = Order(10, 0, 0, shuffle=True)
     before = order[:5].copy()
     order[:5][:] = -1

@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from manyhands.data import Cursor, Feed, as_source
-from manyhands.data import feed_timing as pace
+from manyhands.data import Cursor, Feed, as_source, feed_timing
 from manyhands.data.feed_timing import STRETCH_BATCHES, Adaptation, FeedTiming
 
 SIZE = 640
@@ -41,20 +40,20 @@ def stretch(adaptation, workers, *, waited, computed=0.03):
 
 
 class TestAdaptation:
-    def test_takes_as_many_as_read_in_the_time_of_computing(self):
+    def test_worker_count_is_chosen_so_that_reading_keeps_up_with_compute(self):
         assert stretch(Adaptation(most=16), 0, waited=0.09) == 3
         assert stretch(Adaptation(most=16), 2, waited=0.03) == 4
         assert stretch(Adaptation(most=3), 0, waited=1.0) == 3
         assert stretch(Adaptation(most=3), 0, waited=1.0, computed=0.0) == 3
 
-    def test_goes_on_while_it_pays(self):
+    def test_worker_count_grows_while_it_reduces_the_wait(self):
         adaptation = Adaptation(most=6)
         assert stretch(adaptation, 0, waited=0.06) == 2
         assert stretch(adaptation, 2, waited=0.03) == 4
         assert stretch(adaptation, 4, waited=0.01) == 6
         assert stretch(adaptation, 6, waited=0.0008) is None
 
-    def test_goes_back_to_what_was_as_fast_and_tries_again_later_and_later(self):
+    def test_ineffective_increase_is_reverted_and_retried_with_backoff(self):
         adaptation = Adaptation(most=6)
         rests = []
         for _ in range(3):
@@ -64,17 +63,17 @@ class TestAdaptation:
             assert stretch(adaptation, 2, waited=0.0595) == 0
         assert rests == [0, 4, 24]
 
-    def test_what_a_person_chose_is_settled(self):
+    def test_user_chosen_worker_count_is_not_adapted(self):
         assert stretch(Adaptation(most=6, settled=True), 0, waited=0.5) is None
 
-    def test_leaves_alone_what_does_not_wait(self):
+    def test_worker_count_is_unchanged_without_input_wait(self):
         adaptation = Adaptation(most=6)
         assert stretch(adaptation, 0, waited=0.0008) is None
         assert not adaptation.settled
         # Input may become the limit later, when the network does less.
         assert stretch(adaptation, 0, waited=0.03) == 1
 
-    def test_a_pause_of_the_consumer_decides_nothing(self):
+    def test_pause_of_the_consumer_does_not_change_the_worker_count(self):
         adaptation = Adaptation(most=1)
         assert stretch(adaptation, 0, waited=0.05) == 1
         for number in range(STRETCH_BATCHES + 4):
@@ -82,22 +81,22 @@ class TestAdaptation:
         assert found is None
         assert not adaptation.settled
 
-    def test_takes_no_more_than_there_are_cores_for(self):
+    def test_worker_count_does_not_exceed_the_maximum(self):
         assert stretch(Adaptation(most=0), 0, waited=0.5) is None
 
 
 @pytest.fixture
 def quick(monkeypatch):
     """Short stretches, and as many cores as these tests want."""
-    monkeypatch.setattr(pace, "STRETCH_BATCHES", 5)
-    monkeypatch.setattr(pace, "STRETCH_SECONDS", 0.02)
+    monkeypatch.setattr(feed_timing, "STRETCH_BATCHES", 5)
+    monkeypatch.setattr(feed_timing, "STRETCH_SECONDS", 0.02)
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: range(4))
 
 
 class TestFeed:
     @pytest.mark.usefixtures("quick")
     @pytest.mark.parametrize("start", [0, 37])
-    def test_adapts_in_mid_epoch_without_losing_a_batch(self, start):
+    def test_adding_workers_mid_epoch_keeps_batches_and_order(self, start):
         feed = Feed(as_source(Slow()), batch_size=5, replica=0, num_replicas=1, seed=4)
         steady = Feed(as_source(Slow(0)), batch_size=5, workers=0, seed=4)
         numbers, batches = [], []
@@ -109,7 +108,7 @@ class TestFeed:
         assert max(numbers) >= 2
 
     @pytest.mark.usefixtures("quick")
-    def test_may_be_closed_while_it_adapts(self):
+    def test_feed_can_be_closed_while_it_adapts(self):
         feed = Feed(as_source(Slow()), batch_size=5)
         positions = []
         for batch in feed.epoch(Cursor()):
@@ -119,17 +118,17 @@ class TestFeed:
         assert 0 < positions[-1] < SIZE
 
     @pytest.mark.usefixtures("quick")
-    def test_what_a_person_chose_stays(self):
+    def test_explicit_worker_count_of_a_feed_is_kept(self):
         feed = Feed(as_source(Slow(0.001)), batch_size=5, workers=0)
         assert {feed.workers for _ in feed.epoch(Cursor())} == {0}
 
-    def test_copying_is_told_from_reading(self):
+    def test_copy_time_is_measured_separately_from_read_time(self):
         feed = Feed(as_source(torch.zeros(400, 20_000)), batch_size=200, dtype=torch.float64)
         list(feed.epoch(Cursor()))
         assert feed.pace.copy > 0
         assert feed.waited == feed.pace.copy + feed.pace.input
 
-    def test_says_what_the_limit_is(self):
+    def test_timing_summary_names_the_bottleneck(self):
         feed = Feed(as_source(Slow(0.001)), batch_size=64, workers=0)
         list(feed.epoch(Cursor()))
         assert feed.limit == "input"

@@ -9,8 +9,8 @@ import time
 import pytest
 import torch
 
-from manyhands.data import Cursor, Feed, Prefetcher, as_source
-from manyhands.data.prefetch import DeviceCopy
+from manyhands.data import Cursor, Feed, as_source
+from manyhands.data.prefetch import DeviceCopy, Prefetcher
 
 
 def prefetch_threads():
@@ -23,7 +23,7 @@ def slow(count, seconds):
         yield i
 
 
-def test_gives_everything_in_order_and_ends():
+def test_prefetcher_yields_all_items_in_order_and_stops():
     ahead = Prefetcher(iter(range(100)))
     assert list(ahead) == list(range(100))
     with pytest.raises(StopIteration):
@@ -40,7 +40,7 @@ def test_depth_doubles_while_the_consumer_waits():
     ahead.close()
 
 
-def test_depth_stays_where_nobody_waits():
+def test_depth_is_unchanged_when_the_consumer_does_not_wait():
     ahead = Prefetcher(iter(range(10)))
     for _ in ahead:
         time.sleep(0.02)
@@ -48,14 +48,14 @@ def test_depth_stays_where_nobody_waits():
     ahead.close()
 
 
-def test_depth_stays_where_memory_is_short():
+def test_depth_does_not_grow_beyond_available_memory():
     ahead = Prefetcher(slow(6, 0.005), room=lambda item, depth: depth <= 4)
     assert len(list(ahead)) == 6
     assert ahead.depth == 4
     ahead.close()
 
 
-def test_reads_no_further_than_its_depth():
+def test_prefetcher_reads_at_most_depth_items_ahead():
     taken = []
     ahead = Prefetcher((taken.append(i) or i for i in range(50)), depth=3)
     time.sleep(0.05)
@@ -66,7 +66,7 @@ def test_reads_no_further_than_its_depth():
     ahead.close()
 
 
-def test_an_error_comes_after_the_items_before_it():
+def test_error_is_raised_after_the_preceding_items():
     def failing():
         yield 1
         raise OSError("disk")
@@ -78,7 +78,7 @@ def test_an_error_comes_after_the_items_before_it():
     ahead.close()
 
 
-def test_close_stops_the_thread_and_closes_the_items():
+def test_close_stops_the_thread_and_closes_the_iterator():
     closed = threading.Event()
 
     def endless():
@@ -98,7 +98,7 @@ def test_close_stops_the_thread_and_closes_the_items():
 
 
 @pytest.mark.parametrize("data", [torch.arange(100), list(range(100))], ids=["arrays", "map"])
-def test_a_feed_to_another_device_reads_ahead(data):
+def test_feed_to_another_device_prefetches_all_batches(data):
     """The meta device has no streams: it takes the way of an accelerator without them."""
     feed = Feed(as_source(data), batch_size=8, device=torch.device("meta"), workers=1)
     batches = list(feed.epoch(Cursor()))
@@ -107,7 +107,7 @@ def test_a_feed_to_another_device_reads_ahead(data):
     assert not prefetch_threads()
 
 
-def test_an_epoch_that_is_left_early_leaves_no_thread():
+def test_closing_a_feed_mid_epoch_stops_the_prefetch_thread():
     feed = Feed(as_source(torch.arange(100)), batch_size=8, device=torch.device("meta"))
     for _ in feed.epoch(Cursor()):
         break
@@ -118,7 +118,7 @@ def test_an_epoch_that_is_left_early_leaves_no_thread():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("data", [torch.arange(100_000.0), list(range(2000))], ids=["arrays", "map"])
-def test_batches_arrive_whole_on_cuda(data):
+def test_batches_are_copied_to_cuda_intact(data):
     feed = Feed(as_source(data), batch_size=256, device=torch.device("cuda", 0), dtype=torch.float64)
     for epoch in range(2):
         for batch in feed.epoch(Cursor(epoch, 0)):
@@ -126,7 +126,7 @@ def test_batches_arrive_whole_on_cuda(data):
             assert batch.data.long().cpu().tolist() == batch.ids.tolist()
 
 
-def test_waiting_while_the_device_is_at_work_costs_nothing():
+def test_wait_during_device_compute_counts_as_hidden():
     ahead = Prefetcher(slow(4, 0.02), is_idle=lambda: lambda: False)
     assert list(ahead) == [0, 1, 2, 3]
     assert ahead.hidden > 0.06
@@ -134,7 +134,7 @@ def test_waiting_while_the_device_is_at_work_costs_nothing():
     ahead.close()
 
 
-def test_waiting_is_counted_from_when_the_device_is_idle():
+def test_wait_is_counted_only_while_the_device_is_idle():
     def busy_for(seconds):
         until = time.perf_counter() + seconds
         return lambda: time.perf_counter() > until
@@ -180,7 +180,7 @@ class FakeAccelerator:
         return self.Stream()
 
 
-def test_copies_are_timed_without_waiting_for_them():
+def test_copies_are_timed_without_synchronizing():
     copy = DeviceCopy(torch.device("meta"), None)
     copy._module, copy._stream = FakeAccelerator(), FakeAccelerator.Stream()
     seconds = []
@@ -192,7 +192,7 @@ def test_copies_are_timed_without_waiting_for_them():
     assert [idle() for _ in range(3)] == [False, False, True]
 
 
-def test_reading_is_told_from_sending():
+def test_copy_share_excludes_read_time():
     copy = DeviceCopy(torch.device("meta"), None)
     batches = Feed(as_source(torch.arange(40)), batch_size=4).epoch(Cursor())
     slowly = (time.sleep(0.005) or batch for batch in batches)

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from manyhands.data import Cursor, Feed, Fields, as_source
-from manyhands.data import worker_memory as transport
+from manyhands.data import Cursor, Feed, as_source, worker_memory
+from manyhands.data.collate import Fields
 from manyhands.data.worker_memory import SLOTS, Parcel, WorkerSlots
 
 Pair = namedtuple("Pair", "x y")
@@ -46,7 +46,7 @@ def assert_equal(found, number):
     assert found["fields"].lengths("x").tolist() == list(range(9))
 
 
-def test_everything_arrives_and_is_its_own():
+def test_batch_through_shared_memory_is_equal_and_not_aliased():
     slots = WorkerSlots(num_workers=2)
     parcel = slots.put(batch_of(3), worker=1)
     assert isinstance(parcel, Parcel)
@@ -61,7 +61,7 @@ def test_everything_arrives_and_is_its_own():
     assert_equal(slots.take(slots.put(batch_of(3), worker=1)), 3)
 
 
-def test_slots_are_kept_until_they_come_round_again():
+def test_slots_are_not_overwritten_before_they_are_reused():
     slots = WorkerSlots(num_workers=1)
     parcels = [slots.put(batch_of(number), worker=0) for number in range(SLOTS)]
     for number, parcel in enumerate(parcels):
@@ -80,8 +80,8 @@ class Rows(Dataset):
 
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("slow", ["reader", "consumer"])
-def test_batches_of_any_size_come_whole_and_in_order(monkeypatch, workers, slow):
-    monkeypatch.setattr(transport, "SLOT_BYTES", 4096)
+def test_batches_larger_than_a_slot_arrive_intact_and_in_order(monkeypatch, workers, slow):
+    monkeypatch.setattr(worker_memory, "SLOT_BYTES", 4096)
     feed = Feed(as_source(Rows()), batch_size=4, workers=workers, shuffle=False)
     kept = []
     for number, batch in enumerate(feed.epoch(Cursor())):

@@ -37,7 +37,7 @@ CASES: list[tuple[str, Callable[..., Finding], dict[str, Any], str, str]] = [
     ("a compiler", software.compiler, {"found": "/usr/bin/g++", "has_headers": True}, "ok", "g++"),
     ("no compiler", software.compiler, {"found": "", "has_headers": True}, "slow", "apt install g++"),
     ("no headers", software.compiler, {"found": "/usr/bin/g++", "has_headers": False}, "slow", "python3-dev"),
-    ("extras", software.extras, {"installed": frozenset({"wandb"})}, "ok", "[tune,serve,servers,keras,tensor"),
+    ("extras", software.extras, {"installed": frozenset({"wandb"})}, "ok", "[tune,serve,parameter-server,keras,tensor"),
     ("a driver", gpu.driver, {"found": driver(), "num_on_bus": 1, "cuda": "12.9"}, "ok", "up to 12.8"),
     ("an old driver", gpu.driver, {"found": driver(), "num_on_bus": 1, "cuda": "13.0"}, "broken", "update the driver"),
     ("torch sees GPUs", gpu.torch_build, {"num_gpus": 1, "cuda": "13.0", "is_available": True}, "ok", "uses CUDA"),
@@ -80,14 +80,14 @@ CASES: list[tuple[str, Callable[..., Finding], dict[str, Any], str, str]] = [
     ("memory", machine.memory, {"available": 8 * GIB, "total": 16 * GIB, "swapped": 0}, "ok", "8.0 GiB"),
     ("no memory", machine.memory, {"available": GIB // 4, "total": 16 * GIB, "swapped": 0}, "broken", "256 MiB"),
     ("swapping", machine.memory, {"available": 2 * GIB, "total": 16 * GIB, "swapped": 4 * GIB}, "slow", "from disk"),
-    ("a clock", machine.clock, {"source": "tsc", "is_set": True, "jump": 0.0}, "ok", "tsc, synchronised"),
+    ("a clock", machine.clock, {"source": "tsc", "is_set": True, "jump": 0.0}, "ok", "tsc, synchronized"),
     ("a slow clock", machine.clock, {"source": "hpet", "is_set": True, "jump": 0.0}, "slow", "clocksource=tsc"),
     ("a jumping clock", machine.clock, {"source": "tsc", "is_set": True, "jump": -3.0}, "slow", "-3.000 s"),
     ("a free clock", machine.clock, {"source": "tsc", "is_set": False, "jump": 0.0}, "slow", "set-ntp"),
     ("loopback", network.loopback, {}, "ok", "reached in"),
     ("no such address", network.loopback, {"address": "203.0.113.7"}, "broken", "ip link set lo up"),
     ("a name", network.host_name, {"name": "a", "resolved": "10.0.0.1", "ours": frozenset({"10.0.0.1"})}, "ok", "10."),
-    ("nobody's name", network.host_name, {"name": "a", "resolved": "", "ours": frozenset()}, "slow", "/etc/hosts"),
+    ("unresolved name", network.host_name, {"name": "a", "resolved": "", "ours": frozenset()}, "slow", "/etc/hosts"),
     ("another's name", network.host_name, {"name": "a", "resolved": "10.0.0.1", "ours": frozenset()}, "slow", "not t"),
     ("a quick sum", network.all_reduce, {"seconds": 1e-4}, "ok", "100 µs"),
     ("a slow sum", network.all_reduce, {"seconds": 1e-2}, "slow", "10000 µs"),
@@ -99,14 +99,16 @@ CASES: list[tuple[str, Callable[..., Finding], dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize(("check", "facts", "verdict", "part"), [case[1:] for case in CASES], ids=[c[0] for c in CASES])
-def test_a_look_and_its_verdict(check: Callable[..., Finding], facts: dict[str, Any], verdict: str, part: str) -> None:
+def test_check_returns_the_expected_verdict(
+    check: Callable[..., Finding], facts: dict[str, Any], verdict: str, part: str
+) -> None:
     finding = check(**facts)
     assert finding.verdict == verdict
     assert part in f"{finding.found} {finding.why} {finding.cure}"
     assert bool(finding.why and finding.cure) == (verdict != "ok")
 
 
-def test_every_look_is_tried_in_both_states() -> None:
+def test_every_check_is_tested_for_ok_and_failure() -> None:
     tried: dict[Any, set[str]] = {}
     for _, check, _, verdict, _ in CASES:
         tried.setdefault(check, set()).add(verdict)
@@ -116,7 +118,7 @@ def test_every_look_is_tried_in_both_states() -> None:
     assert all("ok" in verdicts for verdicts in tried.values())
 
 
-def test_a_gpu_without_a_driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_gpu_without_a_driver_is_reported_as_broken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(gpu, "read_driver", lambda: None)
     for name, kind in (("a", "0x030200"), ("b", "0x0c0330")):
         (tmp_path / name).mkdir()
@@ -128,7 +130,7 @@ def test_a_gpu_without_a_driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     assert gpu.driver(num_on_bus=0).verdict == "ok"
 
 
-def test_hidden_gpus_are_no_fault_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hidden_gpus_are_not_blamed_on_the_torch_build(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
     finding = gpu.torch_build(num_gpus=1, cuda="13.0", is_available=False)
     assert (finding.verdict, finding.cure) == ("slow", "unset CUDA_VISIBLE_DEVICES")
@@ -146,7 +148,7 @@ esac
 """
 
 
-def test_nvidia_smi_is_read_where_nvml_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nvidia_smi_is_the_fallback_without_nvml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the program prints on a machine with two H200, from a program of that name."""
     program = tmp_path / "nvidia-smi"
     program.write_text(SMI)
@@ -163,19 +165,19 @@ def test_nvidia_smi_is_read_where_nvml_is_not_there(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.parametrize(("text", "cores"), [("max 100000", None), ("250000 100000", 2.5)])
-def test_the_quota_of_a_group(text: str, cores: float | None, tmp_path: Path) -> None:
+def test_cpu_quota_is_read_from_cgroup_v2(text: str, cores: float | None, tmp_path: Path) -> None:
     (tmp_path / "cpu.max").write_text(f"{text}\n")
     assert machine.read_quota(tmp_path) == cores
 
 
-def test_the_quota_of_an_old_group(tmp_path: Path) -> None:
+def test_cpu_quota_is_read_from_cgroup_v1(tmp_path: Path) -> None:
     (tmp_path / "cpu").mkdir()
     (tmp_path / "cpu" / "cpu.cfs_quota_us").write_text("150000\n")
     (tmp_path / "cpu" / "cpu.cfs_period_us").write_text("100000\n")
     assert machine.read_quota(tmp_path) == 1.5
 
 
-def test_ranks_that_cannot_start_are_named() -> None:
+def test_rank_start_failure_is_reported_as_broken() -> None:
     class Unable(LocalEngine):
         def warm_up(self) -> Any:
             raise OSError("fork: no more processes")
@@ -185,13 +187,13 @@ def test_ranks_that_cannot_start_are_named() -> None:
     assert "OSError: fork: no more processes" in finding.found
 
 
-def test_a_folder_that_may_not_be_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unwritable_run_folder_is_reported_as_broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk.os, "access", lambda path, mode: False)
     finding = disk.run_folder(tmp_path / "not" / "there")
     assert (finding.verdict, finding.found) == ("broken", f"{tmp_path} may not be written to")
 
 
-def test_a_look_that_fails_is_no_verdict() -> None:
+def test_failing_check_is_reported_without_a_verdict() -> None:
     def odd_look() -> Finding:
         raise KeyError("x")
 

@@ -10,13 +10,13 @@ from manyhands.distributed import Device, devices, num_cores, resolve, this_host
 from manyhands.distributed.devices import _capability_cure
 
 
-def test_the_cpu_is_always_there() -> None:
+def test_cpu_is_always_listed() -> None:
     cpu = devices()[-1]
     assert cpu.kind == "cpu"
     assert cpu.memory > cpu.free > 0
 
 
-def test_virtual_devices_share_a_real_one() -> None:
+def test_virtual_devices_share_a_physical_device() -> None:
     found, notices = resolve("cpu*4")
     assert [device.name for device in found] == ["cpu#0", "cpu#1", "cpu#2", "cpu#3"]
     assert {device.share for device in found} == {0.25}
@@ -24,9 +24,9 @@ def test_virtual_devices_share_a_real_one() -> None:
     assert bool(notices) == (num_cores() < 4), "more processes than cores are worth a notice"
 
 
-def test_a_host_name_is_accepted_when_it_is_ours() -> None:
+def test_only_the_local_host_name_is_accepted() -> None:
     assert resolve(f"{this_host()}/cpu")[0][0].kind == "cpu"
-    with pytest.raises(DeviceError, match="but got elsewhere; leave the host away"):
+    with pytest.raises(DeviceError, match="but got elsewhere. Omit the host name"):
         resolve("elsewhere/cuda:1")
 
 
@@ -35,34 +35,34 @@ def test_a_device_prints_with_its_host() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "cuda:0:1", "*2", "7", "cpu*", "c p u!"])
-def test_nonsense_is_refused(text: str) -> None:
+def test_malformed_device_string_raises(text: str) -> None:
     with pytest.raises(DeviceError):
         resolve(text)
 
 
-def test_a_device_that_is_not_there_is_refused_with_what_there_is() -> None:
-    with pytest.raises(DeviceError, match="this machine has .*cpu, but got cuda:99; name one of these"):
+def test_unavailable_device_error_lists_available_devices() -> None:
+    with pytest.raises(DeviceError, match="those of this machine .*cpu.*, but got cuda:99. Choose one of them"):
         resolve("cuda:99")
 
 
-def test_more_than_there_are() -> None:
+def test_requesting_more_devices_than_available_raises() -> None:
     with pytest.raises(DeviceError, match=r'needs 3 devices, but got 2 .*on="cpu\*3"'):
         resolve("cpu*2", 3)
 
 
-def test_what_else_can_be_passed() -> None:
+def test_resolve_accepts_torch_devices_and_lists() -> None:
     assert resolve(torch.device("cpu"))[0] == resolve("cpu")[0] == resolve([Device("cpu")])[0]
     assert resolve(["cpu*2"])[0] == resolve("cpu*2")[0]
-    with pytest.raises(DeviceError, match="on= is a text or a list of devices, but got 3"):
+    with pytest.raises(DeviceError, match="on must be a string or a list of devices, but got 3"):
         resolve(3)  # type: ignore[arg-type]
 
 
-def test_a_cluster_address_is_not_a_device() -> None:
-    with pytest.raises(DeviceError, match="on= names devices of this machine"):
+def test_cluster_address_is_rejected_as_a_device() -> None:
+    with pytest.raises(DeviceError, match="on must name devices of this machine"):
         resolve("ray://head:10001")
 
 
-def test_replicas_without_accelerators_share_the_cpu_with_a_notice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replicas_without_accelerators_share_the_cpu_with_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.accelerator.is_available", lambda: False)
     found, notices = resolve(None, 3)
     assert len(found) == 3
@@ -82,7 +82,7 @@ def test_replicas_without_accelerators_share_the_cpu_with_a_notice(monkeypatch: 
         ((9, 0), ["sm_90a"], True),
     ],
 )
-def test_a_build_for_other_devices_is_said_with_its_cure(
+def test_torch_build_without_gpu_support_is_reported_with_a_remedy(
     capability: tuple[int, int], built_for: list[str], usable: bool
 ) -> None:
     cure = _capability_cure(capability, built_for, "13.0")

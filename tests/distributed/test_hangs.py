@@ -16,17 +16,17 @@ from manyhands.launcher import LocalEngine
 from manyhands.training import Hand
 
 TIMEOUT = 12.0
-"""An operation stands still after a quarter of it."""
+"""Block in the middle of an operation."""
 
 
 def asleep(folder: Path) -> None:
     """Where the rank is that does not arrive."""
-    until = time.monotonic() + 30
+    until = time.monotonic() + 120
     while not (folder / "go").exists() and time.monotonic() < until:
         time.sleep(0.02)
 
 
-def test_a_stall_is_reported_once_with_who_has_not_arrived(engine: LocalEngine, tmp_path: Path) -> None:
+def test_hang_is_reported_once_and_names_the_missing_rank(engine: LocalEngine, tmp_path: Path) -> None:
     def work(world: World) -> float:
         total = torch.ones(())
         for step in range(3):
@@ -44,30 +44,30 @@ def test_a_stall_is_reported_once_with_who_has_not_arrived(engine: LocalEngine, 
     job = engine.start(work, resolve("cpu*3")[0], timeout=TIMEOUT)
     assert job.wait(hear, lambda *line: None) == [27.0] * 3
     (report,) = [entry["text"] for entry in heard if "in asleep" in entry["text"]]
-    assert {entry["kind"] for entry in heard} == {"hang"}  # what was asked for it is nobody else's business
+    assert {entry["kind"] for entry in heard} == {"hang"}  # the request itself is not reported
     first, second, *rest = report.splitlines()
     assert first.startswith("rank ")
     assert first.endswith(" s in all_reduce for rank 1")
     assert second.startswith("  rank 1 on ")
     assert "has not arrived; it is outside of collectives, after 2 of them" in second
-    # It may be caught while it looks whether it shall go on.
+    # The stack may be taken while the loop checks whether to continue.
     assert any("test_hangs.py" in line and "in asleep: " in line for line in rest[:12])
     waiting = [line for line in rest if "waits in all_reduce, its collective number 3" in line]
     assert len(waiting) == 2
     assert sum("in work: world.all_reduce(total)" in line for line in rest) == 2
 
 
-def test_ranks_in_collectives_that_do_not_fit_are_ended(engine: LocalEngine) -> None:
+def test_mismatched_collectives_end_the_job(engine: LocalEngine) -> None:
     def work(world: World) -> None:
         world.barrier()
         world.wait_for("a file") if world.rank else world.all_reduce(torch.ones(()))
 
     job = engine.start(work, resolve("cpu*2")[0], timeout=TIMEOUT, after_loss="restart")
-    with pytest.raises(WorkerFailed, match=r"do not fit: rank 0 in all_reduce, rank 1 in waiting for a file"):
+    with pytest.raises(WorkerFailed, match=r"do not match: rank 0 in all_reduce, rank 1 in waiting for a file"):
         job.wait(lambda *entry: None, lambda *line: None)
 
 
-def test_a_step_that_stands_still_is_in_the_log_of_the_run(engine: LocalEngine, tmp_path: Path) -> None:
+def test_hanging_step_is_written_to_the_event_log(engine: LocalEngine, tmp_path: Path) -> None:
     class Late(mh.Callback):
         def on_step(self, hand: Hand) -> None:
             if hand.num_steps == 2 and hand.rank == 0:

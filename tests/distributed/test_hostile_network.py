@@ -28,13 +28,15 @@ from manyhands.launcher.existing_cluster import _introduced
 @pytest.mark.parametrize(
     "attack", [ranks.impersonate_rank, ranks.preset_store_keys, ranks.inject_into_listeners, ranks.fuzz_ports]
 )
-def test_a_stranger_takes_no_part_in_a_running_job(attack: Callable[..., Any], engine: LocalEngine) -> None:
+def test_unauthenticated_process_cannot_interfere_with_a_running_job(
+    attack: Callable[..., Any], engine: LocalEngine
+) -> None:
     outcome = attack(engine)
     assert outcome.is_refused_with_reason, outcome
 
 
 @pytest.mark.parametrize("attack", [ranks.replay_message, ranks.flip_bits, ranks.fill_join_port])
-def test_a_stranger_changes_no_message_and_keeps_no_host_out(attack: Callable[[], Any]) -> None:
+def test_attacker_cannot_modify_messages_or_block_joining(attack: Callable[[], Any]) -> None:
     outcome = attack()
     assert outcome.is_refused_with_reason, outcome
 
@@ -66,7 +68,7 @@ def meets_an_impostor(world: World) -> str:
         os.waitpid(child, 0)
 
 
-def test_a_connection_is_confirmed_before_anything_is_exchanged(run_ranks: Callable[..., list[Any]]) -> None:
+def test_peer_is_authenticated_before_data_is_exchanged(run_ranks: Callable[..., list[Any]]) -> None:
     (told,) = run_ranks(meets_an_impostor, 1)
     assert "the connection to rank 1 in group whole leads to a process that is not part of this job" in told
 
@@ -79,7 +81,7 @@ def opened_here(world: World) -> tuple[list[str], bool]:
     return ports, bool(re.search("[0-9a-f]{64}", public))
 
 
-def test_ranks_of_one_machine_listen_on_loopback_and_show_no_key(
+def test_local_ranks_listen_on_loopback_and_do_not_expose_the_key(
     run_ranks: Callable[..., list[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alone = NullWorld()
@@ -91,7 +93,7 @@ def test_ranks_of_one_machine_listen_on_loopback_and_show_no_key(
     alone.close()
 
 
-def test_idle_strangers_do_not_hold_up_a_measurement() -> None:
+def test_idle_connections_do_not_block_link_measurement() -> None:
     with contextlib.ExitStack() as held, serving(["127.0.0.1"], b"t" * 16) as (ways, token):
         for _ in range(20):
             held.enter_context(socket.create_connection(ways[0]))
@@ -99,7 +101,7 @@ def test_idle_strangers_do_not_hold_up_a_measurement() -> None:
         assert measured("host2", ways, b"f" * 16) == []
 
 
-def test_values_that_others_wrote_into_the_store_are_not_returned() -> None:
+def test_forged_store_values_are_rejected() -> None:
     server = serve_store(listen("127.0.0.1"))
     key = RankKey.random()
     store = SignedStore(reach_store("127.0.0.1", server.port, 5), key, patience=0.1)
@@ -112,7 +114,7 @@ def test_values_that_others_wrote_into_the_store_are_not_returned() -> None:
             store.get("b")
 
 
-def test_ranks_that_were_launched_with_other_tokens_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_with_different_tokens_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     server = serve_store(listen("127.0.0.1"))
     seat = RankInfo(rank=0, size=1, timeout=1.0)
     monkeypatch.setenv("MANYHANDS_TOKEN", "a" * 40)

@@ -42,7 +42,7 @@ values = st.recursive(
 
 @given(values)
 @settings(max_examples=80, deadline=None)
-def test_any_plain_value_comes_back_as_it_was(value: Any) -> None:
+def test_plain_values_round_trip_through_encode_and_decode(value: Any) -> None:
     assert identical(decode(encode(value)), value)
 
 
@@ -53,7 +53,7 @@ def identical(one: Any, other: Any) -> bool:
 
 @given(values, st.integers(0, 10_000))
 @settings(max_examples=15, deadline=None)
-def test_ranks_exchange_any_plain_value_of_any_length(value: Any, length: int) -> None:
+def test_gather_objects_preserves_plain_values_of_any_length(value: Any, length: int) -> None:
     sent = [value, "x" * length]
     for found in run_threads(lambda world: world.gather_objects(sent if world.rank else None), 2):
         assert found[0] is None
@@ -62,12 +62,12 @@ def test_ranks_exchange_any_plain_value_of_any_length(value: Any, length: int) -
 
 @given(st.binary(max_size=200))
 @settings(max_examples=150, deadline=None)
-def test_bytes_of_a_stranger_are_a_value_or_are_refused(data: bytes) -> None:
+def test_random_bytes_decode_or_raise_invalid_message(data: bytes) -> None:
     with contextlib.suppress(InvalidMessage):
         decode(data, is_authentic=False)
 
 
-def test_damaged_messages_are_a_value_or_are_refused() -> None:
+def test_corrupted_messages_decode_or_raise_invalid_message() -> None:
     draw = random.Random(0)
     for _ in range(1000):
         data = bytearray(encode(any_value(draw)))
@@ -77,7 +77,7 @@ def test_damaged_messages_are_a_value_or_are_refused() -> None:
             decode(bytes(data))
 
 
-def test_texts_that_numpy_would_evaluate_are_no_dtypes() -> None:
+def test_unsafe_numpy_dtype_strings_are_rejected() -> None:
     for name in ("(9**9**9)f4", "O", "i4,i4", "V8", "|O8", "<f8,"):
         content = msgspec.msgpack.encode([name, [1], 0])
         body = msgspec.msgpack.encode(msgspec.msgpack.Ext(10, content))
@@ -86,7 +86,7 @@ def test_texts_that_numpy_would_evaluate_are_no_dtypes() -> None:
             decode(data + bytes(64))
 
 
-def test_depth_and_lengths_that_lie_are_refused() -> None:
+def test_excessive_nesting_and_false_lengths_are_rejected() -> None:
     deep = b"\x91" * 200_000
     with pytest.raises(InvalidMessage):
         decode(len(deep).to_bytes(8, "little") + deep)
@@ -99,13 +99,13 @@ def test_depth_and_lengths_that_lie_are_refused() -> None:
 @pytest.mark.parametrize(
     "value", [print, object(), Counter("ab"), OrderedDict(a=1), torch.nn.Parameter(torch.ones(1)), [range(3)]]
 )
-def test_what_is_not_plain_is_refused_before_it_is_sent(value: Any) -> None:
+def test_non_plain_values_are_rejected_before_sending(value: Any) -> None:
     assert not is_plain(value)
     with pytest.raises(SendError, match="plain data"):
         encode(value)
 
 
-def test_a_value_that_contains_itself_is_refused() -> None:
+def test_self_referencing_value_is_rejected() -> None:
     value: list[Any] = []
     value.append(value)
     with pytest.raises(SendError, match="contain themselves"):
@@ -119,11 +119,11 @@ class Marker:
         return os.putenv, ("MANYHANDS_UNPICKLED", "1")
 
 
-def test_a_pickle_is_opened_only_where_the_ranks_have_a_key() -> None:
+def test_pickle_is_loaded_only_with_a_shared_key() -> None:
     data = encode([Opaque.of({"a": Counter("aab")})])
     assert decode(data)[0].open() == {"a": Counter("aab")}
     forged = decode(encode(Opaque(pickle.dumps(Marker()))), is_authentic=False)
-    with pytest.raises(SettingsError, match="set MANYHANDS_TOKEN"):
+    with pytest.raises(SettingsError, match="Set MANYHANDS_TOKEN"):
         forged.open()
 
     def exchange(world: Any) -> str:
@@ -133,11 +133,11 @@ def test_a_pickle_is_opened_only_where_the_ranks_have_a_key() -> None:
         except SettingsError as error:
             return str(error)
 
-    assert all("without one" in text for text in run_threads(exchange, 2))
+    assert all("launched without a token" in text for text in run_threads(exchange, 2))
 
 
 @pytest.mark.parametrize("size", [1, FRAME_BYTES, 3 * FRAME_BYTES])
-def test_a_rank_with_another_key_is_not_believed(size: int) -> None:
+def test_messages_signed_with_a_different_key_are_rejected(size: int) -> None:
     def exchange(world: Any) -> str:
         objects = ObjectGather(RankKey(bytes([world.rank]) * 32), "whole", world.rank)
         try:
@@ -150,7 +150,7 @@ def test_a_rank_with_another_key_is_not_believed(size: int) -> None:
     assert "message 0 of rank 0" in second
 
 
-def test_numbers_at_the_ends_of_their_ranges() -> None:
+def test_boundary_numbers_round_trip() -> None:
     edges = [2**63 - 1, 2**63, 2**64 - 1, 2**64, -(2**63), -(2**63) - 1, -math.inf, 5e-324]
     assert decode(encode(edges)) == edges
     assert decode(encode(tuple(edges))) == tuple(edges)

@@ -51,7 +51,7 @@ def shape_of_mesh(world: World) -> tuple[tuple[int, ...], tuple[str, ...], int]:
     return tuple(mesh.shape), tuple(mesh.mesh_dim_names), int(tensor)
 
 
-def test_meshes_carry_torchs_own_collectives(run_ranks: Callable[..., list[Any]]) -> None:
+def test_device_mesh_supports_torch_collectives(run_ranks: Callable[..., list[Any]]) -> None:
     world = NullWorld()
     assert shape_of_mesh(world) == ((1, 1), ("replicas", "shards"), 1)
     world.close()
@@ -59,12 +59,12 @@ def test_meshes_carry_torchs_own_collectives(run_ranks: Callable[..., list[Any]]
     assert run_ranks(shape_of_mesh, 2) == [((2, 1), ("replicas", "shards"), 2)] * 2
 
 
-def test_a_thread_world_has_no_mesh() -> None:
+def test_mesh_of_a_thread_world_raises() -> None:
     with pytest.raises(UsageError, match="a mesh needs processes"):
         run_threads(lambda world: world.mesh({"replicas": 1}), 1)
 
 
-def test_a_scripted_fault_reaches_every_thread() -> None:
+def test_injected_fault_reaches_every_thread() -> None:
     def work(world: World) -> int:
         for _ in range(5):
             world.all_reduce(torch.ones(1))
@@ -78,7 +78,7 @@ def test_a_scripted_fault_reaches_every_thread() -> None:
 
 
 def survive(world: World, victim: int, how: str) -> str:
-    """Loses a rank in the middle of collectives; survivors say what they were told, and how soon."""
+    """Kill a rank during collectives; survivors return the reported reason and how soon it came."""
     tensor = torch.ones(1000)
     world.all_reduce(tensor)
     if world.rank == victim:
@@ -95,7 +95,7 @@ def survive(world: World, victim: int, how: str) -> str:
 
 
 @pytest.mark.parametrize("how", ["SIGKILL", "SIGSEGV"])
-def test_a_dead_peer_aborts_the_collective_and_is_named(engine: Any, how: str) -> None:
+def test_killed_peer_aborts_the_collective_and_is_named(engine: Any, how: str) -> None:
     from functools import partial
 
     from manyhands.core import WorkerFailed
@@ -123,7 +123,7 @@ def wait_for_nobody(world: World) -> None:
     world.barrier()
 
 
-def test_a_peer_that_dies_outside_of_a_collective_wakes_those_that_wait(engine: Any) -> None:
+def test_peer_failure_outside_a_collective_wakes_waiting_ranks(engine: Any) -> None:
     from manyhands.core import WorkerFailed
     from manyhands.distributed import resolve
 
@@ -151,7 +151,7 @@ def collectives_along(world: World) -> list[Any]:
     return [pair.rank, pair.size, *numbers, pair.gather_objects(world.rank)]
 
 
-def test_some_ranks_are_a_world_of_their_own(run_ranks: Callable[..., list[Any]]) -> None:
+def test_collectives_run_within_a_subgroup_of_ranks(run_ranks: Callable[..., list[Any]]) -> None:
     assert run_ranks(collectives_along, 4) == [
         [0, 2, 3.0, 2.0, 1, [0, 1], [0.0, 10.0], [0, 1]],
         [1, 2, 3.0, 2.0, 1, [0, 1], [1.0, 11.0], [0, 1]],
@@ -161,13 +161,13 @@ def test_some_ranks_are_a_world_of_their_own(run_ranks: Callable[..., list[Any]]
 
 
 @pytest.mark.parametrize("text", ["Broken pipe", "Connection reset by peer", "Socket Timeout", "NCCL error"])
-def test_what_torch_says_when_a_connection_breaks_is_known(text: str) -> None:
+def test_torch_connection_error_messages_are_recognized(text: str) -> None:
     assert _is_connection_error(RuntimeError(text))
     assert not _is_connection_error(RuntimeError("shapes (2, 3) and (4, 5) do not fit"))
 
 
 def told_while_it_connects(world: World) -> list[str]:
-    """Joins somebody who was killed after he had said where he listens, and hears of that while gloo waits for him."""
+    """Join a peer that was killed after it published its address, and learn of its failure while gloo waits for it."""
     world.close()
     listener = listen("127.0.0.1")
     server = serve_store(listener)
@@ -191,6 +191,5 @@ def told_while_it_connects(world: World) -> list[str]:
     return said
 
 
-@pytest.mark.timeout(60)
-def test_a_rank_that_connects_to_somebody_who_is_gone_leaves_on_the_news(run_ranks: Callable[..., list[Any]]) -> None:
+def test_connecting_rank_aborts_when_the_peer_is_reported_failed(run_ranks: Callable[..., list[Any]]) -> None:
     assert run_ranks(told_while_it_connects, 1) == [["host2 is gone"] * 2]

@@ -13,7 +13,7 @@ NAMES = sorted(path.name for path in engine.CORPUS.iterdir())
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_inputs_of_the_corpus_show_no_defect(name: str) -> None:
+def test_corpus_inputs_trigger_no_defect(name: str) -> None:
     target, seeds = engine.targets()[name]
     inputs = engine.inputs_of(name, seeds)
     assert inputs
@@ -21,13 +21,13 @@ def test_inputs_of_the_corpus_show_no_defect(name: str) -> None:
         target(data)
 
 
-def test_every_target_has_a_corpus() -> None:
+def test_every_fuzz_target_has_a_corpus() -> None:
     assert sorted(engine.targets()) == NAMES
     size = sum(path.stat().st_size for path in engine.CORPUS.rglob("*") if path.is_file())
     assert size < 300 << 10
 
 
-def test_random_mutations_find_defects_and_keep_one_input_of_each(tmp_path: Path) -> None:
+def test_fuzzer_finds_defects_and_keeps_one_input_of_each(tmp_path: Path) -> None:
     def fragile(data: bytes) -> None:
         try:
             value = json.loads(data)
@@ -44,7 +44,7 @@ def test_random_mutations_find_defects_and_keep_one_input_of_each(tmp_path: Path
         fragile(found.read_bytes())
 
 
-def test_an_input_that_takes_long_is_a_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_input_is_reported_as_a_hang(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "SLOWEST", 0.01)
 
     def slow(data: bytes) -> None:

@@ -1,4 +1,4 @@
-"""What replicas do besides computing the same: each a function of a folder that returns facts, run by two replicas."""
+"""Side effects of replicas: functions of a folder that two replicas run, each returning what it observed."""
 
 from __future__ import annotations
 
@@ -89,9 +89,9 @@ def callbacks_run_once(folder: Path) -> dict[str, Any]:
         INPUTS, TARGETS, batch_size=32, epochs=3, verbose=0, callbacks=called, validation_data=(INPUTS, TARGETS)
     )
     model.save(folder / "last.keras")
-    # As scripts for several workers have it, all but the chief's in vain.
+    # Multi-worker scripts do this; only the chief's write counts.
     model.save_weights(folder / ("last.weights.h5" if mhk.MirroredStrategy().hand.is_first else "vain.weights.h5"))
-    # Whoever has not written it can read it at once.
+    # Replicas that did not write the file can read it at once.
     model.load_weights(folder / "last.weights.h5")
     return {
         "history": history.history,
@@ -110,7 +110,7 @@ def a_callback_stops_in_mid_epoch(folder: Path) -> dict[str, Any]:
 
 
 class Failing(keras.callbacks.Callback):
-    """Raises where it is told to."""
+    """Raise in the given callback method."""
 
     def __init__(self, name: str, act: Callable[[Any], None]) -> None:
         super().__init__()
@@ -128,7 +128,7 @@ def fail(model: Any) -> None:
 
 @behaviour
 def failing_callbacks(folder: Path) -> dict[str, Any]:
-    """Whoever catches what a callback raises goes on, on all replicas."""
+    """A script that catches a callback's exception continues on all replicas."""
     said, model = [], network()
     model.file = "none yet"
     for callback in (
@@ -158,7 +158,7 @@ class Endless(keras.utils.PyDataset):  # type: ignore[misc]
 
 
 class Knows:
-    """Has every attribute that somebody asks for."""
+    """An object that has any attribute."""
 
     def __getattr__(self, name: str) -> None:
         return None
@@ -271,7 +271,7 @@ def inputs_that_differ_are_refused(folder: Path) -> dict[str, Any]:
     strategy, said = mhk.MirroredStrategy(), []
     model = network(strategy=strategy)
     inputs, targets = (array[::-1].copy() if strategy.hand.rank else array for array in (INPUTS, TARGETS))
-    # What is drawn anew in the same order is no other input, where the targets tell that it is the same.
+    # Data that is drawn again in the same order counts as the same input if the targets are equal.
     draw = np.random.default_rng(strategy.hand.rank)
     model.fit(((INPUTS[:16] + draw.normal(size=(16, 8)), TARGETS[:16]) for _ in range(2)), verbose=0)
     few = np.tile(TARGETS[:2], (4, 1))
@@ -386,7 +386,7 @@ def metrics_of_models_that_are_gone(folder: Path) -> dict[str, Any]:
 
 @behaviour
 def micro_batches(folder: Path) -> dict[str, Any]:
-    """Two micro-batches per step are the mathematics of the whole batch, with a step of one's own too."""
+    """Two micro-batches per step equal the whole batch, also with a custom train_step."""
     keras.utils.set_random_seed(5)
     model = network(strategy=mhk.MirroredStrategy(accumulate=3))
     history = model.fit(INPUTS, TARGETS, batch_size=20, epochs=2, verbose=0)

@@ -1,4 +1,4 @@
-"""Loops of one's own: batches in any order, every row once, steps that ask for their strategy; and what is refused."""
+"""Custom training loops: batches in any order, every row once, steps that ask for their strategy, and refusals."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Loop:
 
 @scenario
 def batches_in_any_order(folder: Path) -> dict[str, Any]:
-    """Kept in a list, from the last to the first, from two datasets at once, changed by hand, taken within the step."""
+    """Batches stored in a list, reversed, from two datasets, modified, or fetched inside the step."""
     loop = Loop(mhk.MirroredStrategy())
     strategy, losses = loop.strategy, []
     kept = list(loop.batches(33))
@@ -176,7 +176,7 @@ def a_callback_looks_at_a_distributed_dataset(folder: Path) -> dict[str, Any]:
 
 @loop_of_ones_own
 def what_loops_must_not_do(folder: Path) -> dict[str, Any]:
-    """Each by its name, what is said about it."""
+    """Return the error of each refused call, by name."""
     strategy = mhk.MirroredStrategy()
     loop, model = Loop(strategy), network(strategy=strategy)
     batches = loop.batches(25)
@@ -210,7 +210,7 @@ def what_loops_must_not_do(folder: Path) -> dict[str, Any]:
 
 @loop_of_ones_own
 def options_of_a_strategy(folder: Path) -> dict[str, Any]:
-    """Its precision counts in loops of one's own, its micro-batches for a distributed dataset as well."""
+    """Custom loops use the strategy's precision; with a distributed dataset they use its micro-batches too."""
     sizes: list[int] = []
 
     def squares(y: Any, predicted: Any) -> Any:

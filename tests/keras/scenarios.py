@@ -228,7 +228,7 @@ def masked_tokens(folder: Path) -> dict[str, Any]:
 
 
 class PartsOfTheWhole(keras.Model):  # type: ignore[misc]
-    """A step whose losses are made by the functions that loops of one's own use."""
+    """A train_step that computes losses with the functions for custom loops."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -329,7 +329,7 @@ def sums_and_accumulators(folder: Path) -> dict[str, Any]:
 
 @scenario
 def a_loop_of_ones_own(folder: Path) -> dict[str, Any]:
-    """strategy.run and strategy.reduce over a distributed dataset, with losses of Keras and of one's own."""
+    """strategy.run and strategy.reduce over a distributed dataset, with Keras losses and a custom one."""
     strategy = mhk.MirroredStrategy()
     with strategy.scope():
         model = keras.Sequential(

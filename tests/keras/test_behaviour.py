@@ -33,7 +33,7 @@ def same(facts: Facts, key: str) -> Any:
     return facts[0][key]
 
 
-def test_callbacks_run_once(every: dict[str, Facts], folder: Path) -> None:
+def test_callbacks_run_on_one_replica_only(every: dict[str, Facts], folder: Path) -> None:
     facts, made = every["callbacks_run_once"], folder / "callbacks_run_once"
     assert facts[0]["history"] == facts[1]["history"]
     same(facts, "weights")
@@ -46,7 +46,7 @@ def test_callbacks_run_once(every: dict[str, Facts], folder: Path) -> None:
     assert len(list((made / "board").rglob("*tfevents*"))) == 2
 
 
-def test_a_fit_is_a_run_of_the_dashboard(every: dict[str, Facts], folder: Path) -> None:
+def test_fit_writes_a_run_for_the_dashboard(every: dict[str, Facts], folder: Path) -> None:
     history, path = every["callbacks_run_once"][0]["history"], folder / "callbacks_run_once" / "runs" / "meddled"
     events = list(read_events(path / "events.jsonl"))
     assert [each["kind"] for each in events if each["kind"] != "steps"] == [
@@ -72,7 +72,7 @@ def test_a_fit_is_a_run_of_the_dashboard(every: dict[str, Facts], folder: Path) 
     assert shown.metrics["val_loss"].last == pytest.approx(history["val_loss"][-1])
 
 
-def test_files_are_plain_keras(every: dict[str, Facts], folder: Path) -> None:
+def test_saved_files_are_readable_by_plain_keras(every: dict[str, Facts], folder: Path) -> None:
     facts, made = every["callbacks_run_once"], folder / "callbacks_run_once"
     read = keras.models.load_model(made / "last.keras")
     np.testing.assert_allclose(read.predict(INPUTS, verbose=0), facts[1]["answers"], rtol=1e-5, atol=1e-6)
@@ -83,7 +83,7 @@ def test_files_are_plain_keras(every: dict[str, Facts], folder: Path) -> None:
     np.testing.assert_array_equal(best.get_weights()[0], read.get_weights()[0])
 
 
-def test_all_stop_together(every: dict[str, Facts]) -> None:
+def test_early_stopping_ends_all_replicas_at_the_same_step(every: dict[str, Facts]) -> None:
     assert [fact["steps"] for fact in every["a_callback_stops_in_mid_epoch"]] == [3, 3]
     stopped = every["early_stopping_restores"]
     assert stopped[0]["epochs"] == stopped[1]["epochs"] < 8
@@ -92,7 +92,7 @@ def test_all_stop_together(every: dict[str, Facts]) -> None:
     assert [fact["said"].count("loss:") for fact in stopped] == [stopped[0]["epochs"], 0]
 
 
-def test_what_a_callback_raises_is_raised_on_all(every: dict[str, Facts]) -> None:
+def test_callback_exception_is_raised_on_all_replicas(every: dict[str, Facts]) -> None:
     facts = every["failing_callbacks"]
     first, second = (fact["said"] for fact in facts)
     assert first == second
@@ -105,24 +105,24 @@ def test_what_a_callback_raises_is_raised_on_all(every: dict[str, Facts]) -> Non
     same(facts, "weights")
 
 
-def test_what_keras_takes_is_taken(every: dict[str, Facts]) -> None:
+def test_input_types_of_keras_are_accepted(every: dict[str, Facts]) -> None:
     facts = every["what_keras_takes"]
     assert [fact["steps"] for fact in facts] == [4, 4]
     same(facts, "weights")
 
 
-def test_a_backup_is_taken_up_by_all(every: dict[str, Facts]) -> None:
+def test_backup_and_restore_resumes_all_replicas(every: dict[str, Facts]) -> None:
     facts = every["backup_and_restore"]
     assert [fact["epochs"] for fact in facts] == [[2, 3, 4]] * 2
     assert [fact["steps"] for fact in facts] == [5 * 4] * 2
     same(facts, "weights")
 
 
-def test_first_weights_are_equal_without_a_seed(every: dict[str, Facts]) -> None:
+def test_initial_weights_are_equal_without_a_seed(every: dict[str, Facts]) -> None:
     same(every["first_weights_are_one"], "weights")
 
 
-def test_dropout_is_each_ones_own(every: dict[str, Facts]) -> None:
+def test_dropout_masks_differ_between_replicas(every: dict[str, Facts]) -> None:
     facts = every["each_draws_its_own"]
     for mine, theirs in zip(facts[0]["zeros"], facts[1]["zeros"], strict=True):
         assert mine.shape == theirs.shape == (4, 16)
@@ -130,12 +130,12 @@ def test_dropout_is_each_ones_own(every: dict[str, Facts]) -> None:
     same(facts, "weights")
 
 
-def test_a_replica_reads_its_own_samples(every: dict[str, Facts]) -> None:
+def test_replicas_read_disjoint_samples(every: dict[str, Facts]) -> None:
     first, second = (fact["read"] for fact in every["each_reads_its_own"])
     assert sorted(first + second) == list(range(101))
 
 
-def test_input_of_each_ones_own(every: dict[str, Facts], alone: dict[str, Any]) -> None:
+def test_per_replica_datasets_keep_replicas_synchronized(every: dict[str, Facts], alone: dict[str, Any]) -> None:
     facts = every["each_makes_its_own"]
     assert alone["each_makes_its_own"]["steps"] == 3
     assert [fact["steps"] for fact in facts] == [3, 3]
@@ -143,7 +143,7 @@ def test_input_of_each_ones_own(every: dict[str, Facts], alone: dict[str, Any]) 
     same(facts, "loss")
 
 
-def test_reductions(every: dict[str, Facts]) -> None:
+def test_strategy_reduce_sums_and_averages(every: dict[str, Facts]) -> None:
     for rank, fact in enumerate(every["reductions"]):
         assert fact == {
             "sum": 3.0,
@@ -157,7 +157,7 @@ def test_reductions(every: dict[str, Facts]) -> None:
         }
 
 
-def test_micro_batches_are_the_whole_batch(every: dict[str, Facts], alone: dict[str, Any]) -> None:
+def test_micro_batches_equal_the_whole_batch(every: dict[str, Facts], alone: dict[str, Any]) -> None:
     keras.utils.set_random_seed(5)
     from .behaviours import network, weights
 
@@ -170,7 +170,7 @@ def test_micro_batches_are_the_whole_batch(every: dict[str, Facts], alone: dict[
             np.testing.assert_allclose(theirs, mine, atol=1e-6)
 
 
-def test_narrow_numbers(every: dict[str, Facts], alone: dict[str, Any]) -> None:
+def test_mixed_precision_on_two_replicas_matches_one(every: dict[str, Facts], alone: dict[str, Any]) -> None:
     same(every["narrow"], "weights")
     assert {facts["scale"] for facts in every["narrow"]} == {alone["narrow"]["scale"]}
     for mine, theirs in zip(alone["narrow"]["losses"], every["narrow"][0]["losses"], strict=True):
@@ -180,24 +180,24 @@ def test_narrow_numbers(every: dict[str, Facts], alone: dict[str, Any]) -> None:
     assert every["narrow"][0]["losses"][-1] == pytest.approx(alone["narrow"]["losses"][-1], rel=1e-3)
 
 
-def test_narrow_numbers_are_those_after_an_update(every: dict[str, Facts]) -> None:
+def test_low_precision_weights_are_refreshed_after_an_update(every: dict[str, Facts]) -> None:
     for fact in every["narrow_after_an_update"]:
         assert fact["error"][0] < 0.02
 
 
-def test_metrics_are_of_all_rows(every: dict[str, Facts], alone: dict[str, Any]) -> None:
+def test_metrics_cover_all_rows(every: dict[str, Facts], alone: dict[str, Any]) -> None:
     for fact in every["a_metric_with_states"]:
         assert fact["values"] == pytest.approx(alone["a_metric_with_states"]["values"], rel=1e-5)
 
 
-def test_all_count_the_same_metrics(every: dict[str, Facts]) -> None:
+def test_replicas_track_the_same_metrics_after_models_are_freed(every: dict[str, Facts]) -> None:
     first, second = every["metrics_of_models_that_are_gone"]
     assert first == second
     assert first["mean"] == 0.5
     assert first["held"] > first["left"] == 1
 
 
-def test_an_input_that_differs_between_replicas_is_refused(every: dict[str, Facts]) -> None:
+def test_input_that_differs_between_replicas_is_rejected(every: dict[str, Facts]) -> None:
     for facts in every["inputs_that_differ_are_refused"]:
         *iterated, of_arrays, of_tensors, of_fewer, order = facts["said"]
         indexed = [of_arrays, of_tensors, of_fewer]
@@ -215,13 +215,13 @@ def test_files_are_written_once(every: dict[str, Facts]) -> None:
         assert facts == {"is_there": True, "files": names}
 
 
-def test_shuffles_of_tensorflow_are_one(every: dict[str, Facts]) -> None:
+def test_tensorflow_shuffle_seeds_are_equal_on_all_replicas(every: dict[str, Facts]) -> None:
     first, second = (facts["seeds"] for facts in every["shuffles_of_tensorflow_are_one"])
     assert first == second
     assert len(first) == 2
 
 
-def test_micro_steps_of_a_loop_of_ones_own(every: dict[str, Facts], tmp_path: Path) -> None:
+def test_micro_steps_of_a_custom_training_loop_equal_one_step(every: dict[str, Facts], tmp_path: Path) -> None:
     """Four micro-steps on two replicas are one step on one device."""
     first, second = (facts["losses"] for facts in every["micro_steps_of_a_loop_of_ones_own"])
     alone = run_example("own_loop.py", tmp_path, MICRO_STEPS="1")["losses"]

@@ -16,7 +16,7 @@ WEIGHTS = 1e-12
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_two_replicas_equal_one(name: str, every: dict[str, list[dict[str, Any]]], tmp_path: Path) -> None:
+def test_two_replicas_train_like_one(name: str, every: dict[str, list[dict[str, Any]]], tmp_path: Path) -> None:
     one = SCENARIOS[name](tmp_path)
     for two in every[name]:
         assert two.keys() == one.keys()

@@ -63,7 +63,7 @@ def learned(model: Any, first: list[Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("made", [functional, own_step])
-def test_a_gpu_learns_what_plain_keras_learns_on_the_cpu(made: Callable[[], Any], tmp_path: Path) -> None:
+def test_training_on_a_gpu_matches_plain_keras_on_the_cpu(made: Callable[[], Any], tmp_path: Path) -> None:
     with keras.device("cpu"):
         plain = made()
         first = plain.get_weights()
@@ -80,7 +80,7 @@ def test_a_gpu_learns_what_plain_keras_learns_on_the_cpu(made: Callable[[], Any]
         np.testing.assert_allclose(plain.predict(X, verbose=0), model.predict(X, verbose=0), rtol=1e-3, atol=1e-4)
 
 
-def test_a_file_of_a_gpu_is_read_on_the_cpu(tmp_path: Path) -> None:
+def test_model_saved_on_a_gpu_loads_on_the_cpu(tmp_path: Path) -> None:
     with mhk.MirroredStrategy(["gpu:0"]).scope():
         model = functional()
     model.fit(X, Y, verbose=0)
@@ -93,7 +93,7 @@ def test_a_file_of_a_gpu_is_read_on_the_cpu(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_two_replicas_on_one_gpu_equal_one(name: str, halves: list[dict[str, Any]], tmp_path: Path) -> None:
+def test_two_replicas_on_one_gpu_train_like_one(name: str, halves: list[dict[str, Any]], tmp_path: Path) -> None:
     one = SCENARIOS[name](tmp_path)
     for two in halves:
         for key, values in one["history"].items():
@@ -102,7 +102,7 @@ def test_two_replicas_on_one_gpu_equal_one(name: str, halves: list[dict[str, Any
             np.testing.assert_allclose(theirs, mine, rtol=0, atol=1e-8)
 
 
-def test_bfloat16(halves: list[dict[str, Any]], tmp_path: Path) -> None:
+def test_bfloat16_keeps_float32_weights_and_similar_losses(halves: list[dict[str, Any]], tmp_path: Path) -> None:
     """By the strategy and by Keras' policy: float32 weights that learn nearly the same."""
     alone = BEHAVIOURS["narrow"](tmp_path)
     assert {weight.dtype for weight in alone["weights"]} == {np.dtype("float32")}
@@ -111,7 +111,7 @@ def test_bfloat16(halves: list[dict[str, Any]], tmp_path: Path) -> None:
         assert mine[-1] < mine[0]
 
 
-def test_replicas_on_a_gpu_draw_their_own_and_stay_one(halves: list[dict[str, Any]]) -> None:
+def test_gpu_replicas_draw_different_dropout_and_stay_synchronized(halves: list[dict[str, Any]]) -> None:
     first, second = halves
     for mine, theirs in zip(first["each_draws_its_own"]["zeros"], second["each_draws_its_own"]["zeros"], strict=True):
         assert (mine != theirs).any()
@@ -120,7 +120,7 @@ def test_replicas_on_a_gpu_draw_their_own_and_stay_one(halves: list[dict[str, An
             np.testing.assert_array_equal(mine, theirs, err_msg=name)
 
 
-def test_a_loop_of_ones_own(halves: list[dict[str, Any]], tmp_path: Path) -> None:
+def test_custom_training_loop_on_a_gpu_matches_one_device(halves: list[dict[str, Any]], tmp_path: Path) -> None:
     first, second = (told["micro_steps_of_a_loop_of_ones_own"]["losses"] for told in halves)
     alone = run_example("own_loop.py", tmp_path, MICRO_STEPS="1")["losses"]
     assert first == second == pytest.approx([float(loss) for loss in alone], rel=1e-3)

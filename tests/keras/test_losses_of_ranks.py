@@ -1,4 +1,4 @@
-"""A rank that is killed costs a restart: all begin the script anew and go on from the backup."""
+"""When a rank is killed, all ranks restart the script and resume from the backup."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def train(hand: Any, folder: Path) -> dict[str, Any]:
     return {"epochs": history.epoch, "steps": int(model.optimizer.iterations.numpy()), "weights": model.get_weights()}
 
 
-def test_a_killed_rank_costs_a_restart(tmp_path: Path) -> None:
+def test_training_restarts_after_a_rank_is_killed(tmp_path: Path) -> None:
     run = functools.partial(train, folder=tmp_path)
     two = mh.launch(run, "mirrored", on="cpu*2", progress=False, timeout=60)
     whole = mh.launch(functools.partial(train, folder=tmp_path / "alone"), "single", on="cpu", progress=False)[0]

@@ -38,7 +38,7 @@ print("gone", flush=True)
 
 
 class Program:
-    """Another program that leases fake devices when it is told to."""
+    """Another program that leases fake devices on request."""
 
     def __init__(self, names: str, **environ: str) -> None:
         self.process = subprocess.Popen(
@@ -94,13 +94,13 @@ def waiting(done: threading.Event, said: list[str], device: Device = FAKE) -> th
 
 
 def until(true: Callable[[], object]) -> None:
-    end = time.monotonic() + 20
+    end = time.monotonic() + 120
     while not true():
         assert time.monotonic() < end
         time.sleep(0.01)
 
 
-def test_the_second_program_waits_and_says_for_whom(program: Callable[..., Program]) -> None:
+def test_second_program_waits_and_reports_the_lease_holder(program: Callable[..., Program]) -> None:
     first = program("0")
     first.go()
     assert first.hear() == "got"
@@ -112,14 +112,14 @@ def test_the_second_program_waits_and_says_for_whom(program: Callable[..., Progr
     assert "for the run first-run: waiting" in said[0]
     assert not done.is_set()
     first.go()
-    thread.join(20)
+    thread.join(120)
     assert done.is_set()
     assert [text[:22] for text in said[1:]] == ["fake:0 came free after"]
     assert first.hear() == "gone"
     assert leases.holders() == {}
 
 
-def test_a_killed_program_s_lease_ends_with_it(program: Callable[..., Program]) -> None:
+def test_lease_of_a_killed_program_is_released(program: Callable[..., Program]) -> None:
     first = program("0")
     first.go()
     assert first.hear() == "got"
@@ -127,11 +127,13 @@ def test_a_killed_program_s_lease_ends_with_it(program: Callable[..., Program]) 
     thread = waiting(done, said)
     until(lambda: said)
     first.process.send_signal(signal.SIGKILL)
-    thread.join(20)
+    thread.join(120)
     assert done.is_set()
 
 
-def test_refuse_and_share(program: Callable[..., Program], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_busy_refuse_raises_and_share_proceeds(
+    program: Callable[..., Program], monkeypatch: pytest.MonkeyPatch
+) -> None:
     first = program("0")
     first.go()
     assert first.hear() == "got"
@@ -144,11 +146,11 @@ def test_refuse_and_share(program: Callable[..., Program], monkeypatch: pytest.M
     with leased([FAKE]):
         pass
     monkeypatch.setenv("MANYHANDS_ON_BUSY", "perhaps")
-    with pytest.raises(SettingsError, match="MANYHANDS_ON_BUSY is wait, refuse or share, but got 'perhaps'"):
+    with pytest.raises(SettingsError, match="MANYHANDS_ON_BUSY must be wait, refuse or share, but got 'perhaps'"):
         leased([FAKE]).__enter__()
 
 
-def test_nobody_holds_one_device_while_it_waits_for_another(program: Callable[..., Program]) -> None:
+def test_waiting_program_holds_none_of_its_devices(program: Callable[..., Program]) -> None:
     both, later = program("0,1", MANYHANDS_ON_BUSY="wait"), program("0", MANYHANDS_ON_BUSY="refuse")
     with leased_by_another(program, "1"):
         both.go()
@@ -176,7 +178,7 @@ class leased_by_another:
         assert self._other.hear() == "gone"
 
 
-def test_jobs_of_one_program_share_what_it_holds(program: Callable[..., Program]) -> None:
+def test_nested_job_does_not_release_the_lease_of_the_outer_job(program: Callable[..., Program]) -> None:
     """The first one's inner job has ended and must not have freed the device that the outer one still holds."""
     first, second = program("0"), program("0", MANYHANDS_ON_BUSY="refuse")
     first.go()
@@ -186,7 +188,7 @@ def test_jobs_of_one_program_share_what_it_holds(program: Callable[..., Program]
     assert f"held by process {first.process.pid}" in second.process.communicate()[1]
 
 
-def test_a_forked_child_holds_nothing(program: Callable[..., Program]) -> None:
+def test_forked_child_does_not_inherit_the_lease(program: Callable[..., Program]) -> None:
     """Workers that read data are forked and may outlive a job, or a program that was killed."""
     forks = """
 import os, sys, time
@@ -208,7 +210,7 @@ time.sleep(60)
         thread = waiting(done, said)
         until(lambda: said)
         parent.kill()
-        thread.join(20)
+        thread.join(120)
         assert done.is_set()
         os.kill(child, 0)  # it is still there
     finally:
@@ -216,7 +218,7 @@ time.sleep(60)
         parent.communicate()
 
 
-def test_what_a_job_starts_works_on_the_job_s_devices(program: Callable[..., Program]) -> None:
+def test_subprocess_of_a_job_can_use_its_leased_device(program: Callable[..., Program]) -> None:
     """A callback may start a program that trains on the same device: waiting for it would never end."""
     child = program("0", MANYHANDS_ON_BUSY="refuse")
     with leased([FAKE], "outer"):
@@ -232,7 +234,7 @@ def test_the_cpu_is_never_leased(tmp_path: Path) -> None:
         assert list(tmp_path.iterdir()) == []
 
 
-def test_a_device_has_one_name_whichever_ones_are_visible(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lease_name_maps_through_cuda_visible_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leases, "gpu_identity", lambda index: gpu_identity(index, list, lambda index: ""))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3, 5")
     assert leases.lease_name(Device("cuda", 1)) == "cuda:5"
@@ -253,14 +255,14 @@ MIXED = [Listed("GPU-aa1", "T4"), Listed("GPU-bb2", "H200")]
         ("MIG-cc3", "", ALIKE, 0, "MIG-cc3"),
         # Another job's group of processes sees its own GPU alone, and calls it 0 too.
         ("", "", ALIKE[1:], 0, "GPU-bb2"),
-        # CUDA puts the faster one first; only where it is told to count along the bus is its number the driver's.
+        # CUDA lists the fastest first; only with CUDA_DEVICE_ORDER=PCI_BUS_ID are its numbers those of the driver.
         ("", "", MIXED, 0, "GPU-from-cuda-0"),
         ("", "PCI_BUS_ID", MIXED, 0, "GPU-aa1"),
         ("GPU-a", "", MIXED, 0, "GPU-aa1"),
         ("7", "", [], 0, "GPU-from-cuda-0"),
     ],
 )
-def test_a_gpu_has_one_name_however_it_is_called(
+def test_gpu_identity_is_independent_of_visibility_and_order(
     visible: str, order: str, gpus: list[Listed], index: int, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
@@ -268,7 +270,7 @@ def test_a_gpu_has_one_name_however_it_is_called(
     assert gpu_identity(index, lambda: gpus, lambda number: f"GPU-from-cuda-{number}") == name
 
 
-def test_whoever_waits_reads_the_name_that_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_busy_device_error_uses_the_requested_device_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leases, "gpu_identity", lambda index: "GPU-aa1")
     monkeypatch.setenv("MANYHANDS_ON_BUSY", "refuse")
     path = leases.lease_folder() / "cuda:GPU-aa1.lock"
@@ -278,7 +280,7 @@ def test_whoever_waits_reads_the_name_that_was_asked_for(monkeypatch: pytest.Mon
             pass
 
 
-def test_where_nothing_can_be_locked_work_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unavailable_lock_folder_prints_a_notice_and_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "manyhands").write_text("in the way")
     said: list[str] = []
     with leased([FAKE], say=said.append):

@@ -82,15 +82,15 @@ def nodes() -> Iterator[Any]:
         os.environ.update(environ)
 
 
-def test_cpus_are_dealt_out_evenly() -> None:
+def test_cpus_are_distributed_over_hosts() -> None:
     hosts = {"a": {"CPU": 2.0}, "b": {"CPU": 4.0}, "c": {}}
     assert [str(device) for device in _cpus(hosts, 5)] == ["a/cpu", "a/cpu", "b/cpu", "b/cpu", "b/cpu"]
     assert [device.host for device in _cpus(hosts, None)] == ["a", "b"]
 
 
-def test_without_a_cluster_it_says_how_to_start_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_missing_ray_cluster_error_explains_how_to_start_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))  # no trace of another cluster
-    with pytest.raises(SettingsError, match="needs a Ray cluster that answers.*ray start --head"):
+    with pytest.raises(SettingsError, match="needs a reachable Ray cluster.*ray start --head"):
         mh.fit(task(), on="ray", folder=tmp_path)
 
 
@@ -102,8 +102,7 @@ class RayServices(ServiceContract):
         return engine, engine.devices("ray", None)[0][1]
 
 
-@pytest.mark.timeout(180)
-def test_services_pass_the_contract(nodes: Any, tmp_path: Path) -> None:
+def test_ray_services_pass_the_engine_contract(nodes: Any, tmp_path: Path) -> None:
     contract = RayServices()
     for name in [name for name in dir(contract) if name.startswith("test_")]:
         getattr(contract, name)(*([tmp_path] if "gracefully" in name else []))
@@ -130,8 +129,7 @@ def pid_behind(backend: str) -> int:
     return pid
 
 
-@pytest.mark.timeout(180)
-def test_servers_are_placed_on_hosts_and_one_that_is_killed_loses_nothing(nodes: Any) -> None:
+def test_servers_are_spread_over_hosts_and_sigkill_loses_no_request(nodes: Any) -> None:
     asked = {"inputs": [[1.0]]}
     with mh.serve(Slow(), on="ray", servers=2, http=0, grpc=0, manage=0) as router:
         placed = [each["address"] for each in router.state()["backends"] if each["up"]]
@@ -146,8 +144,7 @@ def test_servers_are_placed_on_hosts_and_one_that_is_killed_loses_nothing(nodes:
             assert all(each.result() == [{"outputs": [[2.0]]}] * 10 for each in answers)
 
 
-@pytest.mark.timeout(180)
-def test_a_fit_survives_the_loss_of_a_worker_and_of_a_node(nodes: Any, tmp_path: Path) -> None:
+def test_fit_survives_worker_failure_and_node_failure(nodes: Any, tmp_path: Path) -> None:
     cluster, second = nodes
     devices, _ = RayEngine("ray").devices("ray", None)
     assert len(devices) == 2
@@ -166,7 +163,7 @@ def test_a_fit_survives_the_loss_of_a_worker_and_of_a_node(nodes: Any, tmp_path:
 
     killer = threading.Thread(target=kill_node, daemon=True)
     killer.start()
-    # Two groups of two. When the second node is gone three ranks are left, and one has nobody to make a group with.
+    # Two groups of two. When the second node is gone three ranks are left, and one has no partner for a group.
     run = mh.fit(
         task(), "replicas=2,tensor=2", on="ray", epochs=2, folder=tmp_path, name="run", callbacks=[Faults(tmp_path)],
         progress=False, timeout=60, log_to=lambda entry: heard.append(entry["kind"]),
@@ -187,4 +184,4 @@ def test_a_fit_survives_the_loss_of_a_worker_and_of_a_node(nodes: Any, tmp_path:
     recovered = [(entry["step"], entry["size"]) for entry in events if entry["kind"] == "recovered"]
     assert recovered[0] == (4, 2)
     assert recovered[-1][1] == 1
-    assert any("2 ranks make a group" in entry["text"] for entry in events if entry["kind"] == "notice")
+    assert any("2 ranks form a group" in entry["text"] for entry in events if entry["kind"] == "notice")

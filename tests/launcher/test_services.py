@@ -31,7 +31,7 @@ class Cores:
         os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def test_parts_of_a_cpu_have_cores_of_their_own(engine: LocalEngine) -> None:
+def test_services_on_virtual_cpus_use_disjoint_cores(engine: LocalEngine) -> None:
     first, second = (engine.start_service(Cores, device) for device in resolve("cpu*2")[0])
     with first, second:
         seen = [service.call("seen").result(30) for service in (first, second)]
@@ -42,6 +42,6 @@ def test_parts_of_a_cpu_have_cores_of_their_own(engine: LocalEngine) -> None:
         assert not set(seen[0][2]) & set(seen[1][2])
 
 
-def test_one_that_is_frozen_is_ended(engine: LocalEngine) -> None:
+def test_frozen_service_is_terminated(engine: LocalEngine) -> None:
     with engine.start_service(Cores, resolve("cpu")[0][0]) as service, pytest.raises(WorkerFailed, match="was frozen"):
         service.call("freeze").result(30)

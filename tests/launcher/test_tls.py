@@ -1,4 +1,4 @@
-"""Joining under TLS: certificates of one signer get in; others, old ones and none are told why, on both sides."""
+"""Joining under TLS: certificates of one signer are accepted; for all others both sides get the reason."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def door() -> Iterator[Callable[[NoTls], Door]]:
         one.close()
 
 
-def test_messages_of_any_size_pass_from_many_threads_and_cannot_be_read(
+def test_concurrent_large_messages_are_encrypted_and_delivered(
     door: Callable[[NoTls], Door], host1: str, host2: str
 ) -> None:
     here = door(tls_here(host1))
@@ -180,12 +180,16 @@ def test_messages_of_any_size_pass_from_many_threads_and_cannot_be_read(
 @pytest.mark.parametrize(
     ("which", "ours", "theirs"),
     [
-        ("stranger", "certificate of 127.0.0.1 must be valid now, .*ca.crt says, but got .*certificate", "unknown ca"),
+        (
+            "stranger",
+            "certificate of 127.0.0.1 must be valid now, and signed by .*ca.crt, but got .*certificate",
+            "unknown ca",
+        ),
         ("expired", "127.0.0.1 must accept this host's certificate, but got '.*expired", "certificate has expired"),
         ("plain", "does not take this host in: this job is joined with TLS: .*--tls", "it does not use TLS"),
     ],
 )
-def test_who_does_not_fit_is_told_why_on_both_sides(
+def test_tls_mismatch_is_reported_on_both_sides(
     door: Callable[[NoTls], Door], request: pytest.FixtureRequest, host1: str, which: str, ours: str, theirs: str
 ) -> None:
     here = door(tls_here(host1))
@@ -199,19 +203,21 @@ def test_who_does_not_fit_is_told_why_on_both_sides(
     assert not here.desk.present
 
 
-def test_tls_at_a_door_without_it_is_told_at_once(door: Callable[[NoTls], Door], host2: str) -> None:
+def test_tls_client_on_a_plain_listener_is_rejected_immediately(door: Callable[[NoTls], Door], host2: str) -> None:
     here = door(NoTls())
-    with pytest.raises(JoinRefused, match="with TLS, or none does, but got 127.0.0.1 without it; start the first host"):
+    with pytest.raises(
+        JoinRefused, match="must use TLS, or none of them, but got 127.0.0.1 without it. Start the first host"
+    ):
         here.join(tls_here(host2))
     while not here.said:
         threading.Event().wait(0.01)
     assert "127.0.0.1 was not taken in: it uses TLS, and this job does not" in here.said[0]
 
 
-def test_the_token_is_asked_for_inside_and_proves_the_certificate(
+def test_token_proof_is_bound_to_the_tls_connection(
     door: Callable[[NoTls], Door], signer: Signer, host1: str, host2: str
 ) -> None:
-    """Somebody with a certificate of the same signer stands in between, and passes on what both sides say."""
+    """A man in the middle with a certificate of the same signer relays all messages."""
     here = door(tls_here(host1))
     between, joining = listen("127.0.0.1"), tls_here(host2)
 
@@ -242,7 +248,7 @@ def test_the_token_is_asked_for_inside_and_proves_the_certificate(
     between.close()
 
 
-def test_a_folder_is_looked_at_before_anything_is_started(
+def test_invalid_tls_folder_raises_before_joining(
     signer: Signer, stranger: str, expired: str, host1: str, tmp_path: Path
 ) -> None:
     write_token(tmp_path / "token")
@@ -251,12 +257,12 @@ def test_a_folder_is_looked_at_before_anything_is_started(
     ).gather(None, 1.0, print)
     with pytest.raises(SettingsError, match="TLS needs a folder with tls.crt, tls.key and ca.crt.*No such file"):
         join(str(tmp_path / "nowhere"))
-    with pytest.raises(SettingsError, match="must be valid now.*certificate has expired; make or renew it"):
+    with pytest.raises(SettingsError, match="must be valid now.*certificate has expired. Create or renew it"):
         join(expired)
     mixed = tmp_path / "mixed"
     shutil.copytree(host1, mixed)
     shutil.copy(Path(stranger) / "ca.crt", mixed / "ca.crt")
-    with pytest.raises(SettingsError, match="signed as ca.crt says, but got unable to get local issuer"):
+    with pytest.raises(SettingsError, match="signed by ca.crt, but got unable to get local issuer"):
         join(str(mixed))
     shutil.copy(Path(stranger) / "tls.key", mixed / "tls.key")
     with pytest.raises(SettingsError, match="TLS needs.*key values mismatch"):
@@ -264,7 +270,7 @@ def test_a_folder_is_looked_at_before_anything_is_started(
     with pytest.raises(SettingsError, match="for both sides.*purpose"):
         join(signer.host("served", use="serverAuth"))
     (mixed / "tls.key").chmod(0o640)
-    with pytest.raises(SettingsError, match="key is its owner's alone.*run chmod 600"):
+    with pytest.raises(SettingsError, match="key must be readable by its owner only.*Run chmod 600"):
         join(str(mixed))
     (mixed / "tls.key").chmod(0o600)
     (mixed / "ca.crt").write_text("nothing\n")
@@ -272,7 +278,7 @@ def test_a_folder_is_looked_at_before_anything_is_started(
         join(str(mixed))
 
 
-def test_one_certificate_that_signs_itself_is_enough(door: Callable[[NoTls], Door], tmp_path: Path) -> None:
+def test_self_signed_certificate_is_accepted(door: Callable[[NoTls], Door], tmp_path: Path) -> None:
     """As the documents show it: one command, and the folder is copied like the token."""
     openssl(
         "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "30",
@@ -284,7 +290,7 @@ def test_one_certificate_that_signs_itself_is_enough(door: Callable[[NoTls], Doo
     channel.close()
 
 
-def test_garbage_inside_and_outside_of_it_is_nonsense(door: Callable[[NoTls], Door], host1: str, host2: str) -> None:
+def test_corrupt_tls_records_and_plain_http_are_rejected(door: Callable[[NoTls], Door], host1: str, host2: str) -> None:
     here = door(tls_here(host1))
     channel = here.join(tls_here(host2))
     there = here.first()
@@ -298,7 +304,7 @@ def test_garbage_inside_and_outside_of_it_is_nonsense(door: Callable[[NoTls], Do
     rude.close()
 
 
-def test_a_host_that_stops_in_the_middle_of_a_record_holds_nobody_up(host1: str, host2: str) -> None:
+def test_partial_tls_record_does_not_block_receive(host1: str, host2: str) -> None:
     with listen("127.0.0.1") as listener:
         ours = socket.create_connection(listener.getsockname())
         theirs, _ = listener.accept()
@@ -317,23 +323,23 @@ def test_a_host_that_stops_in_the_middle_of_a_record_holds_nobody_up(host1: str,
     there.close()
 
 
-def test_hosts_train_under_tls(tmp_path: Path, host1: str, host2: str) -> None:
+def test_hosts_join_and_share_settings_over_tls(tmp_path: Path, host1: str, host2: str) -> None:
     """The whole way of joining: begin, what is agreed on, the measured ways."""
     write_token(tmp_path / "token")
     with listen("127.0.0.1") as free:
         port = free.getsockname()[1]
-    teams: list[JoinedHosts] = []
+    gathered: list[JoinedHosts] = []
 
     def gather(tls: str) -> None:
         join = Join(address=f"127.0.0.1:{port}", hosts=2, token_file=str(tmp_path / "token"), tls=tls, on="cpu")
-        teams.append(join.gather(None, 20.0, lambda text: None))
+        gathered.append(join.gather(None, 20.0, lambda text: None))
 
     threads = [threading.Thread(target=gather, args=(tls,)) for tls in (host1, host2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    first, other = sorted(teams, key=lambda team: not team.is_first)
+    first, other = sorted(gathered, key=lambda hosts: not hosts.is_first)
     assert [device.host for device in first.devices] == [device.host for device in other.devices]
     assert first.agree(lambda: "runs/digits") == other.agree(lambda: "")
     first.close("enough")

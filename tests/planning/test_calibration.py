@@ -21,10 +21,10 @@ def network() -> Network:
 
 
 def workload(batch_size: int) -> Workload:
-    return Workload(networks={"fp32": network()}, batch_size=batch_size, recorded=False)
+    return Workload(networks={"fp32": network()}, batch_size=batch_size, captured=False)
 
 
-def test_constants_are_found_again() -> None:
+def test_calibration_recovers_hardware_constants() -> None:
     known = Cluster.parse("8 A100")
     true = replace(known, chip=replace(known.chip, reach=0.45, operation=60e-6, streaming=0.5))
     works = [workload(size) for size in (8, 64, 512, 4096)]
@@ -37,7 +37,7 @@ def test_constants_are_found_again() -> None:
     assert found.chip.operation == pytest.approx(60e-6, rel=0.1)
 
 
-def test_without_observations_the_catalogue_stands() -> None:
+def test_calibration_keeps_catalogue_values_that_match_observations() -> None:
     known = Cluster.parse("8 A100")
     work = workload(64)
     one = Observation(work, StrategySpec(), estimate(work, known, StrategySpec()).seconds)
@@ -45,7 +45,7 @@ def test_without_observations_the_catalogue_stands() -> None:
     assert found.chip.reach == pytest.approx(known.chip.reach, rel=1e-3)
 
 
-def test_what_is_left_over_helps_steps_that_are_alike_and_no_others() -> None:
+def test_residual_correction_applies_only_to_similar_steps() -> None:
     here, work = Cluster.parse("8 A100"), workload(64)
     spec = StrategySpec(tensor=4)
     odd = Observation(work, spec, 1.3 * estimate(work, here, spec).seconds)

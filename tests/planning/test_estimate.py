@@ -11,21 +11,10 @@ import torch
 
 from manyhands.core import SettingsError, StrategySpec
 from manyhands.costs import Chip, Network, NetworkPart, PassCost, Servers, link, trace
-from manyhands.planning import (
-    Cluster,
-    Estimate,
-    Turn,
-    Workload,
-    as_cluster,
-    as_clusters,
-    estimate,
-    footprint,
-    makespan,
-    run,
-    waiting,
-)
-from manyhands.planning.estimate import waiting_for
-from manyhands.planning.schedules import cut
+from manyhands.planning import Cluster, Workload, as_cluster, as_clusters, estimate
+from manyhands.planning.estimate import Estimate, waiting, waiting_for
+from manyhands.planning.memory import footprint
+from manyhands.planning.schedules import Turn, makespan, run, split_stages
 
 from ..costs.networks import gpt_task
 
@@ -68,13 +57,13 @@ def step(workload: Workload, where: Cluster, **spec: Any) -> Estimate:
     return estimate(workload, where, StrategySpec(**spec))
 
 
-def test_one_device_computes_and_nothing_else() -> None:
+def test_single_device_step_is_compute_only() -> None:
     one = step(timed(0.01, 1e6), cluster(1))
     assert one.seconds == pytest.approx(0.64)
     assert (one.communication, one.bubble, one.stragglers, one.input) == (0, 0, 0, 0)
 
 
-def test_gradients_hide_behind_backward_until_the_network_is_too_slow() -> None:
+def test_all_reduce_overlaps_backward_until_the_network_is_too_slow() -> None:
     work = timed(0.1, 1e8, batch_size=16)
     fast, slow = (step(work, cluster(16, gbits=gbits), replicas=16) for gbits in (400, 10))
     assert fast.communication < 0.15 * fast.compute
@@ -83,13 +72,13 @@ def test_gradients_hide_behind_backward_until_the_network_is_too_slow() -> None:
     assert apart.communication > fast.communication
 
 
-def test_fewer_bytes_on_the_wire_take_less_time() -> None:
+def test_compressed_gradients_reduce_communication_time() -> None:
     work = timed(0.1, 1e9, batch_size=16)
     exact, half = (step(work, cluster(16, gbits=10), replicas=16, sync=sync) for sync in ("allreduce", "bf16"))
     assert half.communication < 0.55 * exact.communication
 
 
-def test_stages_wait_for_each_other_as_the_formula_says() -> None:
+def test_pipeline_bubble_matches_the_formula() -> None:
     work = timed(0.1, 1e6, batch_size=8)
     staged = step(work, cluster(4), stages=4, microbatches=8)
     assert staged.compute == pytest.approx(8 * 0.1 / 4, rel=0.01)
@@ -97,7 +86,7 @@ def test_stages_wait_for_each_other_as_the_formula_says() -> None:
     assert step(work, cluster(4), stages=4).bubble > 5 * staged.bubble / 2
 
 
-def test_schedules_are_executed() -> None:
+def test_pipeline_schedule_makespans() -> None:
     assert makespan([1, 1, 1], [2, 2, 2], 0.0, 6, "gpipe") == pytest.approx(3 * 6 + 2 * 3)
     assert makespan([1, 1, 1], [2, 2, 2], 0.0, 6, "1f1b") == pytest.approx(3 * 6 + 2 * 3)
     uneven = makespan([1, 2, 1], [2, 4, 2], 0.0, 5)
@@ -107,20 +96,20 @@ def test_schedules_are_executed() -> None:
     assert makespan([1, 1], [2, 2], 0.5, 2) > makespan([1, 1], [2, 2], 0.0, 2)
 
 
-def test_a_thousand_devices_are_simulated_and_always_alike() -> None:
+def test_simulation_of_a_thousand_devices_is_deterministic() -> None:
     turns = [Turn(("step", device, 0), device, 1 + device % 7) for device in range(1000)]
     turns += [Turn(("sum", 0), "network", 2.0, tuple(turn.name for turn in turns))]
     assert run(turns)["sum", 0] == 9.0
     assert run(turns) == run(turns)
 
 
-def test_pieces_are_cut_evenly() -> None:
-    assert cut([3, 1, 1, 1, 3], 3) == [0, 1, 4]
-    assert cut([1] * 8, 4) == [0, 2, 4, 6]
-    assert len(cut([5, 0, 0, 0], 3)) == 3
+def test_pipeline_stages_are_balanced() -> None:
+    assert split_stages([3, 1, 1, 1, 3], 3) == [0, 1, 4]
+    assert split_stages([1] * 8, 4) == [0, 2, 4, 6]
+    assert len(split_stages([5, 0, 0, 0], 3)) == 3
 
 
-def test_the_slowest_of_many_is_waited_for() -> None:
+def test_straggler_delay_grows_with_the_device_count() -> None:
     # Published order statistics.
     for count, expected in ((8, 1.42), (50, 2.25), (100, 2.50), (200, 2.75), (512, 3.04)):
         assert waiting(count) == pytest.approx(expected, abs=0.02)
@@ -131,13 +120,13 @@ def test_the_slowest_of_many_is_waited_for() -> None:
     assert 1 <= best <= 5
 
 
-def test_a_slow_feed_is_what_a_step_waits_for() -> None:
+def test_slow_input_limits_the_step_time() -> None:
     starved = step(timed(0.001, 1e3, feed=100.0), cluster(1))
     assert starved.input == pytest.approx(0.64 - 0.064)
     assert starved.seconds == pytest.approx(0.64)
 
 
-def test_servers_are_as_fast_as_the_hottest() -> None:
+def test_hottest_parameter_server_limits_the_step_time() -> None:
     work = timed(0.5, 138e6, batch_size=16)
     even, hot = (
         estimate(
@@ -153,7 +142,7 @@ def test_servers_are_as_fast_as_the_hottest() -> None:
     assert 0.4 < 16 * 0.5 / hot.seconds / 1 / 1 < 1.0
 
 
-def test_shards_hold_less_and_talk_more() -> None:
+def test_sharding_reduces_memory_and_increases_communication() -> None:
     work = timed(0.01, 1e9, batch_size=8)
     whole, parts = step(work, cluster(8), replicas=8), step(work, cluster(8), shards=8)
     assert parts.memory.total < 0.5 * whole.memory.total
@@ -171,14 +160,14 @@ def test_recompute_trades_time_for_memory() -> None:
     assert again.memory.activations + again.memory.working < 0.6 * (plain.memory.activations + plain.memory.working)
 
 
-def test_accumulating_needs_less_memory() -> None:
+def test_accumulation_reduces_activation_memory() -> None:
     network = trace(gpt_task(), gpt_task().data, rows=8)
     spec = [StrategySpec(accumulate=count) for count in (1, 8)]
     few, many = (footprint(network, network.pieces, one, 64 / one.accumulate) for one in spec)
     assert many.activations == pytest.approx(few.activations / 8, rel=0.01)
 
 
-def test_memory_is_that_of_the_papers() -> None:
+def test_memory_matches_the_published_zero_formulas() -> None:
     # Mixed-precision training with Adam holds about 16 bytes per parameter, and a d-th of them where all is cut.
     work = timed(0.01, 1e9, batch_size=8)
     network = work.network("fp32")
@@ -189,7 +178,7 @@ def test_memory_is_that_of_the_papers() -> None:
     assert parts.total == pytest.approx(16e9 / 8 + gathered, rel=0.01)
 
 
-def test_products_are_shared_out_inside_a_host() -> None:
+def test_tensor_parallelism_speeds_up_only_within_a_host() -> None:
     made = gpt_task(width=1024, layers=4, heads=16, length=512)
     network = trace(made, torch.zeros(1, 513).long(), rows=8)
     work = Workload(networks={"fp32": network}, batch_size=8)
@@ -212,7 +201,7 @@ def test_products_are_shared_out_inside_a_host() -> None:
         ("8 H100 PCIe 5, $2.5/h", 1, 8, "H100", 0),
     ],
 )
-def test_clusters_are_read(text: str, hosts: int, per_host: int, name: str, rate: float) -> None:
+def test_cluster_text_is_parsed(text: str, hosts: int, per_host: int, name: str, rate: float) -> None:
     made = as_cluster(text)
     assert (made.hosts, made.per_host, made.chip.name) == (hosts, per_host, name)
     assert (made.network.bandwidth if made.network else 0) == pytest.approx(rate)
@@ -221,7 +210,7 @@ def test_clusters_are_read(text: str, hosts: int, per_host: int, name: str, rate
         assert made.inside.name == "PCIe 5"
 
 
-def test_assumptions_are_said() -> None:
+def test_cluster_lists_its_assumptions() -> None:
     assumed = " ".join(as_cluster("8 hosts x 8 H100, 400Gb/s").assumed)
     assert "InfiniBand between hosts" in assumed
     assert "as a whole" in assumed
@@ -232,19 +221,19 @@ def test_assumptions_are_said() -> None:
     ("text", "rule"),
     [
         ("eight of them", "hosts times devices"),
-        ("2 hosts x 8 H100", "a network with a speed"),
-        ("8 hosts x 8 H900, 10Gb/s", "the catalogue has"),
+        ("2 hosts x 8 H100", "the speed of its network"),
+        ("8 hosts x 8 H900, 10Gb/s", "one of the catalogue"),
         ("8 H100, 7 per host", "devices must be hosts times"),
         ("8 H100, warp drive", "'warp'"),
         ("0 hosts x 8 H100, 10Gb/s", "at least 1"),
     ],
 )
-def test_clusters_that_make_no_sense_are_refused(text: str, rule: str) -> None:
+def test_invalid_clusters_are_rejected(text: str, rule: str) -> None:
     with pytest.raises(ValueError, match=rule):
         as_cluster(text)
 
 
-def test_cluster_files(tmp_path: Any) -> None:
+def test_cluster_files_are_parsed_and_validated(tmp_path: Any) -> None:
     path = tmp_path / "mine.toml"
     path.write_text(
         'hosts = 2\nper_host = 4\ndevice = "mine"\ngbits = 25\nnetwork = "RoCE"\nprice = 1.5\n'
@@ -256,14 +245,14 @@ def test_cluster_files(tmp_path: Any) -> None:
     with pytest.raises(SettingsError, match="9 devices, 2 hosts of 4"):
         as_cluster(path)
     path.write_text("hosts = = 2")
-    with pytest.raises(SettingsError, match="is TOML"):
+    with pytest.raises(SettingsError, match="must be valid TOML"):
         as_cluster(path)
     path.write_text('hosts = 2\nwheels = 4\ndevice = "H100"\n')
     with pytest.raises(SettingsError, match="wheels"):
         as_cluster(path)
 
 
-def test_kinds_of_hosts_are_planned_together_and_apart(tmp_path: Any) -> None:
+def test_mixed_host_kinds_yield_a_combined_and_separate_clusters(tmp_path: Any) -> None:
     path = tmp_path / "two.toml"
     kinds = '[[kind]]\ndevice = "H100"\nhosts = 2\nper_host = 8\n[[kind]]\ndevice = "V100"\nper_host = {}\n'
     path.write_text("gbits = 100\nprice = 2\n" + kinds.format(8))
@@ -276,10 +265,10 @@ def test_kinds_of_hosts_are_planned_together_and_apart(tmp_path: Any) -> None:
     work = timed(0.1, 1e6)
     assert step(work, together, replicas=16).seconds > step(work, strong, replicas=16).seconds
     path.write_text("gbits = 100\n" + kinds.format(4))
-    with pytest.raises(SettingsError, match="equally many devices, but got 8 H100 and 4 V100"):
+    with pytest.raises(SettingsError, match="same number of devices, but got 8 H100 and 4 V100"):
         as_clusters(path)
     path.write_text('gbits = 100\n[kind]\ndevice = "H100"\n')
-    with pytest.raises(SettingsError, match=r"are tables \[\[kind\]\]"):
+    with pytest.raises(SettingsError, match=r"tables \[\[kind\]\]"):
         as_clusters(path)
 
 

@@ -14,7 +14,8 @@ from torch import nn
 from manyhands import plans
 from manyhands.core import StrategySpec, Task
 from manyhands.distributed import NullWorld
-from manyhands.planning import Cluster, Footprint, Workload, estimate
+from manyhands.planning import Cluster, Workload, estimate
+from manyhands.planning.memory import Footprint
 from manyhands.profiling import MemoryProfile
 from manyhands.profiling.memory import MemoryWatch
 from manyhands.training import Steps
@@ -62,7 +63,7 @@ def predicted(task: Task, spec: StrategySpec) -> Footprint:
         ("ResNet", "accumulate=4", 8),
     ],
 )
-def test_peaks(name: str, strategy: str, rows: int) -> None:
+def test_estimated_peak_memory_matches_the_measured_peak(name: str, strategy: str, rows: int) -> None:
     task, spec, (workload, cluster) = WORKS[name].replace(batch_size=rows), StrategySpec.parse(strategy), work(name)
     guess, found = estimate(replace(workload, batch_size=rows), cluster, spec).memory, seen(task, spec)
     assert guess.total == pytest.approx(max(found.totals), rel=0.10)
@@ -72,7 +73,7 @@ def test_peaks(name: str, strategy: str, rows: int) -> None:
     assert max(found.bytes["optimizer state"]) == pytest.approx(guess.state, rel=0.01)
 
 
-def test_frozen_parameters_have_no_gradients_and_none_travel() -> None:
+def test_frozen_parameters_reduce_gradient_memory_and_communication() -> None:
     def make(frozen: bool) -> nn.Module:
         model = nn.Sequential(nn.Linear(16, 2048), nn.ReLU(), nn.Linear(2048, 512), nn.ReLU(), nn.Linear(512, 1))
         model[2].requires_grad_(not frozen)

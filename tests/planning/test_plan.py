@@ -16,20 +16,18 @@ from manyhands.costs import trace
 from manyhands.planning import (
     Cluster,
     Curves,
-    One,
     Plan,
     Search,
     Workload,
-    best_batch,
     compare,
     estimate,
     make_plan,
-    many,
     noise_scale,
     read_plan,
     require_same,
-    stacking_gain,
 )
+from manyhands.planning.many_networks import One, many, stacking_gain
+from manyhands.planning.workload import best_batch
 
 from ..costs.networks import gpt_task
 from .test_estimate import cluster, timed
@@ -45,7 +43,7 @@ def gpt() -> Workload:
     return Workload(networks=networks, batch_size=512, name="gpt")
 
 
-def test_a_billion_parameters_on_512_devices(gpt: Workload) -> None:
+def test_plan_for_a_billion_parameters_on_512_devices(gpt: Workload) -> None:
     found = make_plan(gpt, Cluster.parse("64 hosts x 8 H100, 400Gb/s per device"), Search(precision="bf16"))
     assert 1.1e9 < gpt.network("fp32").params < 1.2e9
     assert found.best.option.estimate.fits
@@ -56,7 +54,7 @@ def test_a_billion_parameters_on_512_devices(gpt: Workload) -> None:
     assert [o.seconds for o in found.options if o.can_run] == sorted(o.seconds for o in found.options if o.can_run)
 
 
-def test_what_does_not_fit_is_split_or_computed_again(gpt: Workload) -> None:
+def test_oversized_network_is_sharded_or_recomputed(gpt: Workload) -> None:
     found = make_plan(gpt, Cluster.parse("8 V100"), Search())
     assert not found.control.can_run
     best = found.best.spec
@@ -64,14 +62,16 @@ def test_what_does_not_fit_is_split_or_computed_again(gpt: Workload) -> None:
     assert "does not fit" in found.best.why
 
 
-def test_nothing_fits_and_what_would_is_said() -> None:
+def test_error_names_the_device_count_that_would_fit() -> None:
     huge = gpt_task(width=8192, layers=8, heads=64, length=128)
     work = Workload(networks={"fp32": trace(huge, torch.zeros(1, 129).long(), rows=1)}, batch_size=8)
-    with pytest.raises(StrategyError, match=r"must fit into .* H100, but got at least .* \d+ of these devices would"):
+    with pytest.raises(
+        StrategyError, match=r"must fit into .* H100, but got at least .* \d+ of these devices are enough"
+    ):
         make_plan(work, Cluster.parse("1 H100"), Search())
 
 
-def test_lossy_ways_are_picked_only_when_asked() -> None:
+def test_lossy_options_are_chosen_only_on_request() -> None:
     work = timed(1.0, 1e9, batch_size=16)
     slow = cluster(16, per_host=1, gbits=10)
     assert make_plan(work, slow, WHOLE).best.spec.sync == "allreduce"
@@ -80,14 +80,14 @@ def test_lossy_ways_are_picked_only_when_asked() -> None:
     assert "changes the mathematics" in " ".join(lossy.notes)
 
 
-def test_what_this_version_cannot_run_is_shown_and_never_picked() -> None:
+def test_unsupported_options_are_listed_but_never_chosen() -> None:
     work = timed(0.05, 1e9, batch_size=16)
     found = make_plan(work, cluster(8), WHOLE)
     assert any(option.refused for option in found.options)
     assert found.best.spec.stages == 1
 
 
-def test_measuring_decides_and_the_control_is_always_tried() -> None:
+def test_measurements_decide_and_the_control_is_always_measured() -> None:
     work = timed(0.05, 1e8, batch_size=16)
     tried: list[StrategySpec] = []
 
@@ -105,7 +105,7 @@ def test_measuring_decides_and_the_control_is_always_tried() -> None:
     assert all(o.refused.startswith("failed here") for o in found.options if o.spec in tried and o.spec.shards != 1)
 
 
-def test_no_pick_is_slower_than_data_parallel() -> None:
+def test_chosen_strategy_is_never_slower_than_data_parallel() -> None:
     for size, params in ((0.001, 1e9), (1.0, 1e6), (0.01, 1e8)):
         for gbits in (1, 100):
             found = make_plan(timed(size, params), cluster(16, gbits=gbits), Search())
@@ -124,7 +124,7 @@ def test_no_pick_is_slower_than_data_parallel() -> None:
         (timed(0.01, 1e8, batch_size=16, noise=4.0), cluster(8), "past the critical batch, about 4", "bf16 gradients"),
     ],
 )
-def test_the_curve_says_why_and_what_would_help(workload: Any, where: Any, reason: str, remedy: str) -> None:
+def test_scaling_curve_names_the_bottleneck_and_remedies(workload: Any, where: Any, reason: str, remedy: str) -> None:
     curve = Curves(workload, where, StrategySpec(replicas=where.num_devices)).draw()
     assert reason in curve.reason
     assert any(remedy in one.text for one in curve.remedies)
@@ -133,7 +133,7 @@ def test_the_curve_says_why_and_what_would_help(workload: Any, where: Any, reaso
     assert all(point.speedup <= 1.01 * point.num_devices for point in curve.points)
 
 
-def test_one_hot_parameter_is_named() -> None:
+def test_scaling_curve_names_the_largest_parameter_on_servers() -> None:
     work = timed(0.5, 138e6, batch_size=64, whole_tensors=True)
     network = work.network("fp32")
     pieces = (*network.pieces[:-1], replace(network.pieces[-1], name="classifier", largest=411_000_000))
@@ -143,7 +143,7 @@ def test_one_hot_parameter_is_named() -> None:
     assert "the hottest of 4 servers: it holds 74%" in curve.reason
     assert "largest parameter of 'classifier'" in curve.reason
     remedies = {one.text: one.gain for one in curve.remedies}
-    assert remedies["the largest parameter cut over all servers"] > 1.5
+    assert remedies["the largest parameter sharded over all servers"] > 1.5
     assert remedies["sums between replicas instead of servers"] > 3
 
 
@@ -159,7 +159,7 @@ class Clicks(torch.nn.Module):
         return self.out(self.table(ids).mean(1))
 
 
-def test_of_a_huge_table_only_rows_travel_to_servers() -> None:
+def test_parameter_servers_are_chosen_for_row_wise_embeddings() -> None:
     task = mh.Task(
         model=lambda: Clicks(by_rows=True),
         loss=lambda model, ids: model(ids).square().mean(),
@@ -180,7 +180,7 @@ def test_of_a_huge_table_only_rows_travel_to_servers() -> None:
     assert plain.curve.remedies[0].text.startswith("table as mh.Embedding on parameter servers")
 
 
-def test_a_step_of_ones_own_is_not_planned_for_servers() -> None:
+def test_custom_step_is_not_planned_for_parameter_servers() -> None:
     task = mh.Task(
         model=lambda: torch.nn.Linear(4, 1),
         step=lambda hand, batch: hand.minimize(hand.model(batch).square().mean()),
@@ -195,7 +195,7 @@ def test_a_step_of_ones_own_is_not_planned_for_servers() -> None:
     assert not served.can_run
 
 
-def test_workers_that_do_not_wait_lose_nothing_to_stragglers() -> None:
+def test_asynchronous_workers_have_no_straggler_delay() -> None:
     work, where = timed(0.1, 1e6, batch_size=16), cluster(16, spread=0.3)
     waits, backed, goes_on = (
         estimate(work, where, StrategySpec(replicas=16, servers=2, **more))
@@ -204,15 +204,15 @@ def test_workers_that_do_not_wait_lose_nothing_to_stragglers() -> None:
     assert waits.stragglers > backed.stragglers > goes_on.stragglers == 0
 
 
-def test_tiny_work_saturates_at_once() -> None:
+def test_tiny_workload_saturates_early() -> None:
     made = gpt_task()
-    work = Workload(networks={"fp32": trace(made, made.data, rows=8)}, batch_size=64, recorded=False)
+    work = Workload(networks={"fp32": trace(made, made.data, rows=8)}, batch_size=64, captured=False)
     curve = Curves(work, Cluster.parse("8 A100"), StrategySpec(replicas=8)).draw()
     assert curve.saturates <= 3
     assert "too little work" in curve.reason
 
 
-def test_narrow_gradients_move_the_point() -> None:
+def test_bf16_gradients_raise_the_saturation_point() -> None:
     curve = Curves(timed(0.01, 1e8, batch_size=1024), cluster(32, gbits=10), StrategySpec(replicas=32)).draw()
     remedy = next(one for one in curve.remedies if "bf16 gradients" in one.text)
     assert remedy.is_lossy
@@ -220,12 +220,12 @@ def test_narrow_gradients_move_the_point() -> None:
     assert remedy.gain > 1.3
 
 
-def test_fewer_devices_are_picked_where_more_are_slower() -> None:
+def test_fewer_devices_are_chosen_when_more_are_slower() -> None:
     found = make_plan(timed(0.05, 1e9, batch_size=16), cluster(16, gbits=10), WHOLE)
     assert found.best.spec.num_devices == 8  # one host of the two
 
 
-def test_clusters_are_compared() -> None:
+def test_comparison_of_clusters_explains_the_best() -> None:
     work = timed(1.0, 2e9, batch_size=64)
     few = replace(cluster(8), price=2.0)
     far = replace(cluster(16, per_host=1, gbits=10), price=1.0)
@@ -235,7 +235,7 @@ def test_clusters_are_compared() -> None:
     assert "a million samples cost" in both.why()
 
 
-def test_plan_files(tmp_path: Path) -> None:
+def test_plan_file_round_trip_and_validation(tmp_path: Path) -> None:
     work = timed(0.05, 1e8, batch_size=16)
     found = make_plan(work, cluster(8), Search(), fingerprint="5 parameters (abc)")
     path = found.best.save(tmp_path / "plan.toml")
@@ -243,13 +243,13 @@ def test_plan_files(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"made for a network of 5 parameters \(abc\), but got one of 6"):
         require_same(path, "5 parameters (abc)", "6 parameters (abd)")
     path.write_text("strategy = 3")
-    with pytest.raises(SettingsError, match="has a strategy"):
+    with pytest.raises(SettingsError, match="must contain a strategy"):
         read_plan(path)
-    with pytest.raises(SettingsError, match="is TOML"):
+    with pytest.raises(SettingsError, match="must be valid TOML"):
         read_plan(tmp_path / "none.toml")
 
 
-def test_pages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_report_as_html_and_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = make_plan(timed(0.01, 1e8, batch_size=64), replace(cluster(16, gbits=10), price=2.0), Search())
     found.save_html(tmp_path / "plan.html")
     page = (tmp_path / "plan.html").read_text()
@@ -264,7 +264,7 @@ def test_pages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert word in shown
 
 
-def test_noise_decides_how_large_a_batch_pays() -> None:
+def test_best_batch_size_follows_the_gradient_noise_scale() -> None:
     generator = torch.Generator().manual_seed(0)
     signal, spread = torch.full((50,), 0.1), 2.0
 
@@ -279,7 +279,7 @@ def test_noise_decides_how_large_a_batch_pays() -> None:
         noise_scale(8, [1.0], 8, [1.0])
 
 
-def test_many_networks_are_stacked_while_that_pays() -> None:
+def test_networks_are_stacked_while_it_increases_throughput() -> None:
     gpu = Cluster.parse("1 H200")
     small = One(start=1.1e-3, each=0.1e-3 / 128, batch_size=128, memory=50e6)
     assert stacking_gain(small, 1) == 1.0
@@ -293,7 +293,7 @@ def test_many_networks_are_stacked_while_that_pays() -> None:
         many(replace(large, memory=200e9), 2, gpu)
 
 
-def test_a_plan_says_how_to_train_many_networks(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_recommends_how_to_train_many_networks(capsys: pytest.CaptureFixture[str]) -> None:
     small = mh.plan(small_task, "1 H200", networks=100)
     assert isinstance(small, Plan)
     assert small.ways[0].name == "stacked"
@@ -307,11 +307,11 @@ def test_a_plan_says_how_to_train_many_networks(capsys: pytest.CaptureFixture[st
         timed(0.01, 1e6), replace(cluster(2), chip=replace(cluster(2).chip, name="CPU")), WHOLE, networks=8
     )
     assert next(way for way in on_cores.ways if way.name == "packed").together == 1
-    with pytest.raises(SettingsError, match="networks is how many"):
+    with pytest.raises(SettingsError, match="networks must be the number"):
         mh.plan(small_task, "1 H200", networks=0)
 
 
-def test_the_time_to_a_target_is_told_where_the_noise_is_known(capsys: pytest.CaptureFixture[str]) -> None:
+def test_time_to_target_is_reported_when_the_noise_scale_is_known(capsys: pytest.CaptureFixture[str]) -> None:
     work, where = timed(0.01, 1e7, batch_size=64), cluster(16, gbits=10)
     assert make_plan(work, where, WHOLE).to_target() == {}
     # Exchanges take as long whatever the batch is: a larger one pays as long as gradients are noisy.
@@ -336,7 +336,7 @@ def small_task(width: int = 64) -> mh.Task:
     )
 
 
-def test_planning_for_hardware_that_is_not_here() -> None:
+def test_plan_for_hardware_that_is_not_present() -> None:
     found = mh.plan(small_task, "2 hosts x 8 H100, 100Gb/s", params={"width": 128})
     assert isinstance(found, Plan)
     assert found.name == "small_task"
@@ -347,7 +347,7 @@ def test_planning_for_hardware_that_is_not_here() -> None:
     assert len(both.to_dict()["plans"]) == 2
 
 
-def test_planning_here_measures_and_its_pick_runs(tmp_path: Path, engine: Any) -> None:
+def test_plan_on_local_devices_measures_and_its_choice_runs(tmp_path: Path, engine: Any) -> None:
     found = mh.plan(small_task, on="cpu*2", tries=1)
     assert isinstance(found, Plan)
     assert found.cluster.measured
@@ -364,7 +364,7 @@ def test_planning_here_measures_and_its_pick_runs(tmp_path: Path, engine: Any) -
 
 
 @pytest.mark.gpu
-def test_planning_for_a_gpu_that_is_here_measures_recorded_steps(tmp_path: Path, engine: Any) -> None:
+def test_plan_on_a_local_gpu_measures_captured_steps(tmp_path: Path, engine: Any) -> None:
     found = mh.plan(small_task, on="cuda:0", tries=1)
     assert isinstance(found, Plan)
     assert found.cluster.measured
@@ -373,7 +373,7 @@ def test_planning_for_a_gpu_that_is_here_measures_recorded_steps(tmp_path: Path,
     assert run.record["spec"] == found.best.spec.to_dict()
 
 
-def test_a_step_that_outgrows_its_cache_is_met_at_both_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calibration_fits_steps_within_and_beyond_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = {8: 0.28, 32: 1.7}  # as seen on a machine whose caches others use too
     bench = plans.Bench(small_task(), "cpu", 60.0)
     monkeypatch.setattr(bench, "_seconds", lambda spec, batch_size: seconds[batch_size])
@@ -387,13 +387,13 @@ def test_a_step_that_outgrows_its_cache_is_met_at_both_sizes(monkeypatch: pytest
     assert parts == pytest.approx(4 * 0.28, rel=0.1)
 
 
-def test_auto_runs_the_pick_and_says_so(tmp_path: Path, engine: Any) -> None:
+def test_auto_strategy_runs_and_logs_the_choice(tmp_path: Path, engine: Any) -> None:
     run = mh.fit(small_task, "auto", on="cpu", steps=2, folder=tmp_path, progress=False)
     assert run.num_steps == 2
     assert "auto: replicas=1" in (run.path / "events.jsonl").read_text()
 
 
-def test_a_network_that_cannot_be_traced_is_measured_whole(engine: Any) -> None:
+def test_untraceable_network_is_measured_as_one_piece(engine: Any) -> None:
     class Looks(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -412,12 +412,12 @@ def test_a_network_that_cannot_be_traced_is_measured_whole(engine: Any) -> None:
     ("more", "rule"),
     [
         ({"precision": "fp8"}, "fp32 or bf16"),
-        ({"tries": -1}, "tries is a number"),
-        ({"cluster": []}, "clusters are compared"),
-        ({"cluster": "2 hosts x 8 H100"}, "a network with a speed"),
-        ({"cluster": 8}, "a cluster is a text"),
+        ({"tries": -1}, "tries must be a number"),
+        ({"cluster": []}, "at least one cluster is required"),
+        ({"cluster": "2 hosts x 8 H100"}, "the speed of its network"),
+        ({"cluster": 8}, "a cluster must be a string"),
     ],
 )
-def test_bad_input_is_refused_before_work_starts(more: dict[str, Any], rule: str) -> None:
+def test_invalid_input_is_rejected_before_planning_starts(more: dict[str, Any], rule: str) -> None:
     with pytest.raises(SettingsError, match=rule):
         mh.plan(small_task, **more)

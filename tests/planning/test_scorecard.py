@@ -14,7 +14,7 @@ from manyhands.costs import trace
 from manyhands.planning import Cluster, Workload, estimate
 
 
-def test_famous_points_and_what_today_reaches() -> None:
+def test_published_speedups_are_predicted() -> None:
     for point in POINTS:
         then, now = point.predicted(), point.nowadays()
         assert abs(then / point.speedup - 1) < 0.1, point.name
@@ -25,7 +25,7 @@ def test_famous_points_and_what_today_reaches() -> None:
     ("name", "milliseconds"),
     [("gpt_small", 1.32), ("gpt2", 83.4)],  # measured on an H200 with torch 2.11, bf16, from a recording
 )
-def test_steps_measured_on_an_h200_are_met_from_the_catalogue_alone(name: str, milliseconds: float) -> None:
+def test_h200_step_times_are_predicted_from_the_catalogue(name: str, milliseconds: float) -> None:
     work = WORKS[name]
     length = 128 if name == "gpt_small" else 1024
     tokens = torch.zeros(2, length, dtype=torch.long)
@@ -36,6 +36,6 @@ def test_steps_measured_on_an_h200_are_met_from_the_catalogue_alone(name: str, m
     assert 1e3 * found.seconds == pytest.approx(milliseconds, rel=0.3)
 
 
-def test_ranks() -> None:
+def test_rank_correlation() -> None:
     assert rank_correlation([(1, 10), (2, 20), (3, 30)]) == 1.0
     assert rank_correlation([(1, 30), (2, 20), (3, 10)]) == -1.0

@@ -21,7 +21,7 @@ def named(profile: Profile) -> dict[str, str]:
 # -- real programs -----------------------------------------------------------------------------------------------------
 
 
-def test_starved_input() -> None:
+def test_starved_input_is_diagnosed() -> None:
     found = mh.profile(programs.starved(), mh.Single(), on="cpu", steps=6)
     assert found.advice[0].name == "starved input"
     assert "the training process itself reads" in found.advice[0].evidence
@@ -29,12 +29,12 @@ def test_starved_input() -> None:
     assert found.advice[0].gain > 1.5
 
 
-def test_tiny_batch() -> None:
+def test_tiny_batch_is_diagnosed() -> None:
     found = mh.profile(programs.tiny(), mh.Single(), on="cpu", steps=20)
     assert "batch_size=4 or more" in named(found)["tiny batch"]
 
 
-def test_one_slow_rank() -> None:
+def test_slow_rank_is_diagnosed() -> None:
     found = mh.profile(programs.lame(), "mirrored", on="cpu*2", steps=10)
     assert [one.rank for one in found.stragglers] == [1]
     assert found.advice[0].name == "slow rank"
@@ -43,7 +43,7 @@ def test_one_slow_rank() -> None:
     assert "backup=1" in found.advice[0].cure
 
 
-def test_one_hot_parameter() -> None:
+def test_hot_parameter_is_diagnosed() -> None:
     found = mh.profile(programs.hot(), "mirrored", on="cpu*2", steps=6)
     text = named(found)["hot parameter"]
     assert "table.weight has 100% of the bytes" in text
@@ -51,14 +51,14 @@ def test_one_hot_parameter() -> None:
     assert "mh.Embedding(rows, dim)" in text
 
 
-def test_too_many_threads() -> None:
+def test_oversubscribed_threads_are_measured() -> None:
     task = programs.healthy(64).replace(model=programs.Crowd)
     found = mh.profile(task, "mirrored", on="cpu*2", steps=4)
     assert found.ranks[0].threads == 16
     assert found.ranks[0].with_fewer_threads is not None
 
 
-def test_a_healthy_program_hears_nothing() -> None:
+def test_healthy_program_gets_no_advice() -> None:
     found = mh.profile(programs.healthy(1024), mh.Single(), on="cpu", steps=6)
     assert not {"starved input", "tiny batch", "slow copy", "too many threads", "tight memory"} & set(named(found))
 
@@ -161,24 +161,24 @@ def held(**kinds: int) -> MemoryProfile:
         (profile(rank(seconds={"idle": 0.03})), "idle between steps", "callbacks", 2.0),
     ],
 )
-def test_rules(found: Profile, name: str, words: str, gain: float) -> None:
+def test_advice_rules_report_name_and_gain(found: Profile, name: str, words: str, gain: float) -> None:
     said = {one.name: one for one in found.advice}
     assert name in said
     assert words in str(said[name])
     assert said[name].gain == pytest.approx(gain, rel=0.02)
 
 
-def test_rules_are_silent_where_nothing_is_wrong() -> None:
+def test_advice_rules_are_silent_without_a_problem() -> None:
     assert profile(rank()).advice == []
     fine = [rank(n, seconds={"communication": 0.003}) for n in range(4)]
     assert profile(*fine).advice == []
     assert profile(rank(larger=Larger(rows=128, seconds=0.11, usual=0.03))).advice == []
-    # Nobody waits for a slow worker whose gradients are updates by themselves.
+    # Asynchronous updates do not wait for a slow worker.
     uneven = (rank(0), rank(1, seconds={"forward": 0.08}))
     assert profile(*uneven, spec={"servers": 1, "staleness": None}).advice == []
 
 
-def test_what_promises_most_comes_first() -> None:
+def test_advice_is_sorted_by_gain() -> None:
     found = profile(rank(seconds={"input": 0.03, "idle": 0.03}), upkeep={"save": 0.1, "validation": 0.0})
     gains = [one.gain for one in found.advice]
     assert gains == sorted(gains, reverse=True)

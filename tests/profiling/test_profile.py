@@ -28,7 +28,7 @@ def together() -> Profile:
     return mh.profile(programs.healthy(), mh.Mirrored(), on="cpu*2", steps=6)
 
 
-def test_the_phases_of_a_step_add_up_to_it(alone: Profile) -> None:
+def test_step_phases_sum_to_the_step_time(alone: Profile) -> None:
     for sample in alone.ranks[0].samples:
         assert set(PHASES) <= set(sample.seconds)
         assert sample.spans[0].start == 0.0
@@ -40,7 +40,7 @@ def test_the_phases_of_a_step_add_up_to_it(alone: Profile) -> None:
     assert sum(map(alone.share, alone.phases)) == pytest.approx(1)
 
 
-def test_every_rank_is_seen_and_waiting_for_others_is_told_apart(together: Profile) -> None:
+def test_every_rank_is_profiled_and_wait_is_separate_from_transfer(together: Profile) -> None:
     assert [one.rank for one in together.ranks] == [0, 1]
     assert all(one.parts.seconds["communication"] > 0 for one in together.ranks)
     assert together.transfer <= min(one.breakdown.seconds["communication"] for one in together.ranks)
@@ -48,14 +48,14 @@ def test_every_rank_is_seen_and_waiting_for_others_is_told_apart(together: Profi
     assert together.ranks[0].sent >= 4 * parameters
 
 
-def test_the_ranks_of_a_launch_all_get_the_whole_profile(engine: object) -> None:
+def test_all_ranks_of_a_launch_receive_the_whole_profile(engine: object) -> None:
     def work(_: mh.Hand) -> list[int]:
         return [one.rank for one in mh.profile(programs.healthy(), steps=1).ranks]
 
     assert mh.launch(work, on="cpu*2") == [[0, 1], [0, 1]]
 
 
-def test_modules_have_their_forward_and_their_backward(alone: Profile) -> None:
+def test_modules_have_forward_and_backward_times(alone: Profile) -> None:
     watched = alone.ranks[0].watched
     assert watched is not None
     found = {module.name: module for module in watched.modules}
@@ -66,7 +66,7 @@ def test_modules_have_their_forward_and_their_backward(alone: Profile) -> None:
     assert any(one.name == "aten::addmm" and one.count == 3 for one in watched.operations)
 
 
-def test_memory_is_known_by_kind(alone: Profile) -> None:
+def test_memory_is_reported_by_kind(alone: Profile) -> None:
     memory = alone.ranks[0].memory
     assert memory is not None
     parameters = 4 * sum(p.numel() for p in programs.mlp().parameters())
@@ -79,7 +79,7 @@ def test_memory_is_known_by_kind(alone: Profile) -> None:
     assert memory.bytes["activations"][-1] < rows
 
 
-def test_the_state_of_an_optimizer_is_counted() -> None:
+def test_optimizer_state_memory_is_reported() -> None:
     task = programs.healthy(32).replace(optimizer=programs.adamw)
     memory = mh.profile(task, mh.Single(), on="cpu", steps=1).ranks[0].memory
     assert memory is not None
@@ -87,14 +87,14 @@ def test_the_state_of_an_optimizer_is_counted() -> None:
     assert 2 * parameters <= memory.bytes["optimizer state"][0] <= 2 * parameters + 100
 
 
-def test_the_ceiling_is_measured_and_no_step_is_above_it(alone: Profile) -> None:
+def test_flops_and_mfu_are_measured(alone: Profile) -> None:
     layers = 64 * 512 + 512 * 512 + 512 * 10
     assert alone.flops == pytest.approx(512 * (2 * 3 * layers - 2 * 64 * 512), rel=0.02)
     assert alone.mfu is not None
     assert 0 < alone.mfu < 1.2
 
 
-def test_a_page_needs_nothing_else(together: Profile, tmp_path: Path) -> None:
+def test_html_report_has_no_external_resources(together: Profile, tmp_path: Path) -> None:
     text = together.save(tmp_path / "profile.html").read_text()
     assert not re.findall(r"""(?:src|href)\s*=|@import|url\(|https?://(?!www\.w3\.org/2000/svg)""", text)
     data = json.loads(re.search(r'id="data">(.*?)</script>', text, re.DOTALL)[1])  # type: ignore[index]
@@ -102,7 +102,7 @@ def test_a_page_needs_nothing_else(together: Profile, tmp_path: Path) -> None:
     assert "forward" in data["names"]
 
 
-def test_names_cannot_leave_the_page(tmp_path: Path) -> None:
+def test_module_names_are_escaped_in_the_html_report(tmp_path: Path) -> None:
     class Odd(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -116,7 +116,7 @@ def test_names_cannot_leave_the_page(tmp_path: Path) -> None:
     assert "</script><b>" not in text
 
 
-def test_a_trace_has_a_process_for_every_rank(together: Profile, tmp_path: Path) -> None:
+def test_chrome_trace_has_a_process_for_every_rank(together: Profile, tmp_path: Path) -> None:
     events = json.loads(together.trace(tmp_path / "trace.json").read_text())["traceEvents"]
     assert {event["pid"] for event in events} == {0, 1}
     bars = [event for event in events if event["ph"] == "X"]
@@ -125,7 +125,7 @@ def test_a_trace_has_a_process_for_every_rank(together: Profile, tmp_path: Path)
     assert any(event["ph"] == "C" and event["args"]["activations"] > 0 for event in events)
 
 
-def test_the_report_is_printed_and_can_be_data(together: Profile, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_is_printed_and_json_serializable(together: Profile, capsys: pytest.CaptureFixture[str]) -> None:
     together.show()
     shown = capsys.readouterr()
     assert "where a step's time goes" in shown.out
@@ -137,7 +137,7 @@ def test_the_report_is_printed_and_can_be_data(together: Profile, capsys: pytest
 
 
 @pytest.mark.parametrize("strategy", ["shards=2", "tensor=2", "stages=2,microbatches=2", "replicas=2,accumulate=2"])
-def test_other_strategies_are_profiled_too(strategy: str) -> None:
+def test_other_strategies_can_be_profiled(strategy: str) -> None:
     found = mh.profile(programs.healthy(64), strategy, on="cpu*2", steps=2)
     assert len(found.ranks) == 2
     assert all(one.parts.seconds["backward"] + one.parts.seconds["communication"] > 0 for one in found.ranks)
@@ -145,7 +145,7 @@ def test_other_strategies_are_profiled_too(strategy: str) -> None:
     assert all(one.memory is not None and max(one.memory.totals) > 0 for one in found.ranks)
 
 
-def test_workers_of_servers_tell_what_they_wait_for(capsys: pytest.CaptureFixture[str]) -> None:
+def test_parameter_server_workers_are_profiled(capsys: pytest.CaptureFixture[str]) -> None:
     found = mh.profile(programs.healthy(64), mh.ParameterServer(servers=2, workers=2), on="cpu*2", steps=3)
     assert [one.rank for one in found.ranks] == [0, 1]
     assert len(found.ranks[0].breakdown.steps) >= 3
@@ -156,7 +156,7 @@ def test_workers_of_servers_tell_what_they_wait_for(capsys: pytest.CaptureFixtur
     assert re.search(r"server \d of 2 is the hottest: \d+% of all bytes", capsys.readouterr().out)
 
 
-def test_a_step_of_ones_own_is_profiled() -> None:
+def test_custom_step_is_profiled() -> None:
     def step(hand: mh.Hand, batch: tuple[torch.Tensor, torch.Tensor]) -> None:
         hand.minimize(programs.classes(hand.model, batch))
 
@@ -165,28 +165,28 @@ def test_a_step_of_ones_own_is_profiled() -> None:
     assert all(found.phases[name] > 0 for name in ("forward", "backward", "optimizer"))
 
 
-def test_a_profile_changes_nothing_of_the_program() -> None:
+def test_profiling_keeps_the_random_state() -> None:
     task = programs.healthy(16)
     before = torch.get_rng_state()
     mh.profile(task, mh.Single(), on="cpu", steps=1)
     assert torch.equal(before, torch.get_rng_state())
 
 
-def test_a_pick_that_was_saved_is_profiled(tmp_path: Path) -> None:
+def test_strategy_from_a_plan_file_is_profiled(tmp_path: Path) -> None:
     (tmp_path / "plan.toml").write_text('strategy = "accumulate=2"')
     found = mh.profile(programs.healthy(64), str(tmp_path / "plan.toml"), on="cpu", steps=1)
     assert "accumulate=2" in found.strategy
 
 
-def test_what_cannot_be_profiled_is_said() -> None:
-    with pytest.raises(SettingsError, match="steps is how many are timed, but got 0"):
+def test_profile_of_zero_steps_is_rejected() -> None:
+    with pytest.raises(SettingsError, match="steps must be the number of steps to time, but got 0"):
         mh.profile(programs.healthy(), steps=0)
 
 
 # -- in a run ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_run_samples_one_step_in_fifty(tmp_path: Path) -> None:
+def test_sampling_profiles_one_step_in_fifty(tmp_path: Path) -> None:
     task = programs.healthy(8).replace(data=programs.pairs(8 * 120))
     run = mh.fit(task, "mirrored", on="cpu*2", folder=tmp_path, progress=False, profile=True)
     assert [one.rank for one in run.profile] == [0, 1]
@@ -200,7 +200,7 @@ def test_a_run_samples_one_step_in_fifty(tmp_path: Path) -> None:
     assert same.phases == found.phases
 
 
-def test_a_sampled_run_learns_the_same(tmp_path: Path) -> None:
+def test_sampling_does_not_change_the_training_result(tmp_path: Path) -> None:
     task = programs.healthy(8).replace(data=programs.pairs(8 * 60))
     plain, sampled = (
         mh.fit(task, "single", on="cpu", folder=tmp_path, name=f"run{on}", progress=False, profile=on)
@@ -224,10 +224,10 @@ def test_validation_and_checkpoints_are_not_part_of_a_step(tmp_path: Path) -> No
 
 
 @pytest.mark.gpu
-def test_recorded_steps_are_timed_and_plain_ones_told_apart() -> None:
+def test_captured_steps_are_timed_separately_from_eager_ones() -> None:
     found = mh.profile(programs.tiny(), mh.Single(), on="cuda:0", steps=20)
     first = found.ranks[0]
-    assert first.breakdown.seconds["recorded"] > 0
+    assert first.breakdown.seconds["captured"] > 0
     assert first.plain is not None
     assert first.plain.seconds["backward"] > 0
     assert first.watched is not None
@@ -238,9 +238,9 @@ def test_recorded_steps_are_timed_and_plain_ones_told_apart() -> None:
 
 
 @pytest.mark.gpu
-def test_a_recorded_run_is_sampled(tmp_path: Path) -> None:
+def test_captured_run_is_sampled(tmp_path: Path) -> None:
     task = programs.healthy(8).replace(data=programs.pairs(8 * 120))
     run = mh.fit(task, "single", on="cuda:0", folder=tmp_path, progress=False, profile=True)
     assert run.profile[0].steps == (50, 100)
-    assert run.profile[0].seconds["recorded"] > 0
+    assert run.profile[0].seconds["captured"] > 0
     assert run.profile[0].peak > 0

@@ -116,7 +116,7 @@ def servers(tmp_path: Path) -> Iterator[Callable[[int], Servers]]:
 
 @pytest.fixture(scope="module")
 def calm(tmp_path_factory: pytest.TempPathFactory) -> mh.Run:
-    """The same training that nobody disturbs, on one device."""
+    """Train on one device without faults, as the reference."""
     folder = tmp_path_factory.mktemp("calm")
     return mh.fit(work.task, "single,precision=fp64", steps=STEPS, epochs=1000, on="cpu", folder=folder, progress=False)
 
@@ -128,11 +128,12 @@ def assert_same(servers: Servers, calm: mh.Run) -> None:
         torch.testing.assert_close(run.state_dict()[name], tensor, rtol=0, atol=1e-9)
 
 
-@pytest.mark.timeout(300)
-def test_three_hosts_through_everything(servers: Callable[[int], Servers], calm: mh.Run) -> None:
-    """Everything that hosts tell each other is under TLS; the first one goes on as a supervisor would start it."""
+def test_three_hosts_survive_kills_freezes_and_network_partitions(
+    servers: Callable[[int], Servers], calm: mh.Run
+) -> None:
+    """All traffic between hosts is under TLS; the first host is restarted as a supervisor would do it."""
     job = servers(3)
-    words = "--go-on", "--tls", Signer(job.folder / "signer").host("host")
+    words = "--resume", "auto", "--tls", Signer(job.folder / "signer").host("host")
     for index in range(3):
         job.start(index, *words)
     job.until(lambda: job.step > 3, 90)
@@ -152,7 +153,7 @@ def test_three_hosts_through_everything(servers: Callable[[int], Servers], calm:
     job.hosts[2].link_up()
     job.goes_on(3, since=4)
 
-    # The first host alone on its side: it conducts, so it goes on; the two others hold what they have.
+    # The first host is alone on its side of the partition. It coordinates, so it continues; the others wait.
     job.hosts.partition(1, 2)
     job.until(lambda: job.events("recovered")[-1]["size"] == 1)
     job.goes_on(1, since=5)
@@ -181,11 +182,11 @@ def dies_and_is_started_again(job: Servers, words: tuple[str, ...]) -> None:
     family = psutil.Process(job.programs[0].pid).children(recursive=True)
     job.programs[0].kill()
     job.programs[0].wait()
-    psutil.wait_procs(family, timeout=10)
+    psutil.wait_procs(family, timeout=60)
     step, times = job.step, len(job.events("recovered"))
     job.start(0, *words)
     job.until(lambda: len(job.events("recovered")) > times, 60)
     went_on = job.events("recovered")[-1]
     assert went_on["source"] in ("the memory of rank 1", "the memory of rank 2")
-    assert went_on["step"] >= step, "no step that was told is lost"
+    assert went_on["step"] >= step, "no reported step is lost"
     assert went_on["size"] == 3

@@ -1,4 +1,4 @@
-"""Ranks that hold a part of a network are killed inside a step: all drop it, and go on from memory unharmed."""
+"""Ranks that hold a shard or stage are killed inside a step: all ranks drop the step and resume from memory."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def in_a_microbatch(hand: mh.Hand, spring: Callable[[], None]) -> None:
 
 @pytest.fixture(scope="module")
 def calm(tmp_path_factory: pytest.TempPathFactory) -> mh.Run:
-    """The same training on one device, which nobody disturbs."""
+    """Train on one device without faults, as the reference."""
     return fit(problem("mlp", "adamw"), tmp_path_factory.mktemp("calm"), size=1, strategy="single,precision=fp64")
 
 
@@ -75,7 +75,7 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> mh.Run:
         ("tensor=2,stages=2,replicas=2,microbatches=2", 5, in_a_microbatch, 7, 8, "memory"),
     ],
 )
-def test_a_kill_inside_a_step(
+def test_model_parallel_run_recovers_from_kill_inside_a_step(
     engine: Any,
     tmp_path: Path,
     calm: mh.Run,

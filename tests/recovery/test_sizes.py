@@ -132,7 +132,9 @@ def assert_same(folder: Path, hosts: TwoHosts, calm: mh.Run) -> None:
         torch.testing.assert_close(model[name], tensor, rtol=0, atol=1e-9)
 
 
-def test_four_three_four_in_mid_epoch(engine: LocalEngine, tmp_path: Path, calm: mh.Run) -> None:
+def test_shrink_to_three_ranks_and_grow_to_four_keeps_each_sample_once(
+    engine: LocalEngine, tmp_path: Path, calm: mh.Run
+) -> None:
     task = problem("mlp", "adamw")
     hosts = train(engine, task, "replicas=4", tmp_path / "run", size=4, comes_back=True)
     assert recovered(hosts, "size") == [3, 4]
@@ -151,7 +153,9 @@ def test_four_three_four_in_mid_epoch(engine: LocalEngine, tmp_path: Path, calm:
     assert {len(micros) for size, micros, _ in said.values() if size == 4} == {1}
 
 
-def test_shards_without_a_replica_are_cut_anew_from_copies(engine: LocalEngine, tmp_path: Path, calm: mh.Run) -> None:
+def test_shards_without_replica_are_resharded_from_memory_copies(
+    engine: LocalEngine, tmp_path: Path, calm: mh.Run
+) -> None:
     hosts = train(engine, problem("mlp", "adamw"), "shards=3", tmp_path / "run", size=3)
     assert recovered(hosts, "size") == [2]
     assert recovered(hosts, "step") == [4]
@@ -159,10 +163,12 @@ def test_shards_without_a_replica_are_cut_anew_from_copies(engine: LocalEngine, 
     assert_same(tmp_path / "run", hosts, calm)
 
 
-def test_a_dead_rank_takes_its_group_out(engine: LocalEngine, tmp_path: Path, calm: mh.Run) -> None:
+def test_failed_rank_removes_its_whole_tensor_parallel_group(engine: LocalEngine, tmp_path: Path, calm: mh.Run) -> None:
     task = problem("mlp", "adamw")
     hosts = train(engine, task, "tensor=2,replicas=2", tmp_path / "run", size=4, comes_back=True, unit=2)
     assert recovered(hosts, "size") == [1, 2], "groups of two ranks"
     assert "the memory of ranks 0, 1" in recovered(hosts, "source")
-    assert any("ranks on host1 wait until one is whole" in e["text"] for e in hosts.events if e["kind"] == "notice")
+    assert any(
+        "ranks on host1 wait until a group is complete" in e["text"] for e in hosts.events if e["kind"] == "notice"
+    )
     assert_same(tmp_path / "run", hosts, calm)

@@ -29,19 +29,19 @@ class Poison(mh.Callback):
                 next(hand.model.parameters()).view(-1)[3] += 1e-6
 
 
-def test_silent_corruption_is_named(engine: Any, tmp_path: Path) -> None:
+def test_silent_data_corruption_names_tensor_and_rank(engine: Any, tmp_path: Path) -> None:
     with pytest.raises(ReplicasDiffer, match=r"after step 12 .*0\.weight \(on rank 1\)"):
         fit(problem("mlp"), tmp_path, Poison(), size=3)
 
 
-def test_nan_on_one_rank_leaves_the_step_out_on_all(engine: Any, tmp_path: Path) -> None:
+def test_nan_gradient_on_one_rank_skips_step_on_all_ranks(engine: Any, tmp_path: Path) -> None:
     task = problem("mlp")
     task.data[0][30] = float("nan")  # of the second rank's part of the second batch, without shuffling
     task = dataclasses.replace(task, shuffle=False, not_finite="skip")
     run = fit(task, tmp_path)
     assert run.skipped == [2, 5, 8, 11]
-    told = [entry["text"] for entry in said(run.path, "notice") if "left out" in entry["text"]]
-    assert told[0] == "step 2 was left out: its gradient is not finite, on rank 1; look at sample 30"
+    told = [entry["text"] for entry in said(run.path, "notice") if "was skipped" in entry["text"]]
+    assert told[0] == "step 2 was skipped: its gradient is not finite, on rank 1; look at sample 30"
     assert all(tensor.isfinite().all() for tensor in run.state_dict().values())
 
 
@@ -63,8 +63,8 @@ def said(run_path: Path, kind: str) -> list[dict[str, Any]]:
     return [entry for entry in read_events(run_path / "events.jsonl") if entry["kind"] == kind]
 
 
-def test_a_run_goes_back_when_no_gradient_is_finite_any_more(engine: Any, tmp_path: Path) -> None:
-    """What spoilt the weights does not come again, so the run is the one that nobody disturbed."""
+def test_run_rolls_back_to_checkpoint_after_repeated_nonfinite_gradients(engine: Any, tmp_path: Path) -> None:
+    """The fault that corrupted the weights does not recur, so the result equals that of an undisturbed run."""
     task = dataclasses.replace(problem("mlp"), not_finite="skip", max_skipped=3)
     calm = fit(task, tmp_path / "calm")
     run = fit(task, tmp_path / "hit", Spoil(tmp_path, 7), save_every=2)
@@ -77,7 +77,7 @@ def test_a_run_goes_back_when_no_gradient_is_finite_any_more(engine: Any, tmp_pa
     assert any("3 steps in a row from step 8 on" in entry["text"] for entry in said(run.path, "notice"))
 
 
-def test_one_spoilt_replica_goes_on_from_the_memory_of_another(engine: Any, tmp_path: Path) -> None:
+def test_corrupted_replica_is_restored_from_healthy_replica_memory(engine: Any, tmp_path: Path) -> None:
     task = dataclasses.replace(problem("mlp"), not_finite="skip", max_skipped=2)
     run = fit(task, tmp_path, Spoil(tmp_path, 5, rank=0))
     (back,) = said(run.path, "recovered")
@@ -86,7 +86,7 @@ def test_one_spoilt_replica_goes_on_from_the_memory_of_another(engine: Any, tmp_
     assert len(run.losses) == run.num_steps == 12
 
 
-def test_a_place_that_fails_again_ends_the_run(engine: Any, tmp_path: Path) -> None:
+def test_nonfinite_gradients_after_rollback_fail_the_run(engine: Any, tmp_path: Path) -> None:
     """Poisonous data and a learning rate that diverges: to go back once is enough to know."""
     task = dataclasses.replace(problem("mlp"), shuffle=False, not_finite="skip", max_skipped=3)
     task.data[0][8:] = float("nan")
@@ -117,7 +117,10 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.root
-def test_a_full_disk_costs_no_good_checkpoint(engine: Any, tmp_path: Path, small_disk: Path) -> None:
+@pytest.mark.filterwarnings(
+    "ignore:events are lost:RuntimeWarning", "ignore:1 lines of .* could not be read:RuntimeWarning"
+)
+def test_full_disk_keeps_last_good_checkpoint_resumable(engine: Any, tmp_path: Path, small_disk: Path) -> None:
     class Fill(mh.Callback):
         def on_step(self, hand: mh.Hand) -> None:
             if hand.is_first and hand.num_steps == 5:
@@ -159,16 +162,16 @@ class BadDisk(mh.Callback):
 
 
 @pytest.mark.root
-def test_a_disk_that_fails_for_a_while_is_told_and_survived(engine: Any, tmp_path: Path) -> None:
+def test_transient_disk_error_is_logged_and_training_continues(engine: Any, tmp_path: Path) -> None:
     calm = fit(problem("mlp"), tmp_path / "calm")
     run = fit(problem("mlp"), tmp_path / "hit", BadDisk(5, 8), keep=9)
     assert_same(run, calm)
     told = [entry["text"] for entry in said(run.path, "notice")]
-    assert any("could not be written, training goes on" in text and "Input/output error" in text for text in told)
+    assert any("could not be written, but training continues" in text and "Input/output error" in text for text in told)
     assert CheckpointStore(run.path / "checkpoints").steps() == [3, 9, 12]
 
 
-def test_whoever_was_replaced_removes_nothing(tmp_path: Path) -> None:
+def test_fenced_checkpoint_writer_does_not_prune_newer_checkpoints(tmp_path: Path) -> None:
     """One that sleeps between its last commit and its tidying, while another claims the folder and writes."""
     asleep, awake = threading.Event(), threading.Event()
 
@@ -176,7 +179,7 @@ def test_whoever_was_replaced_removes_nothing(tmp_path: Path) -> None:
         def _prune(self, written: Any) -> None:
             if written.step == 20:
                 asleep.set()
-                awake.wait(30)
+                awake.wait(120)
             super()._prune(written)
 
     class Slow(CheckpointStore):
@@ -194,7 +197,7 @@ def test_whoever_was_replaced_removes_nothing(tmp_path: Path) -> None:
     late = Sleepy(tmp_path)
     late.claim()
     saved(late, 18, 19, 20)
-    assert asleep.wait(30)
+    assert asleep.wait(120)
     now = Slow(tmp_path, keep=4)
     now.claim()
     saved(now, 21, 22, 23, 24)
@@ -202,7 +205,7 @@ def test_whoever_was_replaced_removes_nothing(tmp_path: Path) -> None:
     assert now.steps() == [21, 22, 23, 24]
 
 
-def test_of_two_that_claim_at_once_one_holds(tmp_path: Path) -> None:
+def test_concurrent_checkpoint_claims_leave_exactly_one_writer(tmp_path: Path) -> None:
     stores = [CheckpointStore(tmp_path, on_error=lambda _: None) for _ in range(8)]
     threads = [threading.Thread(target=store.claim) for store in stores]
     for thread in threads:
@@ -215,7 +218,7 @@ def test_of_two_that_claim_at_once_one_holds(tmp_path: Path) -> None:
     assert len(stores[0].steps()) == 1
 
 
-def test_whoever_was_replaced_cannot_write(tmp_path: Path) -> None:
+def test_fenced_checkpoint_writer_cannot_save(tmp_path: Path) -> None:
     errors: list[Exception] = []
     late = CheckpointStore(tmp_path, on_error=errors.append)
     late.claim()
@@ -226,7 +229,7 @@ def test_whoever_was_replaced_cannot_write(tmp_path: Path) -> None:
     late.save(Checkpoint(step=2, model={"w": torch.zeros(1)}))
     late.wait()
     assert isinstance(errors[0], CheckpointError)
-    assert "a later one that has begun" in str(errors[0])
+    assert "an earlier one" in str(errors[0])
     assert now.steps() == [1]
     now.save(Checkpoint(step=2, model={"w": torch.ones(1)}))
     now.wait()

@@ -1,4 +1,4 @@
-"""Every attack by requests, against one server: it refuses each with a reason, and answers others meanwhile."""
+"""Every attack by requests against one server: each is rejected with a reason, and other requests are answered."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from manyhands.serving.limits import Limits
 from manyhands.serving.parsing import INLINE
 from manyhands.storage import export
 
-from .conftest import publish
+from .conftest import Start, publish
+from .test_versions import Moody
 
 LIMITS = Limits(connections=64, connections_per_address=48, body=64 << 20, bodies=128 << 20)
 
@@ -44,20 +45,20 @@ def target(adder: Path, tmp_path_factory: pytest.TempPathFactory, engine: LocalE
 
 
 @pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.__name__)
-def test_attack_is_refused_with_a_reason(target: Target, attack: Callable[[Target], Outcome]) -> None:
+def test_attack_is_rejected_with_a_reason(target: Target, attack: Callable[[Target], Outcome]) -> None:
     outcome = attack(target)
     assert not outcome.succeeded, outcome
     assert outcome.is_refused_with_reason, outcome
 
 
-def test_unfinished_messages_of_clients_with_a_token_end_and_take_little_memory(target: Target) -> None:
+def test_unfinished_grpc_messages_of_authenticated_clients_are_bounded_in_memory(target: Target) -> None:
     """The token lets a client send large messages, but not hold more of them than all bodies may have."""
     outcome = grpc_memory(target, num=30, size=16 * MIB, with_token=True)
     assert float(outcome.detail["refused"]) > 0, outcome
     assert outcome.reason.startswith("overloaded: unfinished messages take more than"), outcome
 
 
-def test_large_texts_are_answered_beside_small_ones(target: Target) -> None:
+def test_large_json_bodies_are_parsed_and_answered(target: Target) -> None:
     rows = [[float(number), 0.0, 1.0] for number in range(4000)]
     for name in ("instances", "inputs"):
         text = json.dumps({name: rows, "signature_name": "serving_default"}).encode()
@@ -74,7 +75,7 @@ def test_large_texts_are_answered_beside_small_ones(target: Target) -> None:
     assert (refused.status, "values, but got" in refused.reason) == (413, True)
 
 
-def test_tokens_open_only_their_own_listener(target: Target) -> None:
+def test_tokens_are_accepted_only_by_their_own_listener(target: Target) -> None:
     for port, path, token, status in (
         (target.http, "/v1/models/adder", target.token, 200),
         (target.http, "/v1/models/adder", target.manage_token, 401),
@@ -85,3 +86,18 @@ def test_tokens_open_only_their_own_listener(target: Target) -> None:
     ):
         headers = {"Host": "localhost", "Authorization": f"Bearer {token}"}
         assert send(port, [head("GET", path, headers)]).status == status, (port, path, token)
+
+
+def test_allowed_origin_can_predict_but_not_manage_models(start: Start) -> None:
+    """Neither token is set, as on a developer's machine: the origin is all that keeps pages out."""
+    server = start({"moody": Moody()}, allow=("https://app.example", "models.example"))
+    page = {"Host": "models.example", "Origin": "https://app.example", "Content-Type": "application/json"}
+    body = json.dumps({"instances": [[20.0]]}).encode()
+    length = {"Content-Length": str(len(body))}
+    assert send(server.http, [head("POST", "/v1/models/moody:predict", {**page, **length}), body]).status == 200
+    for port, path in ((server.manage, "/manage/models"), (server.manage, "/v2/repository/models/moody/unload")):
+        refused = send(port, [head("POST", path, {**page, "Content-Length": "2"}), b"{}"])
+        assert refused.status == 403, (path, refused)
+        assert "https://app.example" in refused.reason
+    own = {"Host": "models.example", "Origin": "http://models.example"}
+    assert send(server.manage, [head("GET", "/manage/models", own)]).status == 200

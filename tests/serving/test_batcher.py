@@ -1,4 +1,4 @@
-"""The batcher by itself: replicas are scripted, time stands still unless it is moved."""
+"""The batcher alone, with scripted replicas and a simulated clock."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from manyhands.core import RequestRefused, SettingsError, Signature, TensorSpec
-from manyhands.serving.batch_timing import BatchTimeModel
-from manyhands.serving.batcher import ATTEMPTS, Batcher, BatchSettings, RequestBatch, Ticket
+from manyhands.serving.batcher import ATTEMPTS, Batcher, BatchSettings, BatchTimeModel, RequestBatch, Ticket
 from manyhands.serving.slots import FREE_BYTES, SlotLayout
 
 
-class Desk:
+class ScriptedBatcher:
     """A batcher with a hand on its clock and its loop."""
 
     def __init__(self, num_workers: int = 1, **values: Any) -> None:
@@ -81,186 +80,186 @@ class ScriptedWorker:
 
 @settings(max_examples=100, deadline=None)
 @given(st.data())
-def test_an_answer_goes_only_to_its_asker(data: st.DataObject) -> None:
+def test_every_request_gets_only_its_own_outputs(data: st.DataObject) -> None:
     """Whatever comes, in whatever order replicas answer, fail, die or askers leave."""
     max_rows = data.draw(st.integers(1, 8))
     sizes = data.draw(st.sampled_from([(), tuple(sorted({1, max_rows}))]))
-    desk = Desk(data.draw(st.integers(1, 3)), max_rows=max_rows, sizes=sizes, queue_rows=10_000)
+    scripted = ScriptedBatcher(data.draw(st.integers(1, 3)), max_rows=max_rows, sizes=sizes, queue_rows=10_000)
     asked: dict[int, np.ndarray] = {}
     gone: set[int] = set()
     tickets: list[Ticket] = []
     value = 0.0
     for _ in range(data.draw(st.integers(1, 40))):
         act = data.draw(st.sampled_from(["ask", "ask", "turn", "compute", "fail", "die", "leave"]))
-        busy = [index for index, worker in enumerate(desk.workers) if worker.batches]
+        busy = [index for index, worker in enumerate(scripted.workers) if worker.batches]
         if act == "ask":
             rows, width = data.draw(st.integers(1, 20)), data.draw(st.sampled_from([1, 1, 1, 3]))
             values = np.arange(value, value + rows * width, dtype=np.float32).reshape(rows, width)
             value += rows * width
-            ticket = desk.submit(values, within=1e9, priority=data.draw(st.sampled_from([0, 0, 1])))
+            ticket = scripted.submit(values, within=1e9, priority=data.draw(st.sampled_from([0, 0, 1])))
             asked[id(ticket)] = values
             tickets.append(ticket)
         elif act == "leave" and tickets:
             ticket = data.draw(st.sampled_from(tickets))
             if not ticket.over:
                 gone.add(id(ticket))
-            desk.batcher.cancel(ticket)
+            scripted.batcher.cancel(ticket)
         elif act == "turn":
-            desk.turn()
+            scripted.turn()
         elif busy:
             worker = data.draw(st.sampled_from(busy))
             if act == "compute":
-                desk.compute(worker)
+                scripted.compute(worker)
             elif act == "fail":
-                desk.batcher.failed(desk.workers[worker].take(), "it raised")
+                scripted.batcher.failed(scripted.workers[worker].take(), "it raised")
             else:
-                desk.batcher.lost(desk.workers[worker].take())
+                scripted.batcher.lost(scripted.workers[worker].take())
     for _ in range(10_000):
-        desk.turn()
-        busy = [index for index, worker in enumerate(desk.workers) if worker.batches]
-        if not busy and not desk.tasks:
+        scripted.turn()
+        busy = [index for index, worker in enumerate(scripted.workers) if worker.batches]
+        if not busy and not scripted.tasks:
             break
         for worker in busy:
-            desk.compute(worker)
-    assert desk.batcher.num_queued == desk.batcher.num_live == 0
-    assert len({id(ticket) for ticket in desk.done}) == len(desk.done)
-    assert {id(ticket) for ticket in desk.done} == {id(ticket) for ticket in tickets} - gone
-    for ticket in desk.done:
+            scripted.compute(worker)
+    assert scripted.batcher.num_queued == scripted.batcher.num_live == 0
+    assert len({id(ticket) for ticket in scripted.done}) == len(scripted.done)
+    assert {id(ticket) for ticket in scripted.done} == {id(ticket) for ticket in tickets} - gone
+    for ticket in scripted.done:
         if ticket.refusal is None:
             np.testing.assert_array_equal(ticket.outputs["y"], 2 * asked[id(ticket)])
         else:
             assert ticket.refusal.code == "INTERNAL"
 
 
-def test_what_arrives_together_is_computed_together_and_an_idle_replica_waits_for_nothing() -> None:
-    desk = Desk()
-    desk.submit([1.0])
-    desk.submit([2.0])
-    desk.turn()
-    assert [batch.rows for batch in desk.workers[0].batches] == [2]
+def test_concurrent_requests_are_batched_and_idle_replica_starts_immediately() -> None:
+    scripted = ScriptedBatcher()
+    scripted.submit([1.0])
+    scripted.submit([2.0])
+    scripted.turn()
+    assert [batch.rows for batch in scripted.workers[0].batches] == [2]
 
 
-def test_a_big_request_is_computed_in_parts_and_small_ones_are_never_cut() -> None:
-    desk = Desk(max_rows=4)
-    big, small = desk.submit(list(range(10))), desk.submit([100, 101])
-    desk.turn()
+def test_large_request_is_split_into_batches_and_small_requests_are_not() -> None:
+    scripted = ScriptedBatcher(max_rows=4)
+    big, small = scripted.submit(list(range(10))), scripted.submit([100, 101])
+    scripted.turn()
     sizes = []
-    while desk.workers[0].batches:
-        sizes.append(desk.compute().rows)
+    while scripted.workers[0].batches:
+        sizes.append(scripted.compute().rows)
     assert sizes == [4, 4, 4]
     np.testing.assert_array_equal(big.outputs["y"][:, 0], 2 * np.arange(10))
     np.testing.assert_array_equal(small.outputs["y"][:, 0], [200, 202])
 
 
-def test_batches_are_padded_with_a_row_that_exists() -> None:
-    desk = Desk(max_rows=8, sizes=(1, 4, 8))
-    desk.submit([5, 6, 7])
-    desk.turn()
-    assert desk.workers[0].written()[:, 0].tolist() == [5, 6, 7, 7]
+def test_batches_are_padded_with_a_copy_of_an_existing_row() -> None:
+    scripted = ScriptedBatcher(max_rows=8, sizes=(1, 4, 8))
+    scripted.submit([5, 6, 7])
+    scripted.turn()
+    assert scripted.workers[0].written()[:, 0].tolist() == [5, 6, 7, 7]
 
 
-def test_rows_of_another_shape_are_another_batch() -> None:
-    desk = Desk()
-    desk.submit(np.ones((1, 2)))
-    desk.submit(np.ones((1, 3)))
-    desk.submit(np.ones((1, 2)))
-    desk.turn()
-    assert [(batch.rows, batch.shapes) for batch in desk.workers[0].batches] == [(2, ((2,),)), (1, ((3,),))]
+def test_rows_of_different_shapes_go_into_separate_batches() -> None:
+    scripted = ScriptedBatcher()
+    scripted.submit(np.ones((1, 2)))
+    scripted.submit(np.ones((1, 3)))
+    scripted.submit(np.ones((1, 2)))
+    scripted.turn()
+    assert [(batch.rows, batch.shapes) for batch in scripted.workers[0].batches] == [(2, ((2,),)), (1, ((3,),))]
 
 
-def test_what_is_too_late_or_given_up_is_never_computed() -> None:
-    desk = Desk(max_rows=1)
+def test_expired_and_cancelled_requests_are_not_computed() -> None:
+    scripted = ScriptedBatcher(max_rows=1)
     for value in range(5):
-        desk.submit([value], within=100)
-    desk.turn()  # two slots are taken
-    late, gone = desk.submit([10], within=1), desk.submit([11])
-    desk.batcher.cancel(gone)
-    desk.time = 2.0
-    desk.batcher.expire()
+        scripted.submit([value], within=100)
+    scripted.turn()  # two slots are taken
+    late, gone = scripted.submit([10], within=1), scripted.submit([11])
+    scripted.batcher.cancel(gone)
+    scripted.time = 2.0
+    scripted.batcher.expire()
     assert late.refusal is not None
     assert late.refusal.code == "DEADLINE_EXCEEDED"
     computed = []
-    while desk.workers[0].batches:
-        computed += [part.start for part in desk.compute().parts]
+    while scripted.workers[0].batches:
+        computed += [part.start for part in scripted.compute().parts]
     assert len(computed) == 5
-    assert gone not in desk.done
+    assert gone not in scripted.done
 
 
-def test_one_that_is_late_at_its_turn_is_refused_without_a_sweep() -> None:
-    desk = Desk(max_rows=1)
+def test_expired_request_is_rejected_when_dequeued_without_calling_expire() -> None:
+    scripted = ScriptedBatcher(max_rows=1)
     for value in range(3):
-        desk.submit([value], within=100)
-    desk.turn()
-    late = desk.submit([10], within=1)
-    desk.time = 2.0
-    while desk.workers[0].batches:
-        desk.compute()
+        scripted.submit([value], within=100)
+    scripted.turn()
+    late = scripted.submit([10], within=1)
+    scripted.time = 2.0
+    while scripted.workers[0].batches:
+        scripted.compute()
     assert late.refusal is not None
 
 
-def test_a_full_queue_refuses_at_once_and_says_when_to_come_back() -> None:
-    desk = Desk(max_rows=1, queue_rows=4)
+def test_full_queue_rejects_immediately_with_retry_after() -> None:
+    scripted = ScriptedBatcher(max_rows=1, queue_rows=4)
     for value in range(6):
-        desk.submit([value])
-        desk.turn()
+        scripted.submit([value])
+        scripted.turn()
     with pytest.raises(RequestRefused) as caught:
-        desk.submit([7])
+        scripted.submit([7])
     assert (caught.value.code, caught.value.retry_after) == ("UNAVAILABLE", 1.0)
-    desk.compute()
-    desk.submit([8])
+    scripted.compute()
+    scripted.submit([8])
 
 
-def test_the_rows_of_all_requests_together_do_not_exceed_the_queue() -> None:
-    desk = Desk(max_rows=1, queue_rows=4)
-    large = desk.submit([float(value) for value in range(16)])
-    assert desk.batcher.num_queued == 16
-    desk.batcher.cancel(large)
-    desk.submit([1.0, 2.0])
+def test_total_queued_rows_of_all_requests_are_limited() -> None:
+    scripted = ScriptedBatcher(max_rows=1, queue_rows=4)
+    large = scripted.submit([float(value) for value in range(16)])
+    assert scripted.batcher.num_queued == 16
+    scripted.batcher.cancel(large)
+    scripted.submit([1.0, 2.0])
     with pytest.raises(RequestRefused, match="2 rows are waiting, and 3 more would be too many") as caught:
-        desk.submit([1.0, 2.0, 3.0])
+        scripted.submit([1.0, 2.0, 3.0])
     assert caught.value.code == "UNAVAILABLE"
-    desk.submit([3.0, 4.0])
-    assert desk.batcher.num_queued == 4
+    scripted.submit([3.0, 4.0])
+    assert scripted.batcher.num_queued == 4
 
 
-def test_what_would_be_too_late_is_refused_before_it_waits() -> None:
-    desk = Desk(max_rows=1, queue_rows=10_000)
-    desk.submit([0])
-    desk.turn()
-    desk.compute()  # one row in a millisecond
+def test_request_that_would_miss_its_deadline_is_rejected_on_submit() -> None:
+    scripted = ScriptedBatcher(max_rows=1, queue_rows=10_000)
+    scripted.submit([0])
+    scripted.turn()
+    scripted.compute()  # one row in a millisecond
     for value in range(2000):
-        desk.submit([value])
+        scripted.submit([value])
     with pytest.raises(RequestRefused, match="overloaded"):
-        desk.submit([0], within=1.0)
-    desk.submit([0], within=3.0)
+        scripted.submit([0], within=1.0)
+    scripted.submit([0], within=3.0)
 
 
-def test_a_burst_after_lone_requests_is_not_taken_for_as_many_of_them() -> None:
-    desk = Desk(max_rows=64, queue_rows=10_000)
+def test_burst_after_single_row_requests_is_estimated_per_batch() -> None:
+    scripted = ScriptedBatcher(max_rows=64, queue_rows=10_000)
     for _ in range(50):
-        desk.batcher.pace.learn(1, 0.005)
+        scripted.batcher.pace.learn(1, 0.005)
     for value in range(640):
-        desk.submit([value], within=0.2)  # ten batches, as far as is known
+        scripted.submit([value], within=0.2)  # ten batches, as far as is known
 
 
-def test_after_a_slow_burst_short_deadlines_are_taken_again() -> None:
-    desk = Desk(max_rows=64, queue_rows=10_000)
-    desk.submit([0] * 64)
-    desk.submit([0] * 64)
-    desk.turn()
-    desk.batcher.pace.learn(1, 0.001)
+def test_short_deadlines_are_accepted_again_after_a_slow_burst() -> None:
+    scripted = ScriptedBatcher(max_rows=64, queue_rows=10_000)
+    scripted.submit([0] * 64)
+    scripted.submit([0] * 64)
+    scripted.turn()
+    scripted.batcher.pace.learn(1, 0.001)
     for _ in range(3):
-        desk.batcher.pace.learn(64, 2.0)
-    desk.submit([0] * 64)
+        scripted.batcher.pace.learn(64, 2.0)
+    scripted.submit([0] * 64)
     with pytest.raises(RequestRefused, match="overloaded"):
-        desk.submit([0], within=1.0)
+        scripted.submit([0], within=1.0)
     for _ in range(16):
-        desk.batcher.pace.learn(1, 0.001)
-    desk.submit([0], within=0.01)
+        scripted.batcher.pace.learn(1, 0.001)
+    scripted.submit([0], within=0.01)
 
 
 @given(st.lists(st.tuples(st.integers(1, 64), st.floats(1e-6, 100)), min_size=1, max_size=40), st.integers(1, 64))
-def test_a_pace_lies_between_what_any_batch_took_and_what_rows_took(
+def test_batch_time_estimate_lies_between_per_batch_and_per_row_time(
     batches: list[tuple[int, float]], rows: int
 ) -> None:
     pace = BatchTimeModel()
@@ -272,76 +271,76 @@ def test_a_pace_lies_between_what_any_batch_took_and_what_rows_took(
     assert min(1, ratio) * mean * 0.999 - 1e-6 <= pace.seconds(rows) <= max(1, ratio) * mean * 1.001 + 1e-6
 
 
-def test_of_a_batch_that_fails_only_the_guilty_hears() -> None:
-    desk = Desk()
-    good, bad = desk.submit([1]), desk.submit([2])
-    desk.turn()
-    desk.batcher.failed(desk.workers[0].take(), "ValueError: no")
-    desk.turn()
-    desk.compute()
-    desk.batcher.failed(desk.workers[0].take(), "ValueError: no")
+def test_failed_batch_is_retried_and_only_the_faulty_request_fails() -> None:
+    scripted = ScriptedBatcher()
+    good, bad = scripted.submit([1]), scripted.submit([2])
+    scripted.turn()
+    scripted.batcher.failed(scripted.workers[0].take(), "ValueError: no")
+    scripted.turn()
+    scripted.compute()
+    scripted.batcher.failed(scripted.workers[0].take(), "ValueError: no")
     assert good.outputs["y"].tolist() == [[2]]
     assert bad.refusal is not None
     assert (bad.refusal.code, str(bad.refusal)) == ("INTERNAL", "the model failed: ValueError: no")
 
 
-def test_a_request_that_kills_replicas_is_given_up_after_some() -> None:
-    desk = Desk()
-    ticket = desk.submit([1])
+def test_request_that_crashes_replicas_fails_after_max_attempts() -> None:
+    scripted = ScriptedBatcher()
+    ticket = scripted.submit([1])
     for _ in range(ATTEMPTS):
-        desk.turn()
-        desk.batcher.lost(desk.workers[0].take())
-    desk.turn()
-    assert not desk.workers[0].batches
+        scripted.turn()
+        scripted.batcher.lost(scripted.workers[0].take())
+    scripted.turn()
+    assert not scripted.workers[0].batches
     assert ticket.refusal is not None
     assert ticket.refusal.code == "INTERNAL"
 
 
-def test_the_less_loaded_replica_is_chosen() -> None:
-    desk = Desk(2, max_rows=8)
-    desk.submit([1] * 6)
-    desk.turn()
-    desk.submit([2])
-    desk.turn()
-    assert sorted(worker.num_rows for worker in desk.workers) == [1, 6]
+def test_batch_goes_to_the_least_loaded_replica() -> None:
+    scripted = ScriptedBatcher(2, max_rows=8)
+    scripted.submit([1] * 6)
+    scripted.turn()
+    scripted.submit([2])
+    scripted.turn()
+    assert sorted(worker.num_rows for worker in scripted.workers) == [1, 6]
 
 
-def test_a_lower_priority_goes_first() -> None:
-    desk = Desk(max_rows=1)
+def test_lower_priority_number_is_computed_first() -> None:
+    scripted = ScriptedBatcher(max_rows=1)
     for value in range(2):
-        desk.submit([value])
-        desk.turn()
-    desk.submit([3], priority=1)
-    desk.submit([4], priority=0)
-    desk.turn()
-    desk.compute()
-    desk.compute()
-    assert desk.compute().parts[0].ticket.priority == 0
+        scripted.submit([value])
+        scripted.turn()
+    scripted.submit([3], priority=1)
+    scripted.submit([4], priority=0)
+    scripted.turn()
+    scripted.compute()
+    scripted.compute()
+    assert scripted.compute().parts[0].ticket.priority == 0
 
 
 @pytest.mark.parametrize(
     "wrong", [{"max_rows": 0}, {"queue_rows": 0}, {"sizes": (4, 2)}, {"max_rows": 8, "sizes": (1, 4)}]
 )
-def test_settings_that_make_no_sense_are_refused(wrong: dict[str, Any]) -> None:
+def test_invalid_batch_settings_raise_settings_error(wrong: dict[str, Any]) -> None:
     with pytest.raises(SettingsError):
         BatchSettings(**wrong)
 
 
-def test_a_batch_holds_no_more_than_a_replicas_memory() -> None:
-    desk = Desk(max_rows=8, sizes=(1, 4, 8))
-    desk.batcher.rows_fitting = lambda shapes: 40 // shapes[0][0]
-    wide = desk.submit(np.ones((6, 10)))  # four of these rows fit
-    desk.turn()
-    assert [(batch.rows, batch.size) for batch in desk.workers[0].batches] == [(4, 4), (2, 4)]
-    desk.compute()
-    desk.compute()
+def test_batch_size_is_limited_by_the_replica_memory_slot() -> None:
+    scripted = ScriptedBatcher(max_rows=8, sizes=(1, 4, 8))
+    scripted.batcher.rows_fitting = lambda shapes: 40 // shapes[0][0]
+    wide = scripted.submit(np.ones((6, 10)))  # four of these rows fit
+    scripted.turn()
+    assert [(batch.rows, batch.size) for batch in scripted.workers[0].batches] == [(4, 4), (2, 4)]
+    scripted.compute()
+    scripted.compute()
     assert wide.outputs["y"].shape == (6, 10)
     with pytest.raises(RequestRefused, match="rows of 164 bytes are more than a batch can hold"):
-        desk.submit(np.ones((1, 41)))
-    assert desk.batcher.num_live == desk.batcher.num_queued == 0
+        scripted.submit(np.ones((1, 41)))
+    assert scripted.batcher.num_live == scripted.batcher.num_queued == 0
 
 
-def test_rows_that_fit_into_a_slot() -> None:
+def test_rows_fitting_never_exceeds_the_slot_size() -> None:
     free = SlotLayout(Signature({"x": TensorSpec("float32", (None, None)), "n": TensorSpec("int64", (None,))}, {}), 64)
     for width in (1, 1 << 20, (1 << 20) + 1, 1 << 25):
         rows = free.rows_fitting([(width,), ()])
@@ -354,9 +353,9 @@ def test_rows_that_fit_into_a_slot() -> None:
 
 
 @pytest.mark.parametrize("shape", [(549_755_813_888, 0), (0, 3), (3, 0, 2), (4097,), (5000, 3)])
-def test_empty_rows_and_more_rows_than_many_queues_are_not_taken(shape: tuple[int, ...]) -> None:
-    desk = Desk()
+def test_empty_and_oversized_requests_are_rejected(shape: tuple[int, ...]) -> None:
+    scripted = ScriptedBatcher()
     with pytest.raises(RequestRefused, match=r"must not be empty|may have \d+ rows") as caught:
-        desk.batcher.submit({"x": np.empty(shape, np.float32)}, shape[0], deadline=1e9, done=desk.done.append)
+        scripted.batcher.submit({"x": np.empty(shape, np.float32)}, shape[0], deadline=1e9, done=scripted.done.append)
     assert caught.value.code == "INVALID_ARGUMENT"
-    assert desk.batcher.num_queued == desk.batcher.num_live == 0
+    assert scripted.batcher.num_queued == scripted.batcher.num_live == 0

@@ -65,7 +65,7 @@ TENSORS = st.builds(
 
 @MANY
 @given(tensors=st.lists(TENSORS, max_size=3), raw=st.lists(st.binary(max_size=24), max_size=3))
-def test_open_inference_messages(tensors: list[Any], raw: list[bytes]) -> None:
+def test_any_open_inference_request_is_decoded_or_rejected(tensors: list[Any], raw: list[bytes]) -> None:
     request = open_inference_grpc.MESSAGES["ModelInferRequest"](inputs=tensors, raw_input_contents=raw)
     with contextlib.suppress(*REFUSED):
         require_fitting(open_inference_grpc.read_inputs(request, Version()))  # type: ignore[arg-type]
@@ -88,31 +88,32 @@ PROTOS = st.builds(
         "n": {"dtype": 9, "tensor_shape": {"dim": [{"size": 2**40}]}, "int64_val": [1]},
     }
 )
-def test_tensor_protos(inputs: dict[str, Any]) -> None:
+def test_any_tensor_proto_is_decoded_within_the_size_limit_or_rejected(inputs: dict[str, Any]) -> None:
     request = MESSAGES["PredictRequest"](inputs=inputs)
     with contextlib.suppress(*REFUSED):
-        arrays = tensorflow_grpc.read_inputs(request, Version(), 1000)  # type: ignore[arg-type]
+        version: Any = Version()
+        arrays = tensorflow_grpc.read_inputs(request, version, tensorflow_grpc.read_shapes(request, version, 1000))
         require_fitting(arrays)
         assert arrays["x"].nbytes <= 1000
 
 
 @MANY
 @given(value=ANYTHING | st.fixed_dictionaries({"examples": st.lists(st.dictionaries(st.sampled_from("xn"), ANYTHING))}))
-def test_examples(value: Any) -> None:
+def test_any_rest_examples_are_parsed_or_rejected(value: Any) -> None:
     with contextlib.suppress(*REFUSED):
-        require_fitting(tensorflow_rest.parse_examples(value, SIGNATURE))
+        require_fitting(tensorflow_rest.parse_examples(value, SIGNATURE, 1000))
 
 
 @MANY
 @given(data=st.binary(max_size=200), name=st.sampled_from(sorted(MESSAGES)))
-def test_bytes_as_messages(data: bytes, name: str) -> None:
+def test_random_bytes_raise_only_decode_error(data: bytes, name: str) -> None:
     with contextlib.suppress(DecodeError):
         MESSAGES[name].FromString(data).SerializeToString()
 
 
 @MANY
 @given(values=ANYTHING, kind=st.sampled_from(KINDS))
-def test_numbers(values: Any, kind: Any) -> None:
+def test_from_numbers_returns_the_declared_dtype_or_raises(values: Any, kind: Any) -> None:
     with contextlib.suppress(ValueError, TypeError, OverflowError):
         assert from_numbers(values, kind).dtype == kind.numpy
 
@@ -120,7 +121,7 @@ def test_numbers(values: Any, kind: Any) -> None:
 @MANY
 @given(data=st.binary(max_size=100), coding=st.sampled_from([b"gzip", b"deflate"]), limit=st.integers(0, 50))
 @example(data=zlib.compress(b"\0" * 10**6), coding=b"deflate", limit=10)
-def test_compressed_bodies(data: bytes, coding: bytes, limit: int) -> None:
+def test_decompressed_body_never_exceeds_the_limit(data: bytes, coding: bytes, limit: int) -> None:
     request: Any = SimpleNamespace(
         body=data, headers={b"content-encoding": coding}, inflation=100, hold=lambda num: None
     )
@@ -133,7 +134,7 @@ def test_compressed_bodies(data: bytes, coding: bytes, limit: int) -> None:
 @MANY
 @given(text=st.text(max_size=20), raw=st.binary(max_size=20), length=st.integers(0, 1000))
 @example(text="\u00b2", raw=b"", length=0)
-def test_words_in_heads_paths_and_options(text: str, raw: bytes, length: int) -> None:
+def test_random_header_sizes_versions_and_addresses_are_parsed_or_rejected(text: str, raw: bytes, length: int) -> None:
     with contextlib.suppress(*REFUSED):
         assert 0 <= header_size(raw, length) <= length
     with contextlib.suppress(*REFUSED):
@@ -145,7 +146,7 @@ def test_words_in_heads_paths_and_options(text: str, raw: bytes, length: int) ->
 
 @MANY
 @given(message=st.binary(max_size=40))
-def test_what_replicas_say_about_shapes(message: bytes) -> None:
+def test_output_shapes_from_a_replica_are_unpacked_or_rejected(message: bytes) -> None:
     with contextlib.suppress(struct.error):
         assert len(Dims(SIGNATURE.inputs.values()).unpack(message, 0)) == 2
 
@@ -158,7 +159,7 @@ def test_what_replicas_say_about_shapes(message: bytes) -> None:
         "grpc.health.v1.Health/Check",
     ],
 )
-def test_bytes_that_are_no_message_are_the_clients_mistake(served: Server, method: str) -> None:
+def test_undecodable_grpc_message_returns_invalid_argument(served: Server, method: str) -> None:
     with grpc.insecure_channel(f"127.0.0.1:{served.grpc}") as channel, pytest.raises(grpc.RpcError) as caught:
         channel.unary_unary(f"/{method}")(b"\xff\xff\xff", timeout=20)
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT  # type: ignore[attr-defined]
@@ -172,7 +173,7 @@ def test_bytes_that_are_no_message_are_the_clients_mistake(served: Server, metho
     )
     | st.lists(st.lists(st.floats(allow_nan=False), min_size=3, max_size=3), max_size=4)
 )
-def test_the_fast_way_reads_what_the_ordinary_way_reads(rows: Any) -> None:
+def test_fast_row_parser_matches_the_general_parser(rows: Any) -> None:
     signature = Signature({"x": SIGNATURE.inputs["x"]}, SIGNATURE.outputs)
     text = json.dumps({"instances": rows}).encode()
     fast = fast_rows(text, signature)
@@ -194,11 +195,11 @@ def test_the_fast_way_reads_what_the_ordinary_way_reads(rows: Any) -> None:
         b"[" * 5000,
     ],
 )
-def test_the_fast_way_leaves_mistakes_to_the_ordinary_one(text: bytes) -> None:
+def test_fast_row_parser_returns_none_for_malformed_input(text: bytes) -> None:
     assert fast_rows(text, Signature({"x": SIGNATURE.inputs["x"]}, {})) is None
 
 
-def test_texts_among_integers_cost_no_memory() -> None:
+def test_strings_among_integers_are_rejected_without_allocating_memory() -> None:
     values = [["x" * 24_000, *[0] * 99]]
     tracemalloc.start()
     try:

@@ -1,4 +1,4 @@
-"""The commands of docs/serving.md are run as they stand there."""
+"""Run the commands of docs/serving.md unchanged."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "serving.md"
 COMMANDS = [line.strip() for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("    curl ")]
 
 
-def test_every_command_is_answered(adder: Path, tmp_path: Path, start: Start) -> None:
+def test_every_documented_command_succeeds(adder: Path, tmp_path: Path, start: Start) -> None:
     publish(adder, tmp_path / "digits", 1)
     server = start(tmp_path)
     assert len(COMMANDS) == 10
@@ -24,5 +24,5 @@ def test_every_command_is_answered(adder: Path, tmp_path: Path, start: Start) ->
 
 
 @pytest.mark.parametrize("word", ["predict", "infer"])
-def test_both_protocols_are_shown(word: str) -> None:
+def test_documentation_has_commands_for_both_protocols(word: str) -> None:
     assert any(word in command for command in COMMANDS)

@@ -1,4 +1,4 @@
-"""Clients that are slow, silent or gone: others do not notice, and nothing is computed for nobody."""
+"""Slow, silent and disconnected clients do not affect others, and their requests are not computed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def figures(server: Server) -> dict[str, Any]:
     return dict(server.state()["models"][0]["versions"][0])
 
 
-def test_slow_clients_are_cut_off_while_others_are_served(start: Start) -> None:
+def test_slow_clients_are_disconnected_while_others_are_served(start: Start) -> None:
     server = start({"moody": Moody()}, limits=Limits(receive=1.0, connections=64))
     slow = [socket.create_connection(("127.0.0.1", server.http)) for _ in range(40)]
     over = threading.Event()
@@ -63,7 +63,7 @@ def test_slow_clients_are_cut_off_while_others_are_served(start: Start) -> None:
             sock.close()
 
 
-def test_bodies_that_wait_have_a_limit_over_all_connections_and_protocols(start: Start) -> None:
+def test_pending_body_bytes_are_limited_across_http_and_grpc(start: Start) -> None:
     server = start({"moody": Moody()}, limits=Limits(body=1000, bodies=1000))
     method = "/tensorflow.serving.PredictionService/Predict"
     asked = httpx.Request("POST", f"{server.url}/v1/models/moody:predict", content=b" " * 100 + b'{"inputs": [[1]]}')
@@ -97,7 +97,7 @@ class Gate(Predictor):
         return {"y": inputs["x"] + 1}
 
 
-def test_what_vanished_clients_asked_is_not_computed(start: Start, tmp_path: Path) -> None:
+def test_requests_of_disconnected_clients_are_not_computed(start: Start, tmp_path: Path) -> None:
     server = start({"gate": Gate(tmp_path / "open")}, batch=BatchSettings(max_rows=4))
     path = "/v1/models/gate:predict"
     blocker = threading.Thread(target=lambda: httpx.post(server.url + path, json={"instances": [[1.0]]}, timeout=60))
@@ -130,7 +130,7 @@ def test_what_vanished_clients_asked_is_not_computed(start: Start, tmp_path: Pat
     assert figures(server)["rows"] == before < 21
 
 
-def test_a_replica_that_never_ends_is_replaced(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hung_replica_is_replaced(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("manyhands.serving.replica.STUCK_SECONDS", 0.2)
     server = start({"gate": Gate(tmp_path / "never")}, timeout=5.0)
     before = figures(server)["replicas"][0]["pid"]
@@ -159,7 +159,7 @@ def taken(server: Server) -> int:
     return sum(replica["rows"] for replica in figures(server)["replicas"])
 
 
-def test_a_full_disk_costs_lines_of_the_log_and_nothing_else(tmp_path: Path) -> None:
+def test_full_disk_drops_access_log_lines_with_one_warning(tmp_path: Path) -> None:
     (tmp_path / "access.jsonl").symlink_to("/dev/full")
     logs = Logs(tmp_path)
 
@@ -173,7 +173,7 @@ def test_a_full_disk_costs_lines_of_the_log_and_nothing_else(tmp_path: Path) -> 
     logs.close()
 
 
-def test_the_access_log_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_access_log_is_rotated_at_its_size_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("manyhands.serving.logs.MAX_ACCESS_BYTES", 2000)
     logs = Logs(tmp_path)
     for number in range(200):
@@ -186,7 +186,7 @@ def test_the_access_log_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert "moody199" in (tmp_path / "access.jsonl").read_text() + (tmp_path / "access.1.jsonl").read_text()
 
 
-def test_memory_stays_flat(start: Start) -> None:
+def test_memory_stays_constant_over_many_requests(start: Start) -> None:
     server = start({"moody": Moody()})
     body = {"instances": [[1.0]] * 64}
 
@@ -195,7 +195,7 @@ def test_memory_stays_flat(start: Start) -> None:
             for _ in range(num):
                 assert http.post("/v1/models/moody:predict", json=body).status_code == 200
                 http.post("/v1/models/moody:predict", json={"instances": [["bad"]]})
-                http.get("/v2/models/nobody")
+                http.get("/v2/models/unknown")
 
     ask(100)
     here = psutil.Process()
@@ -213,7 +213,7 @@ class Sums(Predictor):
         return {"y": inputs["x"].sum(1, keepdim=True)}
 
 
-def test_large_batches_are_written_aside_whoever_leaves_meanwhile(start: Start) -> None:
+def test_large_batches_are_written_off_thread_while_clients_disconnect(start: Start) -> None:
     server = start({"sums": Sums()}, batch=BatchSettings(max_rows=8))
     rows = np.ones((1, 1 << 18), np.float32)
     message = REQUEST.replace(b"\r\n\r\n", b"\r\nInference-Header-Content-Length: 0\r\n\r\n")

@@ -1,4 +1,4 @@
-"""Whatever is sent, the answer says what was wrong with it: never a 500, and the server goes on."""
+"""For any bytes, the response names the problem: never a 500, and the server continues."""
 
 from __future__ import annotations
 
@@ -76,13 +76,15 @@ def as_text(value: Any) -> bytes:
 
 @MANY
 @given(model=MODELS, value=mostly(PREDICT))
-def test_predict(http: httpx.Client, model: str, value: Any) -> None:
+def test_fuzzed_predict_request_never_returns_500(http: httpx.Client, model: str, value: Any) -> None:
     require_sound(http.post(f"/v1/models/{model}:predict", content=as_text(value)))
 
 
 @MANY
 @given(model=MODELS, value=mostly(INFER), raw=st.binary(max_size=40), size=st.none() | st.integers(0, 400))
-def test_infer(http: httpx.Client, model: str, value: Any, raw: bytes, size: int | None) -> None:
+def test_fuzzed_infer_request_never_returns_500(
+    http: httpx.Client, model: str, value: Any, raw: bytes, size: int | None
+) -> None:
     text = as_text(value)
     headers = {"Inference-Header-Content-Length": str(len(text) if size is None else size)}
     require_sound(http.post(f"/v2/models/{model}/infer", content=text + raw, headers=headers))
@@ -90,14 +92,14 @@ def test_infer(http: httpx.Client, model: str, value: Any, raw: bytes, size: int
 
 @MANY
 @given(body=st.binary(max_size=200), coding=st.sampled_from(["gzip", "deflate", "br", "identity", ""]))
-def test_bytes(http: httpx.Client, body: bytes, coding: str) -> None:
+def test_random_body_and_content_encoding_never_return_500(http: httpx.Client, body: bytes, coding: str) -> None:
     for path in ("/v1/models/adder:predict", "/v2/models/adder/infer"):
         require_sound(http.post(path, content=body, headers={"Content-Encoding": coding}))
 
 
 @MANY
 @given(path=st.text(st.characters(min_codepoint=33, max_codepoint=126, exclude_characters="#?"), max_size=30))
-def test_paths(http: httpx.Client, path: str) -> None:
+def test_random_paths_never_return_500(http: httpx.Client, path: str) -> None:
     for start in ("/v1/models/", "/v2/models/", "/v2/", "/"):
         require_sound(http.get(start + path))
 
@@ -105,7 +107,7 @@ def test_paths(http: httpx.Client, path: str) -> None:
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
 @pytest.mark.parametrize("name", sorted(TARGETS))
-def test_decoders_refuse_or_fit(name: str, data: st.DataObject) -> None:
+def test_mutated_seeds_are_decoded_or_rejected(name: str, data: st.DataObject) -> None:
     """Good inputs, cut and changed, as a longer fuzzing run begins with them."""
     seed = data.draw(st.sampled_from(SEEDS[name]))
     start = data.draw(st.integers(0, len(seed)))
@@ -114,6 +116,6 @@ def test_decoders_refuse_or_fit(name: str, data: st.DataObject) -> None:
     TARGETS[name](seed[:start] + middle + seed[start + data.draw(st.integers(0, 24)) :])
 
 
-def test_the_server_is_as_before(served: Server, http: httpx.Client) -> None:
+def test_server_still_predicts_after_fuzzing(served: Server, http: httpx.Client) -> None:
     answer = http.post("/v1/models/adder:predict", json={"instances": [[1, 2, 3]]})
     assert answer.json() == {"predictions": [[3.0, 4.0, 5.0]]}

@@ -13,7 +13,7 @@ from .conftest import Start, publish
 
 
 @pytest.mark.gpu
-def test_a_replica_on_a_gpu_answers(adder: Path, tmp_path: Path, start: Start) -> None:
+def test_replica_on_a_gpu_returns_predictions(adder: Path, tmp_path: Path, start: Start) -> None:
     publish(adder, tmp_path / "adder", 2)
     server = start(tmp_path, on="cuda:0")
     rows = np.arange(600, dtype=np.float32).reshape(200, 3)

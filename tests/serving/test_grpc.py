@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
+import os
+import socket
+import struct
+import subprocess
+import sys
 from typing import Any
 
 import grpc
+import grpc.aio
 import numpy as np
 import psutil
 import pytest
 import tritonclient.grpc as triton_grpc
+from benchmarks.attacks.http2 import SETTINGS, Http2, frame
+from torch import Tensor
 from tritonclient.utils import InferenceServerException
 
+from manyhands.core import Predictor, SettingsError, Signature, TensorSpec
 from manyhands.serving import Server
+from manyhands.serving.grpc_connections import GrpcConnections
 from manyhands.serving.grpc_process import CALL, NAME, GrpcProcess
+from manyhands.serving.limits import Limits
 from manyhands.serving.protocols import health_grpc, open_inference_grpc, tensorflow_grpc
+from manyhands.serving.protocols.grpc_service import GrpcListener
+from manyhands.serving.security import AccessToken
 
 from .conftest import Start
 from .test_versions import Moody
@@ -37,7 +52,7 @@ def tensor(values: np.ndarray, *, as_bytes: bool) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("as_bytes", [True, False])
-def test_predict(served: Server, as_bytes: bool) -> None:
+def test_predict_returns_outputs_and_model_spec(served: Server, as_bytes: bool) -> None:
     rows = np.arange(6, dtype=np.float32).reshape(2, 3)
     answer = predict(
         served.grpc, tensor(rows, as_bytes=as_bytes), version={"value": 2}, signature_name="serving_default"
@@ -48,7 +63,7 @@ def test_predict(served: Server, as_bytes: bool) -> None:
     assert (answer.model_spec.name, answer.model_spec.version.value) == ("adder", 2)
 
 
-def test_one_value_stands_for_all(served: Server) -> None:
+def test_tensor_proto_with_one_value_fills_the_whole_shape(served: Server) -> None:
     one = {"dtype": 1, "tensor_shape": {"dim": [{"size": 2}, {"size": 3}]}, "float_val": [5.0]}
     found = predict(served.grpc, one).outputs["output"]
     assert np.frombuffer(found.tensor_content, np.float32).tolist() == [7.0] * 6
@@ -67,14 +82,16 @@ def test_one_value_stands_for_all(served: Server) -> None:
         ({"tensor_shape": {"dim": [{"size": -1}, {"size": 3}]}}, {}, "INVALID_ARGUMENT", "must be float32[*, 3]"),
     ],
 )
-def test_mistakes(served: Server, change: dict[str, Any], spec: dict[str, Any], code: str, error: str) -> None:
+def test_invalid_predict_request_returns_status_code_and_reason(
+    served: Server, change: dict[str, Any], spec: dict[str, Any], code: str, error: str
+) -> None:
     with pytest.raises(grpc.RpcError) as caught:
         predict(served.grpc, {**tensor(np.zeros((1, 3), np.float32), as_bytes=True), **change}, **spec)
     assert caught.value.code().name == code  # type: ignore[attr-defined]
     assert error in caught.value.details()  # type: ignore[attr-defined]
 
 
-def test_status_and_health(served: Server) -> None:
+def test_model_status_is_available_and_health_is_serving(served: Server) -> None:
     messages = tensorflow_grpc.MESSAGES
     request = messages["GetModelStatusRequest"](model_spec={"name": "adder"})
     method = "/tensorflow.serving.ModelService/GetModelStatus"
@@ -87,7 +104,7 @@ def test_status_and_health(served: Server) -> None:
         assert answer.status == health_grpc.SERVING
 
 
-def test_a_token_and_a_deadline(start: Start) -> None:
+def test_infer_requires_token_and_enforces_deadline(start: Start) -> None:
     server = start({"moody": Moody()}, token="secret")
     messages = open_inference_grpc.MESSAGES
     contents = {"fp32_contents": [100.0]}
@@ -106,7 +123,7 @@ def test_a_token_and_a_deadline(start: Start) -> None:
     assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED  # type: ignore[attr-defined]
 
 
-def test_calls_without_a_token_never_reach_the_server_s_loop(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unauthenticated_calls_are_rejected_in_the_grpc_process(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are refused by the process for gRPC: a flood of them costs the server nothing."""
     heard: list[int] = []
     original = GrpcProcess._hear
@@ -128,7 +145,27 @@ def test_calls_without_a_token_never_reach_the_server_s_loop(start: Start, monke
     assert heard == [CALL]
 
 
-def test_the_process_for_grpc_is_restarted_on_its_port(start: Start) -> None:
+TAKE = """
+import os, socket, sys
+if os.geteuid() == 0:
+    os.setuid(65534)
+for name in (0, socket.SO_REUSEADDR, socket.SO_REUSEPORT):
+    for host in ("127.0.0.1", "0.0.0.0"):
+        with socket.socket() as sock:
+            for option in (name,) if name else ():
+                sock.setsockopt(socket.SOL_SOCKET, option, 1)
+            try:
+                sock.bind((host, int(sys.argv[1])))
+                sock.listen()
+            except OSError as error:
+                print(error.errno)
+            else:
+                print("taken")
+"""
+"""Every way to take a port, as another user if possible."""
+
+
+def test_port_stays_reserved_while_the_grpc_process_restarts(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     before = {one.pid for one in psutil.Process().children(recursive=True)}
     server = start({"moody": Moody()})
     messages = health_grpc.MESSAGES
@@ -137,11 +174,102 @@ def test_the_process_for_grpc_is_restarted_on_its_port(start: Start) -> None:
     started = [one for one in psutil.Process().children(recursive=True) if one.pid not in before]
     (process,) = [one for one in started if one.name() == NAME]
     assert process.nice() > 0
+    monkeypatch.setattr("manyhands.serving.grpc_process.RESTART_SECONDS", 2.0)
     process.kill()
+    process.wait(120)
+    done = subprocess.run([sys.executable, "-c", TAKE, str(server.grpc)], capture_output=True, text=True, check=True)
+    # A process of the same user could share the port, which tests that do not run as root cannot try as another one.
+    assert done.stdout.startswith(f"{errno.EADDRINUSE}\n" * (6 if os.geteuid() == 0 else 4))
     assert call(server.grpc, *asked, wait_for_ready=True, timeout=60).status == 1
 
 
-def test_triton_s_client_loads_and_unloads_models(start: Start) -> None:
+def test_second_server_on_the_same_grpc_port_is_rejected(start: Start) -> None:
+    """Both of the same user, whose sockets could share it."""
+    server = start({"moody": Moody()})
+    with pytest.raises(SettingsError, match="the port must be free"):
+        start({"moody": Moody()}, grpc=server.grpc)
+
+
+def test_shedding_closes_idle_connections_of_the_largest_network() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+        pairs = []
+        for address in ["127.0.0.1"] * 3 + [f"127.0.7.{number}" for number in range(1, 9)] + ["127.0.8.1"]:
+            client = socket.create_connection(("127.0.0.1", port), source_address=(address, 0))
+            pairs.append((client, listening.accept()[0]))
+        most = GrpcConnections(port, 9, 100)
+        assert most.shed() == 3
+        ended = [_is_ended(client) for client, _ in pairs]
+        assert ended[:3] == [False] * 3
+        assert sum(ended[3:11]) == 3
+        assert not ended[11]
+        for (_, server), is_over in zip(pairs, ended, strict=True):
+            if is_over:
+                server.close()
+        assert most.shed() == 0
+        assert GrpcConnections(port, 9, 2).shed() == 1 + 3
+        assert GrpcConnections(port + 1, 1, 1).shed() == 0
+        for client, server in pairs:
+            client.close()
+            server.close()
+
+
+def _is_ended(client: socket.socket) -> bool:
+    client.setblocking(False)
+    try:
+        return client.recv(1) == b""
+    except BlockingIOError:
+        return False
+
+
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\x04" + bytes(5)
+"""The start of HTTP/2: after it gRPC has no reason to close a connection but its limits of time."""
+
+
+def test_connection_flood_from_one_network_does_not_block_other_clients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as the listener takes, each from an address of its own, and none of them times out."""
+    for name in ("IDLE_SECONDS", "HANDSHAKE_SECONDS"):
+        monkeypatch.setattr(f"manyhands.serving.protocols.grpc_service.{name}", 1000)
+
+    async def run() -> tuple[grpc.StatusCode, int]:
+        limits = Limits(connections=64, connections_per_address=32, idle=1000, receive=1000)
+        listener = GrpcListener([], AccessToken(None), limits)
+        port = await listener.open("127.0.0.1", 0)
+        flood = [
+            socket.create_connection(("127.0.0.1", port), source_address=(f"127.0.7.{n}", 0)) for n in range(1, 65)
+        ]
+        for client in flood:
+            client.sendall(PREFACE)
+        code = None
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            try:
+                await channel.unary_unary("/none/None")(b"", wait_for_ready=True, timeout=20)
+            except grpc.aio.AioRpcError as error:
+                code = error.code()
+        while (num := sum(not _is_over(client) for client in flood)) > 8:
+            await asyncio.sleep(0.01)
+        for client in flood:
+            client.close()
+        await listener.close(0)
+        return code, num
+
+    assert asyncio.run(asyncio.wait_for(run(), 60)) == (grpc.StatusCode.UNIMPLEMENTED, 8)
+
+
+def _is_over(client: socket.socket) -> bool:
+    """Whether the listener has closed a connection; what it has sent is passed over."""
+    client.setblocking(False)
+    try:
+        while client.recv(1 << 16):
+            pass
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True
+
+
+def test_triton_client_loads_and_unloads_models_on_the_management_port(start: Start) -> None:
     server = start({"moody": Moody()}, manage_grpc=0)
     with (
         triton_grpc.InferenceServerClient(f"127.0.0.1:{server.grpc}") as client,
@@ -162,3 +290,42 @@ def test_triton_s_client_loads_and_unloads_models(start: Start) -> None:
         rows = triton_grpc.InferInput("x", [1, 1], "FP32")
         rows.set_data_from_numpy(np.ones((1, 1), np.float32))
         assert client.infer("moody", [rows]).as_numpy("y").tolist() == [[2.0]]
+
+
+class Wide(Predictor):
+    """Answers a number with a mebibyte."""
+
+    signature = Signature({"x": TensorSpec("float32", (None, 1))}, {"y": TensorSpec("float32", (None, 1 << 18))})
+
+    def run(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {"y": inputs["x"].expand(-1, 1 << 18)}
+
+
+def test_unread_grpc_responses_count_toward_the_memory_limit(start: Start) -> None:
+    """A client that opens no window for the answers asks for far more of them than the server may hold."""
+    server = start({"wide": Wide()}, limits=Limits.holding(8))
+    request = open_inference_grpc.MESSAGES["ModelInferRequest"](
+        model_name="wide",
+        inputs=[{"name": "x", "datatype": "FP32", "shape": [1, 1]}],
+        raw_input_contents=[np.ones(1, np.float32).tobytes()],
+    ).SerializeToString()
+    client = Http2("127.0.0.1", server.grpc)
+    client.send(frame(SETTINGS, 0, 0, struct.pack(">HI", 4, 0)))
+    client.read(0.2)
+    for _ in range(50):
+        number = client.call("/inference.GRPCInferenceService/ModelInfer")
+        client.send_data(number, b"\0" + struct.pack(">I", len(request)) + request, is_over=True)
+    for _ in range(100):
+        client.read(0.1)
+        if (num_open := sum(not stream.is_closed for stream in client.streams.values())) <= 8:
+            break
+    refused = [stream.answer for stream in client.streams.values() if stream.is_closed]
+    client.close()
+    assert 0 < num_open <= 8
+    assert all(b"overloaded: " in answer for answer in refused)
+    # What the client left unread is given back.
+    with triton_grpc.InferenceServerClient(f"127.0.0.1:{server.grpc}") as other:
+        given = triton_grpc.InferInput("x", [1, 1], "FP32")
+        given.set_data_from_numpy(np.ones((1, 1), np.float32))
+        for _ in range(20):
+            assert other.infer("wide", [given], client_timeout=20).as_numpy("y").shape == (1, 1 << 18)

@@ -9,12 +9,16 @@ from pathlib import Path
 
 import httpx
 import pytest
+from benchmarks.attacks import models
 from benchmarks.attacks.files import CONTENTS, KINDS, attack_models, plant
 
 from manyhands.serving import Server
 from manyhands.serving.folder import MOST_REFUSED, complete_versions, models_in
+from manyhands.serving.protocols import open_inference_grpc, tensorflow_grpc
+from manyhands.serving.version import without_folders
 
 from .conftest import Start, publish
+from .test_grpc import call
 
 
 def probes(server: Server) -> tuple[Callable[[], bool], Callable[[str], str]]:
@@ -33,7 +37,7 @@ def probes(server: Server) -> tuple[Callable[[], bool], Callable[[str], str]]:
     return answers, reason_of
 
 
-def test_hostile_models_appear_while_others_are_served(tmp_path: Path, adder: Path, start: Start) -> None:
+def test_hostile_models_added_at_runtime_do_not_affect_other_models(tmp_path: Path, adder: Path, start: Start) -> None:
     root = tmp_path / "models"
     publish(adder, root / "adder", 1)
     server = start(root, log=tmp_path / "log")
@@ -42,7 +46,7 @@ def test_hostile_models_appear_while_others_are_served(tmp_path: Path, adder: Pa
     outcomes = attack_models(root, answers, reason_of)
     assert len(outcomes) == len(CONTENTS) + len(KINDS)
     assert [outcome for outcome in outcomes if not outcome.is_refused_with_reason] == []
-    # What comes afterwards is found: the look at the folder goes on, and a version at its root hides no model.
+    # Later models are found: the folder is still scanned, and a version at its root hides no model.
     (root / "1").mkdir()
     (root / "1" / "manifest.json").write_text('{"files": {}}')
     publish(adder, root / "adder", 2)
@@ -59,7 +63,7 @@ def test_hostile_models_appear_while_others_are_served(tmp_path: Path, adder: Pa
     assert failed >= {f"hostile-content_{name}" for name in CONTENTS}
 
 
-def test_a_server_starts_beside_hostile_models(tmp_path: Path, adder: Path, start: Start) -> None:
+def test_server_starts_when_the_folder_contains_hostile_models(tmp_path: Path, adder: Path, start: Start) -> None:
     root = tmp_path / "models"
     publish(adder, root / "adder", 1)
     (root / "deep" / "1").mkdir(parents=True)
@@ -72,11 +76,11 @@ def test_a_server_starts_beside_hostile_models(tmp_path: Path, adder: Path, star
     assert answers()
     assert server.state()["ready"]
     assert reason_of("adder") == ""
-    assert "JSON must be nested at most 64 deep, but got deeper" in reason_of("deep")
+    assert "JSON must be nested at most 64 levels deep, but got a deeper text" in reason_of("deep")
     assert "manifest.json must be a regular file, but got a FIFO" in reason_of("fifo")
 
 
-def test_a_refused_version_leaves_the_one_before_in_place(tmp_path: Path, adder: Path) -> None:
+def test_rejected_versions_keep_the_previous_version_available(tmp_path: Path, adder: Path) -> None:
     model = tmp_path / "models" / "adder"
     publish(adder, model, 1)
     for number, kind in enumerate(KINDS, 2):
@@ -89,7 +93,7 @@ def test_a_refused_version_leaves_the_one_before_in_place(tmp_path: Path, adder:
     assert set(found.refused) == {20, *range(2, 2 + len(KINDS))}
 
 
-def test_half_a_manifest_is_a_copy_that_is_not_complete_yet(tmp_path: Path, adder: Path) -> None:
+def test_truncated_manifest_is_treated_as_an_incomplete_copy(tmp_path: Path, adder: Path) -> None:
     model = tmp_path / "models" / "adder"
     publish(adder, model, 1)
     manifest = model / "1" / "manifest.json"
@@ -102,15 +106,67 @@ def test_half_a_manifest_is_a_copy_that_is_not_complete_yet(tmp_path: Path, adde
     assert list(complete_versions(model).complete) == [1]
 
 
-def test_a_folder_full_of_refused_versions_is_looked_at_in_part(tmp_path: Path) -> None:
+def test_number_of_reported_rejected_versions_is_limited(tmp_path: Path) -> None:
     for number in range(1, 2 * MOST_REFUSED):
         plant(tmp_path / "m" / str(number) / "manifest.json", "folder")
     assert len(complete_versions(tmp_path / "m").refused) == MOST_REFUSED
 
 
-def test_a_folder_of_versions_is_one_model_unless_there_are_others(tmp_path: Path, adder: Path) -> None:
+def test_folder_of_versions_is_one_model_unless_it_contains_other_models(tmp_path: Path, adder: Path) -> None:
     publish(adder, tmp_path / "adder", 1)
     assert models_in(tmp_path / "adder") == {"adder": tmp_path / "adder"}
     (tmp_path / "7").mkdir()
     (tmp_path / "7" / "manifest.json").write_text("{}")
     assert set(models_in(tmp_path)) == {"7", "adder"}
+
+
+def _always_raises(folder: Path) -> Path:
+    too_long = models.call("aten.narrow.default", models.ref(1), 0, 0, 4711)
+    return models.forge(folder, [too_long, models.call("aten.add.Tensor", models.ref(0), 1)])
+
+
+FAILING: dict[str, tuple[Callable[[Path], Path], str, str]] = {
+    "unread": (models.FORGERIES["read_by_reshape_alias"], "reading the export", "aten._reshape_alias.default"),
+    "raising": (_always_raises, "warming up", "4711"),
+    "misshapen": (models.wrong_shape, "checking outputs", "must be float32[*, 9]"),
+}
+"""Models that fail at each stage of a load: the stage, and a part of the text that only the log may hold."""
+
+
+def test_clients_see_the_stage_of_a_failed_load_but_not_its_details(tmp_path: Path, start: Start) -> None:
+    for name, (build, _, _) in FAILING.items():
+        build(tmp_path / "models" / name)
+    (tmp_path / "models" / "refused" / "1").mkdir(parents=True)
+    (tmp_path / "models" / "refused" / "1" / "manifest.json").write_text('{"files": 3}')
+    server = start(tmp_path / "models", log=tmp_path / "log", poll=60)
+    _, detail_of = probes(server)
+    shown: dict[str, set[str]] = {}
+    index = httpx.post(f"{server.url}/v2/repository/index", json={}).json()
+    messages = open_inference_grpc.MESSAGES
+    method = "/inference.GRPCInferenceService/RepositoryIndex"
+    listed = call(server.grpc, method, messages["RepositoryIndexRequest"](), messages["RepositoryIndexResponse"])
+    for name in (*FAILING, "refused"):
+        (status,) = httpx.get(f"{server.url}/v1/models/{name}").json()["model_version_status"]
+        request = tensorflow_grpc.MESSAGES["GetModelStatusRequest"](model_spec={"name": name})
+        answer = tensorflow_grpc.MESSAGES["GetModelStatusResponse"]
+        told = call(server.grpc, "/tensorflow.serving.ModelService/GetModelStatus", request, answer)
+        shown[name] = {
+            status["status"]["error_message"],
+            told.model_version_status[0].status.error_message,
+            *(one["reason"] for one in index if one["name"] == name),
+            *(one.reason for one in listed.models if one.name == name),
+        }
+    general = "loading failed while {}; the server's log has the details"
+    stages = {name: stage for name, (_, stage, _) in FAILING.items()} | {"refused": "reading the export"}
+    assert shown == {name: {general.format(stage)} for name, stage in stages.items()}
+    lines = [json.loads(line) for line in (tmp_path / "log" / "events.jsonl").read_text().splitlines()]
+    logged = {line["model"]: line["reason"] for line in lines if line["kind"] == "version_failed"}
+    for name, (_, _, part) in FAILING.items():
+        assert part in detail_of(name)
+        assert part in logged[name]
+    assert "must list the files" in detail_of("refused")
+
+
+def test_load_failure_details_omit_folders_and_control_characters() -> None:
+    text = 'File "/home/author/build 2/net.py": /a/b/c.so\x1b[2J and 3/4 of http://host/a/b\nsecond line'
+    assert without_folders(text) == 'File "build 2/net.py": c.so [2J and 3/4 of http://host/a/b'

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import gzip
+import os
 import socket
 import sys
 import weakref
@@ -75,7 +76,7 @@ def status(answer: bytes) -> int:
     return int(answer.split(b" ", 2)[1])
 
 
-def test_a_body_comes_whole_however_it_is_cut() -> None:
+def test_body_is_reassembled_from_small_segments() -> None:
     message = post(b"hello")
     answer, _ = serve(lambda port: say(port, *(message[i : i + 7] for i in range(0, len(message), 7)), pause=0.002))
     assert status(answer) == 200
@@ -84,7 +85,7 @@ def test_a_body_comes_whole_however_it_is_cut() -> None:
 
 @pytest.mark.parametrize("size", [_NUM_READ - 1, _NUM_READ, 3 * _NUM_READ + 5, _MAX_DIRECT + 1])
 @pytest.mark.parametrize("cut", [100, _NUM_READ, 2 * _NUM_READ + 1])
-def test_what_follows_a_large_body_is_another_request(size: int, cut: int) -> None:
+def test_request_after_a_large_body_is_parsed_separately(size: int, cut: int) -> None:
     body = (bytes(range(251)) * (size // 251 + 1))[:size]
     message = post(body, close=False) + post(b"small", close=False) + post(body[::-1])
     parts = (message[:cut], message[cut : 2 * cut], message[2 * cut :])
@@ -93,7 +94,7 @@ def test_what_follows_a_large_body_is_another_request(size: int, cut: int) -> No
     assert answers == [body, b"small", body[::-1]]
 
 
-def test_chunks_and_compression() -> None:
+def test_chunked_and_compressed_bodies_are_decoded() -> None:
     chunked = (
         b"POST /x HTTP/1.1\r\nTransfer-Encoding: chunked\r\nConnection: close\r\n\r\n3\r\nabc\r\n2\r\nde\r\n0\r\n\r\n"
     )
@@ -124,7 +125,7 @@ def test_chunks_and_compression() -> None:
         (b"GET / HTTP/1.1\r\nConnection: upgrade\r\nUpgrade: websocket\r\n\r\n", 200),
     ],
 )  # fmt: skip
-def test_what_is_too_much_or_no_http_gets_its_status(message: bytes, wanted: int) -> None:
+def test_oversized_or_malformed_request_gets_matching_status_code(message: bytes, wanted: int) -> None:
     answer, listener = serve(lambda port: say(port, message), body=100, head=4000)
     assert status(answer) == wanted
     assert not listener.connections
@@ -143,14 +144,14 @@ def test_what_is_too_much_or_no_http_gets_its_status(message: bytes, wanted: int
         (b"GET / HTTP/1.1\r\n", b"A: b\r\n" * 20, 431),
     ],
 )
-def test_what_never_ends_is_refused_however_it_is_cut(start: bytes, piece: bytes, wanted: int) -> None:
+def test_endless_request_parts_are_rejected_when_sent_in_pieces(start: bytes, piece: bytes, wanted: int) -> None:
     answer, listener = serve(lambda port: say(port, start, *[piece] * 40, pause=0.001), head=8000, headers=50)
     assert status(answer) == wanted
     assert b"but got" in answer
     assert not listener.bodies.num_bytes
 
 
-def test_trailers_change_no_header_and_headers_that_decide_come_once() -> None:
+def test_trailers_do_not_override_headers_and_duplicate_headers_are_rejected() -> None:
     seen: list[dict[bytes, bytes]] = []
 
     def keep(request: Request) -> None:
@@ -167,7 +168,7 @@ def test_trailers_change_no_header_and_headers_that_decide_come_once() -> None:
     assert len(seen) == 1
 
 
-def test_many_chunks_take_no_more_memory_than_their_bytes() -> None:
+def test_many_small_chunks_use_memory_proportional_to_their_bytes() -> None:
     sizes: list[int] = []
 
     def weigh(request: Request) -> None:
@@ -181,7 +182,7 @@ def test_many_chunks_take_no_more_memory_than_their_bytes() -> None:
     assert sizes[0] < 1.2 * 16 * 20_000
 
 
-def test_who_may_not_come_in_is_refused_before_the_body_is_read() -> None:
+def test_unauthorized_request_is_rejected_before_the_body_is_read() -> None:
     def admit(path: str, headers: Any) -> tuple[int, str] | None:
         return None if headers.get(b"authorization") == b"yes" else (401, "no")
 
@@ -200,14 +201,14 @@ def test_who_may_not_come_in_is_refused_before_the_body_is_read() -> None:
     assert num_bytes == 0
 
 
-def test_a_body_that_grows_too_much_is_refused() -> None:
+def test_body_exceeding_the_decompression_ratio_is_rejected() -> None:
     message = post(gzip.compress(bytes(2 << 20)), "Content-Encoding: gzip")
     answer, _ = serve(lambda port: say(port, message))
     assert status(answer) == 413
     assert b"may become 100 times larger by decompression" in answer
 
 
-def test_a_client_that_sends_on_hears_why_it_was_refused() -> None:
+def test_client_that_keeps_sending_receives_the_rejection_response() -> None:
     """Its answer would be lost with the connection, if that ended before all was sent."""
 
     async def talk(port: int) -> bytes:
@@ -226,7 +227,7 @@ def test_a_client_that_sends_on_hears_why_it_was_refused() -> None:
     assert not listener.connections
 
 
-def test_a_refused_body_holds_no_room_while_its_client_sends_on() -> None:
+def test_rejected_body_releases_its_buffer_while_the_client_keeps_sending() -> None:
     async def talk(port: int) -> tuple[bytes, bytes]:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(
@@ -242,7 +243,7 @@ def test_a_refused_body_holds_no_room_while_its_client_sends_on() -> None:
     assert list(map(status, answers)) == [413, 200]
 
 
-def test_a_client_that_never_stops_is_cut_off() -> None:
+def test_client_that_sends_endlessly_after_rejection_is_disconnected() -> None:
     async def talk(port: int) -> int:
         _, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(b"POST /x HTTP/1.1\r\nContent-Length: 999999999999\r\n\r\n")
@@ -261,7 +262,7 @@ def test_a_client_that_never_stops_is_cut_off() -> None:
     assert not listener.connections
 
 
-def test_pipelined_requests_are_answered_in_their_order() -> None:
+def test_pipelined_requests_are_answered_in_order() -> None:
     waiting: list[Request] = []
 
     def late(request: Request) -> None:
@@ -275,24 +276,24 @@ def test_pipelined_requests_are_answered_in_their_order() -> None:
 
 
 @pytest.mark.parametrize("close", [False, True])
-def test_what_cannot_be_read_is_told_after_the_answers_before_it(close: bool) -> None:
+def test_parse_error_is_sent_after_responses_to_earlier_pipelined_requests(close: bool) -> None:
     def late(request: Request) -> None:
         asyncio.get_running_loop().call_later(0.01, lambda: request.answer(200, request.body))
 
     first = post(b"one", close=False) + post(b"two", close=close)
     answer, _ = serve(lambda port: say(port, first + b"nonsense\r\n\r\n"), late)
-    # Who said that there is no more is told nothing about what he sent then.
+    # A client that announced the end of its requests gets no response to bytes that follow.
     assert [part[:3] for part in answer.split(b"HTTP/1.1 ")[1:]] == [b"200", b"200", *([] if close else [b"400"])]
     assert answer.index(b"one") < answer.index(b"two")
 
 
-def test_a_client_of_an_old_version_is_told_the_end_by_the_end() -> None:
+def test_http_1_0_response_closes_the_connection() -> None:
     asked = b"POST /x HTTP/1.0\r\nConnection: keep-alive\r\nContent-Length: 3\r\n\r\nold"
     answer, _ = serve(lambda port: say(port, asked))
     assert answer.endswith(b"Connection: close\r\n\r\nold")
 
 
-def test_of_large_pipelined_requests_only_a_few_are_taken_ahead() -> None:
+def test_read_ahead_of_large_pipelined_requests_is_limited() -> None:
     requests: list[Request] = []
     body = bytes(1 << 20)
 
@@ -326,7 +327,7 @@ def test_of_large_pipelined_requests_only_a_few_are_taken_ahead() -> None:
     assert left == 0
 
 
-def test_a_slow_client_is_cut_off_and_others_are_not() -> None:
+def test_slow_client_gets_408_while_others_are_served() -> None:
     async def talk(port: int) -> tuple[bytes, bytes, bytes]:
         slow = asyncio.ensure_future(say(port, b"POST /x HTTP/1.1\r\n", *[b"A: b\r\n"] * 10, pause=0.02))
         late_body = asyncio.ensure_future(say(port, b"POST /x HTTP/1.1\r\nContent-Length: 9\r\n\r\nab"))
@@ -338,7 +339,7 @@ def test_a_slow_client_is_cut_off_and_others_are_not() -> None:
     assert status(slow) == status(late_body) == 408
 
 
-def test_a_client_that_takes_nothing_is_cut_off() -> None:
+def test_client_that_never_reads_its_response_is_disconnected() -> None:
     def much(request: Request) -> None:
         request.answer(200, b"x" * (64 << 20))
 
@@ -372,7 +373,7 @@ def test_a_client_that_takes_nothing_is_cut_off() -> None:
     assert asyncio.run(run()) == 0
 
 
-def test_answers_that_are_not_taken_count_until_their_client_is_gone() -> None:
+def test_unread_response_bytes_count_until_the_client_disconnects() -> None:
     listeners: list[HttpListener] = []
 
     def much(request: Request) -> None:
@@ -395,14 +396,55 @@ def test_answers_that_are_not_taken_count_until_their_client_is_gone() -> None:
     assert left == 0
 
 
-def test_silence_ends_a_connection() -> None:
+async def unread(port: int, listener: HttpListener) -> socket.socket:
+    """Ask until an answer waits in the server's memory, but less than pauses writing, and read nothing."""
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+    client.connect(("127.0.0.1", port))
+    client.setblocking(False)
+    name = client.getsockname()
+    for _ in range(500):
+        with contextlib.suppress(OSError):
+            client.send(post(b"", close=False))
+        await asyncio.sleep(0.002)
+        transports = [each._transport for each in listener.connections]
+        if any(each.get_extra_info("peername") == name and each.get_write_buffer_size() for each in transports):
+            return client
+    raise AssertionError("the answers were all sent")
+
+
+@pytest.mark.parametrize("limits", [{"connections": 4}, {"receive": 0.4}], ids=["evicted", "too slow"])
+def test_sockets_of_clients_that_never_read_small_responses_are_closed(limits: dict[str, Any]) -> None:
+    def some(request: Request) -> None:
+        request.answer(200, b"x" * 30_000)
+
+    def num_sockets() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    async def talk(port: int) -> tuple[bool, int]:
+        before = num_sockets()
+        clients = [await unread(port, listeners[0]) for _ in range(12)]
+        is_blocked = any(each._is_blocked for each in listeners[0].connections)
+        await asyncio.sleep(1.0)
+        left = num_sockets() - before - len(clients)
+        for client in clients:
+            client.close()
+        return is_blocked, left
+
+    listeners: list[HttpListener] = []
+    (is_blocked, left), _ = serve(talk, some, listeners, **limits)
+    assert not is_blocked, "the answers were too large for this attack"
+    assert left <= limits.get("connections", 0)
+
+
+def test_idle_connection_is_closed_after_timeout() -> None:
     ended, listener = serve(lambda port: say(port), idle=0.2, receive=0.4)
     assert ended == b""
     assert not listener.connections
 
 
 @pytest.mark.parametrize("limit", ["connections", "connections_per_address"])
-def test_one_connection_too_many_closes_the_one_that_was_idle_longest(limit: str) -> None:
+def test_connection_over_the_limit_evicts_the_longest_idle_connection(limit: str) -> None:
     async def talk(port: int) -> tuple[bytes, bytes, bytes]:
         idle = await asyncio.open_connection("127.0.0.1", port)
         half = await asyncio.open_connection("127.0.0.1", port)
@@ -423,7 +465,7 @@ def test_one_connection_too_many_closes_the_one_that_was_idle_longest(limit: str
     assert b"this request was not complete yet" in half
 
 
-def test_connections_whose_requests_are_being_answered_stay() -> None:
+def test_connection_with_request_in_flight_is_not_evicted() -> None:
     requests: list[Request] = []
 
     async def talk(port: int) -> tuple[bytes, bytes]:
@@ -440,7 +482,7 @@ def test_connections_whose_requests_are_being_answered_stay() -> None:
     assert b"all of 1 have requests that are being answered" in refused
 
 
-def test_a_client_that_leaves_cancels_its_request() -> None:
+def test_client_disconnect_cancels_its_request() -> None:
     cancelled = []
 
     def never(request: Request) -> None:
@@ -458,7 +500,7 @@ def test_a_client_that_leaves_cancels_its_request() -> None:
     assert cancelled == [b"mine"]
 
 
-def test_half_a_body_goes_with_its_client() -> None:
+def test_partial_body_is_freed_when_the_client_disconnects() -> None:
     async def talk(port: int) -> Any:
         _, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(post(bytes(1 << 20))[: 1 << 19])
@@ -488,7 +530,7 @@ def test_half_a_body_goes_with_its_client() -> None:
     assert listeners[0].bodies.num_bytes == 0
 
 
-def test_what_is_unpacked_counts_until_it_is_answered() -> None:
+def test_decompressed_bytes_count_toward_the_limit_until_the_response() -> None:
     found: list[str] = []
     kept: list[Request] = []
 
@@ -511,14 +553,14 @@ def test_what_is_unpacked_counts_until_it_is_answered() -> None:
     assert listener.bodies.num_bytes == 0
 
 
-def test_one_body_is_not_more_than_all() -> None:
-    with pytest.raises(SettingsError, match="lower body, or raise bodies"):
+def test_limits_reject_body_larger_than_the_total_and_zero_queue_size() -> None:
+    with pytest.raises(SettingsError, match="Lower body, or raise bodies"):
         Limits(bodies=10)
     with pytest.raises(SettingsError, match="queue_mib must be at least 1, but got 0"):
         Limits.holding(0)
 
 
-def test_while_closing_every_answer_ends_its_connection() -> None:
+def test_responses_during_shutdown_close_their_connection() -> None:
     async def run() -> list[bytes]:
         listener = HttpListener(lambda request: requests.append(request), Limits())
         requests: list[Request] = []
@@ -554,7 +596,7 @@ async def count_turns(turns: list[int]) -> None:
         await asyncio.sleep(0)
 
 
-def test_connections_without_a_whole_head_stay_outside() -> None:
+def test_connections_without_a_complete_header_are_not_admitted() -> None:
     async def talk(port: int) -> tuple[int, int, bytes]:
         clients = [await asyncio.open_connection("127.0.0.1", port) for _ in range(30)]
         for _, writer in clients[:20]:
@@ -577,7 +619,7 @@ def test_connections_without_a_whole_head_stay_outside() -> None:
     assert answer.endswith(b"abc")
 
 
-def test_few_connections_are_let_in_during_one_turn_of_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_accepted_connections_per_event_loop_iteration_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     made: Counter[int] = Counter()
     turns = [0]
     original = Connection.connection_made
@@ -605,7 +647,7 @@ def test_few_connections_are_let_in_during_one_turn_of_the_loop(monkeypatch: pyt
     assert max(made.values()) <= 8
 
 
-def test_pipelined_requests_of_all_connections_are_handed_on_a_few_at_a_time() -> None:
+def test_pipelined_requests_dispatched_per_event_loop_iteration_are_limited() -> None:
     handed: Counter[int] = Counter()
     turns = [0]
 
@@ -625,7 +667,7 @@ def test_pipelined_requests_of_all_connections_are_handed_on_a_few_at_a_time() -
     assert max(handed.values()) <= 3 + 4
 
 
-def test_many_silent_connections_do_not_close_one_that_is_used() -> None:
+def test_idle_connection_flood_does_not_evict_an_active_connection() -> None:
     async def talk(port: int) -> bytes:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(post(b"first", close=False))

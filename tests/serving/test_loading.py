@@ -1,4 +1,4 @@
-"""Loading steps back for those who serve, and gives that up where it would wait for ever."""
+"""Loading yields to replicas that serve, unless it would then wait indefinitely."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,15 +16,15 @@ import psutil
 import pytest
 from torch import Tensor
 
-from manyhands.core import Predictor, RequestRefused
+from manyhands.core import Predictor, RequestRefused, RunError
 from manyhands.distributed import Device, resolve
 from manyhands.launcher import LocalEngine
 from manyhands.serving import BatchSettings, RolloutGuard
 from manyhands.serving import replica_process as computing
-from manyhands.serving.catalogue import Catalogue, CatalogueSettings
+from manyhands.serving.catalogue import MAX_LOADS, MAX_RETRIES, Catalogue, CatalogueSettings, LoadSlots
 from manyhands.serving.folder import VersionPolicy
 from manyhands.serving.replica import ServingReplica
-from manyhands.serving.replica_process import Given, Starved, quietly
+from manyhands.serving.replica_process import Given, NoFreeCore, quietly
 from manyhands.serving.replica_rendezvous import ReplicaRendezvous
 from manyhands.serving.version import ReplicaPlacement, Version
 from manyhands.storage import OutputMismatch
@@ -45,11 +45,11 @@ class Shy:
 
     def open(self, device: str) -> Predictor:
         if os.sched_getscheduler(0) == os.SCHED_IDLE:
-            raise Starved("no core was free")
+            raise NoFreeCore("no core was free")
         return Moody()
 
 
-def test_a_replica_that_got_no_core_is_loaded_like_any_other_work(engine: LocalEngine) -> None:
+def test_replica_without_a_free_core_is_loaded_at_normal_priority(engine: LocalEngine) -> None:
     async def start(device: Device) -> tuple[int, str]:
         meeting = ReplicaRendezvous()
         try:
@@ -63,7 +63,7 @@ def test_a_replica_that_got_no_core_is_loaded_like_any_other_work(engine: LocalE
     assert asyncio.run(start(resolve("cpu")[0][0])) == (os.SCHED_OTHER, "")
 
 
-def test_what_is_unloaded_while_it_loads_does_not_come_back(engine: LocalEngine) -> None:
+def test_version_unloaded_during_loading_stays_unloaded(engine: LocalEngine) -> None:
     async def run(device: Device) -> str:
         meeting = ReplicaRendezvous()
         try:
@@ -89,7 +89,7 @@ class Doubtful(Predictor):
         return {"y": inputs["x"].long()}
 
 
-def test_why_a_replica_could_not_warm_up_is_told(engine: LocalEngine) -> None:
+def test_warm_up_output_mismatch_is_raised(engine: LocalEngine) -> None:
     async def start(device: Device) -> None:
         meeting = ReplicaRendezvous()
         try:
@@ -142,13 +142,13 @@ def run_uneven(
 
 
 async def until(wanted: Callable[[], bool]) -> None:
-    end = time.monotonic() + 20.0
+    end = time.monotonic() + 120
     while not wanted():
         assert time.monotonic() < end, "it never came true"
         await asyncio.sleep(0.01)
 
 
-def test_a_replica_that_dies_while_others_load_is_replaced(engine: LocalEngine, tmp_path: Path) -> None:
+def test_replica_that_dies_while_others_load_is_replaced(engine: LocalEngine, tmp_path: Path) -> None:
     async def then(version: Version, loading: asyncio.Task[None]) -> None:
         lost = version.replicas[0].pid
         os.kill(lost, signal.SIGKILL)
@@ -160,7 +160,7 @@ def test_a_replica_that_dies_while_others_load_is_replaced(engine: LocalEngine, 
     run_uneven(engine, tmp_path, then)
 
 
-def test_a_load_that_is_given_up_ends_the_replicas_that_were_ready(engine: LocalEngine, tmp_path: Path) -> None:
+def test_cancelled_load_stops_the_replicas_that_were_ready(engine: LocalEngine, tmp_path: Path) -> None:
     async def then(version: Version, loading: asyncio.Task[None]) -> None:
         pid = version.replicas[0].pid
         loading.cancel()
@@ -171,7 +171,9 @@ def test_a_load_that_is_given_up_ends_the_replicas_that_were_ready(engine: Local
     run_uneven(engine, tmp_path, then)
 
 
-def test_what_two_ask_for_at_once_is_loaded_once(engine: LocalEngine, adder: Path, tmp_path: Path) -> None:
+def test_concurrent_load_requests_for_one_version_load_it_once(
+    engine: LocalEngine, adder: Path, tmp_path: Path
+) -> None:
     for number in (1, 2):
         publish(adder, tmp_path / "adder", number)
     settings = CatalogueSettings(
@@ -210,11 +212,182 @@ def test_what_two_ask_for_at_once_is_loaded_once(engine: LocalEngine, adder: Pat
     assert loaded == [2, 1, 1]
 
 
-def test_loading_is_given_up_when_it_waited_too_long_for_a_core(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_low_priority_loading_is_aborted_when_no_core_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     assert computing.waited(threading.get_native_id()) >= 0.0
     assert computing.waited(0) == 0.0
     monkeypatch.setattr(computing, "waited", lambda thread: 6.0)
     over = threading.Event()
-    with pytest.raises(Starved, match="no core was free for 2 s"):
+    with pytest.raises(NoFreeCore, match="no core was free for 2 s"):
         quietly(over.wait)  # type: ignore[arg-type]
     over.set()
+
+
+@contextlib.asynccontextmanager
+async def catalogue_of(
+    root: Path, engine: LocalEngine, say: Callable[..., None] = lambda kind, **values: None
+) -> AsyncIterator[Catalogue]:
+    settings = CatalogueSettings(
+        root=root,
+        policy=VersionPolicy.parse("latest"),
+        probation=RolloutGuard(seconds=0),
+        batch=BatchSettings(max_rows=1),
+        poll=0.05,
+    )
+    meeting = ReplicaRendezvous()
+    catalogue = Catalogue(settings, ReplicaPlacement(engine, meeting, resolve("cpu")[0]), say)
+    try:
+        yield catalogue
+    finally:
+        await catalogue.stop()
+        meeting.close()
+
+
+def test_models_load_swap_and_roll_back_while_another_model_hangs(
+    engine: LocalEngine, adder: Path, tmp_path: Path
+) -> None:
+    """The model that never ends its warm-up comes first in the folder."""
+    publish(adder, tmp_path / "a-hanging", 1)
+    publish(adder, tmp_path / "adder", 1)
+
+    async def warm_up(version: Version) -> None:
+        if version.model == "a-hanging":
+            await asyncio.Event().wait()
+
+    async def run() -> None:
+        async with catalogue_of(tmp_path, engine) as catalogue:
+            catalogue.warm_up = warm_up
+
+            def serves(number: int) -> bool:
+                model = catalogue.models.get("adder")
+                return model is not None and model.current is not None and model.current.number == number
+
+            starting = asyncio.create_task(catalogue.start())
+            try:
+                await until(lambda: serves(1))
+                publish(adder, tmp_path / "adder", 2)
+                await until(lambda: serves(2))
+                assert await asyncio.wait_for(catalogue.roll_back("adder"), 20) == 1
+                await asyncio.wait_for(catalogue.load("adder", 2), 20)
+                await until(lambda: serves(2))
+                assert catalogue.model("a-hanging").versions[1].state == "LOADING"
+            finally:
+                starting.cancel()
+                await asyncio.gather(starting, return_exceptions=True)
+
+    asyncio.run(run())
+
+
+def test_retries_of_failed_loads_leave_load_slots_for_other_models() -> None:
+    async def run() -> tuple[int, int]:
+        slots = LoadSlots()
+        held = {True: 0, False: 0}
+
+        async def load(has_failed: bool) -> None:
+            async with slots.hold(has_failed=has_failed):
+                held[has_failed] += 1
+                await asyncio.Event().wait()
+
+        tasks = [asyncio.create_task(load(has_failed)) for has_failed in [True] * 10 + [False] * 10]
+        for _ in range(10):
+            await asyncio.sleep(0)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        return held[True], held[False]
+
+    assert asyncio.run(run()) == (MAX_RETRIES, MAX_LOADS - MAX_RETRIES)
+
+
+@dataclass(frozen=True)
+class Hanging:
+    """Never returns from loading, or loads at once; has these seconds for its load, then for its warm-up."""
+
+    returns: bool
+    folder: Path
+    limits: list[float]
+    compiles: bool = False
+
+    @property
+    def patience(self) -> float:
+        return self.limits.pop(0)
+
+    def sandbox(self, device: Device, group: str) -> None:
+        """Nothing confines it."""
+
+    def open(self, device: str) -> Predictor:
+        (self.folder / "pid").write_text(str(os.getpid()))
+        while not self.returns:
+            time.sleep(1)
+        return Moody()
+
+
+def test_hung_load_and_hung_warm_up_time_out(engine: LocalEngine, tmp_path: Path) -> None:
+    async def load(source: Hanging) -> str:
+        meeting = ReplicaRendezvous()
+        try:
+            place = ReplicaPlacement(engine, meeting, resolve("cpu")[0])
+            version = Version("m", 1, source, place, BatchSettings(max_rows=1))
+            version.warm_up = lambda _: asyncio.Event().wait()  # type: ignore[assignment, return-value]
+            with pytest.raises(RunError):
+                await asyncio.wait_for(version.load(quietly=False), 60)
+            await until(lambda: not psutil.pid_exists(int((tmp_path / "pid").read_text())))
+            return version.detail
+        finally:
+            meeting.close()
+
+    assert asyncio.run(load(Hanging(True, tmp_path, [60.0, 1.0]))) == "the warm-up did not end within 1 s"
+    assert asyncio.run(load(Hanging(False, tmp_path, [3.0]))) == "the model was not loaded within 3 s"
+
+
+def test_folder_scan_does_not_block_the_event_loop(
+    engine: LocalEngine, adder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file system that answers only after the event loop has done something else."""
+    publish(adder, tmp_path / "adder", 1)
+    scanning, is_alive, outcomes = threading.Event(), threading.Event(), []
+    scandir = os.scandir
+
+    def slow(path: str | Path) -> object:
+        if str(path) == str(tmp_path):
+            scanning.set()
+            outcomes.append(is_alive.wait(120))
+        return scandir(path)
+
+    async def run() -> None:
+        async with catalogue_of(tmp_path, engine) as catalogue:
+            monkeypatch.setattr(os, "scandir", slow)
+            starting = asyncio.create_task(catalogue.start())
+            await until(scanning.is_set)
+            is_alive.set()
+            await starting
+            assert catalogue.model("adder").current is not None
+
+    asyncio.run(run())
+    assert all(outcomes)
+
+
+def test_oversized_folder_is_reported_once_and_known_models_stay_served(
+    engine: LocalEngine, adder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("manyhands.serving.folder.MAX_ENTRIES", 50)
+    publish(adder, tmp_path / "adder", 1)
+    publish(adder, tmp_path / "full", 1)
+    reported: list[str] = []
+
+    def say(kind: str, **values: str) -> None:
+        if kind == "folder_too_large":
+            reported.append(values["model"])
+
+    async def run() -> None:
+        async with catalogue_of(tmp_path, engine, say) as catalogue:
+            await catalogue.start()
+            for number in range(100):
+                (tmp_path / f"flood-{number}").mkdir()
+                (tmp_path / "full" / f"flood-{number}").mkdir()
+            await until(lambda: set(reported) == {"", "full"})
+            publish(adder, tmp_path / "adder", 2)
+            await until(lambda: "2" in [str(v.number) for v in catalogue.model("adder").available])
+            assert catalogue.model("full").current is not None
+
+    asyncio.run(run())
+    assert sorted(reported) == ["", "full"]

@@ -27,7 +27,7 @@ def binary(http: httpx.Client, head: dict[str, Any], *blobs: bytes, size: int | 
     return http.post("/v2/models/adder/infer", content=text + b"".join(blobs), headers=headers)
 
 
-def test_json_in_and_out(http: httpx.Client) -> None:
+def test_json_inputs_return_json_outputs(http: httpx.Client) -> None:
     answer = http.post("/v2/models/adder/versions/2/infer", json={"id": "7", "inputs": [INPUT]}).json()
     assert answer == {
         "model_name": "adder",
@@ -39,7 +39,7 @@ def test_json_in_and_out(http: httpx.Client) -> None:
     assert http.post("/v2/models/adder/infer", json={"inputs": [nested]}).json()["outputs"] == answer["outputs"]
 
 
-def test_nan_stays_nan(http: httpx.Client) -> None:
+def test_nan_and_infinity_are_preserved_in_json(http: httpx.Client) -> None:
     one = {"name": "x", "shape": [1, 3], "datatype": "FP32", "data": [0, 1, 2]}
     text = json.dumps({"inputs": [one]}).replace("[0, 1, 2]", "[NaN, 1, Infinity]")
     (output,) = http.post("/v2/models/adder/infer", content=text.encode()).json()["outputs"]
@@ -47,7 +47,7 @@ def test_nan_stays_nan(http: httpx.Client) -> None:
     assert output["data"][1:] == [3.0, math.inf]
 
 
-def test_binary_in_and_out(http: httpx.Client) -> None:
+def test_binary_inputs_return_binary_outputs(http: httpx.Client) -> None:
     one = {**INPUT, "parameters": {"binary_data_size": 24}}
     del one["data"]
     head = {"inputs": [one], "outputs": [{"name": "output", "parameters": {"binary_data": True}}]}
@@ -63,7 +63,7 @@ def test_binary_in_and_out(http: httpx.Client) -> None:
             assert "expecting 4 additional bytes" in binary(http, wish, rows.tobytes()[:-4]).json()["error"]
 
 
-def test_texts_that_come_again_belong_to_a_version() -> None:
+def test_cached_request_headers_are_kept_per_version_and_bounded() -> None:
     one: Any = Version()
     two: Any = Version()
     inputs = {"a": np.zeros((2, 3), np.float32), "b": np.zeros(2, np.int64)}
@@ -83,7 +83,7 @@ def test_texts_that_come_again_belong_to_a_version() -> None:
     assert heads.find(two, b"999", 40) is None
 
 
-def test_a_body_of_bytes_alone_is_one_row(http: httpx.Client) -> None:
+def test_raw_binary_body_is_decoded_as_one_row(http: httpx.Client) -> None:
     headers = {"Inference-Header-Content-Length": "0"}
     answer = http.post("/v2/models/adder/infer", content=ROWS[:1].tobytes(), headers=headers)
     size = int(answer.headers["Inference-Header-Content-Length"])
@@ -92,7 +92,7 @@ def test_a_body_of_bytes_alone_is_one_row(http: httpx.Client) -> None:
     assert "for a model with one input" in error
 
 
-def test_compressed_both_ways(http: httpx.Client) -> None:
+def test_gzip_request_gets_gzip_response(http: httpx.Client) -> None:
     rows = np.zeros((4000, 3), np.float32)
     one = {"name": "x", "shape": [4000, 3], "datatype": "FP32", "data": rows.ravel().tolist()}
     body = gzip.compress(json.dumps({"inputs": [one]}).encode())
@@ -103,7 +103,7 @@ def test_compressed_both_ways(http: httpx.Client) -> None:
     assert answer.json()["outputs"][0]["data"] == [2.0] * 12000
 
 
-def test_server_and_model_are_described(http: httpx.Client) -> None:
+def test_server_and_model_metadata_endpoints(http: httpx.Client) -> None:
     assert http.get("/v2").json()["name"] == "manyhands"
     assert "binary_tensor_data" in http.get("/v2").json()["extensions"]
     assert http.get("/v2/health/live").status_code == http.get("/v2/health/ready").status_code == 200
@@ -128,7 +128,7 @@ def test_server_and_model_are_described(http: httpx.Client) -> None:
     assert http.post("/v2/repository/index", json={"ready": True}).json() == index
 
 
-def test_what_is_not_there_is_not_described(http: httpx.Client) -> None:
+def test_metadata_of_unknown_model_or_version_returns_error(http: httpx.Client) -> None:
     for path, status, error in (
         ("foo/ready", 400, "Model version not ready"),
         ("foo/stats", 400, "requested model 'foo' is not available"),
@@ -157,7 +157,9 @@ def test_what_is_not_there_is_not_described(http: httpx.Client) -> None:
         ({"parameters": {"binary_data_size": 24}}, "one of 'data' and 'binary_data_size', but got both"),
     ],
 )
-def test_a_bad_input_says_what_was_expected(http: httpx.Client, change: dict[str, Any], error: str) -> None:
+def test_invalid_input_tensor_returns_400_with_expected_value(
+    http: httpx.Client, change: dict[str, Any], error: str
+) -> None:
     answer = http.post("/v2/models/adder/infer", json={"inputs": [{**INPUT, **change}]})
     assert answer.status_code == 400
     assert error in answer.json()["error"]
@@ -177,18 +179,18 @@ def test_a_bad_input_says_what_was_expected(http: httpx.Client, change: dict[str
         ({"inputs": [INPUT], "parameters": {"timeout": "soon"}}, "timeout (microseconds)"),
     ],
 )
-def test_a_bad_request_says_what_was_expected(http: httpx.Client, body: Any, error: str) -> None:
+def test_invalid_request_returns_400_with_expected_value(http: httpx.Client, body: Any, error: str) -> None:
     answer = http.post("/v2/models/adder/infer", json=body)
     assert answer.status_code == 400
     assert error in answer.json()["error"]
 
 
-def test_a_shape_is_checked_before_memory_is_taken(http: httpx.Client) -> None:
+def test_oversized_shape_is_rejected_before_allocation(http: httpx.Client) -> None:
     answer = http.post("/v2/models/adder/infer", json={"inputs": [{**INPUT, "shape": [2**39, 3]}]})
     assert answer.status_code == 413
 
 
-def test_bytes_that_are_too_few_or_too_many(http: httpx.Client) -> None:
+def test_binary_body_of_wrong_length_is_rejected(http: httpx.Client) -> None:
     one = {"name": "x", "shape": [2, 3], "datatype": "FP32", "parameters": {"binary_data_size": 24}}
     assert "expecting 14 additional bytes" in binary(http, {"inputs": [one]}, ROWS.tobytes()[:10]).json()["error"]
     short = {**one, "parameters": {"binary_data_size": 20}}
@@ -201,7 +203,7 @@ def test_bytes_that_are_too_few_or_too_many(http: httpx.Client) -> None:
         assert "Inference-Header-Content-Length" in answer.json()["error"]
 
 
-def test_unknown_models_are_named(http: httpx.Client) -> None:
+def test_unknown_model_or_version_returns_404_with_its_name(http: httpx.Client) -> None:
     for path, error in (
         ("/v2/models/foo/infer", "Request for unknown model: 'foo' is not found"),
         ("/v2/models/adder/versions/9/infer", "Request for unknown model: 'adder' version 9 is not found"),
@@ -210,12 +212,12 @@ def test_unknown_models_are_named(http: httpx.Client) -> None:
         assert (answer.status_code, answer.json()) == (404, {"error": error})
 
 
-def test_a_deadline_that_cannot_be_kept(http: httpx.Client) -> None:
+def test_request_with_unreachable_deadline_returns_503_or_504(http: httpx.Client) -> None:
     body = {"inputs": [INPUT], "parameters": {"timeout": 1}}
     assert http.post("/v2/models/adder/infer", json=body).status_code in (503, 504)
 
 
-def test_models_are_not_loaded_from_here(http: httpx.Client) -> None:
+def test_model_unload_on_the_inference_listener_is_forbidden(http: httpx.Client) -> None:
     refused = http.post("/v2/repository/models/adder/unload")
     assert refused.status_code == 403
     assert "managed on another listener" in refused.json()["error"]

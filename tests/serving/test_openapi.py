@@ -18,7 +18,7 @@ OPERATIONS = [result.ok() for result in SCHEMA.get_all_operations()]
 
 
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.label)
-def test_every_operation_answers_as_described(served: Server, http: httpx.Client, operation: object) -> None:
+def test_every_operation_matches_its_openapi_schema(served: Server, http: httpx.Client, operation: object) -> None:
     @settings(
         max_examples=5, deadline=None, phases=[Phase.explicit, Phase.generate],
         suppress_health_check=list(HealthCheck), database=None,
@@ -35,7 +35,7 @@ def test_every_operation_answers_as_described(served: Server, http: httpx.Client
     ask()
 
 
-def test_every_path_is_there(http: httpx.Client) -> None:
+def test_every_openapi_path_exists(http: httpx.Client) -> None:
     for path, operations in openapi.document()["paths"].items():
         here = path.format(model="adder", version=2, label="none")
         for method in operations:
@@ -45,7 +45,7 @@ def test_every_path_is_there(http: httpx.Client) -> None:
                 assert answer.json()["error"]
 
 
-def test_the_page_needs_nobody_else(http: httpx.Client) -> None:
+def test_docs_page_loads_no_external_resources(http: httpx.Client) -> None:
     page = http.get("/docs")
     assert page.headers["content-type"].startswith("text/html")
     assert "default-src 'none'" in page.headers["content-security-policy"]

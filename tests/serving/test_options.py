@@ -1,4 +1,4 @@
-"""What a server can be told besides: precision, warm-up, recording, traces."""
+"""Other options of a server: precision, warm-up, recording of requests, traces."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .conftest import Start, publish
 from .test_versions import Moody
 
 
-def test_bf16_is_declared_and_keeps_types(start: Start, tmp_path: Path) -> None:
+def test_bf16_precision_returns_float32_outputs(start: Start, tmp_path: Path) -> None:
     torch.manual_seed(0)
     network = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4))
     export(network, lambda model, x: model(x), {"x": torch.ones(2, 64)}, tmp_path / "net")
@@ -46,15 +46,15 @@ def test_bf16_is_declared_and_keeps_types(start: Start, tmp_path: Path) -> None:
         ServeSettings(precision="int8")
 
 
-def test_what_is_no_predictor_is_refused_before_anything_starts() -> None:
+def test_serve_rejects_objects_that_are_not_predictors() -> None:
     network: Any = nn.Linear(2, 2)
-    with pytest.raises(SettingsError, match=r"got Linear as 'model'; pass run.predictor\(\)"):
+    with pytest.raises(SettingsError, match=r"got Linear as 'model'. Pass run.predictor\(\)"):
         mh.serve(network, on="cpu")
     with pytest.raises(SettingsError, match="got Linear as 'net'"):
         mh.serve({"net": network}, on="cpu")
 
 
-def test_what_was_recorded_warms_the_next_one_up(start: Start, adder: Path, tmp_path: Path) -> None:
+def test_recorded_requests_warm_up_the_next_server(start: Start, adder: Path, tmp_path: Path) -> None:
     publish(adder, tmp_path / "models" / "adder", 1)
     requests = tmp_path / "requests"
     requests.mkdir()
@@ -67,18 +67,18 @@ def test_what_was_recorded_warms_the_next_one_up(start: Start, adder: Path, tmp_
     lines = (requests / "adder.jsonl").read_text().splitlines()
     assert [json.loads(line) for line in lines] == 3 * [{"inputs": {"x": rows.tolist()}}]
 
-    # Declared ones may stand beside them; one that does not fit is passed over and counted.
+    # Declared versions are allowed too; one that does not match is skipped and counted.
     (requests / "adder.jsonl").write_text("\n".join([*lines, '{"instances": [[1, 2]]}', "no JSON"]))
     server = start(tmp_path / "models", on="cpu*2", warmup=requests, log=tmp_path)
     events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     (warmed,) = [event for event in events if event["kind"] == "warmed_up"]
     assert warmed["requests"] == {"OK": 6, "INVALID_ARGUMENT": 4}
     assert server.state()["models"][0]["versions"][0]["rows"] == 12
-    with pytest.raises(SettingsError, match="warmup is a folder"):
+    with pytest.raises(SettingsError, match="warmup must be a folder"):
         start(tmp_path / "models", warmup=tmp_path / "nowhere")
 
 
-def test_a_span_for_every_request(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_request_produces_a_trace_span(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     exporter = InMemorySpanExporter()
     provider = TracerProvider(shutdown_on_exit=False)
     provider.add_span_processor(SimpleSpanProcessor(exporter))

@@ -66,9 +66,7 @@ def backends_of(router: Router) -> dict[str, dict[str, Any]]:
     return {backend["address"]: backend for backend in router.state()["backends"]}
 
 
-def test_both_protocols_go_through_and_both_servers_work(
-    start: Start, route: Route, adder: Path, tmp_path: Path
-) -> None:
+def test_router_forwards_http_and_grpc_to_both_servers(start: Start, route: Route, adder: Path, tmp_path: Path) -> None:
     publish(adder, tmp_path / "adder", 2)
     servers = [start(tmp_path), start(tmp_path)]
     router = route(*map(address, servers), log=tmp_path / ".log")
@@ -112,7 +110,7 @@ def test_both_protocols_go_through_and_both_servers_work(
     assert {each for each in called if each[0] != path} == {(method, 403, False) for method in MANAGING}
 
 
-def test_one_call_changes_all_or_none(
+def test_management_call_is_applied_to_all_backends_or_none(
     start: Start, route: Route, adder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("a", "b"):
@@ -125,7 +123,7 @@ def test_one_call_changes_all_or_none(
     try:
         client.label("adder", "stable", 1)
         client.split("adder", [{"version": 1, "weight": 1}])
-        # Whoever joins hears first what was settled before.
+        # A backend that joins first gets the current settings.
         joined = httpx.post(f"{router.manage_url}/manage/backends", json={"add": address(servers[1])})
         assert len(joined.json()["backends"]) == 2
         until(lambda: all(backend["up"] for backend in backends_of(router).values()))
@@ -134,7 +132,7 @@ def test_one_call_changes_all_or_none(
             assert server.state()["splits"]["adder"][0]["version"] == 1
         client.label("adder", "stable", 2)
         assert [server.state()["models"][0]["labels"] for server in servers] == 2 * [{"stable": 2}]
-        # A version that only one of them has is nobody's label.
+        # A version that only one backend has cannot be labelled.
         publish(adder, tmp_path / "b" / "adder", 3)
         until(lambda: servers[1].state()["models"][0]["current"] == 3)
         with pytest.raises(RequestRefused, match="does not serve version 3 of adder") as caught:
@@ -145,7 +143,7 @@ def test_one_call_changes_all_or_none(
         for server in servers:
             assert server.state()["models"][0]["labels"] == {"stable": 2}
             assert server.state()["splits"]["adder"][0]["version"] == 1
-        # Nor is it one where somebody is lost on the way: a new label is taken away again, everywhere.
+        # If a backend fails during the change, the new label is removed from all backends.
         tell = RouterManagement._tell
 
         async def lose(self: Any, backend: Backend, model: str, act: str, value: dict[str, Any]) -> dict[str, Any]:
@@ -161,7 +159,7 @@ def test_one_call_changes_all_or_none(
         assert [server.state()["models"][0]["labels"] for server in servers] == 2 * [{}]
         gone = httpx.post(f"{router.manage_url}/manage/backends", json={"remove": address(servers[1])})
         assert len(gone.json()["backends"]) == 1
-        for mistake in ({"remove": "nobody:1"}, {"add": "a b"}):
+        for mistake in ({"remove": "unknown:1"}, {"add": "a b"}):
             assert httpx.post(f"{router.manage_url}/manage/backends", json=mistake).status_code in (400, 404)
         nameless = {"label": {"a": 1}, "version": 1}
         assert httpx.post(f"{router.manage_url}/manage/models/adder/label", json=nameless).status_code == 400
@@ -169,7 +167,7 @@ def test_one_call_changes_all_or_none(
         client.close()
 
 
-def test_who_is_busy_is_passed_over_and_a_server_that_ends_is_not_noticed(start: Start, route: Route) -> None:
+def test_router_balances_load_and_hides_a_server_shutdown(start: Start, route: Route) -> None:
     servers = [start({"moody": Moody()}) for _ in range(2)]
     router = route(*map(address, servers))
     answers: list[Any] = []
@@ -195,7 +193,7 @@ def test_who_is_busy_is_passed_over_and_a_server_that_ends_is_not_noticed(start:
     assert httpx.get(f"{router.url}/v2/health/live").status_code == 200
 
 
-def test_one_that_takes_no_connection_does_not_cost_the_request(
+def test_request_is_retried_when_a_backend_accepts_no_connection(
     start: Start, route: Route, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("manyhands.serving.routing.backend.CONNECT_SECONDS", 0.3)
@@ -205,7 +203,7 @@ def test_one_that_takes_no_connection_does_not_cost_the_request(
         deaf.bind(("127.0.0.1", 0))
         deaf.listen(0)
         port = deaf.getsockname()[1]
-        # Nobody accepts: once its queue is full, a connection is neither taken nor refused.
+        # The listener does not accept: once its queue is full, a connection is neither accepted nor refused.
         for _ in range(4):
             waiting = stack.enter_context(socket.socket())
             waiting.setblocking(False)
@@ -221,7 +219,7 @@ def test_one_that_takes_no_connection_does_not_cost_the_request(
         assert "did not take a connection" in silent.reason
 
 
-def test_whoever_waits_for_one_that_takes_no_connection_any_more_asks_another(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pending_request_fails_over_when_its_backend_stops_accepting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("manyhands.serving.routing.backend.CONNECT_SECONDS", 0.1)
 
     async def admit(backend: Backend) -> None:
@@ -277,7 +275,7 @@ class Reading(socketserver.StreamRequestHandler):
             self.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
 
 
-def test_a_request_that_servers_do_not_survive_is_not_handed_on_for_ever(route: Route) -> None:
+def test_request_that_crashes_servers_fails_after_max_attempts(route: Route) -> None:
     with Fragile() as first, Fragile() as second:
         ports = [each.server_address[1] for each in (first, second)]
         router = route(*(f"127.0.0.1:{port}/{port}/{port}" for port in ports))
@@ -287,23 +285,22 @@ def test_a_request_that_servers_do_not_survive_is_not_handed_on_for_ever(route: 
 
 
 @pytest.mark.parametrize("text", ["", "a:", "a:0", "a:8500/8501", "a:99999", "http://a:8500", "a b:1"])
-def test_an_address_that_is_none_is_told(text: str) -> None:
-    with pytest.raises(SettingsError, match="a backend is host:port"):
+def test_invalid_backend_address_raises_settings_error(text: str) -> None:
+    with pytest.raises(SettingsError, match="a backend must be written HOST:PORT"):
         RouteSettings(backends=(text,))
 
 
-def test_a_router_that_others_reach_wants_a_token() -> None:
+def test_router_on_a_public_address_requires_a_token() -> None:
     with pytest.raises(SettingsError, match="needs a token"):
         RouteSettings(backends=("a:1",), host="0.0.0.0")
     with pytest.raises(SettingsError, match="needs a token"):
         ServeSettings(manage_host="0.0.0.0")
-    with pytest.raises(SettingsError, match="a router has backends"):
+    with pytest.raises(SettingsError, match="a router needs at least one backend"):
         Router(RouteSettings(http=0, grpc=0, manage=0)).start()
 
 
 @pytest.mark.root
-@pytest.mark.timeout(300)
-def test_kill_9_of_a_server_on_another_host_loses_no_request(adder: Path, tmp_path: Path) -> None:
+def test_sigkill_of_a_server_on_another_host_loses_no_request(adder: Path, tmp_path: Path) -> None:
     publish(adder, tmp_path / "models" / "adder", 2)
     environment = {
         **os.environ,
@@ -399,7 +396,7 @@ def test_kill_9_of_a_server_on_another_host_loses_no_request(adder: Path, tmp_pa
             threads.append(threading.Thread(target=load, args=(kind, work)))
             threads[-1].start()
         until(lambda: min(counts.values()) > 20)
-        # One whose link is cut says nothing; whoever waits for it asks the other one.
+        # A backend whose link is down does not answer; its requests are retried on the other one.
         hosts[0].link_down()
         until(lambda: num_up() == 1)
         before = dict(counts)
@@ -437,5 +434,5 @@ def end(program: subprocess.Popen[Any]) -> None:
     with contextlib.suppress(psutil.NoSuchProcess):
         below = psutil.Process(program.pid).children(recursive=True)
         program.terminate()
-        program.wait(40)
-        psutil.wait_procs(below, 20)
+        program.wait(120)
+        psutil.wait_procs(below, 60)

@@ -7,28 +7,32 @@ import ctypes
 import json
 import os
 import secrets
+import signal
 import socket
 import struct
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 import torch
 from benchmarks.attacks import models
 from torch import Tensor
 
-from manyhands.core import ArchiveError, Predictor, Signature, TensorSpec
+from manyhands.core import ArchiveError, Predictor, RunError, Signature, TensorSpec
 from manyhands.distributed import Device, resolve
 from manyhands.launcher import LocalEngine
 from manyhands.serving.replica import ServingReplica
 from manyhands.serving.replica_process import REPLY, Exported
 from manyhands.serving.replica_rendezvous import ReplicaRendezvous
-from manyhands.serving.sandbox import Sandbox
+from manyhands.serving.sandbox import MAX_FILE_BYTES, MAX_TASKS, Sandbox, make_folder
 from manyhands.serving.slots import ReplicaSlots, SlotLayout
 
 from .conftest import Start, publish
@@ -110,7 +114,7 @@ class Escaping:
         raise ArchiveError(json.dumps({"escaped": escaped, "tried": len(ESCAPES)}))
 
 
-def test_code_in_a_replica_reaches_nothing(
+def test_sandboxed_replica_cannot_escape(
     engine: LocalEngine, adder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MANYHANDS_TEST_SECRET", SECRET)
@@ -128,6 +132,228 @@ def test_code_in_a_replica_reaches_nothing(
         asyncio.run(start(resolve("cpu")[0][0], listening.getsockname()[1]))
     assert json.loads(str(caught.value)) == {"escaped": {}, "tried": len(ESCAPES)}
     assert other.read_text() == "secret"
+
+
+def _limit_of(pid: int) -> int:
+    """Sets the limit of open files of another process to what it is."""
+    limits = ctypes.create_string_buffer(16)
+    ctypes.CDLL(None).prlimit(os.getpid(), 7, None, limits)
+    return _syscall(302, pid, 7, ctypes.addressof(limits), 0)
+
+
+def _spawn_many(num: int) -> int:
+    """Starts processes that sleep and print, until there are many more than may be; returns how many there were."""
+    pids = []
+    try:
+        for _ in range(num):
+            pid = os.fork()
+            if pid == 0:
+                while True:
+                    os.write(1, b"still here\n")
+                    time.sleep(0.05)
+            pids.append(pid)
+    except OSError:
+        return len(pids)
+    raise AssertionError("there is no limit")
+
+
+def _write_sparse(size: int) -> None:
+    with tempfile.TemporaryFile() as file:
+        file.truncate(size)
+
+
+def _nest(depth: int) -> str:
+    """Folders so deep that removing them recursively fails, and a link that leads out."""
+    os.chdir(tempfile.mkdtemp())
+    os.symlink("/", "link")
+    for _ in range(depth):
+        os.mkdir("d")
+        os.chdir("d")
+    return tempfile.gettempdir()
+
+
+COMPILING_ESCAPES: dict[str, Callable[[CompilingEscaping], Any]] = {
+    "signals the server": lambda self: os.kill(self.server, 0),
+    "signals its own process group": lambda self: os.kill(0, 0),
+    "signals a process of the user": lambda self: os.kill(self.victim, signal.SIGKILL),
+    "signals by thread": lambda self: _syscall(234, self.victim, self.victim, signal.SIGKILL),
+    "sets limits of another process": lambda self: _limit_of(self.victim),
+    "sets its own limits": lambda self: _syscall(
+        302, 0, 1, ctypes.addressof(ctypes.create_string_buffer(b"\xff" * 16)), 0
+    ),
+    "makes a namespace of users": lambda self: _syscall(56, 0x10000000 | signal.SIGCHLD, 0, 0, 0, 0),
+    "makes a sibling": lambda self: _syscall(56, 0x00008000 | signal.SIGCHLD, 0, 0, 0, 0),
+    "writes a large sparse file": lambda self: _write_sparse(1 << 40),
+    "writes beyond its largest file": lambda self: _write_sparse(MAX_FILE_BYTES + 1),
+    "writes beside its folder": lambda self: Path("/tmp/manyhands-escaped").write_text("x"),
+    "opens a Unix socket": lambda self: socket.socket(socket.AF_UNIX),
+    "sends a datagram to a Unix socket": lambda self: _send_datagram(self.listening, socket.SOCK_DGRAM),
+    "sends a datagram by a raw pair": lambda self: _send_datagram(self.listening, socket.SOCK_RAW),
+    "leaves its process group": lambda self: _left(os.getpgid(0)),
+}
+
+
+def _send_datagram(path: str, kind: int) -> None:
+    """Needs no socket() and no connect(), which are refused."""
+    for one in socket.socketpair(socket.AF_UNIX, kind):
+        one.sendto(b"escaped", path)
+
+
+def _left(before: int) -> None:
+    pid = os.fork()
+    if pid == 0:
+        os.setsid()
+        os.setpgid(0, 0)
+        os._exit(int(os.getpgid(0) != before))
+    if os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0:
+        raise OSError("it is still in it")
+
+
+@dataclass(frozen=True)
+class CompilingEscaping:
+    """A source that, in the sandbox of a model that may be compiled, tries what the wider list could allow."""
+
+    path: Path
+    victim: int
+    listening: str
+    server: int = field(default_factory=os.getpid)
+    compiles: bool = True
+    patience: float = 60.0
+
+    def sandbox(self, device: Device, group: str) -> Sandbox | None:
+        return Exported(self.path, compiles=True).sandbox(device, group)
+
+    def open(self, device: str) -> Predictor:
+        subprocess.run(["/bin/true"], check=True, start_new_session=True)
+        for one in socket.socketpair():
+            one.close()
+        escaped = []
+        for name, attempt in COMPILING_ESCAPES.items():
+            try:
+                attempt(self)
+                escaped.append(name)
+            except OSError:
+                continue
+        folder = _nest(2000)
+        told = {"escaped": escaped, "folder": folder, "group": os.getpgid(0), "pid": os.getpid()}
+        told["num"] = _spawn_many(4 * MAX_TASKS)
+        raise ArchiveError(json.dumps(told))
+
+
+def test_compiling_replica_cannot_escape_and_leaves_no_processes_or_files(
+    engine: LocalEngine, adder: Path, tmp_path: Path
+) -> None:
+    listening = str(tmp_path / "socket")
+
+    async def start(device: Device, victim: int) -> None:
+        meeting = ReplicaRendezvous()
+        try:
+            source = CompilingEscaping(adder, victim, listening)
+            await ServingReplica.start(engine, meeting, source, device, (1,), quietly=False)
+        finally:
+            meeting.close()
+
+    zygote = engine.warm_up()
+    with subprocess.Popen(["/bin/sleep", "600"]) as victim, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as log:
+        log.bind(listening)
+        try:
+            with pytest.raises(ArchiveError) as caught:
+                asyncio.run(start(resolve("cpu")[0][0], victim.pid))
+            assert victim.poll() is None
+        finally:
+            victim.kill()
+    told = json.loads(str(caught.value))
+    assert told["escaped"] == []
+    assert 0 < told["num"] < MAX_TASKS
+    assert told["group"] == told["pid"]
+    # The processes that it left, and the folder, go with the replica.
+    until(lambda: not [one for one in psutil.process_iter() if _group_of(one.pid) == told["group"]])
+    until(lambda: not os.path.lexists(told["folder"]))
+    # The process that starts all replicas is still the same.
+    assert engine.warm_up() is zygote
+    assert Path("/usr").is_dir()
+
+
+def _group_of(pid: int) -> int:
+    try:
+        return os.getpgid(pid)
+    except ProcessLookupError:
+        return 0
+
+
+def test_temporary_folder_of_a_killed_replica_is_removed(
+    engine: LocalEngine, adder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[str] = []
+    monkeypatch.setattr("manyhands.serving.replica.make_folder", lambda: made.append(make_folder()) or made[-1])
+
+    @dataclass(frozen=True)
+    class Compiling:
+        """A predictor that is not compiled, in the sandbox of one that may be."""
+
+        compiles: bool = False
+        patience: float = 60.0
+
+        def sandbox(self, device: Device, group: str) -> Sandbox | None:
+            return Exported(adder, compiles=True).sandbox(device, group)
+
+        def open(self, device: str) -> Predictor:
+            Path(tempfile.gettempdir(), "made").write_text("x")
+            return Moody()
+
+    async def run() -> None:
+        meeting = ReplicaRendezvous()
+        try:
+            device = resolve("cpu")[0][0]
+            replica = await ServingReplica.start(engine, meeting, Compiling(), device, (1,), quietly=False)
+            assert (Path(made[0]) / "made").exists()
+            os.kill(replica.pid, signal.SIGKILL)
+            await replica.ended()
+        finally:
+            meeting.close()
+
+    asyncio.run(run())
+    assert len(made) == 1
+    assert not os.path.lexists(made[0])
+
+
+LIMITED = """
+import os, sysconfig
+from manyhands.serving.sandbox import Sandbox
+sysconfig.get_paths()  # That user may not be able to read Python's files.
+os.setgid(65534); os.setuid(65534)
+protection = Sandbox(compiles=True, folder=os.environ["FOLDER"]).enter()
+pids = []
+try:
+    while len(pids) < 4 * MAX:
+        pid = os.fork()
+        if pid == 0:
+            os.read(0, 1)
+            os._exit(0)
+        pids.append(pid)
+except BlockingIOError:
+    pass
+print(len(pids), str(protection))
+"""
+
+
+@pytest.mark.root
+def test_process_count_is_limited_without_a_cgroup(tmp_path: Path) -> None:
+    """As another user, to whom RLIMIT_NPROC applies; its processes wait for the end of their input."""
+    folder = tmp_path / "folder"
+    folder.mkdir(mode=0o777)
+    folder.chmod(0o777)
+    environ = {**os.environ, "FOLDER": str(folder), "OMP_NUM_THREADS": "1"}
+    code = LIMITED.replace("MAX", str(MAX_TASKS))
+    with subprocess.Popen(
+        [sys.executable, "-c", code], env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        num, _, layers = process.stdout.readline().partition(" ")
+        process.communicate()
+    # Threads by which the number of tasks was found may have counted.
+    assert 0 < int(num) < 2 * MAX_TASKS
+    assert "RLIMIT_NPROC" in layers
 
 
 SEARCH = """
@@ -151,16 +377,16 @@ print("found", len(found))
 """
 
 
-def test_the_environment_of_a_program_is_wiped_from_the_memory_of_its_replicas() -> None:
+def test_parent_environment_is_erased_from_replica_memory() -> None:
     """In a program of its own, whose first environment holds the secret; it searches all of its memory."""
     first, second = secrets.token_hex(12), secrets.token_hex(12)
     environ = {**os.environ, "MANYHANDS_TEST_SECRET": first + second, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", SEARCH, first[::-1], second[::-1]]
-    made = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=100)
+    made = subprocess.run(command, env=environ, capture_output=True, text=True)
     assert made.stdout == "found 0\n", made.stderr
 
 
-def test_memory_that_is_shared_with_a_replica_cannot_be_truncated() -> None:
+def test_shared_memory_of_a_replica_cannot_be_truncated() -> None:
     signature = Signature({"x": TensorSpec("float32", (None, 1))}, {"y": TensorSpec("float32", (None, 2))})
     slots, fd = ReplicaSlots.create(SlotLayout(signature, 4))
     try:
@@ -206,7 +432,7 @@ def ask(url: str, model: str, rows: list[list[float]], **options: Any) -> httpx.
     return httpx.post(f"{url}/v1/models/{model}:predict", json={"inputs": rows}, timeout=60, **options)
 
 
-def test_a_replica_that_tells_nonsense_is_replaced_and_others_serve_on(start: Start) -> None:
+def test_replica_that_violates_the_protocol_is_replaced(start: Start) -> None:
     liars = {f"liar-{name}": Liar(message) for name, message in LIES.items()}
     server = start({"moody": Moody(), **liars})
     for name in liars:
@@ -227,7 +453,7 @@ def hostile(adder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def test_hostile_models_harm_themselves_alone(
+def test_hostile_models_do_not_affect_other_models(
     hostile: Path, start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("manyhands.serving.replica.STUCK_SECONDS", 0.5)
@@ -264,7 +490,7 @@ def test_hostile_models_harm_themselves_alone(
     assert is_honest_served()
 
 
-def test_a_model_that_kills_its_process_again_and_again_is_restarted_ever_later(start: Start, tmp_path: Path) -> None:
+def test_crashing_model_is_restarted_while_other_models_are_served(start: Start, tmp_path: Path) -> None:
     server = start({"moody": Moody(), "other": Moody()}, log=tmp_path)
     for _ in range(2):
         assert ask(server.url, "moody", [[666.0]]).status_code == 500
@@ -276,7 +502,7 @@ def test_a_model_that_kills_its_process_again_and_again_is_restarted_ever_later(
     assert sum(one["kind"] == "replica_lost" and one["model"] == "moody" for one in losses) >= 4
 
 
-def test_backoff_doubles_while_replicas_are_lost_in_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backoff_doubles_after_consecutive_replica_failures(monkeypatch: pytest.MonkeyPatch) -> None:
     from manyhands.serving import version as module
 
     lost = module.Version.__new__(module.Version)
@@ -287,3 +513,81 @@ def test_backoff_doubles_while_replicas_are_lost_in_a_row(monkeypatch: pytest.Mo
     assert [lost._backoff(device) for _ in range(4)] == [0.0, 0.1, 0.2, 0.4]
     now[0] = module.CALM_SECONDS
     assert lost._backoff(device) == 0.0
+
+
+class Wide(Predictor):
+    """Has rows of outputs of any size, which take no memory until they are copied into shared memory."""
+
+    def __init__(self, width: int) -> None:
+        self.width = width
+        self.signature = Signature(
+            {"x": TensorSpec("float32", (None, 1))}, {"y": TensorSpec("float32", (None, self.width))}
+        )
+
+    def run(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {"y": inputs["x"].expand(-1, self.width)}
+
+
+@dataclass(frozen=True)
+class Confined:
+    """A predictor in the sandbox of an exported model, on a machine where no cgroup can be made."""
+
+    predictor: Predictor
+    path: Path
+    memory: int = 128 << 20
+    compiles: bool = False
+    patience: float = 60.0
+
+    def sandbox(self, device: Device, group: str) -> Sandbox | None:
+        return Exported(self.path, memory=self.memory).sandbox(device, "")
+
+    def open(self, device: str) -> Predictor:
+        return self.predictor
+
+
+def start_confined(engine: LocalEngine, source: Confined, rows: int) -> ServingReplica:
+    async def start() -> ServingReplica:
+        meeting = ReplicaRendezvous()
+        try:
+            device = resolve("cpu")[0][0]
+            replica = await ServingReplica.start(engine, meeting, source, device, (rows,), quietly=False)
+            replica.close()
+            await replica.ended()
+            return replica
+        finally:
+            meeting.close()
+
+    return asyncio.run(start())
+
+
+@pytest.mark.parametrize(
+    ("width", "reason"),
+    [(1 << 24, "may have 1024 MiB; lower max_rows"), (1 << 21, "took more than 128 MiB of memory while it was loaded")],
+)
+def test_shared_memory_counts_toward_the_model_memory_limit(
+    engine: LocalEngine, adder: Path, width: int, reason: str
+) -> None:
+    with pytest.raises(RunError, match=reason):
+        start_confined(engine, Confined(Wide(width), adder), 32)
+    assert start_confined(engine, Confined(Wide(4), adder), 32).pid
+
+
+class Flooding(Moody):
+    """Prints without end, once it is asked."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+
+    def run(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        until = time.monotonic() + 20
+        while time.monotonic() < until:
+            os.write(1, self.data)
+        return {"y": inputs["x"] + 1}
+
+
+@pytest.mark.parametrize("data", [b"\n" * 4096, b"x" * 4096], ids=["lines", "one line"])
+def test_replica_that_floods_its_output_is_killed(engine: LocalEngine, adder: Path, data: bytes) -> None:
+    began = time.monotonic()
+    with pytest.raises(RunError, match="SIGKILL"):
+        start_confined(engine, Confined(Flooding(data), adder), 1)
+    assert time.monotonic() - began < 15

@@ -25,7 +25,7 @@ from .test_router import address, backends_of, until
 from .test_versions import Moody, ask_moody
 
 
-def test_a_burst_adds_nobody_and_a_pause_sends_nobody_away() -> None:
+def test_short_burst_or_pause_does_not_change_the_number_of_servers() -> None:
     scaler = Scaler(Scaling(least=1, most=4, busy=10, grow=2, calm=30))
     num, history = 1, []
     loads = {0: 0, 5: 100, 6: 0, 10: 25, 20: 100, 30: 5, 40: 25, 41: 5}
@@ -41,19 +41,19 @@ def test_a_burst_adds_nobody_and_a_pause_sends_nobody_away() -> None:
 
 
 @pytest.mark.parametrize(("text", "found"), [("0", "0..0"), ("3..2", "3..2"), ("many", "'many'"), (-1, "-1")])
-def test_servers_are_a_number_or_a_range(text: str | int, found: str) -> None:
+def test_invalid_number_or_range_of_servers_is_rejected(text: str | int, found: str) -> None:
     with pytest.raises(SettingsError, match=found):
         mh.serve({"moody": Moody()}, servers=text)
 
 
-def test_servers_need_a_cluster() -> None:
-    with pytest.raises(SettingsError, match='servers are placed in a cluster.*pass on="ray"'):
+def test_servers_option_requires_a_cluster() -> None:
+    with pytest.raises(SettingsError, match='servers= needs a cluster.*Pass on="ray"'):
         mh.serve({"moody": Moody()}, on="cpu", servers="1..2")
 
 
-def test_one_that_is_lost_when_fewer_are_wanted_is_let_go_once(events: list[dict[str, Any]]) -> None:
+def test_failed_server_is_removed_once_during_scale_down(events: list[dict[str, Any]]) -> None:
     class Calm:
-        """A fleet that nobody asks anything."""
+        """A fleet without requests."""
 
         backends: ClassVar[dict[Address, Backend]] = {}
 
@@ -124,7 +124,9 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     return []
 
 
-def test_servers_come_with_the_load_are_replaced_and_go(start: Start, events: list[dict[str, Any]]) -> None:
+def test_servers_scale_up_and_down_with_load_and_failed_ones_are_replaced(
+    start: Start, events: list[dict[str, Any]]
+) -> None:
     engine = Nearby(start)
     scaling = Scaling(least=1, most=2, busy=2, grow=0.2, calm=0.5)
     settings = RouteSettings(http=0, grpc=0, manage=0)

@@ -15,7 +15,7 @@ print(os.getpriority(os.PRIO_PROCESS, 0), os.getsid(0) == os.getpid(), open("/pr
 """
 
 
-def test_a_process_that_steps_aside_has_a_session_with_less_priority() -> None:
+def test_low_priority_process_runs_in_its_own_session_with_higher_nice_value() -> None:
     """Where the kernel groups processes by session, niceness inside of one says nothing to the others."""
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True, timeout=120)
     nice, has_session, session_nice = done.stdout.split()
@@ -24,7 +24,7 @@ def test_a_process_that_steps_aside_has_a_session_with_less_priority() -> None:
         assert int(session_nice) == 7 or file.read().strip() == "0"
 
 
-def test_large_texts_are_parsed_in_a_session_of_their_own() -> None:
+def test_json_parser_process_runs_in_its_own_session() -> None:
     program = "from manyhands.serving.parsing import Parser; import os; Parser(None); print(os.getsid(0), os.getpid())"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
     session, process = map(int, done.stdout.split())

@@ -36,21 +36,21 @@ from manyhands.serving.security import AccessToken, Sites
         ("127.0.0.1", {"host": "localhost:1", "sec-fetch-site": "cross-site"}, 403),
     ],
 )
-def test_which_pages_may_come(host: str, headers: dict[str, str], status: int | None) -> None:
+def test_host_and_origin_headers_are_checked(host: str, headers: dict[str, str], status: int | None) -> None:
     sites = Sites(host, ("models.example", "https://app.example/"))
     refusal = sites.refusal({name.encode(): value.encode() for name, value in headers.items()})
     assert (refusal and refusal[0]) == status
     assert refusal is None or "--allow" in refusal[1] or "Sec-Fetch-Site" in refusal[1]
 
 
-def test_a_listener_with_a_token_goes_by_any_name_but_not_for_any_page() -> None:
+def test_listener_with_token_accepts_any_host_but_checks_origin() -> None:
     sites = Sites("0.0.0.0", checks_host=False)
     assert sites.refusal({b"host": b"models.example"}) is None
     refusal = sites.refusal({b"host": b"models.example", b"origin": b"https://evil.example"})
     assert refusal is not None
 
 
-def test_health_is_for_everybody_and_closed_is_closed() -> None:
+def test_health_endpoint_needs_no_token_and_management_does() -> None:
     access = Access(AccessToken("a"), Sites("127.0.0.1"), "closed for now")
     assert access("/v2/health/live", {b"host": b"evil.example"}) is None
     assert access("/manage/models", {b"authorization": b"Bearer a"}) == (403, "closed for now")

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
 import httpx
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from manyhands.core import Predictor, Signature, TensorSpec
+from manyhands.core import Predictor, RequestRefused, Signature, TensorSpec
 from manyhands.serving import Server
+from manyhands.serving.dtypes import BY_TORCH
+from manyhands.serving.limits import Bodies, Limits
+from manyhands.serving.protocols.tensorflow_grpc import PredictionService
 from manyhands.serving.protocols.tensorflow_messages import MESSAGES
 
 from .conftest import Start, publish
@@ -69,7 +75,7 @@ def scored(engine: Any) -> Any:
         yield server
 
 
-def test_classify_and_regress(scored: Server) -> None:
+def test_classify_and_regress_return_results_for_examples(scored: Server) -> None:
     spec, rows = {"name": "scores"}, {"example_list": {"examples": [ROW, ROW]}}
     answer = ask(scored, "Classify", model_spec=spec, input=rows)
     found = [[(one.label, one.score) for one in row.classes] for row in answer.result.classifications]
@@ -82,7 +88,7 @@ def test_classify_and_regress(scored: Server) -> None:
     assert [one.value for one in answer.result.regressions] == [10.0]
 
 
-def test_both_at_once(scored: Server) -> None:
+def test_multi_inference_returns_classification_and_regression(scored: Server) -> None:
     methods = ["tensorflow/serving/classify", "tensorflow/serving/regress"]
     tasks = [{"model_spec": {"name": "value"}, "method_name": method} for method in methods]
     answer = ask(scored, "MultiInference", tasks=tasks, input={"example_list": {"examples": [ROW]}})
@@ -91,7 +97,7 @@ def test_both_at_once(scored: Server) -> None:
     assert second.regression_result.regressions[0].value == 10.0
 
 
-def test_metadata(scored: Server) -> None:
+def test_model_metadata_contains_the_signature(scored: Server) -> None:
     answer = ask(scored, "GetModelMetadata", model_spec={"name": "scores"}, metadata_field=["signature_def"])
     packed = answer.metadata["signature_def"]
     assert packed.type_url == "type.googleapis.com/tensorflow.serving.SignatureDefMap"
@@ -129,7 +135,9 @@ def examples(*listed: Any) -> dict[str, Any]:
         ),
     ],
 )  # fmt: skip
-def test_mistakes(scored: Server, method: str, values: dict[str, Any], code: str, error: str) -> None:
+def test_invalid_request_returns_status_code_and_reason(
+    scored: Server, method: str, values: dict[str, Any], code: str, error: str
+) -> None:
     spec = {} if method == "MultiInference" else {"model_spec": {"name": "scores"}}
     with pytest.raises(grpc.RpcError) as caught:
         ask(scored, method, **{**spec, **values})
@@ -137,7 +145,7 @@ def test_mistakes(scored: Server, method: str, values: dict[str, Any], code: str
     assert error in caught.value.details()  # type: ignore[attr-defined]
 
 
-def test_the_same_over_rest(scored: Server) -> None:
+def test_classify_and_regress_over_rest(scored: Server) -> None:
     row = {"x": [1, 2, 3], "n": 4}
     with httpx.Client(base_url=scored.url) as http:
         answer = http.post("/v1/models/scores:classify", json={"examples": [row]})
@@ -156,7 +164,7 @@ def reload(server: Server, *configs: dict[str, Any]) -> Any:
     return call(server.manage_grpc, method, request, MESSAGES["ReloadConfigResponse"])
 
 
-def test_another_list_of_models(start: Start, adder: Path, tmp_path: Path) -> None:
+def test_reload_config_changes_served_models_and_versions(start: Start, adder: Path, tmp_path: Path) -> None:
     for name in ("one", "two"):
         for number in (1, 2):
             publish(adder, tmp_path / name, number)
@@ -187,7 +195,7 @@ def test_another_list_of_models(start: Start, adder: Path, tmp_path: Path) -> No
     assert served()["two"] == [2]
 
 
-def test_strangers_do_not_change_the_list(start: Start, adder: Path, tmp_path: Path) -> None:
+def test_reload_config_requires_the_management_token_and_listener(start: Start, adder: Path, tmp_path: Path) -> None:
     publish(adder, tmp_path / "one", 1)
     server = start(tmp_path, token="secret", manage_token="other", manage_grpc=0)
     request = MESSAGES["ReloadConfigRequest"](config={"model_config_list": {"config": []}})
@@ -201,3 +209,131 @@ def test_strangers_do_not_change_the_list(start: Start, adder: Path, tmp_path: P
         with pytest.raises(grpc.RpcError) as caught:
             call(port, method, request, MESSAGES["ReloadConfigResponse"], metadata=metadata)
         assert caught.value.code().name == code  # type: ignore[attr-defined]
+
+
+class Wide(Predictor):
+    """The sum of two rows of any length."""
+
+    @property
+    def signature(self) -> Signature:
+        inputs = {name: TensorSpec("float32", (None, None)) for name in "ab"}
+        return Signature(inputs, {"sum": TensorSpec("float32", (None, 1))})
+
+    def run(self, inputs: Any) -> dict[str, Tensor]:
+        return {"sum": (inputs["a"] + inputs["b"]).sum(1, keepdim=True)}
+
+
+def filled(*shape: int, number: int = 1, **field: Any) -> dict[str, Any]:
+    """A TensorProto with one value for all elements."""
+    return {
+        "dtype": number,
+        "tensor_shape": {"dim": [{"size": n} for n in shape]},
+        **(field or {"float_val": [1.0]}),
+    }
+
+
+def fill(server: Server, *shape: int) -> Any:
+    tensors = {name: filled(*shape) for name in "ab"}
+    request = MESSAGES["PredictRequest"](model_spec={"name": "wide"}, inputs=tensors)
+    assert request.ByteSize() < 100
+    return call(server.grpc, "/tensorflow.serving.PredictionService/Predict", request, MESSAGES["PredictResponse"])
+
+
+def test_broadcast_tensor_value_counts_at_its_expanded_size(start: Start) -> None:
+    server = start({"wide": Wide()}, limits=Limits(body=1 << 20, bodies=1 << 20, json=1 << 20))
+    answer = fill(server, 1, 100_000)
+    assert np.frombuffer(answer.outputs["sum"].tensor_content, np.float32).tolist() == [200_000.0]
+    with pytest.raises(grpc.RpcError, match="may have 1048576 bytes together, but got shapes of 1600000 bytes"):
+        fill(server, 1, 200_000)
+
+
+class FakeGateway(SimpleNamespace):
+    """A gateway with one model, which answers with the number of bytes that are held during the request."""
+
+    def find(self, *which: Any) -> Any:
+        return SimpleNamespace(model="only", number=1, signature=self.signature)
+
+    @property
+    def catalogue(self) -> Any:
+        return self
+
+
+@pytest.mark.parametrize(
+    ("dtype", "field"),
+    [
+        ("float32", "float_val"),
+        ("float64", "double_val"),
+        ("float16", "half_val"),
+        ("bfloat16", "half_val"),
+        ("int8", "int_val"),
+        ("uint16", "int_val"),
+        ("int32", "int_val"),
+        ("int64", "int64_val"),
+        ("bool", "bool_val"),
+        ("uint32", "uint32_val"),
+        ("uint64", "uint64_val"),
+    ],
+)
+def test_decoded_bytes_count_toward_the_body_limit_during_a_call(dtype: str, field: str) -> None:
+    kind = BY_TORCH[dtype]
+    signature = Signature({"x": TensorSpec(dtype, (None, None))}, {"y": TensorSpec("int64", (None,))})
+    desk: Any = FakeGateway(signature=signature, bodies=Bodies(100_000), limits=Limits(body=100_000))
+    context = SimpleNamespace(invocation_metadata=lambda: ())
+
+    class Counting(PredictionService):
+        async def ask(self, *args: Any, **options: Any) -> Any:
+            return {"y": np.array([desk.bodies.num_bytes])}
+
+    tensor = filled(2, 5000, number=kind.number, **{field: [1]})
+    request = MESSAGES["PredictRequest"](model_spec={"name": "only"}, inputs={"x": tensor})
+    answer = asyncio.run(Counting(desk)._predict(request, context))
+    held = np.frombuffer(answer.outputs["y"].tensor_content, np.int64).item()
+    assert held == 10_000 * kind.numpy.itemsize - request.ByteSize()
+    assert desk.bodies.num_bytes == 0
+    desk.bodies.take(95_000)
+    with pytest.raises(RequestRefused, match="overloaded: 95000 bytes of requests are waiting"):
+        asyncio.run(Counting(desk)._predict(request, context))
+
+
+def test_string_values_in_a_tensor_proto_are_rejected(scored: Server) -> None:
+    """A TensorProto may carry texts in field 8; no model takes them, and each of them counts as a part."""
+    texts = b"".join(b"\x42\x02ab" for _ in range(9000))
+    inner = MESSAGES["TensorProto"](**filled(1, 3)).SerializeToString() + texts
+    tensors = {"x": MESSAGES["TensorProto"].FromString(inner), "n": filled(1, number=9, int64_val=[1])}
+    spec = {"name": "scores"}
+    method = "/tensorflow.serving.PredictionService/Predict"
+    for x, reason in (
+        (tensors["x"], "a PredictRequest may have 8192 parts, but got more"),
+        (filled(1, 3, number=7, float_val=[1.0]), "input 'x' must be DT_FLOAT, but got 7"),
+    ):
+        request = MESSAGES["PredictRequest"](model_spec=spec, inputs={**tensors, "x": x})
+        with pytest.raises(grpc.RpcError, match=reason):
+            call(scored.grpc, method, request, MESSAGES["PredictResponse"])
+
+
+class Rows(Predictor):
+    """The first of a thousand numbers."""
+
+    @property
+    def signature(self) -> Signature:
+        return Signature({"x": TensorSpec("float32", (None, 1000))}, {"y": TensorSpec("float32", (None, 1))})
+
+    def run(self, inputs: Any) -> dict[str, Tensor]:
+        return {"y": inputs["x"][:, :1]}
+
+
+def test_example_context_counts_once_per_example_toward_the_limit(start: Start) -> None:
+    """Examples of two bytes, of which each takes the numbers of the context."""
+    server = start({"rows": Rows()})
+    context = example(x=feature(*[1.0] * 1000))
+
+    def regress(num: int) -> Any:
+        listed = {"example_list_with_context": {"examples": [{}] * num, "context": context}}
+        return ask(server, "Regress", model_spec={"name": "rows"}, input=listed)
+
+    assert len(regress(3).result.regressions) == 3
+    with pytest.raises(grpc.RpcError, match="examples may have 2097152 numbers together with their context"):
+        regress(3000)
+    body = {"examples": [{}] * 3000, "context": {"x": [1.0] * 1000}}
+    refused = httpx.post(f"{server.url}/v1/models/rows:regress", json=body)
+    assert (refused.status_code, "but got 3000000" in refused.text) == (413, True)

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 
-def test_rows_and_columns(http: httpx.Client) -> None:
+def test_predict_accepts_row_and_column_format(http: httpx.Client) -> None:
     answer = http.post("/v1/models/adder:predict", json={"instances": [[1, 2, 3], [4, 5, 6]]})
     assert answer.json() == {"predictions": [[3.0, 4.0, 5.0], [6.0, 7.0, 8.0]]}
     answer = http.post("/v1/models/adder/versions/2:predict", json={"inputs": [[1, 2, 3]]})
@@ -22,7 +22,7 @@ def test_rows_and_columns(http: httpx.Client) -> None:
     assert answer.json() == {"predictions": [[3.0, 4.0, 5.0]]}
 
 
-def test_several_inputs_and_outputs(http: httpx.Client) -> None:
+def test_predict_with_several_inputs_and_outputs(http: httpx.Client) -> None:
     rows = [{"a": [1, 2], "b": 3}, {"a": [0, 0], "b": 1}]
     answer = http.post("/v1/models/pair:predict", json={"instances": rows})
     assert answer.json() == {"predictions": [{"sum": 6.0, "twice": 6}, {"sum": 1.0, "twice": 2}]}
@@ -30,14 +30,14 @@ def test_several_inputs_and_outputs(http: httpx.Client) -> None:
     assert answer.json() == {"outputs": {"sum": [6.0], "twice": [6]}}
 
 
-def test_nan_and_infinity_are_legal_both_ways(http: httpx.Client) -> None:
+def test_nan_and_infinity_are_accepted_and_returned(http: httpx.Client) -> None:
     answer = http.post("/v1/models/adder:predict", content=b'{"instances": [[NaN, Infinity, -Infinity]]}')
     (row,) = answer.json()["predictions"]
     assert math.isnan(row[0])
     assert row[1:] == [math.inf, -math.inf]
 
 
-def test_status_and_metadata(http: httpx.Client) -> None:
+def test_status_and_metadata_endpoints(http: httpx.Client) -> None:
     state = {"version": "2", "state": "AVAILABLE", "status": {"error_code": "OK", "error_message": ""}}
     for path in ("/v1/models/adder", "/v1/models/adder/versions/2"):
         assert http.get(path).json() == {"model_version_status": [state]}
@@ -61,7 +61,7 @@ def test_status_and_metadata(http: httpx.Client) -> None:
         ("/nothing", 404, "Not Found"),
     ],
 )
-def test_paths_that_lead_nowhere(http: httpx.Client, path: str, status: int, error: str) -> None:
+def test_unknown_paths_return_error_status_and_message(http: httpx.Client, path: str, status: int, error: str) -> None:
     answer = http.get(path)
     assert (answer.status_code, answer.json()) == (status, {"error": error})
 
@@ -90,13 +90,13 @@ def test_paths_that_lead_nowhere(http: httpx.Client, path: str, status: int, err
         ("pair", {"inputs": {"a": [[1, 2]], "b": [2**70]}}, "must be int64[*]"),
     ],
 )
-def test_bad_input_says_what_was_expected_and_what_came(http: httpx.Client, model: str, body: Any, error: str) -> None:
+def test_invalid_predict_input_returns_400_with_reason(http: httpx.Client, model: str, body: Any, error: str) -> None:
     answer = http.post(f"/v1/models/{model}:predict", json=body)
     assert answer.status_code == 400
     assert error in answer.json()["error"]
 
 
-def test_text_that_is_no_json(http: httpx.Client) -> None:
+def test_malformed_json_returns_400_parse_error(http: httpx.Client) -> None:
     halves = (rb'{"signature_name": "\ud800", "x": NaN}', b'{"signature_name": "\xed\xa0\x80", "x": NaN}')
     for text in (b"", b"{", b"\xff", b"[" * 60_000, b'{"instances": NaN', b"NaN" + b"[" * 60_000, *halves):
         answer = http.post("/v1/models/adder:predict", content=text)
@@ -104,7 +104,7 @@ def test_text_that_is_no_json(http: httpx.Client) -> None:
         assert answer.json()["error"].startswith("JSON parse error")
 
 
-def test_metrics_under_both_paths(http: httpx.Client) -> None:
+def test_prometheus_metrics_are_served_under_both_paths(http: httpx.Client) -> None:
     http.post("/v1/models/adder:predict", json={"instances": [[1, 2, 3]]})
     for path in ("/metrics", "/monitoring/prometheus/metrics"):
         text = http.get(path).text

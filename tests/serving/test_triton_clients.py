@@ -79,7 +79,7 @@ def wanted(kit: Any, binary: bool) -> list[Any]:
 
 
 @pytest.mark.parametrize("binary", [True, False])
-def test_http(server: Server, binary: bool) -> None:
+def test_triton_http_client_works_unchanged(server: Server, binary: bool) -> None:
     with over_http(server.http) as client:
         assert client.is_server_live()
         assert client.is_server_ready()
@@ -96,7 +96,7 @@ def test_http(server: Server, binary: bool) -> None:
         assert client.get_model_repository_index()[0]["name"] == "echo"
 
 
-def test_http_at_once(server: Server) -> None:
+def test_triton_http_client_sends_concurrent_requests(server: Server) -> None:
     async def run() -> None:
         async with triton_http_aio.InferenceServerClient(f"127.0.0.1:{server.http}") as client:
             asked = [client.infer("echo", inputs(triton_http_aio, True)) for _ in range(20)]
@@ -106,7 +106,7 @@ def test_http_at_once(server: Server) -> None:
     asyncio.run(run())
 
 
-def test_grpc(server: Server) -> None:
+def test_triton_grpc_client_works_unchanged(server: Server) -> None:
     with triton_grpc.InferenceServerClient(f"127.0.0.1:{server.grpc}") as client:
         assert client.is_server_live()
         assert client.is_server_ready()
@@ -124,7 +124,7 @@ def test_grpc(server: Server) -> None:
         assert client.get_model_repository_index().models[0].state == "READY"
 
 
-def test_grpc_at_once(server: Server) -> None:
+def test_triton_grpc_client_sends_concurrent_requests(server: Server) -> None:
     async def run() -> None:
         async with triton_grpc_aio.InferenceServerClient(f"127.0.0.1:{server.grpc}") as client:
             for result in await asyncio.gather(*(client.infer("echo", inputs(triton_grpc_aio)) for _ in range(20))):
@@ -133,7 +133,7 @@ def test_grpc_at_once(server: Server) -> None:
     asyncio.run(run())
 
 
-def test_mistakes_come_back_as_triton_says_them(server: Server) -> None:
+def test_errors_match_triton_messages_and_status_codes(server: Server) -> None:
     wrong = triton_grpc.InferInput("float32", [2, 4], "FP32")
     wrong.set_data_from_numpy(np.zeros((2, 4), np.float32))
     with triton_grpc.InferenceServerClient(f"127.0.0.1:{server.grpc}") as client:

@@ -81,7 +81,7 @@ class Load:
                 self.answers.append(differences.pop())
 
 
-def test_swaps_under_load_lose_and_mix_nothing(adder: Path, tmp_path: Path, start: Start) -> None:
+def test_version_swaps_under_load_lose_and_mix_no_requests(adder: Path, tmp_path: Path, start: Start) -> None:
     model = tmp_path / "adder"
     publish(adder, model, 1)
     server = start(tmp_path, probation=NO_PROBATION)
@@ -95,7 +95,7 @@ def test_swaps_under_load_lose_and_mix_nothing(adder: Path, tmp_path: Path, star
     until(lambda: versions(server) == {5: "AVAILABLE"})
 
 
-def test_where_both_do_not_fit_the_old_one_goes_first_and_returns_if_it_must(
+def test_unload_first_ends_the_old_version_before_loading_and_restores_it(
     adder: Path, tmp_path: Path, start: Start
 ) -> None:
     model = tmp_path / "adder"
@@ -118,7 +118,9 @@ def test_where_both_do_not_fit_the_old_one_goes_first_and_returns_if_it_must(
     assert 2 not in versions(server)
 
 
-def test_what_is_broken_or_half_copied_does_not_disturb(adder: Path, tmp_path: Path, start: Start) -> None:
+def test_corrupt_or_incomplete_version_does_not_replace_the_current_one(
+    adder: Path, tmp_path: Path, start: Start
+) -> None:
     model = tmp_path / "adder"
     publish(adder, model, 1)
     server = start(tmp_path, log=tmp_path / "log")
@@ -146,7 +148,7 @@ def test_what_is_broken_or_half_copied_does_not_disturb(adder: Path, tmp_path: P
     assert set(load.answers) == {1, 3}
 
 
-def test_an_emptied_folder_unloads_nothing(adder: Path, tmp_path: Path, start: Start) -> None:
+def test_deleting_the_version_folder_keeps_the_model_loaded(adder: Path, tmp_path: Path, start: Start) -> None:
     publish(adder, tmp_path / "adder", 1)
     server = start(tmp_path)
     shutil.rmtree(tmp_path / "adder" / "1")
@@ -154,7 +156,7 @@ def test_an_emptied_folder_unloads_nothing(adder: Path, tmp_path: Path, start: S
     assert versions(server) == {1: "AVAILABLE"}
 
 
-def test_policies_labels_splits_and_rollback(adder: Path, tmp_path: Path, start: Start) -> None:
+def test_version_policies_labels_traffic_splits_and_rollback(adder: Path, tmp_path: Path, start: Start) -> None:
     for number in (1, 2, 3):
         publish(adder, tmp_path / "adder", number)
     server = start(tmp_path, versions="latest:2", probation=RolloutGuard(max_slowdown=1e9))
@@ -222,7 +224,7 @@ def ask_moody(url: str, value: float) -> httpx.Response:
     return httpx.post(f"{url}/v1/models/moody:predict", json={"inputs": [[value]]}, timeout=30, verify=False)
 
 
-def test_a_replica_that_dies_under_load_is_replaced_and_nobody_notices(start: Start) -> None:
+def test_replica_killed_under_load_is_replaced_without_failed_requests(start: Start) -> None:
     server = start({"moody": Moody()}, on="cpu*2")
     first = {r["pid"] for r in server.state()["models"][0]["versions"][0]["replicas"]}
     assert len(first) == 2
@@ -247,7 +249,7 @@ def test_a_replica_that_dies_under_load_is_replaced_and_nobody_notices(start: St
     assert min(first) not in later
 
 
-def test_who_makes_a_network_fail_hears_why_and_who_kills_replicas_is_refused(start: Start) -> None:
+def test_model_failure_and_replica_crash_return_500_and_serving_continues(start: Start) -> None:
     server = start({"moody": Moody()})
     answer = ask_moody(server.url, -1)
     assert answer.status_code == 500
@@ -258,7 +260,7 @@ def test_who_makes_a_network_fail_hears_why_and_who_kills_replicas_is_refused(st
     assert ask_moody(server.url, 1).json()["outputs"] == [[2.0]]
 
 
-def test_a_new_version_that_fails_is_sent_back(adder: Path, tmp_path: Path, start: Start) -> None:
+def test_failing_new_version_is_rolled_back(adder: Path, tmp_path: Path, start: Start) -> None:
     publish(adder, tmp_path / "adder", 1)
     server = start(tmp_path, probation=RolloutGuard(seconds=60, num_requests=10))
     publish(adder, tmp_path / "adder", 2)
@@ -272,9 +274,7 @@ def test_a_new_version_that_fails_is_sent_back(adder: Path, tmp_path: Path, star
     assert current(server) == 1
 
 
-def test_a_hiccup_or_a_busy_machine_sends_no_version_back_and_slowness_does(
-    adder: Path, tmp_path: Path, start: Start
-) -> None:
+def test_only_sustained_slowdown_of_a_new_version_triggers_rollback(adder: Path, tmp_path: Path, start: Start) -> None:
     for number in (1, 2):
         publish(adder, tmp_path / "adder", number)
     server = start(tmp_path, versions="latest:2", poll=60)
@@ -314,7 +314,7 @@ def test_a_hiccup_or_a_busy_machine_sends_no_version_back_and_slowness_does(
     assert model.versions[1].figures.num_requests == 40
 
 
-def test_what_is_empty_or_comes_broken_keeps_nobody_from_the_others(adder: Path, tmp_path: Path, start: Start) -> None:
+def test_empty_or_broken_model_folder_does_not_affect_other_models(adder: Path, tmp_path: Path, start: Start) -> None:
     publish(adder, tmp_path / "adder", 1)
     (tmp_path / "empty").mkdir()
     server = start(tmp_path)
@@ -339,7 +339,7 @@ def test_what_is_empty_or_comes_broken_keeps_nobody_from_the_others(adder: Path,
     assert not start(tmp_path).state()["ready"]
 
 
-def test_overload_is_refused_early_and_the_rest_is_served(start: Start) -> None:
+def test_overload_is_rejected_with_503_and_accepted_requests_are_served(start: Start) -> None:
     server = start({"moody": Moody()}, batch=BatchSettings(max_rows=1, queue_rows=2))
     answers: list[httpx.Response] = []
     threads = [threading.Thread(target=lambda: answers.append(ask_moody(server.url, 100))) for _ in range(10)]
@@ -354,7 +354,7 @@ def test_overload_is_refused_early_and_the_rest_is_served(start: Start) -> None:
     assert ask_moody(server.url, 1).status_code == 200
 
 
-def test_stopping_lets_requests_finish(start: Start) -> None:
+def test_stop_waits_for_requests_in_flight(start: Start) -> None:
     server = start({"moody": Moody()})
     answers: list[httpx.Response] = []
     thread = threading.Thread(target=lambda: answers.append(ask_moody(server.url, 100)))
@@ -367,7 +367,7 @@ def test_stopping_lets_requests_finish(start: Start) -> None:
         ask_moody(server.url, 1)
 
 
-def test_a_token_is_wanted_where_others_can_come(start: Start, tmp_path: Path) -> None:
+def test_public_host_requires_a_token_and_requests_must_present_it(start: Start, tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="needs a token"):
         start(tmp_path, host="0.0.0.0")
     server = start({"moody": Moody()}, token="secret")
@@ -378,7 +378,7 @@ def test_a_token_is_wanted_where_others_can_come(start: Start, tmp_path: Path) -
     closed = httpx.get(f"{server.manage_url}/manage/models", headers=headers)
     assert closed.status_code == 403
     assert "set MANYHANDS_MANAGE_TOKEN" in closed.json()["error"]
-    with pytest.raises(SettingsError, match="the two tokens differ"):
+    with pytest.raises(SettingsError, match="must differ"):
         start(tmp_path, token="secret", manage_token="secret")
     assert httpx.get(f"{server.url}/v1/models/moody", headers=headers).status_code == 200
     rows = np.ones((1, 1), np.float32)
@@ -389,23 +389,25 @@ def test_a_token_is_wanted_where_others_can_come(start: Start, tmp_path: Path) -
         assert client("moody", rows) == 2
 
 
-def test_what_cannot_be_served_is_said_before_anything_starts(start: Start, tmp_path: Path) -> None:
+def test_invalid_serve_settings_raise_before_start(start: Start, tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="folder of models"):
         start(tmp_path / "nothing")
     (tmp_path / "model" / "1").mkdir(parents=True)
     (tmp_path / "model" / "1" / "manifest.json").touch()
-    with pytest.raises(SettingsError, match=rf"which is one model; serve the folder that it is in: {tmp_path}$"):
+    with pytest.raises(
+        SettingsError, match=rf"which is a single model. Pass the folder that contains it: {tmp_path}[.]$"
+    ):
         start(tmp_path / "model")
-    with pytest.raises(SettingsError, match="name is made of"):
+    with pytest.raises(SettingsError, match="must consist of"):
         start({"../x": Moody()})
-    with pytest.raises(SettingsError, match="versions are"):
+    with pytest.raises(SettingsError, match="versions must be"):
         start(tmp_path, versions="newest")
     server = start({"moody": Moody()})
     with pytest.raises(SettingsError, match="port must be free"):
         start({"moody": Moody()}, http=server.http)
 
 
-def test_names_that_are_paths_and_links_are_not_served(adder: Path, tmp_path: Path, start: Start) -> None:
+def test_symbolic_links_and_invalid_model_names_are_not_served(adder: Path, tmp_path: Path, start: Start) -> None:
     publish(adder, tmp_path / "models" / "adder", 1)
     publish(adder, tmp_path / "elsewhere" / "secret", 1)
     (tmp_path / "models" / "link").symlink_to(tmp_path / "elsewhere" / "secret")

@@ -38,9 +38,9 @@ def faster(monkeypatch: pytest.MonkeyPatch, answer: Any) -> None:
     monkeypatch.setattr(ways, "_seconds", lambda run, batch: isinstance(run.predictor.module, nn.Module))
 
 
-def test_a_faster_compiled_network_is_taken(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_faster_compiled_network_is_used(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     faster(monkeypatch, lambda answers: answers)
-    monkeypatch.setattr(ways, "Fastest", lambda plain, recorded=(): plain)
+    monkeypatch.setattr(ways, "Fastest", lambda plain, captured=(): plain)
     for compiles in (True, False):
         run: Any = fastest(load(folder), CPU, MAX_ROWS, compiles=compiles)
         assert isinstance(run.predictor, Archive)
@@ -48,7 +48,7 @@ def test_a_faster_compiled_network_is_taken(folder: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("kind", ["wrong", "no numbers", "broken"])
-def test_a_compiled_network_must_answer_alike(
+def test_compiled_network_with_different_outputs_is_not_used(
     kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def answer(answers: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -66,11 +66,11 @@ def test_a_compiled_network_must_answer_alike(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_recorded_batches_answer_as_the_network_does(folder: Path, precision: str) -> None:
+def test_captured_batches_match_eager_outputs(folder: Path, precision: str) -> None:
     device, archive = torch.device("cuda", 0), load(folder, "cuda:0")
     predictor = ways.Bfloat16(archive) if precision == "bf16" else archive
     run = fastest(predictor, device, MAX_ROWS, compiles=False)
-    assert [way.size for way in run._recorded] == [1, 2, 4, 8, 11]
+    assert [way.size for way in run._captured] == [1, 2, 4, 8, 11]
     for rows in (*range(1, MAX_ROWS + 1), 1):
         batch = {"x": torch.randn(rows, 3, 8, 8)}
         want, have = EagerExecution(predictor, device)(batch)["output"], run(batch)["output"]
@@ -79,24 +79,24 @@ def test_recorded_batches_answer_as_the_network_does(folder: Path, precision: st
 
 
 @pytest.mark.gpu
-def test_what_depends_on_other_rows_is_not_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_network_that_mixes_rows_is_not_captured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     export(nn.Identity(), lambda model, x: x - x.mean(0), {"x": torch.ones(2, 3)}, tmp_path)
     device = torch.device("cuda", 0)
     run = fastest(load(tmp_path, "cuda:0"), device, MAX_ROWS, compiles=False)
     batch = {"x": torch.randn(3, 3)}
     torch.testing.assert_close(run(batch)["output"].cpu(), batch["x"] - batch["x"].mean(0))
-    assert "batches are not recorded: 'output' would not be the same" in capsys.readouterr().err
+    assert "batches are not captured: 'output' would not be the same" in capsys.readouterr().err
 
 
 @pytest.mark.gpu
-def test_a_compiled_network_is_recorded(folder: Path) -> None:
+def test_captured_compiled_network_matches_eager_outputs(folder: Path) -> None:
     device, archive = torch.device("cuda", 0), load(folder, "cuda:0")
     run, batch = fastest(archive, device, 4, compiles=True), {"x": torch.randn(3, 3, 8, 8)}
     want = EagerExecution(archive, device)(batch)["output"]
     torch.testing.assert_close(run(batch)["output"], want, rtol=1e-3, atol=1e-3)
 
 
-def test_a_persons_own_predictor_runs_as_it_is(folder: Path) -> None:
+def test_custom_predictor_runs_unchanged(folder: Path) -> None:
     class Own(mh.Predictor):
         signature = load(folder).signature
 

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from manyhands.core import ArchiveError, DataError
-from manyhands.storage import export, load, versions
+from manyhands.storage import export, load
+from manyhands.storage.archives import versions
 
 FILES = ("weights.safetensors", "program.json", "signature.json")
 
@@ -87,7 +88,7 @@ def edit(folder: Path, change: Callable[[Any], Any], name: str = "program.json")
 
 
 @pytest.mark.parametrize("kind", ["cnn", "gpt", "lstm"])
-def test_answers_as_the_module_for_any_batch_size(tmp_path: Path, kind: str) -> None:
+def test_archive_predicts_like_the_module_for_any_batch_size(tmp_path: Path, kind: str) -> None:
     torch.manual_seed(1)
     model, sample = {
         "cnn": (Cnn(), lambda n: torch.randn(n, 3, 8, 8)),
@@ -110,7 +111,7 @@ def test_answers_as_the_module_for_any_batch_size(tmp_path: Path, kind: str) -> 
     assert archive.signature.outputs["output"].shape[0] is None
 
 
-def test_several_inputs_a_dict_output_and_extra(tmp_path: Path) -> None:
+def test_archive_supports_multiple_inputs_dict_outputs_and_extra_metadata(tmp_path: Path) -> None:
     model = nn.Bilinear(3, 4, 2)
 
     def predict(m: nn.Module, left: Tensor, right: Tensor) -> dict[str, Tensor]:
@@ -129,7 +130,7 @@ def test_several_inputs_a_dict_output_and_extra(tmp_path: Path) -> None:
         archive({"left": torch.randn(5, 3)})
 
 
-def test_low_precision_weights_regions_and_branches(tmp_path: Path) -> None:
+def test_archive_supports_bfloat16_weights_autocast_and_cond_branches(tmp_path: Path) -> None:
     half = nn.Linear(4, 2).bfloat16()
     archive = load(export(half, call, {"x": torch.randn(2, 4).bfloat16()}, tmp_path / "half"))
     x = torch.randn(3, 4).bfloat16()
@@ -154,7 +155,7 @@ def test_low_precision_weights_regions_and_branches(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-def test_a_program_runs_where_it_is_loaded(tmp_path: Path) -> None:
+def test_archive_runs_on_the_device_it_is_loaded_on(tmp_path: Path) -> None:
     model = Gpt()
     path = export(model, call, {"x": torch.randint(0, 32, (2, 6))}, tmp_path / "cpu")
     ids = torch.randint(0, 32, (5, 6))
@@ -165,7 +166,7 @@ def test_a_program_runs_where_it_is_loaded(tmp_path: Path) -> None:
     torch.testing.assert_close(load(path)(ids), wanted, rtol=1e-4, atol=1e-4)
 
 
-def test_versions_count_up_and_junk_is_ignored(tmp_path: Path, exported: Path) -> None:
+def test_version_numbers_increase_and_unrelated_entries_are_ignored(tmp_path: Path, exported: Path) -> None:
     model, inputs = nn.Linear(4, 2), {"x": torch.randn(2, 4)}
     assert versions(tmp_path / "none") == []
     assert export(model, call, inputs, tmp_path).name == "1"
@@ -184,7 +185,8 @@ RACE = """
 import os, sys
 from pathlib import Path
 import torch
-from manyhands.storage import Disk, export
+from manyhands.storage import export
+from manyhands.storage.disk import Disk
 import manyhands.storage.archives as archives
 path, model = Path(sys.argv[1]), torch.nn.Linear(2, 1)
 def go():
@@ -203,15 +205,15 @@ assert codes == [0, 0, 0, 0, 0, 7], codes
 """
 
 
-def test_exports_that_race_get_different_versions_and_a_dead_one_leaves_nothing(tmp_path: Path) -> None:
-    subprocess.run([sys.executable, "-c", RACE, str(tmp_path)], check=True, timeout=100)
+def test_concurrent_exports_get_unique_versions_and_leave_no_temporaries(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-c", RACE, str(tmp_path)], check=True)
     assert versions(tmp_path) == list(range(1, 11))
     assert all(load(tmp_path / str(number)).version == number for number in (1, 5, 10))
     export(nn.Linear(2, 1), call, {"x": torch.ones(2, 2)}, tmp_path)
     assert not list(tmp_path.glob(".tmp-*"))
 
 
-def test_damaged_bytes_are_found(version: Path) -> None:
+def test_corrupted_bytes_are_detected_on_load(version: Path) -> None:
     chance = random.Random(0)
     names = [*FILES, "manifest.json"]
     for case in range(200):
@@ -256,11 +258,11 @@ class Counting(nn.Module):
     [
         (Item(), r"traceable.*test_archives.py:\d+: if x.sum\(\).item\(\) > 0:  # the line"),
         (Fixed(), "any batch size"),
-        (Counting(), "leaves the model and its inputs as they are"),
+        (Counting(), "must not change the model or its inputs"),
         (nn.Linear(9, 1), r"must work on the examples.*test_archives.py:\d+: return model\(x\)"),
     ],
 )
-def test_what_cannot_be_exported_is_named(tmp_path: Path, model: nn.Module, words: str) -> None:
+def test_unsupported_model_raises_archive_error(tmp_path: Path, model: nn.Module, words: str) -> None:
     with pytest.raises(ArchiveError, match=words):
         export(model, call, {"x": torch.randn(2, 4)}, tmp_path / "m")
     assert not (tmp_path / "m").exists()
@@ -270,21 +272,23 @@ def test_what_cannot_be_exported_is_named(tmp_path: Path, model: nn.Module, word
     ("predict", "inputs", "words"),
     [
         (lambda m, x: (m(x), x), {"x": torch.ones(2, 4)}, "a dict of tensors"),
-        (lambda m, x: m(x) + torch.rand(()), {"x": torch.ones(2, 4)}, "answer as the model does"),
+        (lambda m, x: m(x) + torch.rand(()), {"x": torch.ones(2, 4)}, "same outputs as the model"),
         (call, {"x": torch.tensor(1.0)}, "with rows"),
         (call, {"../x": torch.ones(2, 4)}, "letters"),
         (lambda m, x, y: m(x), {"x": torch.ones(2, 4), "y": torch.ones(3)}, "same number of rows"),
     ],
 )
-def test_wrong_calls_are_named(tmp_path: Path, predict: Any, inputs: dict[str, Tensor], words: str) -> None:
+def test_invalid_export_arguments_raise_archive_error(
+    tmp_path: Path, predict: Any, inputs: dict[str, Tensor], words: str
+) -> None:
     with pytest.raises(ArchiveError, match=words):
         export(nn.Linear(4, 2), predict, inputs, tmp_path / "m")
 
 
-def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+def test_export_to_an_unwritable_path_raises_archive_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(
-        ArchiveError, match=r"can be written and has room, but got .*file \(File exists\); name another"
+        ArchiveError, match=r"can be written and has free space, but got .*file \(File exists\). Choose another"
     ):
         export(nn.Linear(4, 2), call, {"x": torch.ones(2, 4)}, tmp_path / "file")
 
@@ -331,7 +335,7 @@ PLACES += ["dtype", "weight", "input", "reference", "text", "output"]
 
 
 @pytest.mark.parametrize("where", PLACES)
-def test_exploit_by_expression_is_refused(version: Path, tmp_path: Path, where: str) -> None:
+def test_code_in_a_shape_expression_is_rejected_and_not_executed(version: Path, tmp_path: Path, where: str) -> None:
     """torch.export.load passes `expr_str` to sympify, which evaluates it."""
     import sympy
 
@@ -347,7 +351,7 @@ def test_exploit_by_expression_is_refused(version: Path, tmp_path: Path, where: 
     assert not marker.exists()
 
 
-def test_exploit_by_torchs_own_program_is_refused(version: Path, tmp_path: Path) -> None:
+def test_torch_export_program_with_embedded_code_is_rejected(version: Path, tmp_path: Path) -> None:
     """A whole program in torch's own form, with the attack where its loader evaluates it."""
     import zipfile
 
@@ -402,7 +406,7 @@ class Bomb:
 
 
 @pytest.mark.parametrize("name", ["sample_inputs.pt", "weights.safetensors", "program.json", "signature.json"])
-def test_exploit_by_pickled_part_is_refused(version: Path, tmp_path: Path, name: str) -> None:
+def test_pickled_payload_in_an_archive_is_rejected_and_not_executed(version: Path, tmp_path: Path, name: str) -> None:
     """torch.export.load retries example inputs with weights_only=False."""
     marker = tmp_path / "executed"
     torch.save(Bomb(marker), tmp_path / "bomb.pt")
@@ -419,7 +423,7 @@ def test_exploit_by_pickled_part_is_refused(version: Path, tmp_path: Path, name:
     assert not marker.exists()
 
 
-def test_exploit_by_keyword_is_real(tmp_path: Path) -> None:
+def test_fx_executes_code_in_keyword_names(tmp_path: Path) -> None:
     """torch.fx prints keywords into source; this is why each must be one of the operator's own."""
     marker = tmp_path / "executed"
     graph = fx.Graph()
@@ -456,7 +460,7 @@ def test_exploit_by_keyword_is_real(tmp_path: Path) -> None:
         "",
     ],
 )
-def test_operators_outside_the_list_are_refused(version: Path, name: str) -> None:
+def test_operators_outside_the_allowlist_are_rejected(version: Path, name: str) -> None:
     edit(version, lambda program: program["graphs"][0]["nodes"][0].update(op=name))
     with pytest.raises(ArchiveError):
         load(version)
@@ -488,7 +492,7 @@ def deep(levels: int) -> Any:
         lambda p: [1],
     ],
 )
-def test_malformed_programs_are_refused(version: Path, change: Callable[[Any], Any]) -> None:
+def test_malformed_programs_are_rejected(version: Path, change: Callable[[Any], Any]) -> None:
     edit(version, change)
     with pytest.raises(ArchiveError):
         load(version)
@@ -504,7 +508,7 @@ def test_malformed_programs_are_refused(version: Path, change: Callable[[Any], A
         lambda s: s.pop("signature"),
     ],
 )
-def test_malformed_signatures_are_refused(version: Path, change: Callable[[Any], Any]) -> None:
+def test_malformed_signatures_are_rejected(version: Path, change: Callable[[Any], Any]) -> None:
     def changed(data: Any) -> None:
         change(data)
 
@@ -513,14 +517,14 @@ def test_malformed_signatures_are_refused(version: Path, change: Callable[[Any],
         load(version)
 
 
-def test_deep_json_is_refused_before_it_is_used(version: Path) -> None:
+def test_deeply_nested_json_is_rejected(version: Path) -> None:
     (version / "program.json").write_text("[" * 200_000 + "]" * 200_000)
     reseal(version)
     with pytest.raises(ArchiveError):
         load(version)
 
 
-def test_links_and_other_files_are_refused(version: Path, tmp_path: Path) -> None:
+def test_symlinks_missing_files_and_unlisted_files_are_rejected(version: Path, tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     (version / "program.json").rename(secret)
     (version / "program.json").symlink_to(secret)
@@ -545,14 +549,14 @@ def test_links_and_other_files_are_refused(version: Path, tmp_path: Path) -> Non
         load(version)
 
 
-def test_too_large_files_are_refused_by_their_size_alone(version: Path) -> None:
+def test_oversized_files_are_rejected_before_reading(version: Path) -> None:
     with (version / "program.json").open("ab") as file:
         file.truncate(1 << 40)
     with pytest.raises(ArchiveError, match="more than"):
         load(version)
 
 
-def test_an_empty_folder_is_named(tmp_path: Path) -> None:
+def test_loading_an_empty_folder_raises_archive_error(tmp_path: Path) -> None:
     with pytest.raises(ArchiveError, match="none in"):
         load(tmp_path)
 
@@ -592,7 +596,7 @@ def mutate(value: Any, chance: random.Random) -> Any:
     return chance.choice(JUNK)
 
 
-def test_mutated_programs_load_or_are_refused(tmp_path: Path, version: Path) -> None:
+def test_mutated_programs_load_or_raise_archive_error(tmp_path: Path, version: Path) -> None:
     """Whatever a program holds, the only error is ours."""
     made = export(Gpt(), call, {"x": torch.randint(0, 32, (2, 6))}, tmp_path / "gpt")
     chance = random.Random(0)

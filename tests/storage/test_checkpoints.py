@@ -9,7 +9,6 @@ import shutil
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,8 @@ import torch
 from torch import nn
 
 from manyhands.core import CheckpointError
-from manyhands.storage import Checkpoint, CheckpointStore, Disk, check_matches, disk
+from manyhands.storage import Checkpoint, CheckpointStore, check_matches, disk
+from manyhands.storage.disk import Disk
 
 
 def small(step: int) -> Checkpoint:
@@ -100,8 +100,8 @@ def test_whole_checkpoint_round_trips_with_slashes_in_parameter_names(tmp_path: 
         assert equal(store.load(), wanted)
 
 
-def test_save_takes_what_is_there_now(tmp_path: Path) -> None:
-    """The caller goes on changing its tensors while the thread is still waiting for the disk."""
+def test_save_snapshots_the_tensors_at_call_time(tmp_path: Path) -> None:
+    """The caller changes its tensors while the writing thread still waits for the disk."""
     go = threading.Event()
 
     class SlowDisk(Disk):
@@ -120,7 +120,7 @@ def test_save_takes_what_is_there_now(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-def test_tensors_on_a_gpu_are_copied_as_they_are_now(tmp_path: Path) -> None:
+def test_save_snapshots_gpu_tensors_at_call_time(tmp_path: Path) -> None:
     weight = torch.randn(512, 512, device="cuda")
     wanted = weight.cpu()
     with CheckpointStore(tmp_path, on_error=raising) as store:
@@ -129,21 +129,29 @@ def test_tensors_on_a_gpu_are_copied_as_they_are_now(tmp_path: Path) -> None:
         assert same(store.load().model["w"], wanted)
 
 
-def test_one_write_at_a_time_and_the_wait_is_counted(tmp_path: Path) -> None:
-    class SlowDisk(Disk):
+def test_second_save_blocks_until_the_first_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    free = threading.Event()
+
+    class BusyDisk(Disk):
         def make_folder(self, path: Path) -> None:
-            time.sleep(0.1)
+            free.wait()
             super().make_folder(path)
 
-    with CheckpointStore(tmp_path, on_error=raising, disk=SlowDisk()) as store:
-        store.save(small(1))
-        assert store.blocked_seconds < 0.09
+    with CheckpointStore(tmp_path, on_error=raising, disk=BusyDisk()) as store:
+        store.save(small(1))  # returns while the disk is busy
+        before, wait = store.blocked_seconds, store.wait
+
+        def wait_for_disk() -> None:
+            threading.Timer(0.1, free.set).start()
+            wait()
+
+        monkeypatch.setattr(store, "wait", wait_for_disk)
         store.save(small(2))
-        assert store.blocked_seconds >= 0.09
+        assert store.blocked_seconds - before >= 0.1
     assert store.steps() == [1, 2]
 
 
-def test_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
+def test_pruning_keeps_the_newest_and_the_best_checkpoint(tmp_path: Path) -> None:
     with CheckpointStore(tmp_path, keep=2, on_error=raising) as store:
         for step, score in enumerate([3.0, 0.5, float("nan"), None, 2.0, 0.7], start=1):
             store.save(small(step), score=score)
@@ -156,7 +164,7 @@ def test_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
         assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000000006", "step-000000007"]
 
 
-def test_a_step_saved_again_replaces_the_old_one(tmp_path: Path) -> None:
+def test_saving_a_step_again_replaces_its_checkpoint(tmp_path: Path) -> None:
     store = stored(tmp_path, 1, 2)
     again = Checkpoint(2, {"w": torch.tensor([9.0])})
     store.save(again)
@@ -166,7 +174,7 @@ def test_a_step_saved_again_replaces_the_old_one(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 2
 
 
-def test_what_was_just_written_is_never_pruned(tmp_path: Path) -> None:
+def test_just_written_checkpoint_is_never_pruned(tmp_path: Path) -> None:
     """After a fallback from a corrupt newer one, the older step being saved is the only good one."""
     store = stored(tmp_path, 1, 9, keep=1)
     (tmp_path / "step-000000009" / "model.safetensors").write_bytes(b"x")
@@ -223,8 +231,8 @@ class CrashDisk(Disk):
         super().put(file, piece)
 
     def fsync(self, path: Path) -> None:
+        """Only noted: the loss of what was not synced is simulated, and thousands of real ones take minutes."""
         self.guarded()
-        super().fsync(path)
         self.unsynced.discard(path)
 
     def rename(self, source: Path, target: Path) -> None:
@@ -255,7 +263,7 @@ def saves(root: Path, disk: Disk) -> int:
 
 
 @pytest.mark.parametrize("lose", [False, True])
-def test_crash_at_every_point(tmp_path: Path, lose: bool) -> None:
+def test_crash_at_any_operation_leaves_a_loadable_checkpoint(tmp_path: Path, lose: bool) -> None:
     whole = CrashDisk()
     assert saves(tmp_path / "whole", whole) == 6
     assert whole.count >= 200
@@ -298,7 +306,7 @@ for at in range(5, 300, 23):
 """
 
 
-def test_killed_writers_leave_the_previous_one_and_their_temporaries_are_removed(tmp_path: Path) -> None:
+def test_killed_writer_keeps_previous_checkpoint_and_temporaries_are_removed(tmp_path: Path) -> None:
     here = str(Path(__file__).parent)
     subprocess.run([sys.executable, "-c", CHILD, here, str(tmp_path)], check=True, timeout=60)
     roots = sorted(tmp_path.iterdir(), key=lambda path: int(path.name))
@@ -313,7 +321,7 @@ def test_killed_writers_leave_the_previous_one_and_their_temporaries_are_removed
     assert leftovers > 3
 
 
-def test_temporaries_of_the_living_and_of_other_hosts_stay(tmp_path: Path) -> None:
+def test_temporaries_of_running_processes_and_other_hosts_are_kept(tmp_path: Path) -> None:
     for name in (
         f".tmp-elsewhere.{2**22 + 1}.abc",
         ".tmp-junk",
@@ -324,11 +332,11 @@ def test_temporaries_of_the_living_and_of_other_hosts_stay(tmp_path: Path) -> No
     assert len(list(tmp_path.iterdir())) == 3
 
 
-def test_a_temporary_is_stale_when_its_own_process_has_ended(tmp_path: Path) -> None:
+def test_temporary_is_stale_when_its_process_has_ended(tmp_path: Path) -> None:
     host, space, pid, started = disk.temporary_name().removeprefix(".tmp-").split(".")[:4]
     ended = str(2**22 + 1)
     stale = [f"{host}.{space}.{ended}.{started}", f"{host}.{space}.{pid}.1"]
-    # The second one is of another container with the same host name, in which that process id is somebody else's.
+    # The second one is of another container with the same host name, in which another process has that id.
     kept = [f"{host}.{space}.{pid}.{started}", f"{host}.0123456789ab.{ended}.{started}", f"{host}.{ended}"]
     for name in (*stale, *kept, "old"):
         (tmp_path / f".tmp-{name}.abc").mkdir()
@@ -355,7 +363,7 @@ def damage(path: Path, chance: random.Random) -> str:
     return f"{kind} {path.name}"
 
 
-def test_a_thousand_damaged_files_are_found(tmp_path: Path) -> None:
+def test_corrupted_checkpoint_files_are_detected(tmp_path: Path) -> None:
     stored(tmp_path / "good", 1, 2)
     files = sorted(path.name for path in (tmp_path / "good" / "step-000000002").iterdir())
     assert len(files) == 6
@@ -378,7 +386,7 @@ def test_a_thousand_damaged_files_are_found(tmp_path: Path) -> None:
     assert CheckpointStore(bad, on_notice=pytest.fail).load().step == 2
 
 
-def test_an_error_of_the_disk_does_not_stop_training(tmp_path: Path) -> None:
+def test_disk_error_does_not_stop_training(tmp_path: Path) -> None:
     class Failing(Disk):
         fail = False
 
@@ -405,7 +413,7 @@ def test_an_error_of_the_disk_does_not_stop_training(tmp_path: Path) -> None:
         assert store.steps() == [1, 4]
 
 
-def test_errors_at_every_step_are_survived(tmp_path: Path) -> None:
+def test_io_error_at_any_operation_keeps_the_last_good_checkpoint(tmp_path: Path) -> None:
     """EIO once, at any operation: the last good one stays, and the next save works."""
 
     class Once(CrashDisk):
@@ -430,7 +438,7 @@ def test_errors_at_every_step_are_survived(tmp_path: Path) -> None:
         assert [path.name for path in root.iterdir()] == ["step-000000003"]
 
 
-def test_the_default_is_a_warning(tmp_path: Path) -> None:
+def test_write_error_warns_by_default(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     store = CheckpointStore(tmp_path / "file" / "below")
     store.save(small(1))
@@ -439,7 +447,7 @@ def test_the_default_is_a_warning(tmp_path: Path) -> None:
 
 
 @pytest.mark.root
-def test_a_full_disk_keeps_the_last_good_one(tmp_path: Path) -> None:
+def test_full_disk_keeps_the_last_good_checkpoint(tmp_path: Path) -> None:
     mounted = tmp_path / "disk"
     mounted.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(mounted)], check=True)
@@ -459,7 +467,7 @@ def test_a_full_disk_keeps_the_last_good_one(tmp_path: Path) -> None:
         subprocess.run(["umount", str(mounted)], check=True)
 
 
-def test_foreign_folders_are_named(tmp_path: Path) -> None:
+def test_foreign_folder_error_names_the_detected_format(tmp_path: Path) -> None:
     cases = {
         "dcp": (".metadata", "torch.distributed.checkpoint"),
         "torch": ("last.pt", "pickled files"),
@@ -481,19 +489,19 @@ def test_foreign_folders_are_named(tmp_path: Path) -> None:
     assert not (tmp_path / "nowhere").exists()
 
 
-def test_a_step_that_is_not_there_is_named_with_those_that_are(tmp_path: Path) -> None:
+def test_missing_step_error_lists_the_available_steps(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="step 5, but got steps 1, 2"):
         stored(tmp_path, 1, 2).load(5)
 
 
-def test_a_link_and_a_renamed_format_are_not_read(tmp_path: Path) -> None:
+def test_symlinked_checkpoint_folder_is_not_listed(tmp_path: Path) -> None:
     stored(tmp_path / "real", 1)
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "step-000000001").symlink_to(tmp_path / "real" / "step-000000001")
     assert CheckpointStore(tmp_path / "run").steps() == []
 
 
-def test_another_models_checkpoint_is_refused() -> None:
+def test_checkpoint_of_another_model_is_rejected() -> None:
     model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
     check_matches(Checkpoint(1, dict(model.state_dict())), model)
     other = nn.Sequential(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 1))
@@ -516,14 +524,14 @@ def test_another_models_checkpoint_is_refused() -> None:
         (Checkpoint(1, {}, {"a/b": {"state": {"w": {"s": 1}}, "groups": []}}), "slash"),
     ],
 )
-def test_what_cannot_be_saved_is_said_at_once(tmp_path: Path, checkpoint: Checkpoint, words: str) -> None:
+def test_unserializable_checkpoint_is_rejected_by_save(tmp_path: Path, checkpoint: Checkpoint, words: str) -> None:
     store = CheckpointStore(tmp_path)
     with pytest.raises(CheckpointError, match=words):
         store.save(checkpoint)
     assert not list(tmp_path.iterdir())
 
 
-def test_the_folder_is_plain_safetensors_and_json(tmp_path: Path) -> None:
+def test_checkpoint_folder_contains_plain_safetensors_and_json(tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
     stored(tmp_path, 1)
@@ -533,7 +541,7 @@ def test_the_folder_is_plain_safetensors_and_json(tmp_path: Path) -> None:
     assert json.loads((folder / "state.json").read_text())["optimizers"]["main"]["state"]["w"] == {"k": 3}
 
 
-def test_a_network_with_nan_does_not_become_the_newest(tmp_path: Path) -> None:
+def test_checkpoint_with_nan_weights_is_not_written(tmp_path: Path) -> None:
     errors: list[Exception] = []
     store = CheckpointStore(tmp_path, on_error=errors.append)
     store.save(small(1))
@@ -543,7 +551,7 @@ def test_a_network_with_nan_does_not_become_the_newest(tmp_path: Path) -> None:
     assert store.steps() == [1]
 
 
-def test_the_loser_of_a_race_leaves_the_winners_checkpoint_alone(tmp_path: Path) -> None:
+def test_concurrent_save_of_the_same_step_keeps_the_committed_checkpoint(tmp_path: Path) -> None:
     """Two programs save the same step: who comes second must not remove what the first has committed."""
 
     class Late(Disk):

@@ -14,23 +14,23 @@ from manyhands.storage import Checkpoint, CheckpointStore
 from manyhands.storage.weights import open_weights
 
 
-def test_a_damaged_checkpoint_falls_back_to_the_one_before(tmp_path: Path) -> None:
+def test_corrupted_checkpoint_falls_back_to_the_previous_one(tmp_path: Path) -> None:
     outcomes = attack_checkpoints(tmp_path)
     assert len(outcomes) > 60
     assert [outcome for outcome in outcomes if not outcome.is_refused_with_reason] == []
 
 
-def test_a_generation_at_its_end_is_reported_and_other_steps_are_saved(tmp_path: Path) -> None:
+def test_exhausted_generation_number_is_reported_and_other_steps_are_saved(tmp_path: Path) -> None:
     errors: list[Exception] = []
     (tmp_path / "step-000000003.999999999").mkdir(parents=True)
     with CheckpointStore(tmp_path, on_error=errors.append) as store:
         store.save(Checkpoint(3, {"w": torch.ones(2)}))
         store.save(Checkpoint(4, {"w": torch.ones(2)}))
     assert store.steps() == [4]
-    assert "remove what has that name" in str(errors[0])
+    assert "Remove the entry of that name" in str(errors[0])
 
 
-def test_scores_and_claims_of_other_types_do_not_stop_pruning(tmp_path: Path) -> None:
+def test_manifest_with_invalid_score_or_claim_does_not_stop_pruning(tmp_path: Path) -> None:
     errors: list[Exception] = []
     with CheckpointStore(tmp_path, keep=1, on_error=errors.append) as store:
         store.claim()
@@ -47,7 +47,7 @@ def test_scores_and_claims_of_other_types_do_not_stop_pruning(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("name", ["model.safetensors.index.json", "model.safetensors", "pytorch_model.bin"])
-def test_weights_that_are_damaged_or_no_files_are_refused(tmp_path: Path, name: str) -> None:
+def test_corrupted_or_non_regular_weight_files_are_rejected(tmp_path: Path, name: str) -> None:
     for number, content in enumerate(CONTENTS.values()):
         folder = tmp_path / str(number)
         folder.mkdir()
@@ -61,7 +61,7 @@ def test_weights_that_are_damaged_or_no_files_are_refused(tmp_path: Path, name: 
     assert "link" in KINDS
 
 
-def test_links_of_a_hugging_face_cache_are_read(tmp_path: Path) -> None:
+def test_symlinks_of_a_hugging_face_cache_are_followed(tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
     save_file({"w": torch.ones(2)}, tmp_path / "blob")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,24 +13,24 @@ from benchmarks.attacks.fuzz_operators import fuzz
 from torch import Tensor, nn
 
 from manyhands.core import ArchiveError
-from manyhands.storage import OutputMismatch, export, load
+from manyhands.storage import OutputMismatch, export, load, operators
 from manyhands.storage.operator_list import ALLOWED
 
 
-def test_no_forged_archive_reaches_what_is_not_its_own() -> None:
+def test_forged_archives_are_rejected_with_a_reason() -> None:
     outcomes = models.attempt_all()
     assert [outcome.name for outcome in outcomes if outcome.succeeded] == []
     assert [outcome.name for outcome in outcomes if not outcome.is_refused_with_reason] == []
 
 
-def test_answers_other_than_declared_are_refused(tmp_path: Path) -> None:
+def test_outputs_that_differ_from_the_signature_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(OutputMismatch, match=r"output 'y' must be float32\[\*, 9\], but got float32\[2, 4\]"):
         load(models.wrong_shape(tmp_path / "shape"))(torch.zeros(2, 4))
     with pytest.raises(OutputMismatch, match=r"output 'y' must be float32\[\*, 4\], but got int64\[2, 4\]"):
         load(models.wrong_dtype(tmp_path / "dtype"))(torch.zeros(2, 4))
 
 
-def test_the_list_holds_no_overload_that_writes_into_an_output_and_no_gradient() -> None:
+def test_allowlist_contains_no_out_variants_or_backward_operators() -> None:
     assert not [name for name in ALLOWED if name.endswith((".out", "_out", ".grad_input"))]
     words = ("backward", "sparse", "mkldnn", "quantize", "resize", "set_.", "_reshape_alias", "empty", "unsafe_index")
     assert not [name for name in ALLOWED for word in words if word in name]
@@ -42,12 +43,21 @@ SUSPICIOUS = (
 )
 
 
-def test_operators_that_index_memory_survive_hostile_arguments() -> None:
+def test_indexing_operators_survive_hostile_arguments() -> None:
     assert fuzz(SUSPICIOUS.split(), rounds=12, seconds=1.0) == []
 
 
+def test_fuzzer_detects_uninitialized_memory_in_operator_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def leaking(name: str) -> Any:
+        return lambda self: torch.empty_like(self) if name == "aten.relu.default" else self.clone()
+
+    monkeypatch.setattr(operators, "checked", leaking)
+    (found,) = fuzz(["aten.relu.default", "aten.neg.default"], rounds=12, seconds=5.0)
+    assert (found.name, found.signal) == ("aten.relu.default", "UNINITIALIZED")
+
+
 @pytest.mark.parametrize("entry", zoo.sample(), ids=lambda entry: entry.name)
-def test_an_honest_network_is_accepted(entry: zoo.Entry) -> None:
+def test_legitimate_models_are_accepted(entry: zoo.Entry) -> None:
     assert zoo.refusal(entry) == ""
 
 
@@ -58,7 +68,7 @@ class Bessel(nn.Module):
         return torch.special.bessel_j0(x)
 
 
-def test_an_export_names_the_refused_operator_and_the_line_that_led_to_it(tmp_path: Path) -> None:
+def test_export_error_names_the_rejected_operator_and_source_line(tmp_path: Path) -> None:
     with pytest.raises(ArchiveError, match=r"bessel_j0.*not in the list.*at test_hostile_programs.py:\d+ in "):
         export(Bessel(), lambda model, x: model(x), {"x": torch.ones(2, 3)}, tmp_path)
 
@@ -79,7 +89,7 @@ class Scratch(nn.Module):
         return torch.empty_like(y).copy_(y).mul_(2)
 
 
-def test_an_export_may_change_memory_of_its_own(tmp_path: Path) -> None:
+def test_export_supports_in_place_writes_to_scratch_tensors(tmp_path: Path) -> None:
     model, x = Scratch().eval(), torch.randn(2, 3)
     made = export(model, lambda model, x: model(x), {"x": x}, tmp_path)
     program = json.loads((made / "program.json").read_text())

@@ -1,4 +1,4 @@
-"""Optimizer state by names: training goes on bit for bit where it stopped."""
+"""Optimizer state by parameter name: training resumes bit for bit."""
 
 from __future__ import annotations
 
@@ -12,14 +12,8 @@ import torch
 from torch import nn
 
 from manyhands.core import CheckpointError
-from manyhands.storage import (
-    Checkpoint,
-    CheckpointStore,
-    load_optimizer_state,
-    load_state_dict,
-    optimizer_state,
-    save_state_dict,
-)
+from manyhands.storage import Checkpoint, CheckpointStore, load_optimizer_state, optimizer_state, save_state_dict
+from manyhands.storage.tensors import load_state_dict
 
 
 def network() -> nn.Module:
@@ -60,7 +54,7 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_training_goes_on_as_if_never_stopped(tmp_path: Path, kind: str) -> None:
+def test_resumed_optimizer_continues_bit_exactly(tmp_path: Path, kind: str) -> None:
     make = OPTIMIZERS[kind]
     model = network()
     optimizer = make(model)
@@ -81,7 +75,7 @@ def test_training_goes_on_as_if_never_stopped(tmp_path: Path, kind: str) -> None
     assert float(resumed.param_groups[0]["lr"]) == float(optimizer.param_groups[0]["lr"])
 
 
-def test_slots_take_the_parameters_dtype_and_the_step_stays() -> None:
+def test_loaded_state_is_cast_to_parameter_dtype_except_the_step_counter() -> None:
     model = network()
     optimizer = torch.optim.AdamW(model.parameters())
     train(model, optimizer, 2)
@@ -95,7 +89,7 @@ def test_slots_take_the_parameters_dtype_and_the_step_stays() -> None:
     assert slots["step"].item() == 2
 
 
-def test_groups_are_matched_by_name_whatever_their_order() -> None:
+def test_optimizer_state_is_matched_by_parameter_name() -> None:
     model = network()
     optimizer = torch.optim.AdamW(model.parameters())
     train(model, optimizer, 2)
@@ -107,13 +101,13 @@ def test_groups_are_matched_by_name_whatever_their_order() -> None:
         assert turned.state[parameter]["exp_avg"] is not optimizer.state[parameter]["exp_avg"]
 
 
-def test_the_rest_is_json() -> None:
+def test_param_group_options_are_json_serializable() -> None:
     model = network()
     data = optimizer_state(torch.optim.AdamW(groups(model), lr=torch.tensor(0.5)), named(model))
     assert json.loads(json.dumps(data["groups"]))[1]["lr"] == 0.5
 
 
-def test_other_groups_are_refused_by_name() -> None:
+def test_mismatched_parameter_groups_are_rejected_by_name() -> None:
     model = network()
     data = optimizer_state(torch.optim.SGD(model.parameters(), lr=0.1), named(model))
     with pytest.raises(CheckpointError, match="2 parameter groups"):
@@ -125,7 +119,7 @@ def test_other_groups_are_refused_by_name() -> None:
         optimizer_state(torch.optim.SGD(network().parameters(), lr=0.1), named(model))
 
 
-def test_state_dict_as_one_file(tmp_path: Path) -> None:
+def test_state_dict_file_round_trip(tmp_path: Path) -> None:
     state = dict(network().state_dict())
     state["tied"] = state["0.weight"]
     state["turned"] = state["0.weight"].t()
@@ -138,14 +132,14 @@ def test_state_dict_as_one_file(tmp_path: Path) -> None:
     assert [entry.name for entry in path.parent.iterdir()] == ["weights.safetensors"]
 
 
-def test_pickled_and_broken_state_dicts_are_refused(tmp_path: Path) -> None:
+def test_pickled_and_corrupted_state_dicts_are_rejected(tmp_path: Path) -> None:
     torch.save({}, tmp_path / "a.pt")
     with pytest.raises(CheckpointError, match="pickle"):
         load_state_dict(tmp_path / "a.pt")
     (tmp_path / "b.safetensors").write_bytes(b"\xff" * 20)
-    with pytest.raises(CheckpointError, match="whole safetensors"):
+    with pytest.raises(CheckpointError, match="complete safetensors"):
         load_state_dict(tmp_path / "b.safetensors")
-    with pytest.raises(CheckpointError, match=r"name it a\.safetensors"):
+    with pytest.raises(CheckpointError, match=r"Name it a\.safetensors"):
         save_state_dict({}, tmp_path / "a.pt")
     with pytest.raises(CheckpointError, match=r"one \.safetensors file"):
         load_state_dict(tmp_path)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch._utils import _rebuild_sparse_tensor
 
 from manyhands.core import CheckpointError
 from manyhands.storage import Checkpoint, CheckpointStore, Weights, export, match, open_weights, weights
@@ -29,7 +30,7 @@ def state(width: int = 3) -> dict[str, Tensor]:
 
 
 def loaded(source: Weights) -> tuple[nn.Module, list[str]]:
-    """A network with the weights in it, and what was said about them."""
+    """Load the weights into a network; return it with the notices."""
     model = Net()
     found = open_weights(source.source)
     matched = match(found.shapes, model, source)
@@ -67,7 +68,7 @@ FORMATS: dict[str, Callable[[dict[str, Tensor], Path], Path | None]] = {
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_every_format_is_read(name: str, tmp_path: Path) -> None:
+def test_weights_are_loaded_from_every_format(name: str, tmp_path: Path) -> None:
     FORMATS[name](state(), tmp_path / name)
     model, notices = loaded(weights(tmp_path / name))
     assert holds(model, state())
@@ -75,13 +76,13 @@ def test_every_format_is_read(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
-def test_a_folder_with_one_file(name: str, tmp_path: Path) -> None:
+def test_folder_with_one_weight_file_is_loaded(name: str, tmp_path: Path) -> None:
     (save_file if name.endswith("safetensors") else torch.save)(state(), tmp_path / name)
     (tmp_path / "config.json").write_text("{}")
     assert holds(loaded(weights(tmp_path))[0], state())
 
 
-def test_a_checkpoint_and_its_averages(tmp_path: Path) -> None:
+def test_checkpoint_weights_and_ema_averages_are_loaded(tmp_path: Path) -> None:
     averages = {"head.bias": torch.ones(2)}
     with CheckpointStore(tmp_path) as store:
         store.save(Checkpoint(step=3, model=state(), averages=averages))
@@ -92,7 +93,7 @@ def test_a_checkpoint_and_its_averages(tmp_path: Path) -> None:
     assert torch.equal(kept["head.bias"], averages["head.bias"])
 
 
-def test_headers_are_enough_for_a_look(tmp_path: Path) -> None:
+def test_shapes_are_read_from_the_header_alone(tmp_path: Path) -> None:
     save_file(state(), tmp_path / "w.safetensors")
     found = open_weights(tmp_path / "w.safetensors")
     (tmp_path / "w.safetensors").unlink()
@@ -111,7 +112,7 @@ def test_headers_are_enough_for_a_look(tmp_path: Path) -> None:
         (lambda name: f"net.{name}", None),
     ],
 )
-def test_usual_prefixes_are_taken_off_with_a_notice(change: Callable[[str], str], said: str | None) -> None:
+def test_common_prefixes_are_stripped_with_a_notice(change: Callable[[str], str], said: str | None) -> None:
     source = weights({change(name): tensor for name, tensor in state().items()})
     if said is None:
         with pytest.raises(
@@ -127,7 +128,7 @@ def test_usual_prefixes_are_taken_off_with_a_notice(change: Callable[[str], str]
     assert holds(model, state())
 
 
-def test_a_network_inside_of_another_is_found() -> None:
+def test_weights_are_loaded_into_a_submodule_by_prefix() -> None:
     outer = nn.ModuleDict({"inner": Net()})
     found = open_weights(state())
     matched = match(found.shapes, outer, weights(state()))
@@ -136,7 +137,7 @@ def test_a_network_inside_of_another_is_found() -> None:
     assert matched.notices == ["names of a state dict of 9 tensors were taken under 'inner.'"]
 
 
-def test_a_name_that_only_looks_like_a_prefix_stays() -> None:
+def test_submodule_name_that_looks_like_a_prefix_is_kept() -> None:
     model = nn.ModuleDict({"model": nn.Linear(2, 2), "head": nn.Linear(2, 2)})
     source = weights(dict(model.state_dict()))
     assert match(open_weights(source.source).shapes, model, source).notices == []
@@ -154,25 +155,27 @@ def test_a_tied_weight_may_be_stored_once() -> None:
         match(open_weights(tensors).shapes, model, source)
 
 
-def test_what_does_not_fit_is_listed() -> None:
+def test_mismatch_error_lists_missing_unexpected_and_reshaped_tensors() -> None:
     tensors = {**state(4), "extra.weight": torch.ones(1)}
     tensors["top.bias"] = tensors.pop("head.bias")
     with pytest.raises(CheckpointError) as caught:
         loaded(weights(tensors))
     text = str(caught.value)
-    assert text.startswith("a state dict of 10 tensors must hold the tensors of Net, but got 1 missing (head.bias), ")
+    assert text.startswith(
+        "a state dict of 10 tensors must contain the tensors of Net, but got 1 missing (head.bias), "
+    )
     assert "2 unexpected (extra.weight, top.bias)" in text
     assert "7 of another shape (body.0.weight is (4, 2) and should be (3, 2), " in text
     assert "rename with mh.weights(path, rename={'top.': 'head.'})" in text
     assert "take what fits with mh.weights(path, strict=False)" in text
 
 
-def test_a_rename_that_makes_two_names_one_is_refused() -> None:
-    with pytest.raises(CheckpointError, match="every tensor a name of its own"):
+def test_rename_that_merges_two_names_is_rejected() -> None:
+    with pytest.raises(CheckpointError, match="every tensor a unique name"):
         loaded(weights({"a.w": torch.ones(1), "b.w": torch.ones(1)}, rename={"a.": "", "b.": ""}))
 
 
-def test_what_fits_is_taken_on_request() -> None:
+def test_non_strict_loading_takes_matching_tensors() -> None:
     tensors = {**state(), "head.weight": torch.ones(7, 7), "extra": torch.ones(1)}
     model, notices = loaded(weights(tensors, strict=False))
     assert torch.equal(model.body[0].weight, tensors["body.0.weight"])  # type: ignore[index, union-attr]
@@ -193,12 +196,16 @@ class Danger:
 @pytest.mark.parametrize(
     ("name", "write", "message"),
     [
-        ("w.pt", lambda path: torch.save(Net(), path), "only plain tensors are read.*save model.state_dict"),
-        ("w.pt", lambda path: torch.save({"a": Danger()}, path), "only plain tensors are read, because it can execute"),
+        ("w.pt", lambda path: torch.save(Net(), path), "only plain tensors are read.*save its model.state_dict"),
+        (
+            "w.pt",
+            lambda path: torch.save({"a": Danger()}, path),
+            "only plain tensors are read from a pickle, because it can execute",
+        ),
         ("w.pt", lambda path: path.write_bytes(b"nothing"), "w.pt"),
-        ("w.pth", lambda path: path.write_bytes(b""), "must be a whole file of torch.save"),
-        ("w.bin", lambda path: torch.save([1, 2], path), "must hold a state dict, but got a list without tensors"),
-        ("w.safetensors", lambda path: path.write_bytes(b"nothing"), "must be a whole safetensors file"),
+        ("w.pth", lambda path: path.write_bytes(b""), "must be a complete file of torch.save"),
+        ("w.bin", lambda path: torch.save([1, 2], path), "must contain a state dict, but got a list without tensors"),
+        ("w.safetensors", lambda path: path.write_bytes(b"nothing"), "must be a complete safetensors file"),
         ("w.onnx", lambda path: path.write_bytes(b"nothing"), "which is another kind of file"),
         ("w.pt", lambda path: None, "which does not exist"),
         ("w", lambda path: path.mkdir(), "an empty folder"),
@@ -209,11 +216,11 @@ class Danger:
                 path.mkdir(),
                 (path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../a.safetensors"}}'),
             ),
-            "lists files beside it, but got '../a.safetensors'",
+            "must list files in its own folder, but got '../a.safetensors'",
         ),
     ],
 )
-def test_what_is_refused(
+def test_unsupported_or_unsafe_weight_files_are_rejected(
     name: str, write: Callable[[Path], Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -223,7 +230,7 @@ def test_what_is_refused(
     assert not (tmp_path / "was-executed").exists()
 
 
-def test_a_cut_file_is_refused(tmp_path: Path) -> None:
+def test_truncated_weight_file_is_rejected(tmp_path: Path) -> None:
     for name, save in (("w.safetensors", save_file), ("w.pt", torch.save)):
         save(state(), tmp_path / name)
         data = (tmp_path / name).read_bytes()
@@ -232,7 +239,7 @@ def test_a_cut_file_is_refused(tmp_path: Path) -> None:
             loaded(weights(tmp_path / name))
 
 
-def test_an_exported_model_is_a_start_by_its_newest_version(tmp_path: Path) -> None:
+def test_weights_of_the_newest_exported_version_are_loaded(tmp_path: Path) -> None:
     for width in (1.0, 2.0):
         net = nn.Linear(2, 1)
         nn.init.constant_(net.weight, width)
@@ -252,26 +259,66 @@ def test_an_exported_model_is_a_start_by_its_newest_version(tmp_path: Path) -> N
         (b"\x80\x02}q\x00X", "a damaged one"),
     ],
 )
-def test_a_damaged_file_is_told_in_our_own_words(content: bytes, told: str, tmp_path: Path) -> None:
+def test_corrupted_torch_file_error_is_a_plain_sentence(content: bytes, told: str, tmp_path: Path) -> None:
     (tmp_path / "w.pt").write_bytes(content)
     with pytest.raises(CheckpointError) as error:
         open_weights(tmp_path / "w.pt")
     assert str(error.value) == (
-        f"{tmp_path / 'w.pt'} must be a whole file of torch.save, but got {told}; copy or download it again"
+        f"{tmp_path / 'w.pt'} must be a complete file of torch.save, but got {told}. Copy or download it again."
     )
+
+
+def test_control_characters_in_tensor_names_are_escaped_in_errors(tmp_path: Path) -> None:
+    name = "\x1b]0;owned\x07\x9b2J\u202e\r"
+    save_file({name: torch.ones(2)}, tmp_path / "w.safetensors")
+    with pytest.raises(CheckpointError) as error:
+        loaded(weights(tmp_path / "w.safetensors"))
+    assert r"\x1b]0;owned\x07\x9b2J\u202e\x0d" in str(error.value)
+    assert not set(name) & set("\x1b\x07\x9b\u202e\r") & set(str(error.value))
 
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("zipped", [True, False])
-def test_a_pickled_network_is_refused_without_advice_to_trust_it(zipped: bool, tmp_path: Path) -> None:
+def test_pickled_module_is_rejected_without_suggesting_weights_only_false(zipped: bool, tmp_path: Path) -> None:
     torch.save(Net(), tmp_path / "w.pt", _use_new_zipfile_serialization=zipped)
     with pytest.raises(CheckpointError) as error:
         open_weights(tmp_path / "w.pt")
-    assert f"w.pt with {Net.__module__}.Net in it; where you trust it, save" in str(error.value)
+    assert f"w.pt with {Net.__module__}.Net in it. If you trust the file, save" in str(error.value)
     assert "weights_only" not in str(error.value)
     assert "safe_globals" not in str(error.value)
 
 
-def test_a_state_dict_holds_tensors() -> None:
-    with pytest.raises(CheckpointError, match="the values of a state dict are tensors, but got {'a': int}"):
+class Rebuilt:
+    """Is pickled as the call of a function of torch that `weights_only` allows."""
+
+    def __init__(self, function: Callable[..., Tensor], *args: Any) -> None:
+        self.function, self.args = function, args
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self.function, self.args
+
+
+FAR = torch.tensor([2**40])
+HOSTILE: dict[str, Callable[[], object]] = {
+    "sparse": lambda: Rebuilt(_rebuild_sparse_tensor, torch.sparse_coo, (FAR[None], torch.ones(1), (3,))),
+    "compressed": lambda: Rebuilt(
+        _rebuild_sparse_tensor, torch.sparse_csr, (torch.tensor([0, 1]), FAR, torch.ones(1), (1, 3))
+    ),
+    "without values": lambda: torch.empty(3, device="meta"),
+    "quantized": lambda: torch.quantize_per_tensor(torch.ones(3), 1.0, 0, torch.qint8),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("zipped", [True, False])
+@pytest.mark.parametrize("build", HOSTILE.values(), ids=list(HOSTILE))
+def test_non_dense_tensors_in_a_pickle_are_rejected(build: Callable[[], object], zipped: bool, tmp_path: Path) -> None:
+    """torch takes the indices of sparse tensors as they come; making such a tensor dense writes to that address."""
+    torch.save({"head.bias": build()}, tmp_path / "w.pt", _use_new_zipfile_serialization=zipped)
+    with pytest.raises(CheckpointError, match="'head.bias' must be"):
+        open_weights(tmp_path / "w.pt")
+
+
+def test_state_dict_with_non_tensor_values_is_rejected() -> None:
+    with pytest.raises(CheckpointError, match="the values of a state dict must be tensors, but got {'a': int}"):
         open_weights({"a": 1})

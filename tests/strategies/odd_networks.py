@@ -221,9 +221,9 @@ class CrossAttention(nn.Module):
     def forward(self, z: Tensor, is_padding: Tensor) -> Tensor:
         later = torch.zeros(LENGTH, LENGTH, dtype=z.dtype).masked_fill(torch.ones(LENGTH, LENGTH).triu(1).bool(), -9.0)
         inputs = [tensor.transpose(0, 1) for tensor in (self.query(z), z, self.value(z))]
-        found, weights = self.attention(
-            *inputs, key_padding_mask=is_padding, attn_mask=later, average_attn_weights=False
-        )
+        # Of the type of the other mask: torch warns of two different ones.
+        padding = torch.zeros(is_padding.shape, dtype=z.dtype).masked_fill(is_padding, -torch.inf)
+        found, weights = self.attention(*inputs, key_padding_mask=padding, attn_mask=later, average_attn_weights=False)
         return self.head(found.mean(0)) + weights.sum((1, 2))[:, :1]
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from manyhands.distributed import World
-from manyhands.strategies import BatchStats
+from manyhands.strategies.batch_stats import BatchStats
 from manyhands.testing import run_threads
 
 KINDS = {
@@ -37,7 +37,7 @@ def step(layer: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
-def test_uneven_parts_equal_the_whole(kind: str, settings: dict[str, Any]) -> None:
+def test_synchronized_batch_norm_on_uneven_shards_equals_full_batch(kind: str, settings: dict[str, Any]) -> None:
     make, shape = KINDS[kind]
     torch.manual_seed(0)
     x = (torch.randn(shape) * 3 + 100).double()
@@ -60,7 +60,7 @@ def test_uneven_parts_equal_the_whole(kind: str, settings: dict[str, Any]) -> No
         torch.testing.assert_close(total, parameter.grad, rtol=1e-9, atol=1e-9)
 
 
-def test_a_ghost_takes_part_and_does_not_count() -> None:
+def test_padding_row_does_not_affect_batch_statistics_or_gradients() -> None:
     x = torch.randn(4, 3).double()
     whole = nn.BatchNorm1d(3).double()
     expected = whole(x)
@@ -68,18 +68,18 @@ def test_a_ghost_takes_part_and_does_not_count() -> None:
     def part(world: World) -> torch.Tensor:
         layer = nn.BatchNorm1d(3).double()
         stats = BatchStats(layer, world)
-        stats.is_ghost = world.rank == 1
+        stats.is_padding = world.rank == 1
         mine = (x if world.rank == 0 else x[:1] * 100).clone().requires_grad_()
         y = layer(mine)
         torch.testing.assert_close(layer.running_var, whole.running_var)
         (y.square().sum() * (world.rank == 0)).backward()
-        assert world.rank == 0 or not mine.grad.any(), "nothing flows back to a ghost"
+        assert world.rank == 0 or not mine.grad.any(), "no gradient flows back to a padding row"
         return y
 
     torch.testing.assert_close(run_threads(part, 2)[0], expected)
 
 
-def test_evaluation_and_closing_give_the_plain_layer_back() -> None:
+def test_eval_uses_no_collective_and_close_restores_forward() -> None:
     def part(world: World) -> bool:
         layer = nn.BatchNorm1d(3)
         stats = BatchStats(layer, world)
@@ -93,7 +93,7 @@ def test_evaluation_and_closing_give_the_plain_layer_back() -> None:
     assert run_threads(lambda world: part(world) if world.rank == 0 else True, 2) == [True, True]
 
 
-def test_bfloat16_inputs() -> None:
+def test_synchronized_batch_norm_accepts_bfloat16_inputs() -> None:
     x = torch.randn(6, 3).bfloat16()
     expected = nn.BatchNorm1d(3)(x.float())
 

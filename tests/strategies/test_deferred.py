@@ -9,7 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from manyhands.core import default_dtype
 from manyhands.strategies import CannotDefer, Deferred, defer
+from manyhands.strategies.build_replica import allocate
+from manyhands.strategies.gradient_hooks import GradientHooks
 
 
 class Custom(nn.Module):
@@ -74,7 +77,7 @@ def values(deferred: Deferred) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("name", NETWORKS)
-def test_values_are_those_of_the_function(name: str) -> None:
+def test_deferred_initialization_equals_eager_initialization(name: str) -> None:
     torch.manual_seed(5)
     plain = NETWORKS[name]()
     after = torch.randn(1)
@@ -88,7 +91,7 @@ def test_values_are_those_of_the_function(name: str) -> None:
     assert torch.equal(torch.randn(1), after), "what is drawn next is the same too"
 
 
-def test_values_do_not_depend_on_the_default_dtype_at_the_time_of_filling() -> None:
+def test_deferred_values_ignore_default_dtype_set_before_fill() -> None:
     def make() -> nn.Module:
         model = nn.Linear(4, 4)
         model.places = nn.Parameter(torch.randn(9, 16))
@@ -106,7 +109,7 @@ def test_values_do_not_depend_on_the_default_dtype_at_the_time_of_filling() -> N
     assert [key for key, tensor in expected.items() if not torch.equal(found[key], tensor)] == []
 
 
-def test_only_a_few_tensors_are_there_at_a_time() -> None:
+def test_fill_holds_at_most_three_tensors_in_memory() -> None:
     width, depth = 256, 12
 
     class Deep(nn.Sequential):
@@ -150,9 +153,47 @@ class Own(nn.Module):
     ("make", "reason"),
     [(Looks, "item"), (Hides, "hidden is a tensor, and neither"), (Own, "a generator of its own")],
 )
-def test_what_cannot_be_noted_down_is_said(make: Callable[[], nn.Module], reason: str) -> None:
+def test_defer_raises_cannot_defer_and_restores_rng_state(make: Callable[[], nn.Module], reason: str) -> None:
     torch.manual_seed(5)
     state = torch.get_rng_state()
     with pytest.raises(CannotDefer, match=reason):
         defer(make)
     assert torch.equal(torch.get_rng_state(), state), "the function can be called plainly after that"
+
+
+def test_allocate_keeps_shared_parameters_and_buffers_shared() -> None:
+    with torch.device("meta"):
+        model = nn.ModuleDict(
+            {"words": nn.Embedding(5, 3), "head": nn.Linear(3, 5, bias=False), "norm": nn.BatchNorm1d(3)}
+        )
+        model["head"].weight = model["words"].weight
+        model["again"] = nn.BatchNorm1d(3)
+        model["again"].running_mean = model["norm"].running_mean
+    allocate(model, torch.device("cpu"))
+    assert model["head"].weight is model["words"].weight
+    assert model["again"].running_mean is model["norm"].running_mean
+    assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+
+
+def test_replay_uses_the_default_dtype_of_the_model_function() -> None:
+    class Rates(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("rates", 10 ** (torch.arange(0, 40_000, 2) / 40_000))
+
+    expected, deferred = Rates().rates, defer(Rates)
+    with default_dtype(torch.float64):
+        assert torch.equal(values(deferred)["rates"], expected)
+
+
+def test_gradient_hooks_of_small_parameters_are_kept() -> None:
+    def make() -> nn.Module:
+        model = nn.Linear(4, 4)
+        model.weight.register_hook(lambda gradient: gradient - gradient.mean(1, keepdim=True))
+        model.bias.register_post_accumulate_grad_hook(lambda parameter: None)
+        return model
+
+    model = defer(make).model
+    hooks = GradientHooks()
+    hooks.adopt(model.named_parameters())
+    assert hooks.names == ["weight", "bias"]

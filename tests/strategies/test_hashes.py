@@ -11,7 +11,7 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.int8, torch.bool, 
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_one_bit_changes_it(dtype: torch.dtype) -> None:
+def test_flipping_one_bit_changes_tensor_hash(dtype: torch.dtype) -> None:
     for shape in ((), (3,), (2049,), (5, 1001)):
         tensor = torch.arange(torch.Size(shape).numel()).view(shape).to(dtype)
         before = hash_of(tensor)
@@ -23,7 +23,7 @@ def test_one_bit_changes_it(dtype: torch.dtype) -> None:
         assert hash_of(tensor) == before
 
 
-def test_it_is_that_of_the_values_and_of_their_order() -> None:
+def test_tensor_hash_depends_on_values_and_order_not_on_strides() -> None:
     tensor = torch.randn(5001)
     assert hash_of(tensor[1:]) == hash_of(tensor[1:].clone())
     assert hash_of(tensor[:5000].view(50, 100).T) == hash_of(tensor[:5000].view(50, 100).T.contiguous())

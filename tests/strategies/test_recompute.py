@@ -85,7 +85,9 @@ def trained(world: World, ways: list[str], folder: Path, deterministic: bool) ->
 
 
 @pytest.mark.parametrize(("size", "deterministic"), [(1, False), (1, True), (2, False), (2, True)])
-def test_training_is_the_same(size: int, deterministic: bool, run_ranks: Callable[..., Any], tmp_path: Path) -> None:
+def test_recompute_does_not_change_losses_or_weights(
+    size: int, deterministic: bool, run_ranks: Callable[..., Any], tmp_path: Path
+) -> None:
     """Dropout by either kind of generator, running statistics, a buffer that changes, tied weights, two replicas."""
     work = partial(trained, ways=["", *WAYS], folder=tmp_path, deterministic=deterministic)
     results = work(NullWorld()) if size == 1 else run_ranks(work, size)[0]
@@ -117,8 +119,8 @@ class _Mlp(nn.Module):
         return x + self.down(torch.tanh(F.gelu(self.up(x))))
 
 
-def test_memory_that_is_held_until_backward() -> None:
-    """Plain: what gelu takes and tanh gives, and what stands between blocks; with blocks only the latter."""
+def test_recompute_reduces_activation_memory_held_for_backward() -> None:
+    """Plain: what gelu takes and tanh gives, and the tensors between blocks; with blocks only the latter."""
     row = 8 * 4
     assert held("") == (6 * 2 * 128 + 5 * 32) * row
     assert held("blocks") == 5 * 32 * row
@@ -126,7 +128,7 @@ def test_memory_that_is_held_until_backward() -> None:
     assert held("", 16) == 2 * held("", 8)
 
 
-def test_what_is_chosen() -> None:
+def test_recompute_selects_modules_by_mode_or_pattern() -> None:
     assert recompute(Cnn(), "blocks") == ["blocks.0", "blocks.1"]
     assert recompute(Cnn(), "selective") == ["blocks.0", "blocks.1"]
     assert recompute(Cnn(), "*.mlp") == ["blocks.0.mlp", "blocks.1.mlp"]
@@ -138,7 +140,7 @@ def test_what_is_chosen() -> None:
     assert recompute(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), "blocks") == ["layers.0", "layers.1"]
 
 
-def test_a_copy_computes_with_its_own_weights_and_it_comes_off_again() -> None:
+def test_deepcopied_recompute_model_uses_own_weights_and_can_be_reset() -> None:
     net = Cnn()
     recompute(net, "blocks")
     twin = copy.deepcopy(net)
@@ -153,7 +155,7 @@ def test_a_copy_computes_with_its_own_weights_and_it_comes_off_again() -> None:
     assert all("forward" not in module.__dict__ for module in net.modules())
 
 
-def test_a_forward_of_the_modules_own_comes_back() -> None:
+def test_keep_all_restores_instance_level_forward() -> None:
     net = Cnn()
     seven = MethodType(lambda self, x: x * 0 + 7, net.blocks[0])
     net.blocks[0].forward = seven
@@ -180,7 +182,7 @@ class Late(nn.Module):
 
 
 @pytest.mark.parametrize("size", [1, SMALL + 1])
-def test_a_buffer_that_changes_late_is_changed_once(size: int) -> None:
+def test_recompute_updates_late_changing_buffer_once_per_step(size: int) -> None:
     net, x = nn.Sequential(Late(size), Late(size)), torch.ones(1, 2)
     plain = copy.deepcopy(net)
     recompute(net, "blocks")
@@ -200,10 +202,10 @@ def test_a_buffer_that_changes_late_is_changed_once(size: int) -> None:
     ("way", "message"),
     [
         ("blocks", r"needs blocks that are repeated .* got 'blocks' for a Sequential with the modules 0, 1, 2"),
-        ("*.attention", r"must match the name of a module, but got '\*\.attention' .*; name them by a pattern"),
+        ("*.attention", r"must match the name of a module, but got '\*\.attention' .*. Name them by a pattern"),
     ],
 )
-def test_what_matches_nothing_is_refused(way: str, message: str, tmp_path: Path) -> None:
+def test_recompute_pattern_without_matching_module_is_rejected(way: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(StrategyError, match=message):
         mh.fit(problem("mlp"), mh.Single(recompute=way), on="cpu", folder=tmp_path, progress=False)
     with pytest.raises(StrategyError, match="but got True"):

@@ -39,7 +39,7 @@ def makespan(order: list[Action], num_ranks: int, num_stages: int) -> float:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize(("num_ranks", "wanted"), [(2, 1), (2, 5), (3, 7), (4, 8), (4, 13)])
-def test_everything_is_done_once_and_in_order(schedule: str, num_ranks: int, wanted: int) -> None:
+def test_pipeline_schedule_runs_every_action_once_in_rank_order(schedule: str, num_ranks: int, wanted: int) -> None:
     num_micros = usable(schedule, num_ranks, wanted)
     order = merged(schedule, num_ranks, num_micros)
     num_stages = num_ranks * stages_per_rank(schedule)
@@ -54,19 +54,19 @@ def test_everything_is_done_once_and_in_order(schedule: str, num_ranks: int, wan
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])
-def test_the_bubble_is_that_of_the_formula(schedule: str) -> None:
+def test_pipeline_bubble_matches_closed_form(schedule: str) -> None:
     num_ranks, num_micros = 4, 8
     order = merged(schedule, num_ranks, num_micros)
     whole = makespan(order, num_ranks, num_ranks * stages_per_rank(schedule))
     assert 1 - 3 * num_micros / whole == pytest.approx(bubble(schedule, num_ranks, num_micros), abs=0.02)
 
 
-def test_one_forward_one_backward_keeps_few_microbatches() -> None:
+def test_1f1b_holds_fewer_live_microbatches_than_gpipe() -> None:
     assert [live(merged("1f1b", 4, 16), stage) for stage in range(4)] == [4, 3, 2, 1]
     assert live(merged("gpipe", 4, 16), 0) == 16
     zero = merged("zero-bubble", 4, 8)
     assert makespan(zero, 4, 4) < makespan(merged("1f1b", 4, 8), 4, 4)
 
 
-def test_parts_are_even() -> None:
+def test_even_splits_sizes_differ_by_at_most_one() -> None:
     assert even(10, 4) == [3, 3, 2, 2]

@@ -128,7 +128,7 @@ def train_at_boundaries(world: World, name: str, folder: Path) -> list[dict[str,
 
 
 @pytest.mark.parametrize("name", list(TASKS))
-def test_every_boundary_gives_the_weights_of_one_device(name: str, run_ranks: Any, tmp_path: Path) -> None:
+def test_every_stage_boundary_matches_single_device_weights(name: str, run_ranks: Any, tmp_path: Path) -> None:
     train(NullWorld(), Job(task=TASKS[name], spec=mh.Single(precision="fp64"), folder=tmp_path / "one", epochs=1))
     expected = CheckpointStore(tmp_path / "one" / CHECKPOINTS).load().model
     results = run_ranks(partial(train_at_boundaries, name=name, folder=tmp_path), 2)[0]

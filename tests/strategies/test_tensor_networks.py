@@ -45,13 +45,13 @@ def errors(world: World, choices: list[Choice], spec: StrategySpec) -> list[str]
     return found
 
 
-def test_networks_that_once_differed_are_the_same(run_ranks: Any) -> None:
+def test_tensor_parallel_regression_networks_match_single_device(run_ranks: Any) -> None:
     choices = [PLAIN | changes for changes in NETWORKS.values()]
     found = run_ranks(partial(errors, choices=choices, spec=mh.TensorParallel(2)), 2)[0]
     assert dict(zip(NETWORKS, found, strict=True)) == dict.fromkeys(NETWORKS, "")
 
 
-def test_networks_made_at_random_are_the_same_on_replicas_of_tensor_ranks(run_ranks: Any) -> None:
+def test_random_networks_match_single_device_on_replicas_x_tensor(run_ranks: Any) -> None:
     spec = mh.Mirrored(2) * mh.TensorParallel(2)
     found = run_ranks(partial(errors, choices=[choose(seed) for seed in SEEDS], spec=spec), 4)[0]
     assert dict(zip(SEEDS, found, strict=True)) == dict.fromkeys(SEEDS, "")
@@ -78,7 +78,7 @@ class SparseLookup(nn.Module):
 
 @pytest.mark.parametrize(("choice", "got"), [("layer", "got 0 with sparse=True"), ("function", "got F.embedding with")])
 def test_sparse_gradients_are_refused_before_training(choice: str, got: str) -> None:
-    with pytest.raises(TaskError, match=rf"gradients must be dense .*{got}.*build it with sparse=False"):
+    with pytest.raises(TaskError, match=rf"gradients must be dense .*{got}.*Build it with sparse=False"):
         mh.check(sparse(choice), mh.TensorParallel(2), on="cpu*2")
 
 
@@ -89,7 +89,7 @@ class ByType(nn.Module):
         return x if type(x) is Tensor else x * 2
 
 
-def test_a_difference_names_the_module_that_shows_it() -> None:
+def test_check_names_module_that_differs_under_tensor_parallel() -> None:
     task = task_of(PLAIN).replace(
         model=lambda: nn.Sequential(nn.Embedding(19, 8), nn.Linear(8, 8), ByType(), nn.Linear(8, 19)),
         loss=lambda model, batch: F.cross_entropy(model(batch[0]).flatten(0, 1), batch[0].flatten()),

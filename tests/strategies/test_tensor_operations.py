@@ -103,7 +103,7 @@ def differences(world: World) -> dict[str, float]:
     return {f"{name}, cut along {dim}": both_ways(op, axis, dim) for name, op in OPERATIONS.items() for dim in (0, 1)}
 
 
-def test_operations_have_the_values_and_gradients_of_one_device(run_ranks: Any) -> None:
+def test_sharded_operations_match_single_device_values_and_gradients(run_ranks: Any) -> None:
     found = run_ranks(differences, 2)[0]
     assert {name: error for name, error in found.items() if error > 1e-12} == {}
 
@@ -135,7 +135,7 @@ def without_torchs_products(world: World) -> dict[str, str]:
     return found
 
 
-def test_products_of_heads_do_not_need_torchs_own(run_ranks: Any) -> None:
+def test_attention_head_matmul_works_without_dtensor_matmul(run_ranks: Any) -> None:
     assert run_ranks(without_torchs_products, 2)[0] == dict.fromkeys(NEED_RULES, "True")
 
 
@@ -154,7 +154,7 @@ def out_of_range(world: World) -> list[str]:
     return found
 
 
-def test_rows_and_classes_that_there_are_not_raise_an_error(run_ranks: Any) -> None:
+def test_out_of_range_indices_and_targets_raise_as_on_one_device(run_ranks: Any) -> None:
     found = run_ranks(out_of_range, 2)[0]
     assert found == [
         "index out of range in self", "Target -1 is out of bounds.",

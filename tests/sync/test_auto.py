@@ -33,31 +33,31 @@ def chosen(bandwidth: float, *, lossy: bool, alone: float = 0.02) -> str:
     return str(choose(forecasts(links, NETWORK, 2, exact=exact, alone=alone, lossy=lossy)).policy)
 
 
-def test_a_slow_network_asks_for_few_bytes_and_a_fast_one_for_the_exact_sum() -> None:
+def test_slow_links_choose_compression_and_fast_links_choose_allreduce() -> None:
     assert chosen(100_000 * MEGABIT, lossy=True) == "allreduce"
     assert chosen(100 * MEGABIT, lossy=True) != "allreduce"
     assert chosen(1 * MEGABIT, lossy=True).startswith(("localsteps", "powersgd"))
 
 
-def test_only_what_keeps_the_answer_is_chosen_unless_it_may_be_lossy() -> None:
+def test_auto_chooses_allreduce_unless_lossy_is_allowed() -> None:
     for bandwidth in (1, 100, 100_000):
         assert chosen(bandwidth * MEGABIT, lossy=False) == "allreduce"
 
 
-def test_gradients_that_no_lossy_policy_takes_are_summed_exactly() -> None:
+def test_complex_gradients_fall_back_to_allreduce() -> None:
     odd = {"w": torch.zeros(10, dtype=torch.complex64)}
     found = forecasts(Links(1.0, 1.0), odd, 2, exact=9.0, alone=0.1, lossy=True)
     assert [str(forecast.policy) for forecast in found] == ["allreduce"]
 
 
-def test_links_are_measured_alike_on_all_ranks(run_ranks: Callable[..., list[Any]]) -> None:
+def test_link_measurements_are_identical_on_all_ranks(run_ranks: Callable[..., list[Any]]) -> None:
     first, *others = run_ranks(measure_links, 3)
     assert first.bandwidth > 1e6
     assert 0 < first.latency < 1
     assert others == [first, first]
 
 
-def test_without_lossy_a_run_is_the_exact_one(tmp_path: Path) -> None:
+def test_auto_without_lossy_has_the_losses_of_allreduce(tmp_path: Path) -> None:
     exact, auto = (
         mh.fit(spirals(), mh.Mirrored(2, sync=sync), on="cpu*2", epochs=3, folder=tmp_path, name=sync, **QUIET)
         for sync in ("allreduce", "auto")
@@ -85,7 +85,7 @@ def switch(world: World, policies: list[str]) -> list[float]:
     return losses
 
 
-def test_a_network_goes_on_under_another_policy(run_ranks: Callable[..., list[Any]]) -> None:
+def test_training_continues_after_switching_the_sync_policy(run_ranks: Callable[..., list[Any]]) -> None:
     policies = ["localsteps(3)", "int8", "allreduce", "powersgd(2,warmup=0)", "diloco(4,momentum=0.1)", "allreduce"] * 3
     first, second = run_ranks(partial(switch, policies=policies), 2)
     assert first == second
@@ -93,7 +93,7 @@ def test_a_network_goes_on_under_another_policy(run_ranks: Callable[..., list[An
 
 
 def trial(world: World, exact: float) -> tuple[str, bool]:
-    """A policy on trial, where an exact step is said to have taken so long."""
+    """A policy on trial, with a given duration of the exact step."""
     hand, task = Hand(world, mh.Mirrored(world.size, sync="auto(lossy=True)")), spirals()
     hand.build(task)
     choosing = hand._choosing
@@ -112,12 +112,12 @@ def trial(world: World, exact: float) -> tuple[str, bool]:
 
 
 @pytest.mark.parametrize(("exact", "kept"), [(1e9, "localsteps(3)"), (0.0, "allreduce")])
-def test_a_policy_that_is_no_faster_is_taken_back(exact: float, kept: str, run_ranks: Callable[..., list[Any]]) -> None:
+def test_policy_that_is_not_faster_is_reverted(exact: float, kept: str, run_ranks: Callable[..., list[Any]]) -> None:
     assert run_ranks(partial(trial, exact=exact), 2) == [(kept, True)] * 2
 
 
-def test_it_is_refused_for_parts_of_a_network() -> None:
-    with pytest.raises(StrategyError, match=r"chosen for whole networks only.*name the policy"):
+def test_auto_is_rejected_for_sharded_networks() -> None:
+    with pytest.raises(StrategyError, match=r"chosen automatically for whole networks.*name the policy"):
         mh.launch(lambda hand: None, mh.Sharded(2, replicas=2, sync="auto"), on="cpu*4")
 
 
@@ -136,7 +136,7 @@ def over_a_slow_link(world: World) -> tuple[str, float]:
 
 
 @pytest.mark.root
-def test_between_two_hosts_on_a_slow_network_a_lossy_policy_is_chosen(engine: LocalEngine) -> None:
+def test_auto_chooses_a_lossy_policy_between_hosts_on_a_slow_link(engine: LocalEngine) -> None:
     said: list[str] = []
     with NamespaceHosts(2, rate="10mbit") as hosts:
         job = engine.start(hosts.joined(over_a_slow_link), resolve("cpu*2")[0], timeout=60)

@@ -13,7 +13,7 @@ from manyhands.launcher import LocalEngine
 
 
 @pytest.mark.root
-def test_slow_link_in_small(engine: LocalEngine) -> None:
+def test_slow_link_benchmark_runs_at_small_scale(engine: LocalEngine) -> None:
     rounds = slow_link.race("1gbit", 11, ["auto", "int8"], 2)
     assert [set(courses) for courses in rounds] == [{"ddp", "auto", "int8"}, {"ddp", "auto"}]
     # All contenders see the same samples in the same order: they begin with the same loss.
@@ -25,7 +25,7 @@ def test_slow_link_in_small(engine: LocalEngine) -> None:
     assert report.notes["1 Gbit/s: ddp: steps"] == 11
 
 
-def test_convergence_in_small(engine: LocalEngine) -> None:
+def test_convergence_benchmark_runs_at_small_scale(engine: LocalEngine) -> None:
     for lesson in (CNN, GPT, LIKES):
         exact, lossy = (convergence.losses(lesson, policy, 4) for policy in ("allreduce", "topk(0.01,warmup=1)"))
         assert len(exact) == len(lossy) == 4
@@ -34,7 +34,7 @@ def test_convergence_in_small(engine: LocalEngine) -> None:
     assert convergence.draw({"cnn": {"allreduce": exact, "topk": lossy}}).startswith("<svg")
 
 
-def test_updates_beside_tensorflow_in_small(
+def test_parameter_server_benchmark_runs_without_tensorflow(
     engine: LocalEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(parameter_server.tensorflow_servers, "measure", lambda *sizes: "it is not there")

@@ -35,7 +35,7 @@ def gradients_after(world: World, model: nn.Module) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("first_bytes", [1, 1 << 20])
-def test_gradients_become_the_sum_and_unused_parameters_keep_none(
+def test_gradients_are_all_reduced_and_unused_parameters_keep_none(
     first_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(buckets, "FIRST_BYTES", first_bytes)
@@ -49,12 +49,12 @@ def test_gradients_become_the_sum_and_unused_parameters_keep_none(
     for found in run_threads(lambda world: gradients_after(world, models[world.rank]), 3):
         for name, gradient in expected.items():
             if gradient is None:
-                assert found[name] is None, f"{name} was used by nobody"
+                assert found[name] is None, f"{name} was not used"
             else:
                 torch.testing.assert_close(found[name], gradient, msg=name)
 
 
-def test_micro_steps_are_summed_before_they_travel() -> None:
+def test_micro_batch_gradients_are_accumulated_before_the_all_reduce() -> None:
     def accumulate(world: World) -> torch.Tensor:
         layer = nn.Linear(2, 1, bias=False)
         made = Buckets({"w": layer.weight}, world, AllReduce())
@@ -72,7 +72,7 @@ def test_micro_steps_are_summed_before_they_travel() -> None:
         assert gradient.tolist() == [[expected, expected]]
 
 
-def test_a_sparse_gradient_is_refused_by_name() -> None:
+def test_sparse_gradient_is_rejected_by_parameter_name() -> None:
     def work(world: World) -> None:
         table = nn.Embedding(10, 2, sparse=True)
         made = Buckets({"table.weight": table.weight}, world, AllReduce())
@@ -80,11 +80,11 @@ def test_a_sparse_gradient_is_refused_by_name() -> None:
         table(torch.tensor([1])).sum().backward()
         made.finish()
 
-    with pytest.raises(TaskError, match="a sparse gradient of table.weight; build its layer with sparse=False"):
+    with pytest.raises(TaskError, match="a sparse gradient of table.weight. Build its layer with sparse=False"):
         run_threads(work, 2)
 
 
-def test_dtypes_do_not_mix_in_a_bucket() -> None:
+def test_buckets_do_not_mix_dtypes() -> None:
     def work(world: World) -> list[torch.dtype]:
         model = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2).double()])
         made = Buckets(dict(model.named_parameters()), world, AllReduce())
@@ -96,6 +96,6 @@ def test_dtypes_do_not_mix_in_a_bucket() -> None:
     assert run_threads(work, 2)[0] == [torch.float32] * 2 + [torch.float64] * 2
 
 
-def test_an_unknown_policy_is_refused() -> None:
+def test_unknown_policy_is_rejected() -> None:
     with pytest.raises(StrategyError, match="sync must be one of allreduce"):
         make_policy("telepathy")

@@ -16,23 +16,23 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("policy", LOSSY)
-def test_a_recorded_step_exchanges_by_the_policy(policy: str, tmp_path: Path) -> None:
+def test_captured_step_applies_the_sync_policy(policy: str, tmp_path: Path) -> None:
     def fit(capture: str) -> Any:
         spec = mh.Mirrored(2, sync=policy, capture=capture)
         return mh.fit(spirals(), spec, on="cuda:0*2", epochs=6, folder=tmp_path, name=capture, **QUIET)
 
-    plain, recorded = fit("off"), fit("graph")
-    assert "two CUDA graphs around the exchange" in notices(recorded)
-    assert f"sync={policy}: the mean gradient was" in notices(recorded)
-    np.testing.assert_allclose(recorded.losses, plain.losses, rtol=2e-2)
+    plain, captured = fit("off"), fit("graph")
+    assert "two CUDA graphs around the exchange" in notices(captured)
+    assert f"sync={policy}: the mean gradient was" in notices(captured)
+    np.testing.assert_allclose(captured.losses, plain.losses, rtol=2e-2)
 
 
 @pytest.mark.parametrize("policy", ["localsteps(4)", "diloco(5,momentum=0.5)"])
-def test_steps_between_agreements_are_recorded_whole(policy: str, tmp_path: Path) -> None:
+def test_local_steps_are_captured_as_one_cuda_graph(policy: str, tmp_path: Path) -> None:
     def fit(capture: str) -> Any:
         spec = mh.Mirrored(2, sync=policy, capture=capture)
         return mh.fit(spirals(), spec, on="cuda:0*2", epochs=12, folder=tmp_path, name=capture, **QUIET)
 
-    plain, recorded = fit("off"), fit("graph")
-    assert "recorded as one CUDA graph" in notices(recorded)
-    np.testing.assert_allclose(recorded.losses, plain.losses, rtol=2e-2)
+    plain, captured = fit("off"), fit("graph")
+    assert "captured as one CUDA graph" in notices(captured)
+    np.testing.assert_allclose(captured.losses, plain.losses, rtol=2e-2)

@@ -62,7 +62,7 @@ def all_of(world: World) -> dict[str, Any]:
     return {policy: exchange(world, policy, 4) for policy in policies}
 
 
-def test_sums_within_hosts_are_exact_and_what_is_left_out_between_them_is_kept(engine: LocalEngine) -> None:
+def test_intra_host_sums_are_exact_and_inter_host_error_feedback_is_kept(engine: LocalEngine) -> None:
     found = run(engine, all_of, 4)
     wanted = [
         sum(torch.cat([g.reshape(-1) for g in gradients(rank, step).values()]) for rank in range(4))
@@ -92,10 +92,8 @@ def uneven(world: World) -> str:
     return str(raised.value)
 
 
-def test_hosts_with_other_numbers_of_ranks_are_refused(engine: LocalEngine) -> None:
-    assert (
-        "every host must have as many ranks as the others, but got 2 on host1, 1 on host2" in run(engine, uneven, 3)[0]
-    )
+def test_hosts_with_different_rank_counts_are_rejected(engine: LocalEngine) -> None:
+    assert "every host must have the same number of ranks, but got 2 on host1, 1 on host2" in run(engine, uneven, 3)[0]
 
 
 def fit(world: World, sync: str) -> list[float]:
@@ -117,15 +115,15 @@ def fit(world: World, sync: str) -> list[float]:
     return losses
 
 
-def test_training_with_sums_by_hosts_is_training_with_plain_ones(engine: LocalEngine) -> None:
+def test_hierarchical_allreduce_has_the_losses_of_plain_allreduce(engine: LocalEngine) -> None:
     plain, by_hosts = (run(engine, partial(fit, sync=sync), 4)[0] for sync in ("allreduce", SUMS))
     assert by_hosts == pytest.approx(plain, rel=1e-12)
 
 
-def test_one_device_is_its_own_host() -> None:
+def test_null_world_is_one_host_with_one_rank() -> None:
     assert [world.size for world in NullWorld().by_hosts()] == [1, 1]
 
 
-def test_parts_of_a_network_are_refused() -> None:
-    with pytest.raises(StrategyError, match="give each host its own"):
+def test_between_hosts_is_rejected_unless_shards_match_devices_per_host() -> None:
+    with pytest.raises(StrategyError, match="as many shards as a host has devices"):
         mh.launch(lambda hand: None, mh.Sharded(2, replicas=2, sync="int8(between=hosts)"), on="cpu*4")

@@ -56,8 +56,8 @@ def train(world: World, name: str, sync: str, accumulate: int) -> tuple[list[flo
 
 
 @pytest.mark.parametrize("name", ["mlp", "cnn", "gpt", "gan"])
-def test_every_step_with_sgd_is_the_exact_sum(name: str, run_ranks: Callable[..., list[Any]]) -> None:
-    """Three replicas and a last batch of 9 samples: parts of different sizes, one micro-batch with ghosts."""
+def test_local_steps_of_one_with_sgd_equals_allreduce(name: str, run_ranks: Callable[..., list[Any]]) -> None:
+    """Three replicas and a last batch of 9 samples: parts of different sizes, one micro-batch with padding rows."""
     exact = run_ranks(partial(train, name=name, sync="allreduce", accumulate=2), 3)
     local = run_ranks(partial(train, name=name, sync="localsteps(1)", accumulate=2), 3)
     for (wanted, weights), (found, others) in zip(exact, local, strict=True):
@@ -86,7 +86,7 @@ def agree_by_hand(world: World) -> list[list[float]]:
     return found
 
 
-def test_ways_are_weighed_by_samples_and_followed_with_momentum() -> None:
+def test_outer_update_weights_replicas_by_samples_and_applies_momentum() -> None:
     # The mean way is (1 * 2 + 3 * 4) / 4 = 3.5, twice. Velocities are 3.5, then 0.5 * 3.5 + 3.5 = 5.25; the outer steps
     # are 0.5 * (3.5 + 0.5 * velocity).
     first = 1 + 0.5 * (3.5 + 0.5 * 3.5)
@@ -110,7 +110,7 @@ def exact(tmp_path_factory: pytest.TempPathFactory) -> mh.Run:
     ("policy", "factor", "share"),
     [("localsteps(8)", 1.6, 0.13), ("localsteps(8,by=int8)", 1.6, 0.04), ("diloco(10,warmup=20)", 2.0, 0.11)],
 )
-def test_training_ends_near_the_exact_loss_and_seldom_asks_the_network(
+def test_local_sgd_reaches_near_exact_loss_with_few_bytes(
     policy: str, factor: float, share: float, exact: mh.Run, tmp_path: Path
 ) -> None:
     run = mh.fit(one_long_epoch(), mh.Mirrored(2, sync=policy), on="cpu*2", folder=tmp_path, **QUIET)
@@ -125,7 +125,7 @@ def test_training_ends_near_the_exact_loss_and_seldom_asks_the_network(
 
 
 @pytest.mark.parametrize("policy", ["localsteps(3)", "diloco(5,by=int8)"])
-def test_a_resumed_run_goes_on_as_if_it_had_not_been_cut(policy: str, tmp_path: Path) -> None:
+def test_resumed_local_sgd_run_equals_an_uninterrupted_one(policy: str, tmp_path: Path) -> None:
     task = problem("cnn", "adamw", rows=64).replace(ema=0.9)
     spec = mh.Mirrored(sync=policy)
     settings: dict[str, Any] = {"save_every": 2, "keep": 9, "folder": tmp_path, **QUIET}
@@ -139,10 +139,10 @@ def test_a_resumed_run_goes_on_as_if_it_had_not_been_cut(policy: str, tmp_path: 
     assert ("shared/velocity/head.weight" in saved[0].policy) == policy.startswith("diloco")
     other = mh.fit(task, spec, on="cpu*3", epochs=3, name="cut", resume=True, **settings)
     assert len(other.losses) == 12
-    assert "anew" not in notices(other)
+    assert "starts fresh" not in notices(other)
 
 
-def test_groups_of_shards_go_apart_and_agree(tmp_path: Path) -> None:
+def test_sharded_replicas_with_diloco_equal_mirrored_replicas(tmp_path: Path) -> None:
     task = problem("gpt", "adamw", rows=64)
     settings: dict[str, Any] = {"on": "cpu*4", "folder": tmp_path, **QUIET}
     spec = mh.Sharded(2, replicas=2, sync="diloco(2,outer_lr=1.0,momentum=0.1)")
@@ -150,7 +150,7 @@ def test_groups_of_shards_go_apart_and_agree(tmp_path: Path) -> None:
     mh.fit(task, spec, epochs=1, name="cut", **settings)
     again = mh.fit(task, spec, epochs=2, name="cut", resume=True, **settings)
     np.testing.assert_allclose(again.losses, whole.losses, rtol=1e-6)
-    assert "anew" not in notices(again)
+    assert "starts fresh" not in notices(again)
     single = mh.fit(
         task, mh.Mirrored(2, sync="diloco(2,outer_lr=1.0,momentum=0.1)"), epochs=2, on="cpu*2", folder=tmp_path, **QUIET
     )
@@ -165,12 +165,12 @@ def poisoned(**settings: Any) -> mh.Task:
     return task.replace(data=(inputs, labels), **settings)
 
 
-def test_a_loss_that_is_not_finite_ends_the_run_on_all_replicas(tmp_path: Path) -> None:
+def test_non_finite_loss_ends_the_run_on_all_replicas(tmp_path: Path) -> None:
     with pytest.raises(LossNotFinite, match="loss became nan at step"):
         mh.fit(poisoned(), mh.Mirrored(sync="localsteps(4)"), on="cpu*2", epochs=3, folder=tmp_path, **QUIET)
 
 
-def test_a_replica_may_leave_out_a_step_that_is_not_finite(tmp_path: Path) -> None:
+def test_replica_skips_a_step_with_non_finite_loss(tmp_path: Path) -> None:
     run = mh.fit(
         poisoned(not_finite="skip"), mh.Mirrored(sync="localsteps(3)"), on="cpu*2", epochs=3, folder=tmp_path, **QUIET
     )
@@ -187,7 +187,7 @@ class Stopper(mh.Callback):
             hand.stop()
 
 
-def test_a_wish_to_stop_is_heard_when_the_replicas_agree(tmp_path: Path) -> None:
+def test_stop_request_takes_effect_at_the_next_synchronization(tmp_path: Path) -> None:
     run = mh.fit(
         one_long_epoch(),
         mh.Mirrored(sync="localsteps(4)"),
@@ -200,7 +200,7 @@ def test_a_wish_to_stop_is_heard_when_the_replicas_agree(tmp_path: Path) -> None
     assert run.stopped
 
 
-def test_validation_sees_one_network(tmp_path: Path) -> None:
+def test_validation_uses_synchronized_weights(tmp_path: Path) -> None:
     task = spirals()
     task = task.replace(valid=task.data, ema=0.5)
     run = mh.fit(task, mh.Mirrored(sync="localsteps(16)"), on="cpu*2", epochs=3, folder=tmp_path, **QUIET)
@@ -209,7 +209,7 @@ def test_validation_sees_one_network(tmp_path: Path) -> None:
     assert measured["loss"] == pytest.approx(run.metrics["valid_loss"], rel=1e-6)
 
 
-def test_one_optimizer_may_be_frozen_and_set_free_again() -> None:
+def test_frozen_parameters_are_not_synchronized_until_unfrozen() -> None:
     def work(world: World) -> list[float]:
         frozen, free = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
         agreement = Agreement(LocalSteps(1), world, {"a": frozen, "b": free}, list)
@@ -238,29 +238,29 @@ def test_one_optimizer_may_be_frozen_and_set_free_again() -> None:
         ("localsteps(4,by=pigeon)", "sync must be one of"),
     ],
 )
-def test_nonsense_is_refused(text: str, said: str) -> None:
+def test_invalid_local_step_settings_are_rejected(text: str, said: str) -> None:
     with pytest.raises(StrategyError) as raised:
         mh.launch(lambda hand: None, mh.Mirrored(2, sync=text), on="cpu*2")
     assert said in str(raised.value)
 
 
-def test_a_policy_within_a_policy_stays_text() -> None:
+def test_nested_policy_round_trips_through_text() -> None:
     spec = mh.Mirrored(2, sync=mh.sync.LocalSteps(8, by=mh.sync.TopK(0.1, warmup=2)))
     assert spec.sync == "localsteps(8,by=topk(0.1,warmup=2))"
     assert mh.StrategySpec.parse(str(spec)) == spec
     assert make_policy(spec.sync) == LocalSteps(8, by="topk(0.1,warmup=2)")
 
 
-def test_parameters_that_are_not_real_are_refused_by_name() -> None:
+def test_complex_parameters_are_rejected_by_name() -> None:
     def work(world: World) -> None:
         Agreement(LocalSteps(), world, {"w": nn.Parameter(torch.ones(2, dtype=torch.complex64))}, list)
 
-    with pytest.raises(TaskError, match=r"localsteps.16. averages parameters of real numbers, but got w of"):
+    with pytest.raises(TaskError, match=r"localsteps.16. needs parameters of real numbers, but got w of"):
         run_threads(work, 2)
 
 
 @pytest.mark.parametrize("name", ["cnn", "gpt"])
-def test_replicas_of_one_host_stay_together_where_hosts_go_apart(
+def test_replicas_on_one_host_stay_synchronized_between_host_rounds(
     name: str, run_ranks: Callable[..., list[Any]]
 ) -> None:
     exact = run_ranks(partial(train, name=name, sync="allreduce", accumulate=1), 2)
@@ -271,7 +271,7 @@ def test_replicas_of_one_host_stay_together_where_hosts_go_apart(
 
 
 @pytest.mark.root
-def test_hosts_go_apart_and_agree(engine: LocalEngine) -> None:
+def test_local_steps_between_hosts_synchronize_ranks_within_each_host(engine: LocalEngine) -> None:
     """Four replicas on two hosts: with SGD and every step the exact sum; else each host by itself, its ranks as one."""
     found = {}
     with NamespaceHosts(2) as hosts:
@@ -297,8 +297,8 @@ def sparse_task() -> mh.Task:
     )
 
 
-def test_sparse_gradients_need_not_travel_and_are_refused_where_they_must(tmp_path: Path) -> None:
+def test_sparse_gradients_work_with_local_steps_and_are_rejected_by_allreduce(tmp_path: Path) -> None:
     run = mh.fit(sparse_task(), mh.Mirrored(sync="localsteps(2)"), on="cpu*2", epochs=3, folder=tmp_path, **QUIET)
     assert run.losses[-1] < run.losses[0]
-    with pytest.raises(TaskError, match=r"must be dense .* but got 0 with sparse=True; .*LocalSteps"):
+    with pytest.raises(TaskError, match=r"must be dense .* but got 0 with sparse=True. .*LocalSteps"):
         mh.fit(sparse_task(), mh.Mirrored(), on="cpu*2", folder=tmp_path, **QUIET)

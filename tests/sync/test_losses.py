@@ -78,11 +78,11 @@ def hit(sync: Any, tmp_path: Path, step: int = 20, **settings: Any) -> tuple[mh.
 
 
 @pytest.mark.parametrize("sync", ["topk(0.02)", "powersgd(1)"])
-def test_survivors_keep_what_they_have_not_sent(sync: str, tmp_path: Path) -> None:
+def test_surviving_ranks_keep_their_error_feedback_after_recovery(sync: str, tmp_path: Path) -> None:
     run, dies = hit(sync, tmp_path)
     (recovered,) = events(run, "recovered")
     assert (recovered["step"], recovered["source"]) == (20, "the memory of rank 0")
-    assert "anew" not in notices(run)
+    assert "starts fresh" not in notices(run)
     before, after = (dies.remembered(0, generation) for generation in (0, 1))
     assert sum(float(tensor.norm()) for name, tensor in before.items() if name.startswith("feedback/")) > 0
     torch.testing.assert_close(after, before, rtol=0, atol=0)
@@ -98,7 +98,7 @@ def calm(sync: Any, tmp_path: Path, **settings: Any) -> mh.Run:
 
 
 @pytest.mark.parametrize("sync", ["localsteps(8)", "diloco(8,outer_lr=1.0,momentum=0.3)"])
-def test_after_a_loss_replicas_that_went_apart_go_on_from_where_they_agreed(sync: str, tmp_path: Path) -> None:
+def test_local_sgd_recovers_from_the_last_synchronization_after_rank_failure(sync: str, tmp_path: Path) -> None:
     """SGD has no state of a replica's own, so the run is the undisturbed one, with every sample in one step."""
     run, dies = hit(sync, tmp_path, step=21)
     (recovered,) = events(run, "recovered")
@@ -128,7 +128,7 @@ def go_by_hand(world: World, forced: bool) -> list[float]:
         elif forced and step == 6:
             agreement.meet()
             assert weight.item() == found[0] + 2 * (1 * 1 + 3 * 2) / 4, "the mean way of two steps, and no more"
-            # Whoever goes on from the checkpoint has to know from where the outer step is taken.
+            # A run that resumes needs the weights from which the outer step is taken.
             state, before = PolicyState.of(agreement.state().tensors()), weight.item()
             weight = nn.Parameter(torch.tensor([before], dtype=torch.float64))
             agreement = Agreement(policy, world, {"w": weight}, list)
@@ -137,11 +137,11 @@ def go_by_hand(world: World, forced: bool) -> list[float]:
     return found
 
 
-def test_how_often_one_saves_gathers_no_speed() -> None:
+def test_forced_synchronization_does_not_add_outer_momentum() -> None:
     assert run_threads(partial(go_by_hand, forced=True), 2) == run_threads(partial(go_by_hand, forced=False), 2)
 
 
-def test_one_host_has_nothing_to_agree_on(run_ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
+def test_between_hosts_policy_is_a_no_op_on_one_host(run_ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
     exact = run_ranks(partial(train, name="mlp", sync="allreduce", accumulate=1), 2)
     for sync in ("diloco(5,between=hosts)", "topk(0.01,between=hosts)"):
         alone = run_ranks(partial(train, name="mlp", sync=sync, accumulate=1), 2)
@@ -157,7 +157,7 @@ def compare(world: World) -> list[str]:
     return odd_ones(world, {"spoilt": spoilt, "sound": torch.ones(2)})
 
 
-def test_without_a_majority_all_replicas_are_named() -> None:
+def test_divergence_without_a_majority_names_all_replicas() -> None:
     assert run_threads(compare, 2)[0] == ["spoilt (ranks 0, 1: no majority agrees)"]
     assert run_threads(compare, 3)[0] == ["spoilt (on rank 1)"]
 
@@ -171,14 +171,14 @@ def test_without_a_majority_all_replicas_are_named() -> None:
     ],
     ids=str,
 )
-def test_parts_of_a_network_keep_their_policys_memory(spec: mh.StrategySpec, step: int, tmp_path: Path) -> None:
+def test_sharded_ranks_keep_policy_state_after_recovery(spec: mh.StrategySpec, step: int, tmp_path: Path) -> None:
     dies = Dies(tmp_path, step)
     small = task(400).replace(data=tuple(part.float() for part in task(400).data))
     run = mh.fit(small, spec, on="cpu*4", folder=tmp_path, callbacks=[dies], **QUIET)
     (recovered,) = events(run, "recovered")
     assert recovered["step"] == step
     assert recovered["source"].startswith("the memory of ranks")
-    assert "anew" not in notices(run)
+    assert "starts fresh" not in notices(run)
     assert run.num_steps == 25
     for rank in range(3):
         before, after = (dies.remembered(rank, generation) for generation in (0, 1))

@@ -81,7 +81,7 @@ class TestDiLoCo(PolicyContract):
     sizes = (1, 2)
 
 
-def test_every_policy_of_ours_has_a_contract_here() -> None:
+def test_every_builtin_policy_has_a_contract_test() -> None:
     kept = {kit.policy.name for kit in PolicyContract.__subclasses__()}
     assert kept == {name for name, kind in POLICIES.items() if kind.__module__.startswith("manyhands.sync")} - {
         "allreduce",
@@ -90,7 +90,7 @@ def test_every_policy_of_ours_has_a_contract_here() -> None:
 
 
 @pytest.mark.parametrize("spread", ["even", "at the end", "with nan"])
-def test_the_largest_of_many_numbers_are_found_by_a_threshold(spread: str) -> None:
+def test_threshold_top_k_equals_exact_top_k(spread: str) -> None:
     torch.manual_seed(0)
     numbers = torch.randn(300_000)
     if spread == "at the end":
@@ -102,7 +102,7 @@ def test_the_largest_of_many_numbers_are_found_by_a_threshold(spread: str) -> No
         assert torch.equal(found, numbers.abs().topk(count).indices.sort().values)
 
 
-def test_rank_4_carries_four_outer_products_at_once() -> None:
+def test_powersgd_of_rank_4_is_exact_for_a_rank_4_gradient() -> None:
     torch.manual_seed(0)
     gradient = {"w": torch.randn(30, 4) @ torch.randn(4, 50)}
 
@@ -123,11 +123,11 @@ def test_rank_4_carries_four_outer_products_at_once() -> None:
         ("powersgd(0)", "rank is a whole number from 1, but got 0"),
         ("powersgd(rank=1.5)", "rank is a whole number from 1, but got 1.5"),
         ("int8(warmup=-1)", "warmup is a whole number from 0, but got -1"),
-        ("int8(bits=4)", "the policy int8 has the settings warmup"),
+        ("int8(bits=4)", "the policy int8 must have the settings warmup"),
         ("bf16(", "sync must be one of"),
     ],
 )
-def test_nonsense_is_refused_before_anything_starts(text: str, said: str) -> None:
+def test_invalid_policy_is_rejected_before_launch(text: str, said: str) -> None:
     with pytest.raises(StrategyError) as raised:
         make_policy(text)
     assert said in str(raised.value)
@@ -139,12 +139,12 @@ def test_nonsense_is_refused_before_anything_starts(text: str, said: str) -> Non
     ("sync", "said"),
     [
         ("bf8", "sync must be one of allreduce"),
-        (3, "sync is a policy or its text, but got 3"),
-        (None, "sync is a policy or its text, but got None"),
-        (TopK, "but got the class TopK; write mh.sync.TopK(...)"),
+        (3, "sync must be a policy or its name, but got 3"),
+        (None, "sync must be a policy or its name, but got None"),
+        (TopK, "but got the class TopK. Write for example mh.sync.TopK(...)"),
     ],
 )
-def test_what_is_no_policy_is_refused_when_a_strategy_is_written(sync: object, said: str) -> None:
+def test_invalid_sync_argument_is_rejected_by_the_strategy_constructor(sync: object, said: str) -> None:
     for make in (mh.Mirrored, mh.Sharded, mh.TensorParallel, mh.Pipeline):
         with pytest.raises(StrategyError) as raised:
             make(2, sync=sync)
@@ -154,24 +154,27 @@ def test_what_is_no_policy_is_refused_when_a_strategy_is_written(sync: object, s
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: Int8(bits=4), "the policy int8 has the settings warmup=, between=, but got Int8(bits=4)"),
-        (lambda: mh.sync.Auto(True), "but got Auto(True); write for instance auto(lossy=…)"),
+        (lambda: Int8(bits=4), "the policy int8 must have the settings warmup=, between=, but got Int8(bits=4)"),
+        (lambda: mh.sync.Auto(True), "but got Auto(True). Write for example auto(lossy=…)"),
         (lambda: mh.sync.Auto(lossy="yes"), "lossy is True or False, but got 'yes'"),
-        (lambda: mh.Embedding(10, 4, padding_idx=0), "a table has rows, dim, optimizer, std and seed, but got padding"),
+        (
+            lambda: mh.Embedding(10, 4, padding_idx=0),
+            "a table can only have rows, dim, optimizer, std and seed, but got padding",
+        ),
     ],
 )
-def test_settings_that_are_not_there_are_named(make: Any, said: str) -> None:
+def test_unknown_policy_settings_are_named_in_the_error(make: Any, said: str) -> None:
     with pytest.raises(UsageError) as raised:
         make()
     assert said in str(raised.value)
 
 
-def test_the_room_shows_its_policies_alone() -> None:
+def test_sync_package_exports_only_policies() -> None:
     known = ["AllReduce", "Auto", "BF16", "DiLoCo", "FP16", "Int8", "LocalSteps", "Policy", "PowerSGD", "TopK"]
     assert dir(mh.sync) == known
 
 
-def test_a_spec_stays_plain_text() -> None:
+def test_policy_in_a_strategy_spec_round_trips_through_text() -> None:
     spec = mh.Mirrored(2, sync=mh.sync.PowerSGD(rank=8, warmup=3))
     assert spec.to_dict() == {"replicas": 2, "sync": "powersgd(8,warmup=3)"}
     assert StrategySpec.parse(str(spec)) == spec
@@ -179,6 +182,6 @@ def test_a_spec_stays_plain_text() -> None:
     assert make_policy(" TopK( 0.5 , warmup = 1 ) ") == TopK(0.5, warmup=1)
 
 
-def test_a_policy_that_needs_matrices_is_refused_under_shards() -> None:
+def test_powersgd_is_rejected_with_sharding() -> None:
     with pytest.raises(StrategyError, match="powersgd.4. needs whole matrices.*replicas=2,shards=2"):
         mh.launch(lambda hand: None, mh.Sharded(2, replicas=2, sync="powersgd(4)"), on="cpu*4")

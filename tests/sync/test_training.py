@@ -1,4 +1,4 @@
-"""Policies in training: they converge, replicas stay equal, checkpoints go on, and a run says what was changed."""
+"""Sync policies in training: they converge, replicas stay equal, checkpoints resume, and runs report what changed."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def exact(tmp_path_factory: pytest.TempPathFactory) -> mh.Run:
         ("powersgd(4)", 1.3, 0.25),
     ],
 )
-def test_training_ends_near_the_exact_loss_with_fewer_bytes(
+def test_lossy_policy_reaches_near_exact_loss_with_fewer_bytes(
     policy: str, factor: float, share: float, exact: mh.Run, tmp_path: Path
 ) -> None:
     run = mh.fit(spirals(), mh.Mirrored(2, sync=policy), on="cpu*2", epochs=50, folder=tmp_path, **QUIET)
@@ -122,7 +122,7 @@ def take(hand: Hand, task: mh.Task, batch: Any) -> None:
 
 
 @pytest.mark.parametrize(("size", "accumulate"), [(2, 3), (4, 1)])
-def test_replicas_stay_equal_in_every_network(size: int, accumulate: int, run_ranks: Any) -> None:
+def test_lossy_policies_keep_replicas_identical(size: int, accumulate: int, run_ranks: Any) -> None:
     found, *others = run_ranks(partial(train_all, accumulate=accumulate), size)
     assert all(other == found for other in others)
     for policy in LOSSY:
@@ -139,7 +139,7 @@ def in_parts(tmp_path_factory: pytest.TempPathFactory) -> mh.Run:
 
 
 @pytest.mark.parametrize("policy", ["int8", "topk(0.2,warmup=1)"])
-def test_parts_of_a_network_are_summed_by_the_policy(policy: str, in_parts: mh.Run, tmp_path: Path) -> None:
+def test_sharded_gradients_are_reduced_by_the_policy(policy: str, in_parts: mh.Run, tmp_path: Path) -> None:
     task = problem("gpt", "adamw")
     spec = mh.Sharded(2, replicas=2, sync=policy)
     run = mh.fit(task, spec, on="cpu*4", folder=tmp_path, name="lossy", **QUIET)
@@ -151,12 +151,12 @@ def test_parts_of_a_network_are_summed_by_the_policy(policy: str, in_parts: mh.R
     assert saved["feedback/tokens.weight"].shape == (2, 20, 16), "of both replicas, each parameter whole"
     whole = mh.fit(task, spec, on="cpu*4", epochs=2, folder=tmp_path, name="whole", **QUIET)
     again = mh.fit(task, spec, on="cpu*4", epochs=2, folder=tmp_path, name="lossy", resume=True, **QUIET)
-    assert "anew" not in notices(again)
+    assert "starts fresh" not in notices(again)
     np.testing.assert_allclose(again.losses, whole.losses, rtol=1e-6)
 
 
 @pytest.mark.parametrize("policy", ["int8", "topk(0.1,warmup=1)", "powersgd(2,warmup=1)"])
-def test_a_resumed_run_goes_on_with_what_was_not_sent(policy: str, tmp_path: Path) -> None:
+def test_resume_restores_error_feedback(policy: str, tmp_path: Path) -> None:
     task = problem("mlp", "adamw", rows=64)
     spec = mh.Mirrored(sync=policy)
     whole = mh.fit(task, spec, on="cpu*2", epochs=2, folder=tmp_path, name="whole", **QUIET)
@@ -169,16 +169,16 @@ def test_a_resumed_run_goes_on_with_what_was_not_sent(policy: str, tmp_path: Pat
     assert again.losses == whole.losses
     other = mh.fit(task, spec, on="cpu*3", epochs=3, folder=tmp_path, name="cut", resume=True, **QUIET)
     assert len(other.losses) == 12
-    assert "anew" not in notices(other)
+    assert "starts fresh" not in notices(other)
     left = mh.fit(task, mh.Mirrored(), on="cpu*2", epochs=4, folder=tmp_path, name="cut", resume=True, **QUIET)
     assert "had not sent yet are left out" in notices(left)
-    anew = mh.fit(task, spec, on="cpu*2", epochs=5, folder=tmp_path, name="cut", resume=True, **QUIET)
-    assert f"the checkpoint knows nothing of sync={policy}: it starts anew" in notices(anew)
+    without = mh.fit(task, spec, on="cpu*2", epochs=5, folder=tmp_path, name="cut", resume=True, **QUIET)
+    assert f"the checkpoint has no state of sync={policy}, which starts fresh" in notices(without)
 
 
 @dataclass(frozen=True)
 class Signs(Policy):
-    """A person's own: the sign of each number, and one size for all of them."""
+    """A custom policy: the sign of each number, and one scale for all of them."""
 
     name = "signs"
     strength: float = 1.0
@@ -190,7 +190,7 @@ class Signs(Policy):
         yield wire.all_reduce(gradient)
 
 
-def test_a_policy_of_ones_own_is_known_in_every_process(tmp_path: Path) -> None:
+def test_custom_policy_is_available_in_every_process(tmp_path: Path) -> None:
     spec = mh.Mirrored(2, sync=Signs(0.5))
     assert spec.sync == "signs(0.5)"
     run = mh.fit(spirals(), spec, on="cpu*2", epochs=1, folder=tmp_path, **QUIET)
@@ -199,12 +199,12 @@ def test_a_policy_of_ones_own_is_known_in_every_process(tmp_path: Path) -> None:
     assert 0.1 < look["relative_error"] < 1
 
 
-def test_one_replica_has_nothing_to_send(tmp_path: Path) -> None:
+def test_policy_is_a_no_op_with_one_replica(tmp_path: Path) -> None:
     run = mh.fit(problem("mlp"), mh.Mirrored(sync="int8"), on="cpu", folder=tmp_path, **QUIET)
     assert "there is one replica, so sync=int8 has nothing to do" in notices(run)
 
 
-def test_a_check_says_that_the_policy_is_lossy() -> None:
+def test_check_reports_that_the_policy_is_lossy() -> None:
     verdict = mh.check(problem("mlp"), mh.Mirrored(2, sync="int8"), on="cpu*2")
     assert not verdict
     assert any("sync=int8 changes the mathematics" in note for note in verdict.notes)
@@ -216,7 +216,7 @@ def one_step(made: Buckets, loss: torch.Tensor) -> None:
     made.finish()
 
 
-def test_feedback_of_a_parameter_that_is_not_used_waits_for_it() -> None:
+def test_error_feedback_of_an_unused_parameter_is_kept_until_it_is_used() -> None:
     def work(world: World) -> list[torch.Tensor | None]:
         parts = nn.ModuleDict({"a": nn.Linear(20, 1, bias=False), "b": nn.Linear(20, 1, bias=False)})
         made = Buckets(dict(parts.named_parameters()), world, TopK(0.1, warmup=0))
@@ -245,7 +245,7 @@ def test_feedback_of_a_parameter_that_is_not_used_waits_for_it() -> None:
 
 
 @pytest.mark.parametrize("policy", ["allreduce", *LOSSY])
-def test_sums_that_wait_for_the_end_are_those_that_overlap(policy: str) -> None:
+def test_deferred_exchange_equals_overlapped_exchange(policy: str) -> None:
     """As in a recorded step, whose exchange runs by itself between two graphs."""
 
     first = nn.Sequential(nn.Linear(12, 30), nn.Tanh(), nn.Linear(30, 20))
@@ -257,15 +257,15 @@ def test_sums_that_wait_for_the_end_are_those_that_overlap(policy: str) -> None:
         found = []
         for step in range(3):
             layers.zero_grad()
-            assert made.riders is not None
-            made.riders.fill_(world.rank + 0.5)
+            assert made.piggybacked is not None
+            made.piggybacked.fill_(world.rank + 0.5)
             made.arm()
             layers(torch.full((2, 12), 0.1 * world.rank + step)).square().sum().backward()
             if is_deferred:
                 made.pack()
                 made.exchange()
             made.finish()
-            assert made.riders.tolist() == [2.0] * 3
+            assert made.piggybacked.tolist() == [2.0] * 3
             found += [p.grad.clone() for p in layers.parameters() if p.grad is not None]
         made.close()
         return found
@@ -276,7 +276,7 @@ def test_sums_that_wait_for_the_end_are_those_that_overlap(policy: str) -> None:
         assert torch.equal(one, other)
 
 
-def test_feedback_follows_parameters_that_are_laid_out_anew() -> None:
+def test_error_feedback_survives_a_memory_format_change() -> None:
     first, x = nn.Conv2d(3, 4, 3, bias=False), torch.randn(2, 3, 5, 5)
 
     def work(world: World, is_moved: bool) -> torch.Tensor:
@@ -296,7 +296,7 @@ def test_feedback_follows_parameters_that_are_laid_out_anew() -> None:
     torch.testing.assert_close(run_threads(partial(work, is_moved=True), 2)[0], plain)
 
 
-def test_a_replica_that_is_lost_between_two_rounds_is_named() -> None:
+def test_rank_failure_between_two_rounds_is_named() -> None:
     def work(world: World) -> None:
         layer = nn.Linear(4, 4)
         made = Buckets(dict(layer.named_parameters()), world, Int8())
@@ -307,9 +307,9 @@ def test_a_replica_that_is_lost_between_two_rounds_is_named() -> None:
     assert "rank 1" in str(outcomes[0])
 
 
-def test_gradients_that_are_not_real_are_refused_by_name() -> None:
+def test_complex_gradients_are_rejected_by_name() -> None:
     def work(world: World) -> None:
         Buckets({"w": nn.Parameter(torch.ones(2, dtype=torch.complex64))}, world, make_policy("int8"))
 
-    with pytest.raises(TaskError, match="int8 takes gradients of real numbers, but got w of torch.complex64"):
+    with pytest.raises(TaskError, match="int8 needs gradients of real numbers, but got w of torch.complex64"):
         run_threads(work, 2)

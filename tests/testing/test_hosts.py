@@ -20,11 +20,11 @@ pytestmark = pytest.mark.root
 def reaches(hosts: NamespaceHosts, here: int, there: int) -> bool:
     """Whether a host answers another within a moment."""
     code = f"import socket; socket.create_connection(({hosts[there].address!r}, 9), timeout=0.7)"
-    # Nobody listens there: a refusal is an answer.
+    # No process listens there: a refused connection is an answer.
     return "refused" in hosts[here].run(["python3", "-c", code], capture_output=True, text=True).stderr
 
 
-def test_hosts_see_each_other_until_a_link_is_down() -> None:
+def test_hosts_are_reachable_until_the_link_is_down() -> None:
     with NamespaceHosts(3) as hosts, NamespaceHosts(2) as others:
         assert [host.address for host in hosts][:2] == [host.address for host in others]
         assert reaches(hosts, 0, 2)
@@ -44,7 +44,7 @@ def test_hosts_see_each_other_until_a_link_is_down() -> None:
         assert not [name for name in names if (Path(folder) / name).exists()]
 
 
-def test_ranks_of_the_zygote_meet_over_the_network_at_its_rate(engine: LocalEngine) -> None:
+def test_ranks_on_emulated_hosts_all_reduce_at_the_link_rate(engine: LocalEngine) -> None:
     def work(world: World) -> tuple[float, float, str]:
         data = torch.ones(250_000) * (world.rank + 1)
         began = time.monotonic()
@@ -60,7 +60,7 @@ def test_ranks_of_the_zygote_meet_over_the_network_at_its_rate(engine: LocalEngi
     assert min(seconds for _, seconds, _ in run(rate="20mbit")) > 0.3
 
 
-def test_a_host_that_cannot_be_made_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_host_creation_leaves_no_namespace(monkeypatch: pytest.MonkeyPatch) -> None:
     hosts = NamespaceHosts(1, rate="nonsense")
     with pytest.raises(RuntimeError, match="tc .*rate"):
         hosts.__enter__()

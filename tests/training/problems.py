@@ -32,7 +32,7 @@ def mlp() -> nn.Module:
 
 
 class Sometimes(nn.Module):
-    """A network with a layer that nobody uses."""
+    """A network with an unused layer."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 import manyhands as mh
 from manyhands.core import TaskError, read_events
 from manyhands.storage import CheckpointStore
-from manyhands.training import Averages
+from manyhands.training.weight_averages import Averages
 
 from .problems import gan_step, generator, problem
 from .test_fit import StopAt, noisy
@@ -89,7 +89,7 @@ class Keep(mh.Callback):
 
 
 @pytest.mark.parametrize("on", ["cpu", "cpu*3"])
-def test_the_average_is_that_of_the_book(on: str, tmp_path: Path) -> None:
+def test_ema_equals_reference_implementation(on: str, tmp_path: Path) -> None:
     run = fit(task(), tmp_path, on, epochs=3, callbacks=[Keep(tmp_path / "first.pt")])
     raw, average = by_the_book(torch.load(tmp_path / "first.pt"), epochs=3)
     torch.testing.assert_close(dict(run.model(averaged=False).state_dict()), dict(raw), rtol=1e-4, atol=1e-6)
@@ -99,7 +99,7 @@ def test_the_average_is_that_of_the_book(on: str, tmp_path: Path) -> None:
     torch.testing.assert_close(run.state_dict(averaged=False), dict(raw), rtol=1e-4, atol=1e-6)
 
 
-def test_validation_and_all_that_comes_out_use_the_average(tmp_path: Path) -> None:
+def test_validation_prediction_and_export_use_averaged_weights(tmp_path: Path) -> None:
     run = fit(task(), tmp_path, epochs=2)
     with torch.no_grad():
         average, raw = (
@@ -116,7 +116,7 @@ def test_validation_and_all_that_comes_out_use_the_average(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_a_resumed_run_has_the_same_average_bit_for_bit(size: int, tmp_path: Path) -> None:
+def test_resumed_run_has_bitwise_identical_average(size: int, tmp_path: Path) -> None:
     made, on = noisy(ema=0.9), "cpu" if size == 1 else "cpu*2"
     whole = fit(made, tmp_path, on, epochs=3, name="whole")
     assert fit(made, tmp_path, on, epochs=3, name="parts", callbacks=[StopAt(10)]).stopped
@@ -130,7 +130,7 @@ def test_a_resumed_run_has_the_same_average_bit_for_bit(size: int, tmp_path: Pat
         )
 
 
-def test_resuming_a_run_that_had_no_average(tmp_path: Path) -> None:
+def test_resume_without_saved_average_starts_it_from_checkpoint_weights(tmp_path: Path) -> None:
     fit(task(ema=None), tmp_path, epochs=1, name="it")
     assert CheckpointStore(tmp_path / "it" / "checkpoints").load().averages == {}
     run = fit(task(), tmp_path, epochs=2, name="it", resume=True)
@@ -141,7 +141,7 @@ def test_resuming_a_run_that_had_no_average(tmp_path: Path) -> None:
     assert CheckpointStore(tmp_path / "it" / "checkpoints").load().averages == {}
 
 
-def test_every_optimizer_moves_the_averages_of_its_own_part(tmp_path: Path) -> None:
+def test_each_optimizer_updates_averages_of_its_own_parameters_only(tmp_path: Path) -> None:
     def step(hand: mh.Hand, batch: Any) -> None:
         if hand.num_steps % 2 == 0:
             gan_step(hand, batch)
@@ -160,7 +160,7 @@ def test_every_optimizer_moves_the_averages_of_its_own_part(tmp_path: Path) -> N
     assert moved == [[False, True, False, True, False], [True] * 5]
 
 
-def test_replicas_with_batch_statistics_of_their_own_agree_on_the_average(tmp_path: Path) -> None:
+def test_local_batch_statistics_average_is_identical_on_all_replicas(tmp_path: Path) -> None:
     class Compare(mh.Callback):
         def on_epoch(self, hand: mh.Hand, metrics: Any) -> None:
             assert hand.averages is not None
@@ -172,7 +172,7 @@ def test_replicas_with_batch_statistics_of_their_own_agree_on_the_average(tmp_pa
         assert run.metrics["valid_loss"] == pytest.approx(float(F.cross_entropy(run.model()(INPUTS), LABELS)), rel=1e-5)
 
 
-def test_a_mask_skips_a_step_and_the_tensors_stay_where_they_are() -> None:
+def test_masked_average_update_is_skipped_and_keeps_tensor_storage() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3).bfloat16())
     averages = Averages(model, {"": dict(model.named_parameters())}, decay=0.9)
     places = {name: tensor.data_ptr() for name, tensor in averages.tensors.items()}
@@ -203,7 +203,7 @@ def test_a_mask_skips_a_step_and_the_tensors_stay_where_they_are() -> None:
     assert {name: tensor.data_ptr() for name, tensor in averages.tensors.items()} == places
 
 
-def test_weights_come_back_when_validation_fails() -> None:
+def test_weights_are_restored_when_validation_raises() -> None:
     model = nn.Linear(2, 2)
     averages = Averages(model, {"": dict(model.named_parameters())}, decay=0.9)
     with torch.no_grad():
@@ -215,19 +215,19 @@ def test_weights_come_back_when_validation_fails() -> None:
 
 
 @pytest.mark.parametrize("value", [0.0, 1.0, 1.5, -0.1, 1, True, float("nan"), "0.9"])
-def test_bad_values(value: Any) -> None:
-    with pytest.raises(TaskError, match="ema is a decay between 0 and 1, but got"):
+def test_invalid_ema_decay_is_rejected(value: Any) -> None:
+    with pytest.raises(TaskError, match="ema must be a decay between 0 and 1, or None, but got"):
         task(ema=value)
 
 
-def test_an_average_that_reaches_back_too_far_is_noticed(tmp_path: Path) -> None:
+def test_ema_window_longer_than_the_run_logs_a_notice(tmp_path: Path) -> None:
     run = fit(task(ema=0.999), tmp_path)
     texts = [entry["text"] for entry in read_events(run.path / "events.jsonl") if entry["kind"] == "notice"]
     assert any("ema=0.999 looks back about 1000 steps and the run has 5" in text for text in texts)
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_an_update_reads_no_value(masked: bool) -> None:
+def test_average_update_needs_no_host_synchronization(masked: bool) -> None:
     """Tensors without values refuse to be read, as a CUDA graph does while it is captured."""
     with FakeTensorMode():
         model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3, dtype=torch.bfloat16))
@@ -238,7 +238,7 @@ def test_an_update_reads_no_value(masked: bool) -> None:
 
 
 @pytest.mark.gpu
-def test_an_update_can_be_captured() -> None:
+def test_average_update_can_be_captured_in_a_cuda_graph() -> None:
     model = nn.Linear(3, 3).cuda()
     averages = Averages(model, {"": dict(model.named_parameters())}, decay=0.5)
     mask = torch.ones((), dtype=torch.bool, device="cuda")

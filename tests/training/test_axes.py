@@ -45,7 +45,7 @@ def test_ranks_that_differ_along_stages_or_tensor_get_the_same_samples(run_ranks
     assert all(rank["sum"] == 2.0 for rank in ranks)
 
 
-def test_products_multiply_axes_and_keep_settings() -> None:
+def test_strategy_product_multiplies_axes_and_keeps_settings() -> None:
     assert mh.Sharded(4, precision="bf16") * mh.StrategySpec(tensor=2) == mh.StrategySpec(
         shards=4, tensor=2, precision="bf16"
     )
@@ -55,18 +55,18 @@ def test_products_multiply_axes_and_keep_settings() -> None:
     assert mh.StrategySpec.parse("tp=2,pp=2,dp=2") == mh.StrategySpec(tensor=2, stages=2, replicas=2)
 
 
-def test_products_that_contradict_each_other_are_refused() -> None:
-    with pytest.raises(StrategyError, match="must agree in precision, but got 'bf16' and 'fp64'"):
+def test_conflicting_strategy_products_are_rejected() -> None:
+    with pytest.raises(StrategyError, match="must have the same precision, but got 'bf16' and 'fp64'"):
         mh.Sharded(2, precision="bf16") * mh.Mirrored(2, precision="fp64")
-    with pytest.raises(StrategyError, match="one factor of a product may set replicas"):
+    with pytest.raises(StrategyError, match="only one factor of a product may leave replicas"):
         mh.Mirrored() * mh.Mirrored(2)
     with pytest.raises(TypeError):
         mh.Sharded(2) * 3  # type: ignore[operator]
 
 
-def test_a_product_must_be_the_number_of_devices() -> None:
+def test_strategy_product_must_match_number_of_devices() -> None:
     spec = mh.StrategySpec(tensor=2, stages=2, replicas=2)
-    with pytest.raises(StrategyError, match=r"takes 8 devices \(2 replicas x 2 tensor x 2 stages\), but got 6"):
+    with pytest.raises(StrategyError, match=r"needs 8 devices \(2 replicas x 2 tensor x 2 stages\), but got 6"):
         spec.with_devices(6)
-    with pytest.raises(StrategyError, match="takes a multiple of 2 devices, but got 5"):
+    with pytest.raises(StrategyError, match="needs a multiple of 2 devices, but got 5"):
         (mh.Mirrored() * mh.StrategySpec(tensor=2)).with_devices(5)

@@ -17,7 +17,7 @@ from .problems import problem
 
 
 class Counting(nn.Module):
-    """Keeps a running mean of its inputs that nobody synchronises."""
+    """A network with an unsynchronized running mean of its inputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ def spread(model: nn.Module, batch: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("name", ["mlp", "cnn", "gpt", "gan"])
-def test_mirrored_takes_the_same_first_step(name: str) -> None:
+def test_check_reports_mirrored_first_step_as_equal(name: str) -> None:
     verdict = mh.check(problem(name, "adamw"), mh.Mirrored(2), on="cpu*2")
     assert verdict, str(verdict)
     assert verdict.error < 1e-10
@@ -76,7 +76,7 @@ def test_mirrored_takes_the_same_first_step(name: str) -> None:
             problem("mlp").replace(model=Counting),
             mh.Mirrored(2, batch_stats="local"),
             "seen",
-            r"not synchronised.*seen \(ranks 0, 1",
+            r"not synchronized.*seen \(ranks 0, 1",
         ),
         (problem("mlp").replace(model=Centred), mh.Mirrored(2), "layer.weight", "looks at other samples of the batch"),
         (
@@ -89,7 +89,9 @@ def test_mirrored_takes_the_same_first_step(name: str) -> None:
     ],
     ids=["local statistics", "accumulated statistics", "a buffer", "the batch", "randomness", "the loss"],
 )
-def test_a_difference_is_named_and_explained(task: mh.Task, strategy: StrategySpec, first: str, why: str) -> None:
+def test_check_names_first_difference_and_its_cause(
+    task: mh.Task, strategy: StrategySpec, first: str, why: str
+) -> None:
     verdict = mh.check(task, strategy, on="cpu*2")
     assert not verdict
     assert first in verdict.first
@@ -98,7 +100,7 @@ def test_a_difference_is_named_and_explained(task: mh.Task, strategy: StrategySp
 
 
 @pytest.mark.parametrize("strategy", [mh.Mirrored(2), mh.Mirrored(3, accumulate=2, deterministic=True)], ids=str)
-def test_dropout_is_compared(strategy: StrategySpec) -> None:
+def test_check_compares_networks_with_dropout(strategy: StrategySpec) -> None:
     task = problem("mlp").replace(model=lambda: nn.Sequential(nn.Linear(12, 24), nn.Dropout(0.5), nn.Linear(24, 5)))
     verdict = mh.check(task, strategy, on=f"cpu*{strategy.replicas}")
     assert verdict, str(verdict)
@@ -106,7 +108,7 @@ def test_dropout_is_compared(strategy: StrategySpec) -> None:
     assert ("as with deterministic=True" in str(verdict)) is not strategy.deterministic
 
 
-def test_draws_that_mix_samples_are_found() -> None:
+def test_check_detects_random_mixing_of_samples() -> None:
     """Which samples there are to mix with depends on the layout, whatever the numbers are."""
 
     class Mixed(nn.Sequential):

@@ -128,7 +128,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("size", "accumulate"), [(1, 3), (2, 3), (3, 1), (4, 3)])
-def test_the_same_losses_however_a_batch_is_cut(
+def test_losses_are_equal_for_any_split_of_the_batch(
     size: int, accumulate: int, alone: dict[str, Any], run_ranks: Callable[..., Any], tmp_path: Path
 ) -> None:
     """41 samples in batches of 16 divide by no number of replicas, and the last batch leaves some without any."""
@@ -142,7 +142,7 @@ def test_the_same_losses_however_a_batch_is_cut(
             np.testing.assert_allclose(found[name][key], values, rtol=1e-5, err_msg=f"{name} {key}")
 
 
-def test_dropout_is_really_there_and_computing_again_changes_nothing(alone: dict[str, Any], tmp_path: Path) -> None:
+def test_dropout_is_active_and_recompute_keeps_the_same_losses(alone: dict[str, Any], tmp_path: Path) -> None:
     np.testing.assert_allclose(alone["again"]["loss"], alone["gpt"]["loss"], rtol=1e-6)
     without = mh.fit(gpt(p=0.0), mh.Single(), epochs=2, on="cpu", folder=tmp_path, progress=False)
     native = mh.fit(gpt(), mh.Single(), epochs=2, on="cpu", folder=tmp_path, progress=False)
@@ -151,7 +151,9 @@ def test_dropout_is_really_there_and_computing_again_changes_nothing(alone: dict
 
 
 @pytest.mark.parametrize(("before", "after"), [("cpu*2", "cpu*3"), ("cpu*3", "cpu"), ("cpu", "cpu*2")])
-def test_resumed_in_mid_epoch_on_another_number(before: str, after: str, alone: dict[str, Any], tmp_path: Path) -> None:
+def test_mid_epoch_resume_on_other_number_of_replicas_keeps_losses(
+    before: str, after: str, alone: dict[str, Any], tmp_path: Path
+) -> None:
     settings: dict[str, Any] = {"epochs": 2, "folder": tmp_path, "name": "gpt", "progress": False}
     stopped = mh.fit(gpt(), deterministic=True, on=before, callbacks=[StopAt(2)], **settings)
     assert len(stopped.losses) == 2
@@ -159,7 +161,7 @@ def test_resumed_in_mid_epoch_on_another_number(before: str, after: str, alone: 
     np.testing.assert_allclose(resumed.losses, alone["gpt"]["loss"], rtol=1e-5)
 
 
-def test_texts_padded_to_other_lengths_draw_the_same(tmp_path: Path) -> None:
+def test_per_replica_padding_length_does_not_change_losses(tmp_path: Path) -> None:
     """A replica pads its own rows only, so its tensors are shorter than those of the whole batch."""
 
     def pad(rows: list[Tensor]) -> Tensor:
@@ -173,7 +175,7 @@ def test_texts_padded_to_other_lengths_draw_the_same(tmp_path: Path) -> None:
     np.testing.assert_allclose(three.losses, one.losses, rtol=1e-5)
 
 
-def test_validation_draws_the_same_and_there_is_no_notice(tmp_path: Path) -> None:
+def test_validation_metrics_do_not_depend_on_number_of_replicas(tmp_path: Path) -> None:
     def loss(model: nn.Module, batch: Any) -> Tensor:
         return F.cross_entropy(model(batch[0]) + torch.randn(len(batch[0]), 5), batch[1])
 
@@ -185,7 +187,7 @@ def test_validation_draws_the_same_and_there_is_no_notice(tmp_path: Path) -> Non
     assert runs[0].metrics.keys() == {"loss", "valid_loss"}
     for name, value in runs[0].metrics.items():
         assert runs[1].metrics[name] == pytest.approx(value, rel=1e-5)
-    assert "dropout draws other numbers" not in (runs[1].path / "events.jsonl").read_text()
+    assert "dropout draws different numbers" not in (runs[1].path / "events.jsonl").read_text()
     assert runs[1].record["spec"] == {"replicas": 3, "deterministic": True}
 
 
@@ -205,7 +207,7 @@ def own_loop(hand: mh.Hand) -> list[float]:
     return losses
 
 
-def test_loops_of_ones_own() -> None:
+def test_custom_training_loop_losses_do_not_depend_on_number_of_replicas() -> None:
     one, three = (mh.launch(own_loop, on=on, deterministic=True, progress=False)[0] for on in ("cpu", "cpu*3"))
     np.testing.assert_allclose(three, one, rtol=1e-5)
     native = mh.launch(own_loop_natively, on="cpu", progress=False)[0]
@@ -224,17 +226,17 @@ def own_loop_natively(hand: mh.Hand) -> list[float]:
     return losses
 
 
-def test_what_cannot_be_layout_free_is_refused(tmp_path: Path) -> None:
+def test_unsupported_random_operation_is_rejected(tmp_path: Path) -> None:
     def loss(model: nn.Module, batch: Any) -> Tensor:
         noise = torch.poisson(torch.ones(len(batch[0]), 5)) if model.training else 0.0
         return F.cross_entropy(model(batch[0]) + noise, batch[1])
 
     task = problem("mlp").replace(loss=loss)
-    with pytest.raises(ValueError, match="every random operation is layout-free, but got torch.poisson"):
+    with pytest.raises(ValueError, match="needs layout-free random operations, but got torch.poisson"):
         mh.fit(task, deterministic=True, on="cpu", folder=tmp_path, progress=False)
 
 
-def test_draws_that_are_not_caught_are_told(tmp_path: Path) -> None:
+def test_untracked_random_operation_logs_a_notice(tmp_path: Path) -> None:
     def loss(model: nn.Module, batch: Any) -> Tensor:
         noise = torch.ops.aten.randn.default([len(batch[0]), 5]) if model.training else 0.0
         return F.cross_entropy(model(batch[0]) + noise, batch[1])

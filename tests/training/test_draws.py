@@ -79,7 +79,7 @@ def losses_of(world: World, folder: Path, noises: list[str]) -> dict[str, dict[s
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_what_a_draw_is_for_does_not_depend_on_the_split(
+def test_random_draws_are_assigned_to_samples_independently_of_the_split(
     size: int, run_ranks: Callable[..., Any], tmp_path: Path
 ) -> None:
     """A replica gets as many rows as there are places, or one; the last batches leave some without any."""
@@ -96,7 +96,7 @@ def notices_of(made: mh.Task, folder: Path) -> list[str]:
     return [text for text in heard if "only their size" in text]
 
 
-def test_what_only_a_size_tells_is_told(tmp_path: Path) -> None:
+def test_draw_classified_by_shape_alone_logs_a_notice(tmp_path: Path) -> None:
     def step(hand: mh.Hand, batch: Any) -> None:
         hand.minimize(lambda part: F.mse_loss(hand.model(part[0]), part[1]))
 
@@ -109,12 +109,12 @@ def test_what_only_a_size_tells_is_told(tmp_path: Path) -> None:
     assert "of shape (8, 8) are taken for those of samples in dim 0" in told
 
 
-def test_looking_leaves_no_trace(tmp_path: Path) -> None:
+def test_draw_inspection_does_not_change_buffers(tmp_path: Path) -> None:
     """The first step finds buffers as they were built: one update of the norm's, from the first batch alone."""
     run = mh.fit(task(NOISES["recurrent"]), on="cpu", steps=1, deterministic=True, folder=tmp_path, progress=False)
     assert dict(run.model().named_buffers())["norm.num_batches_tracked"] == 1
 
 
 @pytest.mark.parametrize("name", ["a table of places", "depth of each sample"])
-def test_check_sees_them_too(name: str) -> None:
+def test_check_reports_per_batch_and_per_sample_draws_as_equal(name: str) -> None:
     assert mh.check(task(NOISES[name]), on="cpu*2").equal

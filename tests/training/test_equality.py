@@ -45,7 +45,7 @@ def keep(entry: dict[str, Any], into: dict[str, list[float]]) -> None:
 
 
 def by_hand(task: mh.Task, accumulate: int, dtype: torch.dtype) -> tuple[list[float], dict[str, Tensor]]:
-    """The same training without any of ours but the order of the samples."""
+    """Train with plain PyTorch, in the sample order of manyhands."""
     assert task.loss is not None
     assert task.batch_size is not None
     seed_all(mix(task.seed, 0))
@@ -121,7 +121,7 @@ def test_mirrored_equals_one_device(
                 torch.testing.assert_close(found_weights[key], value, rtol=0, atol=1e-9, msg=f"{name} {key}")
 
 
-def test_more_replicas_than_samples_in_the_last_batch(run_ranks: Any, tmp_path: Path) -> None:
+def test_more_replicas_than_last_batch_samples_equal_single_device(run_ranks: Any, tmp_path: Path) -> None:
     """41 samples in batches of 20 leave one: three of four replicas only take part in its collectives."""
     only = {"cnn": problem("cnn", "adamw", batch_size=20), "gpt": problem("gpt", "adamw", batch_size=20)}
     alone = trained(NullWorld(), only, mh.Single(precision="fp64"), tmp_path)
@@ -132,7 +132,7 @@ def test_more_replicas_than_samples_in_the_last_batch(run_ranks: Any, tmp_path: 
             torch.testing.assert_close(four[name][1][key], value, rtol=0, atol=1e-9, msg=f"{name} {key}")
 
 
-def test_bfloat16_stays_close(run_ranks: Any, tmp_path: Path) -> None:
+def test_bfloat16_losses_stay_close_to_float32(run_ranks: Any, tmp_path: Path) -> None:
     only = {"mlp": problem("mlp")}
     alone = trained(NullWorld(), only, mh.Single(), tmp_path)["mlp"][0]["loss"]
     spec = mh.Mirrored(precision="bf16")

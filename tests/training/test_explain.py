@@ -22,7 +22,7 @@ def events(run: mh.Run, kind: str) -> list[dict[str, Any]]:
     return [entry for entry in map(json.loads, lines) if entry["kind"] == kind]
 
 
-def test_the_table_is_what_ranks_then_hold(tmp_path: Path) -> None:
+def test_explain_table_matches_memory_held_by_ranks(tmp_path: Path) -> None:
     task = network("own")
     spec = mh.Sharded(2) * mh.TensorParallel(2)
     table = spec.explain(task)
@@ -44,7 +44,7 @@ def test_the_table_is_what_ranks_then_hold(tmp_path: Path) -> None:
     assert min(table.traffic.values()) > 0
 
 
-def test_levels_and_replicas_in_the_table() -> None:
+def test_explain_table_shows_sizes_and_traffic_of_replicas_and_shards() -> None:
     task = problem("mlp", "adamw")
     whole = mh.explain(task, mh.Single())
     assert whole.optimizer == 2 * whole.whole
@@ -56,19 +56,21 @@ def test_levels_and_replicas_in_the_table() -> None:
     assert sharded.optimizer == 2 * sharded.parameters
 
 
-def test_what_holds_of_all_blocks_is_said_once() -> None:
+def test_explain_reports_reason_shared_by_blocks_once() -> None:
     text = str(mh.explain(problem("gpt"), "tensor=3"))
     assert text.count("on every rank: ") == 1, text
     assert "blocks.layers.0.self_attn, blocks.layers.1.self_attn works on whole tensors" in text
     assert "2 heads cannot be divided among 3 ranks" in text
 
 
-def test_what_cannot_be_cut_is_told_before_any_process_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_unsplittable_layout_is_rejected_before_any_process_starts(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(verbs, "_start", lambda *_, **__: pytest.fail("a process was started"))
     with pytest.raises(StrategyError, match="must match the name of a module, but got '\\*.nothing'"):
         mh.fit(network("own"), mh.TensorParallel(2, layout={"*.nothing": "row"}), on="cpu*2", folder=tmp_path)
-    with pytest.raises(StrategyError, match="can be cut by row, but got 'norm', which matches norm"):
+    with pytest.raises(StrategyError, match="can be split by row, but got 'norm', which matches norm"):
         mh.fit(network("own"), mh.TensorParallel(2, layout={"norm": "row"}), on="cpu*2", folder=tmp_path)
-    with pytest.raises(StrategyError, match="cutting a network needs a loss to follow"):
+    with pytest.raises(StrategyError, match="needs a task with loss="):
         mh.fit(problem("gan"), mh.TensorParallel(2), on="cpu*2", folder=tmp_path)
     assert not list(tmp_path.iterdir())

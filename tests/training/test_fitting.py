@@ -9,8 +9,7 @@ from benchmarks.memory import task as gpt
 
 import manyhands as mh
 from manyhands.core import OutOfMemory, StrategyError
-from manyhands.training import fit_in
-from manyhands.training import memory_fitting as fitting
+from manyhands.training import fit_in, memory_fitting
 from manyhands.training.explain import few_samples
 
 from .problems import problem
@@ -18,13 +17,13 @@ from .problems import problem
 MIB = 1 << 20
 
 
-def test_what_fits_as_it_is_stays_as_it_is() -> None:
+def test_strategy_that_fits_in_memory_is_unchanged() -> None:
     spec, (text,) = fit_in(gpt(128, 4, 16), mh.Single(), 1 << 30, 1)
     assert spec == mh.Single()
     assert "of 1.0 GiB on each device" in text
 
 
-def test_less_memory_costs_more_and_more() -> None:
+def test_smaller_memory_limits_choose_stronger_memory_savings() -> None:
     task = gpt(128, 4, 16)
     chosen = [fit_in(task, mh.Mirrored(), size * MIB, 2)[0] for size in (400, 60, 34, 24)]
     assert chosen[0] == mh.Mirrored(2)
@@ -35,7 +34,7 @@ def test_less_memory_costs_more_and_more() -> None:
         fit_in(task, mh.Mirrored(), 16 * MIB, 1)
 
 
-def test_where_nothing_else_helps_state_waits_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_optimizer_state_is_offloaded_only_as_a_last_resort(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("manyhands.training.memory_fitting.AT_ONCE", MIB // 4)
     task = gpt(128, 4, 16)
     spec, (text,) = fit_in(task, mh.Single(), 14 * MIB, 1, host=1 << 30)
@@ -47,28 +46,28 @@ def test_where_nothing_else_helps_state_waits_on_the_host(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("what", ["", "blocks"])
-def test_repeated_blocks_are_looked_at_once(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_repeated_blocks_are_measured_once_with_the_same_peak(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     task = gpt(32, 7, 8)
     model, (batch, _) = task.model(), few_samples(task, mh.Single(), 4)
     names = list(model.state_dict())
-    short = fitting._seen(task, model, batch, what, False)
+    short = memory_fitting._seen(task, model, batch, what, False)
     assert list(model.state_dict()) == names
-    monkeypatch.setattr(fitting, "rows_of", lambda model: [])
-    whole = fitting._seen(task, model, batch, what, False)
+    monkeypatch.setattr(memory_fitting, "rows_of", lambda model: [])
+    whole = memory_fitting._seen(task, model, batch, what, False)
     assert len(short.large) < 0.7 * len(whole.large)
     assert [short.peak(rows) for rows in (1, 8, 64)] == [whole.peak(rows) for rows in (1, 8, 64)]
 
 
-def test_settings_of_a_person_stay() -> None:
+def test_user_settings_are_kept_by_memory_fitting() -> None:
     spec, _ = fit_in(gpt(128, 4, 16), mh.Single(recompute="blocks", accumulate=2), 60 * MIB, 1)
     assert (spec.recompute, spec.accumulate) == ("blocks", 2)
 
 
-def test_a_run_that_is_fitted_trains_and_tells(tmp_path: Path) -> None:
+def test_fit_in_trains_with_equal_losses_and_logs_memory_use(tmp_path: Path) -> None:
     task = gpt(64, 2, 8, 32)
     whole = mh.fit(task, mh.Single(), on="cpu", epochs=2, folder=tmp_path, progress=False)
     run = mh.fit(task, mh.Mirrored(), on="cpu*2", epochs=2, fit_in="16MiB", folder=tmp_path, progress=False)
     assert run.losses == pytest.approx(whole.losses, rel=1e-5)
     assert "on each device" in (run.path / "events.jsonl").read_text()
-    with pytest.raises(StrategyError, match="fit_in chooses for a task with loss="):
+    with pytest.raises(StrategyError, match="fit_in needs a task with loss="):
         mh.fit(problem("gan"), mh.Single(), on="cpu", fit_in="1GiB", folder=tmp_path, progress=False)

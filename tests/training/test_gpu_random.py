@@ -24,7 +24,7 @@ def fit(made: mh.Task, strategy: Any, on: str, folder: Path, **settings: Any) ->
     return mh.fit(made, strategy, on=on, folder=folder, progress=False, timeout=60, epochs=2, **settings)
 
 
-def test_a_gpu_draws_what_the_cpu_does() -> None:
+def test_gpu_draws_the_same_random_numbers_as_cpu() -> None:
     drawn = []
     for device in (torch.device("cpu"), torch.device("cuda:0")):
         draws = LayoutFree(device)
@@ -37,13 +37,13 @@ def test_a_gpu_draws_what_the_cpu_does() -> None:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_the_same_losses_on_one_gpu_and_on_one_cut_in_two(precision: str, tmp_path: Path) -> None:
+def test_two_replicas_on_one_gpu_give_the_same_losses_as_one(precision: str, tmp_path: Path) -> None:
     alone = fit(gpt(), mh.Single(precision=precision), "cuda:0", tmp_path, deterministic=True)
     halves = fit(gpt(), mh.Mirrored(2, precision=precision), "cuda:0*2", tmp_path, deterministic=True)
     np.testing.assert_allclose(halves.losses, alone.losses, rtol=1e-5 if precision == "fp32" else 2e-2)
 
 
-def test_a_captured_step_draws_new_numbers_for_every_step() -> None:
+def test_captured_step_draws_new_random_numbers_in_every_replay() -> None:
     device = torch.device("cuda:0")
     draws = LayoutFree(device)
     x = torch.ones(8, 64, device=device)
@@ -65,7 +65,7 @@ def test_a_captured_step_draws_new_numbers_for_every_step() -> None:
 
 
 @pytest.mark.parametrize("way", ["blocks", "selective"])
-def test_recomputing_gives_the_same_and_holds_less(way: str, tmp_path: Path) -> None:
+def test_recompute_keeps_losses_and_reduces_peak_gpu_memory(way: str, tmp_path: Path) -> None:
     runs, peaks = [], []
     for recompute in ("", way):
         gc.collect()
@@ -77,7 +77,7 @@ def test_recomputing_gives_the_same_and_holds_less(way: str, tmp_path: Path) -> 
     assert peaks[1] < 0.8 * peaks[0]
 
 
-def test_a_limit_is_kept_and_a_step_that_breaks_it_explained(tmp_path: Path) -> None:
+def test_gpu_memory_limit_is_enforced_and_out_of_memory_explained(tmp_path: Path) -> None:
     gc.collect()
     before, held = torch.cuda.get_per_process_memory_fraction(0), torch.cuda.memory_allocated()
     with pytest.raises(OutOfMemory, match=r"did not fit into the memory of cuda:0 on rank 0(.|\n)*accumulate=\d+"):
@@ -87,5 +87,5 @@ def test_a_limit_is_kept_and_a_step_that_breaks_it_explained(tmp_path: Path) -> 
     assert torch.cuda.memory_allocated() < held + 2**28
     x = torch.randn(65536, WIDTH, device="cuda:0")
     assert loss(torch.nn.Linear(WIDTH, 1).cuda(), (x,)).item() >= 0
-    with pytest.raises(SettingsError, match="pass less, or nothing"):
+    with pytest.raises(SettingsError, match="Pass a smaller amount, or omit it"):
         fit(task(8), mh.Single(), "cuda:0", tmp_path, memory="900GiB")

@@ -42,14 +42,14 @@ def own_loop(hand: mh.Hand, folder: Path | None = None, stop_after: int = 100) -
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("size", [2, 3])
-def test_an_own_loop_gives_the_same_losses_on_any_number(size: int, accumulate: int) -> None:
+def test_custom_loop_gives_the_same_losses_on_any_number_of_replicas(size: int, accumulate: int) -> None:
     alone = mh.launch(own_loop, mh.Single(accumulate=accumulate), on="cpu", progress=False)[0]
     assert len(alone) == 8
     for losses in mh.launch(own_loop, mh.Mirrored(size, accumulate=accumulate), on=f"cpu*{size}", progress=False):
         assert losses == pytest.approx(alone, rel=1e-5)
 
 
-def test_an_own_loop_resumes_on_another_number(tmp_path: Path) -> None:
+def test_custom_loop_resumes_on_another_number_of_replicas(tmp_path: Path) -> None:
     alone = mh.launch(own_loop, "single", on="cpu", progress=False)[0]
     first = mh.launch(lambda hand: own_loop(hand, tmp_path, stop_after=3), "replicas=2", on="cpu*2", progress=False)[0]
     assert len(first) == 3
@@ -57,7 +57,7 @@ def test_an_own_loop_resumes_on_another_number(tmp_path: Path) -> None:
     assert rest == pytest.approx(alone, rel=1e-5)
 
 
-def test_collectives_of_a_hand() -> None:
+def test_hand_collectives_return_results_on_all_ranks() -> None:
     def work(hand: mh.Hand) -> list[Any]:
         value = torch.tensor([1.0, 2.0]) * (hand.rank + 1)
         return [
@@ -74,7 +74,7 @@ def test_collectives_of_a_hand() -> None:
     assert results == [[*common, rank == 0, "cpu"] for rank in range(3)]
 
 
-def test_a_token_mean_in_an_own_loop() -> None:
+def test_custom_loop_averages_loss_over_tokens_across_replicas() -> None:
     data = padded_tokens(30)
 
     def loop(hand: mh.Hand) -> list[float]:
@@ -92,14 +92,14 @@ def test_a_token_mean_in_an_own_loop() -> None:
     assert mh.launch(loop, "replicas=3", on="cpu*3", progress=False)[2] == pytest.approx(alone, rel=1e-5)
 
 
-def test_the_hand_of_a_plain_program() -> None:
+def test_hand_is_single_rank_without_launch_and_current_under_launch() -> None:
     hand = mh.hand()
     assert (hand.rank, hand.size, hand.is_first) == (0, 1, True)
     assert mh.launch(lambda held: mh.hand() is held, "single", on="cpu", progress=False) == [True]
     assert mh.launch(lambda held: mh.hand() is held, "replicas=2", on="cpu*2", progress=False) == [True, True]
 
 
-def test_fit_inside_of_a_launched_program(tmp_path: Path) -> None:
+def test_fit_inside_launch_uses_the_launched_ranks(tmp_path: Path) -> None:
     """Under `launch`, `fit` joins the ranks that are already there."""
     task = problem("mlp")
     alone = mh.fit(task, mh.Single(), on="cpu", folder=tmp_path, progress=False)
@@ -112,21 +112,21 @@ def test_fit_inside_of_a_launched_program(tmp_path: Path) -> None:
         assert losses == pytest.approx(alone.losses, rel=1e-5)
 
 
-def test_mistakes_are_explained() -> None:
+def test_invalid_hand_calls_raise_task_error() -> None:
     hand = mh.hand()
-    with pytest.raises(TaskError, match="a hand needs a network first"):
+    with pytest.raises(TaskError, match="the hand has no network yet"):
         _ = hand.model
     net = nn.Linear(6, 3)
     hand.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
-    with pytest.raises(TaskError, match="hand.step follows hand.backward"):
+    with pytest.raises(TaskError, match="hand.step must follow hand.backward"):
         hand.step()
-    with pytest.raises(TaskError, match="the optimizers are '', but got 'critic'"):
+    with pytest.raises(TaskError, match="the optimizer must be one of '', but got 'critic'"):
         hand.minimize(torch.ones(()), "critic")
-    with pytest.raises(TaskError, match="takes what hand.batches gave last"):
+    with pytest.raises(TaskError, match="needs the batch that hand.batches returned last"):
         list(hand.accumulate((X, Y)))
 
 
-def test_a_step_with_a_ready_loss_cannot_accumulate(tmp_path: Path) -> None:
+def test_minimize_with_a_loss_tensor_rejects_accumulation(tmp_path: Path) -> None:
     def step(hand: mh.Hand, batch: Any) -> None:
         hand.minimize(hand.model.critic(batch[1]).mean(), "critic")
         hand.minimize(hand.model.critic(hand.model.generator(batch[0])).mean(), "generator")
@@ -134,12 +134,12 @@ def test_a_step_with_a_ready_loss_cannot_accumulate(tmp_path: Path) -> None:
     task = problem("gan").replace(step=step)
     run = mh.fit(task, mh.Single(), steps=2, on="cpu", folder=tmp_path, progress=False)
     assert set(run.metrics) == {"critic", "generator"}
-    with pytest.raises(StrategyError, match="pass a function: hand.minimize"):
+    with pytest.raises(StrategyError, match="Pass a function: hand.minimize"):
         mh.fit(task, mh.Single(accumulate=2), steps=2, on="cpu", folder=tmp_path, progress=False)
     assert problem("gan").step is gan_step
 
 
-def test_what_raises_is_timed_too() -> None:
+def test_timed_block_that_raises_is_still_measured() -> None:
     hand = mh.hand()
     with pytest.raises(ValueError, match="slip"), hand.timed("validation"):
         raise ValueError("slip")

@@ -22,8 +22,8 @@ import manyhands as mh
 from manyhands.core import OutOfMemory, PeerLost, SettingsError, WorkerFailed
 from manyhands.data import Cursor, as_source
 from manyhands.distributed import NullWorld, World
-from manyhands.training import Account, Hand, Job, account, parse_bytes, train
-from manyhands.training.memory import is_out_of_memory, remedies
+from manyhands.training import Hand, Job, parse_bytes, train
+from manyhands.training.memory import Account, account, is_out_of_memory, remedies
 
 WIDTH, DEPTH, ROWS = 256, 12, 2048
 
@@ -66,8 +66,8 @@ def held(made: mh.Task, spec: mh.StrategySpec | None = None) -> Account:
     return account(hand, made, batch)
 
 
-def test_the_account_of_a_step() -> None:
-    """Per block and row: what gelu takes, what tanh gives, what the norm takes, and what stands before the block."""
+def test_memory_account_counts_parameters_state_and_activations() -> None:
+    """Per block and row: what gelu takes, what tanh gives, what the norm takes, and the input of the block."""
     found = held(task())
     count = DEPTH * (WIDTH * WIDTH + 3 * WIDTH) + WIDTH + 1
     buffers = DEPTH * (2 * WIDTH * 4 + 8)
@@ -82,7 +82,7 @@ def test_the_account_of_a_step() -> None:
     assert list(found.activations.values()) == sorted(found.activations.values(), reverse=True)
 
 
-def test_the_account_follows_accumulation_precision_and_recomputation() -> None:
+def test_memory_account_reflects_accumulation_precision_and_recompute() -> None:
     whole = sum(held(task()).activations.values())
     quarter = held(task(), mh.Single(accumulate=4))
     assert quarter.rows == ROWS // 4
@@ -103,7 +103,7 @@ def tight(world: World, spec: mh.StrategySpec, folder: Path, made: Callable[[], 
         return str(error)
 
 
-def test_what_is_advised_really_fits(run_ranks: Callable[..., Any], tmp_path: Path) -> None:
+def test_out_of_memory_advice_fits_into_the_limit(run_ranks: Callable[..., Any], tmp_path: Path) -> None:
     """108 MiB in 96: a real allocation fails, and the same limit is enough for what the error says."""
 
     def run(spec: mh.StrategySpec) -> Any:
@@ -135,7 +135,7 @@ def wide() -> mh.Task:
     )
 
 
-def test_what_is_there_only_while_a_step_runs_is_counted(run_ranks: Callable[..., Any], tmp_path: Path) -> None:
+def test_temporary_tensors_of_a_step_are_counted(run_ranks: Callable[..., Any], tmp_path: Path) -> None:
     wide_tensor = 16 * ROWS * 1024 * 4
     found = held(wide())
     assert found.activations["1"] == wide_tensor
@@ -149,7 +149,7 @@ def test_what_is_there_only_while_a_step_runs_is_counted(run_ranks: Callable[...
     assert run(mh.Single(accumulate=int(advised[1]))) == 1
 
 
-def test_the_process_stays_usable(tmp_path: Path) -> None:
+def test_process_stays_usable_after_out_of_memory(tmp_path: Path) -> None:
     before = resource.getrlimit(resource.RLIMIT_DATA)
     with pytest.raises(OutOfMemory, match="step 1 did not fit into the memory of cpu") as caught:
         mh.fit(task(4 * ROWS), mh.Single(), on="cpu", folder=tmp_path, progress=False, memory="96MiB")
@@ -179,7 +179,7 @@ def is_limited() -> bool:
     return resource.getrlimit(resource.RLIMIT_DATA)[0] != resource.RLIM_INFINITY
 
 
-def test_kernels_that_found_no_memory_are_told_and_the_account_is_made(tmp_path: Path) -> None:
+def test_kernel_allocation_failure_is_reported_as_out_of_memory(tmp_path: Path) -> None:
     made = task(8, loss=without_kernels)
     with pytest.raises(OutOfMemory, match=r"step 1 did not fit.*test_memory.py:\d+\n(.|\n)*activations .* for 8 rows"):
         mh.fit(made, mh.Single(), on="cpu", folder=tmp_path, progress=False, memory="96MiB")
@@ -187,7 +187,7 @@ def test_kernels_that_found_no_memory_are_told_and_the_account_is_made(tmp_path:
         mh.fit(made, mh.Single(), on="cpu", folder=tmp_path, progress=False)
 
 
-def test_parameters_above_the_limit_are_told_before_anything_is_computed(tmp_path: Path) -> None:
+def test_parameters_above_memory_limit_are_rejected_before_the_first_step(tmp_path: Path) -> None:
     def fragile(model: nn.Module, batch: Any) -> Tensor:
         if is_limited():
             # As a library does that does not look at what malloc says.
@@ -201,13 +201,13 @@ def test_parameters_above_the_limit_are_told_before_anything_is_computed(tmp_pat
         mh.fit(made, mh.Single(), on="cpu", folder=tmp_path, progress=False, memory="16MiB")
 
 
-def test_a_replica_that_runs_out_is_heard(tmp_path: Path) -> None:
+def test_out_of_memory_on_a_replica_is_raised_by_fit(tmp_path: Path) -> None:
     with pytest.raises(OutOfMemory, match=r"on rank [01](.|\n)*accumulate=\d+ .*about") as caught:
         mh.fit(task(8 * ROWS), "mirrored", on="cpu*2", folder=tmp_path, progress=False, memory="96MiB")
     assert isinstance(caught.value.__cause__, WorkerFailed)
 
 
-def test_what_is_fixed_needs_more_devices_and_little_room_is_said() -> None:
+def test_remedies_suggest_sharding_or_accumulation_as_needed() -> None:
     hand = Hand(NullWorld(), mh.Single())
     fixed = Account(parameters=40 << 20, gradients=40 << 20, optimizer=80 << 20)
     assert remedies(hand, task(), None, fixed, 100 << 20) == [
@@ -219,7 +219,7 @@ def test_what_is_fixed_needs_more_devices_and_little_room_is_said() -> None:
     assert remedies(hand, task(), None, full, 100 << 20) == ["accumulate=2         about 63.0 MiB"]
 
 
-def test_a_step_of_ones_own_is_accounted_for_as_far_as_it_can_be(tmp_path: Path) -> None:
+def test_custom_step_out_of_memory_omits_activation_sizes(tmp_path: Path) -> None:
     def step(hand: mh.Hand, batch: Any) -> None:
         hand.minimize(lambda part: loss(hand.model, part))
 
@@ -228,7 +228,7 @@ def test_a_step_of_ones_own_is_accounted_for_as_far_as_it_can_be(tmp_path: Path)
         mh.fit(made, mh.Single(), on="cpu", folder=tmp_path, progress=False, memory="96MiB")
 
 
-def test_other_errors_stay_what_they_are(tmp_path: Path) -> None:
+def test_unrelated_errors_are_not_reported_as_out_of_memory(tmp_path: Path) -> None:
     def broken(model: nn.Module, batch: Any) -> Tensor:
         if model.training:
             raise RuntimeError("something else")
@@ -242,8 +242,8 @@ def test_other_errors_stay_what_they_are(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("memory", ["much", "-1GiB", "0", "8GiX", "GiB", "8 i", True, 0, -5])
-def test_nonsense_limits_are_refused(memory: Any, tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match='number of bytes above zero, but got .*; write it as "8GiB"'):
+def test_invalid_memory_limits_are_rejected(memory: Any, tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match='number of bytes above zero, but got .*. Write for example "8GiB"'):
         mh.fit(task(8), on="cpu", folder=tmp_path / "runs", memory=memory)
     assert not (tmp_path / "runs").exists()
 
@@ -259,12 +259,12 @@ def test_nonsense_limits_are_refused(memory: Any, tmp_path: Path) -> None:
         ("2Ti", 2**41),
     ],
 )
-def test_sizes_are_read(text: str | int, count: int) -> None:
+def test_parse_bytes_accepts_units_and_numbers(text: str | int, count: int) -> None:
     assert parse_bytes(text) == count
 
 
 @pytest.mark.parametrize("memory", ["8", 1.5, "1KB"])
-def test_a_limit_that_nothing_fits_into_is_refused(memory: Any, tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match="at least 16.0 MiB, but got .* write the unit too"):
+def test_memory_limit_below_minimum_is_rejected(memory: Any, tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="at least 16.0 MiB, but got .* Include the unit"):
         mh.fit(task(8), on="cpu", folder=tmp_path / "runs", memory=memory)
     assert not (tmp_path / "runs").exists()

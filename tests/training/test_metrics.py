@@ -33,7 +33,7 @@ LABELS = (INPUTS[:, 0] + torch.randn(23, generator=generator(1)) > 0).long()
 
 
 class Counts:
-    """Somebody's own metric: the share of samples that the network is sure of, by a merge of its own."""
+    """A custom metric: the share of confident samples, with its own merge."""
 
     def __init__(self) -> None:
         self.sure = torch.zeros(())
@@ -81,7 +81,7 @@ class Running(Metric):
 
 
 def network() -> nn.Module:
-    """The same on every thread, whatever others draw meanwhile."""
+    """Return values that do not depend on what other threads draw."""
     model = nn.Sequential(nn.Linear(6, 1), nn.Flatten(0))
     nn.init.uniform_(model[0].weight, -1, 1, generator=generator(2))
     nn.init.zeros_(model[0].bias)
@@ -128,7 +128,7 @@ METRICS: dict[str, Any] = {
 }
 
 
-def test_objects_over_replicas_measure_the_whole() -> None:
+def test_metric_objects_merge_over_replicas_to_the_whole_value() -> None:
     whole, outputs = measure(task(METRICS))
     assert whole["auc"] == pytest.approx(roc_auc_score(LABELS, outputs))
     assert whole["precision"] == pytest.approx(average_precision_score(LABELS, outputs))
@@ -146,7 +146,7 @@ def test_objects_over_replicas_measure_the_whole() -> None:
     assert sum(shares) / 3 != pytest.approx(whole["auc"], rel=1e-3)  # a mean of areas would have been seen here
 
 
-def test_fit_and_evaluate_in_processes(tmp_path: Path) -> None:
+def test_metrics_of_fit_and_evaluate_are_equal_on_one_and_two_ranks(tmp_path: Path) -> None:
     made = task({"auc": BinaryAUROC, "sure": Counts()})
     runs = [mh.fit(made, on=on, folder=tmp_path, progress=False, timeout=60) for on in ("cpu", "cpu*2")]
     for run in runs:
@@ -169,7 +169,7 @@ def test_fit_and_evaluate_in_processes(tmp_path: Path) -> None:
         ((RunningMean(2), lambda outputs, batch: outputs), "RunningMean looks at the last batches alone"),
     ],
 )
-def test_what_cannot_be_joined_is_refused_before_work_starts(metric: Any, message: str, tmp_path: Path) -> None:
+def test_unmergeable_metric_is_rejected_before_work_starts(metric: Any, message: str, tmp_path: Path) -> None:
     made = task({"it": metric})
     check_metrics(made, 1)
     with pytest.raises(TaskError, match=message):
@@ -185,12 +185,12 @@ def test_what_cannot_be_joined_is_refused_before_work_starts(metric: Any, messag
     ("changes", "message"),
     [
         ({"metrics": {"it": 3}}, "the metric 'it' must be a function, an object"),
-        ({"metrics": {"it": (BinaryAUROC(),)}}, "or \\(object, function\\) of them, but got a tuple"),
+        ({"metrics": {"it": (BinaryAUROC(),)}}, "or a pair \\(object, function\\), but got a tuple"),
         (
             {"metrics": {"it": (lambda outputs, batch: 1.0, lambda outputs, batch: ())}},
             "but got a pair with a function",
         ),
-        ({"metrics": {"it": dict}}, "or make an object with update and compute, but got a dict"),
+        ({"metrics": {"it": dict}}, "or return an object with update and compute, but got a dict"),
         (
             {"metrics": {"it": (MulticlassAccuracy(2, average=None), lambda o, b: ((o > 0).long(), b[1]))}},
             "must compute a number, or a dict of numbers, but got a tensor of shape \\(2,\\)",
@@ -202,16 +202,16 @@ def test_what_cannot_be_joined_is_refused_before_work_starts(metric: Any, messag
                 "loss": lambda model, batch: model(batch["x"]).mean(),
                 "predict": None,
             },
-            "predictions and targets.*but got a batch that is a dict; say what it takes",
+            "predictions and targets.*but got a batch that is a dict. Pass a function that selects them",
         ),
     ],
 )
-def test_mistakes(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_invalid_metrics_are_rejected(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(TaskError, match=message):
         mh.fit(task(METRICS).replace(**changes), on="cpu", folder=tmp_path, progress=False)
 
 
-def test_the_tasks_own_object_stays_as_it_is() -> None:
+def test_metric_object_of_the_task_is_not_modified() -> None:
     own = Counts()
     used = MetricCollection([BinaryAccuracy()])
     used.update(torch.zeros(4), torch.ones(4).long())
@@ -221,7 +221,7 @@ def test_the_tasks_own_object_stays_as_it_is() -> None:
     assert own.seen == []
 
 
-def test_what_needs_many_samples_is_only_noticed(tmp_path: Path) -> None:
+def test_metric_that_needs_many_samples_logs_only_a_notice(tmp_path: Path) -> None:
     class Many(Counts):
         def compute(self) -> dict[str, float]:
             if sum(self.seen) < 20:
@@ -234,7 +234,7 @@ def test_what_needs_many_samples_is_only_noticed(tmp_path: Path) -> None:
     assert "'many' could not be computed from a few samples (RuntimeError: too few)" in events
 
 
-def test_logits_are_noticed(tmp_path: Path) -> None:
+def test_metric_inputs_outside_zero_to_one_log_a_notice(tmp_path: Path) -> None:
     """torchmetrics squashes a batch only if some number in it is beyond 0 and 1, so it depends on the split."""
     made = task(
         {"auc": BinaryAUROC(), "right": BinaryAccuracy(), "mean": (MeanMetric(), lambda outputs, batch: outputs)}
@@ -243,10 +243,10 @@ def test_logits_are_noticed(tmp_path: Path) -> None:
     for name, predict in {"logits": lambda model, inputs: 3 * model(inputs), "chances": made.predict}.items():
         run = mh.fit(made.replace(predict=predict), on="cpu", folder=tmp_path, name=name, progress=False)
         texts[name] = (run.path / "events.jsonl").read_text()
-    assert "the metric 'auc' gets numbers beyond 0 and 1: BinaryAUROC guesses" in texts["logits"]
-    assert "the metric 'right' gets numbers beyond" in texts["logits"]
-    assert "the metric 'mean' gets numbers beyond" not in texts["logits"]
-    assert "guesses" not in texts["chances"]
+    assert "the metric 'auc' gets values outside of 0 to 1: BinaryAUROC decides" in texts["logits"]
+    assert "the metric 'right' gets values outside" in texts["logits"]
+    assert "the metric 'mean' gets values outside" not in texts["logits"]
+    assert "decides" not in texts["chances"]
 
 
 class Words:
@@ -275,7 +275,7 @@ class Slots(Words):
         self.kept = 1
 
 
-def test_objects_travel_as_plain_data_where_they_are_nothing_else() -> None:
+def test_metric_state_is_sent_as_plain_data_where_possible() -> None:
     assert isinstance(OwnMeter("it", Counts(), None, torch.device("cpu")).pack(), dict)
 
     def measure(world: World) -> list[float]:
@@ -288,7 +288,7 @@ def test_objects_travel_as_plain_data_where_they_are_nothing_else() -> None:
     assert run_threads(measure, 3) == [[3.0, 3.0]] * 3
 
 
-def test_nothing_was_seen_by_some_replicas() -> None:
+def test_metrics_merge_when_some_replicas_saw_no_samples() -> None:
     def replica(world: World) -> dict[str, float]:
         _, meters = parted(task({"auc": BinaryAUROC(), "sure": Counts()}), world)
         if world.rank == 1:
@@ -300,7 +300,7 @@ def test_nothing_was_seen_by_some_replicas() -> None:
         assert values == {"auc": 1.0, "sure_share": 0.5, "sure_seen": 2.0}
 
 
-def test_what_counted_nothing_is_no_number() -> None:
+def test_mean_over_zero_items_is_nan() -> None:
     sums = MetricSums(NullWorld())
     sums.add("tokens", mh.mean(torch.tensor(0.0), 0), 4)
     sums.add("loss", torch.tensor(2.0), 4)

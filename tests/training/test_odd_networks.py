@@ -75,7 +75,7 @@ class Shared(nn.Module):
 
 
 class FrozenNorm(nn.Module):
-    """A BatchNorm that a person put into evaluation mode for good."""
+    """A BatchNorm that stays in evaluation mode."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class Recurrent(nn.Module):
 
 
 @pytest.mark.parametrize("model", [Branching, Shared, FrozenNorm, Recurrent])
-def test_odd_networks_equal_one_device(model: Callable[[], nn.Module], tmp_path: Path) -> None:
+def test_unusual_networks_equal_single_device(model: Callable[[], nn.Module], tmp_path: Path) -> None:
     alone, three = fit(task(model), 1, tmp_path), fit(task(model), 3, tmp_path)
     assert three.losses == pytest.approx(alone.losses, rel=1e-9)
     for name, value in alone.state_dict().items():
@@ -113,7 +113,7 @@ class Thaw(mh.Callback):
             hand.model[0].requires_grad_(True)
 
 
-def test_parameters_that_are_set_free_later_are_synchronised(tmp_path: Path) -> None:
+def test_parameters_unfrozen_during_training_are_synchronized(tmp_path: Path) -> None:
     def frozen() -> nn.Module:
         net = nn.Sequential(nn.Linear(12, 8), nn.Tanh(), nn.Linear(8, 5))
         net[0].requires_grad_(False)
@@ -128,9 +128,9 @@ class Activated(nn.BatchNorm1d):
         return F.relu(super().forward(input))
 
 
-def test_a_batchnorm_with_a_forward_of_its_own_is_refused_by_name(tmp_path: Path) -> None:
+def test_batch_norm_subclass_with_custom_forward_is_rejected_by_name(tmp_path: Path) -> None:
     made = task(lambda: nn.Sequential(nn.Linear(12, 8), Activated(8), nn.Linear(8, 5)))
-    with pytest.raises(StrategyError, match="got 1, a Activated with a forward of its own"):
+    with pytest.raises(StrategyError, match="got 1, a Activated with its own forward"):
         fit(made, 2, tmp_path)
     spec = mh.Mirrored(2, batch_stats="local")
     mh.fit(made, spec, on="cpu*2", folder=tmp_path, progress=False, steps=2)
@@ -148,11 +148,11 @@ class Copies(mh.Callback):
             assert not twin(X[:4].double()).any(), "the copy used the original's parameters"
 
 
-def test_a_copied_network_is_its_own(tmp_path: Path) -> None:
+def test_deepcopied_network_uses_its_own_parameters(tmp_path: Path) -> None:
     fit(task(lambda: nn.Sequential(nn.Linear(12, 8), nn.BatchNorm1d(8))), 2, tmp_path, callbacks=[Copies()])
 
 
-def test_double_backward_through_synchronised_statistics_is_refused(tmp_path: Path) -> None:
+def test_double_backward_through_synchronized_batch_norm_is_rejected(tmp_path: Path) -> None:
     def step(hand: mh.Hand, batch: Any) -> None:
         x = batch[0].requires_grad_()
         y = hand.model(x)
@@ -161,7 +161,7 @@ def test_double_backward_through_synchronised_statistics_is_refused(tmp_path: Pa
 
     made = task(lambda: nn.Sequential(nn.Linear(12, 8), nn.BatchNorm1d(8)), loss=None, step=step)
     fit(made, 1, tmp_path)
-    with pytest.raises(StrategyError, match="gradients of gradients do not pass through synchronised batch statistics"):
+    with pytest.raises(StrategyError, match="synchronized batch statistics do not support second-order gradients"):
         fit(made, 2, tmp_path)
 
 
@@ -177,7 +177,7 @@ class Reentrant(nn.Module):
 
 
 def test_reentrant_checkpointing_of_a_shared_layer_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(TaskError, match="pass use_reentrant=False"):
+    with pytest.raises(TaskError, match="Pass use_reentrant=False"):
         fit(task(Reentrant), 2, tmp_path)
 
 
@@ -190,7 +190,7 @@ def test_two_backwards_in_a_step_are_refused() -> None:
             hand.backward(model(x).square().mean())
 
     for size in (1, 2):
-        with pytest.raises(TaskError, match="a second one before hand.step.*add the losses"):
+        with pytest.raises(TaskError, match="a second one before hand.step.*Add the losses"):
             mh.launch(loop, mh.Mirrored(size), on=f"cpu*{size}", progress=False)
 
 
@@ -200,7 +200,7 @@ def test_an_optimizer_that_needs_a_closure_is_refused(tmp_path: Path) -> None:
         fit(made, 1, tmp_path)
 
 
-def test_a_frozen_parameter_in_one_of_several_optimizers(tmp_path: Path) -> None:
+def test_frozen_parameter_in_one_of_two_optimizers_equals_single_device(tmp_path: Path) -> None:
     def build() -> nn.Module:
         net = nn.ModuleDict({"a": nn.Linear(12, 5), "b": nn.Linear(12, 5)})
         net["a"].bias.requires_grad_(False)
@@ -230,16 +230,16 @@ class Drifting(nn.Module):
         return self.layer(x)
 
 
-def test_a_buffer_that_replicas_keep_for_themselves_is_named(tmp_path: Path) -> None:
+def test_unsynchronized_buffer_is_named_in_a_notice(tmp_path: Path) -> None:
     spec = mh.Mirrored(2, batch_stats="local")
     made = task(Drifting, valid=(X, Y))
     run = mh.fit(made, spec, on="cpu*2", folder=tmp_path, progress=False, epochs=2)
     notices = [entry["text"] for entry in read_events(run.path / "events.jsonl") if entry["kind"] == "notice"]
-    assert any("the buffer seen is not synchronised" in text for text in notices)
+    assert any("the buffer seen is not synchronized" in text for text in notices)
     assert len(run.losses) == 8
 
 
-def test_statistics_of_the_batch_in_evaluation_do_not_count_borrowed_rows(tmp_path: Path) -> None:
+def test_padding_rows_do_not_affect_batch_statistics_in_evaluation(tmp_path: Path) -> None:
     def build() -> nn.Module:
         return nn.Sequential(nn.Linear(12, 5), nn.BatchNorm1d(5, track_running_stats=False))
 
@@ -256,13 +256,13 @@ def contrast(hand: mh.Hand, batch: Any) -> None:
     hand.minimize(F.binary_cross_entropy_with_logits(rows @ rows.T * 5, same.to(rows.dtype)))
 
 
-def test_losses_in_which_samples_look_at_each_other_gather_them(tmp_path: Path) -> None:
+def test_contrastive_loss_with_gather_equals_single_device(tmp_path: Path) -> None:
     made = task(lambda: nn.Linear(12, 6), loss=None, step=contrast, batch_size=11)
     alone, three = fit(made, 1, tmp_path), fit(made, 3, tmp_path)
     assert three.losses == pytest.approx(alone.losses, rel=1e-9)
 
 
-def test_epochs_in_an_own_loop() -> None:
+def test_custom_loop_reshuffles_in_every_epoch() -> None:
     def loop(hand: mh.Hand) -> list[Any]:
         seen = []
         for _ in range(3):
@@ -278,7 +278,7 @@ def test_epochs_in_an_own_loop() -> None:
     assert sorted(seen[0][0]) == sorted(seen[1][0])
 
 
-def test_settings_of_the_process_reach_the_ranks() -> None:
+def test_default_dtype_and_matmul_precision_are_passed_to_ranks() -> None:
     def look(hand: mh.Hand) -> tuple[torch.dtype, str]:
         return torch.get_default_dtype(), torch.get_float32_matmul_precision()
 
@@ -292,7 +292,7 @@ def test_settings_of_the_process_reach_the_ranks() -> None:
     assert seen == [(torch.float64, "high")] * 2
 
 
-def test_a_loss_that_exists_in_training_only(tmp_path: Path) -> None:
+def test_loss_available_only_in_training_mode_is_supported(tmp_path: Path) -> None:
     class Detector(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -306,17 +306,17 @@ def test_a_loss_that_exists_in_training_only(tmp_path: Path) -> None:
     assert len(run.losses) == 8
 
 
-def test_one_program_at_a_time_trains_a_run(tmp_path: Path) -> None:
+def test_locked_run_cannot_be_resumed_by_a_second_process(tmp_path: Path) -> None:
     import fcntl
 
     run = fit(task(lambda: nn.Linear(12, 5)), 1, tmp_path, name="held")
     with (run.path / ".lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        with pytest.raises(SettingsError, match="one program at a time trains a run"):
+        with pytest.raises(SettingsError, match="only one program at a time can train a run"):
             fit(task(lambda: nn.Linear(12, 5)), 1, tmp_path, name="held", resume=True)
 
 
-def test_a_loader_that_drops_its_last_batch(tmp_path: Path) -> None:
+def test_drop_last_of_a_data_loader_is_respected(tmp_path: Path) -> None:
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(X, Y), batch_size=16, drop_last=True)
     made = task(lambda: nn.Linear(12, 5), data=loader, batch_size=None)
     assert len(fit(made, 1, tmp_path).losses) == len(fit(made, 2, tmp_path).losses) == 2 * 2

@@ -44,7 +44,7 @@ def assert_equal(run: mh.Run, other: mh.Run) -> None:
 
 
 @pytest.mark.parametrize("kind", SPECS)
-def test_what_waits_on_the_host_changes_no_answer(kind: str, tmp_path: Path) -> None:
+def test_offload_to_host_does_not_change_results(kind: str, tmp_path: Path) -> None:
     make, on = SPECS[kind]
     task = problem("gpt", "adamw")
     plain = fit(task, mh.Single(precision="fp64"), tmp_path, on="cpu")
@@ -53,7 +53,7 @@ def test_what_waits_on_the_host_changes_no_answer(kind: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("clip", [None, 0.5])
-def test_two_optimizers_and_steps_that_are_left_out(clip: float | None, tmp_path: Path) -> None:
+def test_offload_with_two_optimizers_and_skipped_steps_keeps_results(clip: float | None, tmp_path: Path) -> None:
     task = problem("gan", "adamw").replace(clip=clip, not_finite="skip")
     assert_equal(*(fit(task, mh.Single(precision="fp64", offload=o), tmp_path, on="cpu") for o in ("", "optimizer")))
     poisoned = problem("mlp", "adamw").replace(clip=clip, not_finite="skip", shuffle=False)
@@ -63,24 +63,24 @@ def test_two_optimizers_and_steps_that_are_left_out(clip: float | None, tmp_path
     assert len(runs[0].losses) == 6
 
 
-def test_a_run_goes_on_from_state_on_the_host(tmp_path: Path) -> None:
+def test_offloaded_run_resumes_with_equal_results(tmp_path: Path) -> None:
     task, spec = problem("mlp", "adamw"), mh.Single(precision="fp64", offload="optimizer")
     whole = fit(task, mh.Single(precision="fp64"), tmp_path, on="cpu")
     fit(task, spec, tmp_path, on="cpu", name="parts", callbacks=[StopAt(2)])
     assert_equal(whole, fit(task, spec, tmp_path, on="cpu", name="parts", resume=True))
 
 
-def test_mistakes() -> None:
+def test_invalid_offload_settings_are_rejected() -> None:
     with pytest.raises(StrategyError, match="offload must be one of optimizer, activations, but got 'disk'"):
         mh.Single(offload="disk")
-    with pytest.raises(StrategyError, match="neither recorded nor compiled, but got offload=optimizer with capture"):
+    with pytest.raises(StrategyError, match="neither captured nor compiled, but got offload=optimizer with capture"):
         mh.Single(offload="optimizer", capture="graph")
     with pytest.raises(StrategyError, match="whole networks and exact gradients, but got servers=1 with offload"):
         mh.StrategySpec(servers=1, offload="optimizer")
 
 
 @pytest.mark.gpu
-def test_a_gpu_holds_little_more_than_the_parameters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offload_reduces_peak_gpu_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offload, "AT_ONCE", 32 << 20)
     width, depth = 2048, 12
     size = 4 * depth * width * width

@@ -18,8 +18,10 @@ import manyhands as mh
 from manyhands.core import EVENTS, CheckpointError, TaskError, UsageError, mix, read_events, seed_all
 from manyhands.data import Cursor, Feed, as_source
 from manyhands.distributed import NullWorld, World
+from manyhands.parameter_server.layout import cut
+from manyhands.parameter_server.server import ServerShard
+from manyhands.parameter_server.update import needs_whole
 from manyhands.storage import CheckpointStore
-from manyhands.strategies import served
 from manyhands.training import Job, train
 from manyhands.training.loop import CHECKPOINTS
 
@@ -109,7 +111,7 @@ class OwnNoise(Optimizer):
 
 
 class Both(Optimizer):
-    """Two optimizers in one object, whose own groups name all parameters and whose own state is empty."""
+    """Two optimizers in one object that lists all parameters in its groups and has no state itself."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model.parameters(), {"lr": 0.01})
@@ -121,7 +123,7 @@ class Both(Optimizer):
 
 
 class Hiding(Optimizer):
-    """The same, whose own groups name only the matrices."""
+    """Two optimizers in one object that lists only the matrices in its groups."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(matrices(model), {"lr": 0.05})
@@ -268,7 +270,7 @@ def in_parts(world: World, folder: Path) -> list[dict[str, Any]]:
     return [trained(world, names, folder / str(number), spec) for number, spec in enumerate(SPLITS)]
 
 
-def test_several_optimizers_and_parameters_in_none_under_networks_in_parts(
+def test_model_parallel_supports_several_optimizers_and_unoptimized_parameters(
     alone: dict[str, Any], run_ranks: Any, tmp_path: Path
 ) -> None:
     for spec, found in zip(SPLITS, run_ranks(partial(in_parts, folder=tmp_path), 2)[0], strict=True):
@@ -276,14 +278,14 @@ def test_several_optimizers_and_parameters_in_none_under_networks_in_parts(
             assert_same(weights, alone[name], f"{name} under {spec}")
 
 
-def test_a_scheduler_in_a_hook_whose_place_is_not_saved_is_refused_on_resume(tmp_path: Path) -> None:
+def test_resume_rejects_unsaved_scheduler_in_an_optimizer_hook(tmp_path: Path) -> None:
     trained(NullWorld(), ["stepping"], tmp_path, steps=2)
-    with pytest.raises(CheckpointError, match=r"whose place no checkpoint has; pass Task\(schedule="):
+    with pytest.raises(CheckpointError, match=r"whose state is not in the checkpoint. Pass Task\(schedule="):
         trained(NullWorld(), ["stepping"], tmp_path, resume=True)
 
 
 @pytest.mark.parametrize("name", ["recipe", "both"])
-def test_a_schedule_reaches_every_optimizer(name: str, tmp_path: Path) -> None:
+def test_schedule_scales_learning_rate_of_every_optimizer(name: str, tmp_path: Path) -> None:
     def slower(step: int, total: int) -> float:
         return 0.5
 
@@ -300,7 +302,7 @@ def test_a_schedule_reaches_every_optimizer(name: str, tmp_path: Path) -> None:
     assert_same(run.model().state_dict(), by_hand(task(halved)), name)
 
 
-def test_parameters_in_no_optimizer_are_named_and_stay(tmp_path: Path) -> None:
+def test_parameters_in_no_optimizer_are_logged_and_unchanged(tmp_path: Path) -> None:
     run = mh.fit(task(CASES["some"]), mh.Single(precision="fp64"), on="cpu", folder=tmp_path, progress=False)
     said = [entry["text"] for entry in read_events(run.path / EVENTS) if entry["kind"] == "notice"]
     assert "2 parameters are in no optimizer and stay as they are: out.weight, out.bias" in said
@@ -326,20 +328,21 @@ def twice(model: nn.Module) -> list[Optimizer]:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (scheduled, r"makes a .*which no step would call; leave the scheduler out and pass Task\(schedule="),
-        (with_scheduler, "makes a CosineAnnealingLR"),
+        (scheduled, r"creates a .*which would never be stepped. Remove the scheduler and pass Task\(schedule="),
+        (with_scheduler, "creates a CosineAnnealingLR"),
         (twice, "out.bias in two of them"),
         (lambda model: [optim.SGD(model.parameters(), lr=0.1), 3], "a int among them"),
         (lambda model: [], "an empty one"),
         (
             lambda model: Hiding(model),
-            r"Hiding, whose inner optimizers \(AdamW\) hold 4 parameters that are in no group.*as a list, \[AdamW\]",
+            r"Hiding, whose inner optimizers \(AdamW\) have 4 parameters that are in none of its groups.*as a "
+            r"list, \[AdamW\]",
         ),
         (lambda model: Sharpness(model.parameters()), "Sharpness, which computes the loss several times in a step"),
         (lambda model: optim.LBFGS(model.parameters()), "LBFGS, which computes the loss several times"),
     ],
 )
-def test_what_no_step_could_take_is_refused_with_the_remedy(make: Any, words: str, tmp_path: Path) -> None:
+def test_unsupported_optimizers_are_rejected_with_a_remedy(make: Any, words: str, tmp_path: Path) -> None:
     with pytest.raises(TaskError, match=words):
         mh.fit(task(make), on="cpu", folder=tmp_path, progress=False)
 
@@ -354,13 +357,13 @@ class Words(nn.Module):
         return found
 
 
-def test_sparse_gradients_train_alone_and_are_refused_on_replicas(tmp_path: Path) -> None:
+def test_sparse_gradients_train_on_one_device_and_are_rejected_on_replicas(tmp_path: Path) -> None:
     ids = torch.randint(0, 9, (21, 4), generator=torch.Generator().manual_seed(2))
     made = task(torchs_own("SparseAdam")).replace(model=Words, data=(ids, Y))
     run = mh.fit(made, mh.Single(precision="fp64"), on="cpu", epochs=EPOCHS, folder=tmp_path, progress=False)
     assert_same(run.model().state_dict(), by_hand(made), "SparseAdam")
     for spec in (mh.Mirrored(2), mh.ParameterServer(workers=2, servers=1)):
-        with pytest.raises(UsageError, match="table.* with sparse=True; "):
+        with pytest.raises(UsageError, match=r"table.* with sparse=True\. "):
             mh.fit(made, spec, on="cpu*2", folder=tmp_path, progress=False)
 
 
@@ -373,8 +376,8 @@ def on_servers(name: str, steps: int = 4) -> Iterator[tuple[str, Tensor, Tensor]
     plain, held = Net().double(), Net().double()
     held.load_state_dict(plain.state_dict())
     optimizer, moved = (task(CASES[name]).make_optimizer(model) for model in (plain, held))
-    shares = served.cut(held, 2, whole=served.needs_whole(moved))
-    shards = [served.ServerShard(number, share, held, moved) for number, share in enumerate(shares)]
+    shares = cut(held, 2, whole=needs_whole(moved))
+    shards = [ServerShard(number, share, held, moved) for number, share in enumerate(shares)]
     names = dict(held.named_parameters())
     for shard in shards:
         for slab, values in zip(shard.share, shard.values, strict=True):
@@ -399,7 +402,7 @@ def on_servers(name: str, steps: int = 4) -> Iterator[tuple[str, Tensor, Tensor]
 
 
 @pytest.mark.parametrize("name", [*(name for name in TRAINED if name in NAMES), "recipe"])
-def test_servers_update_as_the_optimizer_does(name: str) -> None:
+def test_parameter_server_update_equals_the_optimizer(name: str) -> None:
     for key, found, expected in on_servers(name):
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-12, msg=f"{name}: {key}")
 
@@ -421,21 +424,24 @@ class Own(Optimizer):
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda model: Both(model), r"Both, which steps SGD, AdamW inside it; return them as a list, \[SGD, AdamW\]"),
+        (lambda model: Both(model), r"Both, which steps SGD, AdamW inside it. Return them as a list, \[SGD, AdamW\]"),
         (CASES["lookahead"], "Lookahead, which steps AdamW inside it"),
-        (stepping, r"SGD, whose step has hooks .*; pass Task\(schedule="),
-        (CASES["noisy"], r"Noisy, which draws random numbers, other ones on every server; use mh.Mirrored\(\)"),
-        (lambda model: Own(model.parameters()), "Own, which does not update the tensors of its parameter groups"),
+        (stepping, r"SGD, whose step has hooks .*[.] Pass Task\(schedule="),
+        (CASES["noisy"], r"Noisy, which draws random numbers, other ones on every server[.] Use mh.Mirrored\(\)"),
+        (
+            lambda model: Own(model.parameters()),
+            "Own, which does not update the tensors of its parameter groups",
+        ),
     ],
 )
-def test_optimizers_that_servers_cannot_share_out_are_refused(make: Any, words: str) -> None:
+def test_optimizers_that_cannot_be_split_over_servers_are_rejected(make: Any, words: str) -> None:
     made, before = make(Net()), torch.get_rng_state()
     with pytest.raises(TaskError, match=words):
-        served.needs_whole(made)
+        needs_whole(made)
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_servers_train_the_recipe_of_matrices_and_the_rest(alone: dict[str, Any], tmp_path: Path) -> None:
+def test_parameter_servers_with_several_optimizers_match_single_device(alone: dict[str, Any], tmp_path: Path) -> None:
     name = "Muon" if "Muon" in TRAINED else "recipe"
     spec = mh.ParameterServer(workers=2, servers=2, precision="fp64")
     run = mh.fit(task(CASES[name]), spec, on="cpu*2", epochs=EPOCHS, folder=tmp_path, progress=False)

@@ -31,7 +31,7 @@ class Seen:
 
 
 class Stuck(nn.Module):
-    """One weight that moves by one in every step; what it is worth at each epoch's end stands in a list."""
+    """One weight that moves by one in every step; its values at the ends of epochs are given as a list."""
 
     def __init__(self, values: Sequence[float]) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ def notices(run: mh.Run) -> list[str]:
 
 
 @pytest.mark.parametrize("on", ["cpu", "cpu*3"])
-def test_a_run_ends_when_nothing_gets_better(on: str, tmp_path: Path) -> None:
+def test_run_stops_early_when_the_metric_stops_improving(on: str, tmp_path: Path) -> None:
     made = task([9, 1, 3, 2, 3, 2.9, 3, 1, 1])
     run = fit(made, tmp_path, on, stop=mh.Patience("valid_score", 3, mode="max"))
     assert run.num_steps == 5
@@ -92,12 +92,12 @@ def test_a_run_ends_when_nothing_gets_better(on: str, tmp_path: Path) -> None:
         (None, 9),
     ],
 )
-def test_modes_and_several(stop: Any, steps: int, tmp_path: Path) -> None:
+def test_patience_supports_modes_min_delta_and_several_criteria(stop: Any, steps: int, tmp_path: Path) -> None:
     assert fit(task(range(10)), tmp_path, stop=stop).num_steps == steps
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_a_resumed_run_has_the_patience_that_was_left(size: int, tmp_path: Path) -> None:
+def test_resume_keeps_the_remaining_patience(size: int, tmp_path: Path) -> None:
     made, on = task([9, 3, 3, 3, 3, 1, 1, 1, 1]), "cpu" if size == 1 else "cpu*2"
     stop = mh.Patience("valid_score", 3, mode="min")
     assert fit(made, tmp_path, on, name="it", epochs=3, stop=stop).num_steps == 3
@@ -105,7 +105,7 @@ def test_a_resumed_run_has_the_patience_that_was_left(size: int, tmp_path: Path)
     run = fit(made, tmp_path, on, name="it", resume=True, stop=stop)
     assert run.num_steps == 4
     assert len(notices(run)) == 1
-    # Once out of patience it stays so; with more of it, or without, the run goes on.
+    # A run that ran out of patience stays stopped; with more patience, or none, it continues.
     assert fit(made, tmp_path, on, name="it", resume=True, stop=stop).num_steps == 4
     assert (
         fit(made, tmp_path, on, name="it", resume=True, stop=mh.Patience("valid_score", 4, mode="min")).num_steps == 9
@@ -113,7 +113,7 @@ def test_a_resumed_run_has_the_patience_that_was_left(size: int, tmp_path: Path)
     assert fit(made, tmp_path, on, name="it", epochs=10, resume=True).num_steps == 10
 
 
-def test_the_training_loss_is_the_mean_of_the_epoch(tmp_path: Path) -> None:
+def test_patience_on_loss_uses_the_epoch_mean(tmp_path: Path) -> None:
     """With alternating batches the last loss of an epoch is always the same, while its mean falls."""
     watch: list[float] = []
 
@@ -139,7 +139,7 @@ def scripted_loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("stop", [None, mh.Patience("loss", 5)])
-def test_the_best_network_is_of_the_epoch_with_the_lowest_mean(stop: Any, tmp_path: Path) -> None:
+def test_best_model_is_from_the_epoch_with_the_lowest_mean_loss(stop: Any, tmp_path: Path) -> None:
     made = task([1], loss=scripted_loss, data=torch.ones(8, 1), batch_size=2, valid=None, metrics={})
     settings: dict[str, Any] = {"name": "it", "epochs": 3, "save_every": 1, "stop": stop}
     assert int(fit(made, tmp_path, **settings).model(best=True).weight) == 8  # type: ignore[arg-type]
@@ -148,14 +148,14 @@ def test_the_best_network_is_of_the_epoch_with_the_lowest_mean(stop: Any, tmp_pa
     assert (int(again.model().weight), int(again.model(best=True).weight)) == (12, 8)  # type: ignore[arg-type]
 
 
-def test_a_network_in_mid_epoch_is_not_the_best_by_a_loss_of_one_batch(tmp_path: Path) -> None:
+def test_mid_epoch_checkpoint_is_not_best_because_of_one_batch_loss(tmp_path: Path) -> None:
     made = task([0.1, 9, 1, 5, 7, 7, 7], data=torch.ones(8, 1))
     made = made.replace(loss=lambda model, batch: model(batch).mean() - (model.weight - model.weight.detach()).mean())
     run = fit(made, tmp_path, epochs=3, save_every=1)
     assert int(run.model(best=True).weight) == 2  # type: ignore[arg-type]
 
 
-def test_an_epoch_of_steps_that_were_all_left_out_is_no_progress() -> None:
+def test_epoch_with_all_steps_skipped_counts_as_no_improvement() -> None:
     watch = PatienceState([mh.Patience("loss", 2)])
     watch.look(1, {"loss": 1.0})
     watch.look(2, {})
@@ -163,15 +163,15 @@ def test_an_epoch_of_steps_that_were_all_left_out_is_no_progress() -> None:
     assert watch.reason == "loss has not got better than 1 in 2 epochs"
 
 
-def test_a_steps_own_losses_can_be_watched(tmp_path: Path) -> None:
+def test_patience_can_watch_losses_of_a_custom_step(tmp_path: Path) -> None:
     made = problem("gan")
     assert fit(made, tmp_path, epochs=2, stop=mh.Patience("critic", 1, mode="max")).num_steps == 6
-    with pytest.raises(SettingsError, match=r"critic, generator; .*but got 'critik'; did you mean critic\?"):
+    with pytest.raises(SettingsError, match=r"critic, generator; .*but got 'critik'. Did you mean critic\?"):
         fit(made, tmp_path, name="wrong", stop=mh.Patience("critik", 1, mode="max"))
     assert not (tmp_path / "wrong").exists()
 
 
-def test_what_is_not_a_number_is_no_progress() -> None:
+def test_nan_metric_counts_as_no_improvement() -> None:
     watch = PatienceState([mh.Patience("loss", 2)])
     for step, value in enumerate((math.nan, 1.0, math.nan), start=1):
         watch.look(step, {"loss": value})
@@ -188,29 +188,31 @@ def test_what_is_not_a_number_is_no_progress() -> None:
     [
         (
             lambda: mh.Patience("valid_los", 3, mode="min"),
-            r"valid_loss, .*but got 'valid_los'; did you mean valid_loss",
+            r"valid_loss, .*but got 'valid_los'. Did you mean valid_loss",
         ),
-        (lambda: mh.Patience("score", 3, mode="min"), "did you mean valid_score"),
-        (lambda: mh.Patience("valid_loss", 0), "a whole number of epochs, at least 1, but got 0"),
+        (lambda: mh.Patience("score", 3, mode="min"), "Did you mean valid_score"),
+        (lambda: mh.Patience("valid_loss", 0), "must be a whole number of at least 1, but got 0"),
         (lambda: mh.Patience("valid_loss", 3, mode="less"), "auto, min or max, but got 'less'"),
-        (lambda: mh.Patience("valid_loss", 3, min_delta=-1.0), "min_delta is at least 0"),
-        (lambda: mh.Patience("valid_score", 3), 'whether more is better must be known.*write .*mode="max"'),
-        (lambda: mh.Patience("valid_accuracy_loss"), "whether more is better must be known"),
-        (lambda: mh.Patience(3), "Patience watches a name"),  # type: ignore[arg-type]
-        (lambda: "valid_loss", "stop is an mh.Patience or a list of them, but got str"),
+        (lambda: mh.Patience("valid_loss", 3, min_delta=-1.0), "min_delta must be at least 0"),
+        (lambda: mh.Patience("valid_score", 3), 'the direction of a metric must be known.*Write .*mode="max"'),
+        (lambda: mh.Patience("valid_accuracy_loss"), "the direction of a metric must be known"),
+        (lambda: mh.Patience(3), "the first argument of Patience must be a name"),  # type: ignore[arg-type]
+        (lambda: "valid_loss", "stop must be an mh.Patience or a list of them, but got str"),
     ],
 )
-def test_mistakes_are_refused_before_anything_is_started(make: Any, message: str, tmp_path: Path) -> None:
+def test_invalid_patience_is_rejected_before_the_run_starts(make: Any, message: str, tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=message):
         fit(task([1]), tmp_path, "cpu*2", stop=make())
     assert list(tmp_path.iterdir()) == []
 
 
-def test_validation_names_need_validation_data(tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match=r"what is measured: loss; valid_ names need a Task with valid="):
+def test_patience_on_validation_metric_needs_validation_data(tmp_path: Path) -> None:
+    with pytest.raises(
+        SettingsError, match=r"the name of a measured value: loss; valid_ names need a Task with valid="
+    ):
         fit(task([1], valid=None, metrics={}), tmp_path, stop=mh.Patience("valid_loss"))
 
 
-def test_a_value_of_an_object_that_never_comes(tmp_path: Path) -> None:
+def test_patience_on_unknown_metric_object_value_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="valid_accuracy.*but got 'valid_accuracy_top'"):
         fit(task([1]), tmp_path, stop=mh.Patience("valid_accuracy_top"))

@@ -24,7 +24,7 @@ def steps(**values: Any) -> dict[str, Any]:
     return event("steps", steps=[1, 2], losses={"loss": [2.0, 1.0]}, epoch=0, samples_per_second=1234.5, **values)
 
 
-def test_the_learning_rate_and_the_limit_are_shown_where_events_carry_them() -> None:
+def test_progress_shows_learning_rate_and_bottleneck_from_events() -> None:
     waits = event("waits", rank=0, seconds={"total": 2.0, "compute": 1.0, "input": 1.0}, limit="input")
     text = shown(event("start", total=10, step=0), steps(lr={"": 0.00125}), waits)
     assert "1.0000  █▁  1,234 samples/s  lr 0.00125" in text
@@ -33,11 +33,11 @@ def test_the_learning_rate_and_the_limit_are_shown_where_events_carry_them() -> 
     assert "limit: sync" in shown(event("start", total=10, step=0), slow)
 
 
-def test_every_optimizer_s_learning_rate_has_its_name() -> None:
+def test_progress_labels_learning_rate_with_optimizer_name() -> None:
     assert "generator lr 0.1  critic lr 0.2" in shown(steps(lr={"generator": 0.1, "critic": 0.2}))
 
 
-def test_events_of_older_runs_are_shown_too() -> None:
+def test_progress_shows_events_without_learning_rate_or_bottleneck() -> None:
     text = shown(steps(), event("waits", rank=0, seconds={"total": 1.0, "compute": 1.0}))
     assert "1,234 samples/s" in text
     assert "lr" not in text

@@ -44,7 +44,7 @@ def fitted(tmp_path: Path, engine: Any) -> mh.Run:
     )
 
 
-def test_any_step_can_be_taken_again(fitted: mh.Run) -> None:
+def test_replay_reproduces_the_loss_of_any_step(fitted: mh.Run) -> None:
     late = mh.replay(fitted, 23, on="cpu")
     assert late.equal, late
     assert 8 <= late.since < 23  # checkpoints after every epoch of 8 steps, and every 5
@@ -54,11 +54,11 @@ def test_any_step_can_be_taken_again(fitted: mh.Run) -> None:
     assert early.replayed == pytest.approx(fitted.losses[2], rel=1e-5)
     every = mh.replay(fitted, 24, on="cpu")
     assert every.num_compared == 2 * (24 - every.since)
-    with pytest.raises(SettingsError, match="steps 1 to 24, but got 25"):
+    with pytest.raises(SettingsError, match="between 1 and 24, but got 25"):
         mh.replay(fitted, 25, on="cpu")
 
 
-def test_a_replica_that_computed_wrongly_is_named(tmp_path: Path, engine: Any) -> None:
+def test_replay_names_the_rank_with_a_wrong_loss(tmp_path: Path, engine: Any) -> None:
     settings: dict[str, Any] = {"folder": tmp_path, "progress": False, "verify": False}
     run = mh.fit(task(corrupt_loss), mh.Mirrored(2), on="cpu*2", epochs=1, **settings)
     found = mh.replay(run, 8, on="cpu")
@@ -69,14 +69,14 @@ def test_a_replica_that_computed_wrongly_is_named(tmp_path: Path, engine: Any) -
     assert found.first == 1
 
 
-def test_where_a_policy_is_lossy_no_rank_is_accused(tmp_path: Path, engine: Any) -> None:
+def test_replay_blames_no_rank_under_lossy_gradient_compression(tmp_path: Path, engine: Any) -> None:
     run = mh.fit(task(), mh.Mirrored(2, sync="topk(0.05)"), on="cpu*2", epochs=1, folder=tmp_path, progress=False)
     found = mh.replay(run, 8, on="cpu")
     assert not found.ranks
     assert str(found).startswith("note: sync=topk(0.05) changed the mathematics")
 
 
-def test_a_bad_sample_is_named(tmp_path: Path) -> None:
+def test_replay_names_sample_with_nonfinite_loss(tmp_path: Path) -> None:
     rows = ROWS.clone()
     rows[17] = 1e25  # its square is infinite
     run = mh.fit(task(rows=ROWS), mh.Single(), on="cpu", epochs=1, folder=tmp_path, progress=False)

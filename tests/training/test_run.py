@@ -34,7 +34,7 @@ def fit(made: mh.Task, folder: Path, **settings: Any) -> mh.Run:
     return mh.fit(made, on="cpu", folder=folder, progress=False, **settings)
 
 
-def test_losses_keep_their_places_where_steps_were_left_out(tmp_path: Path) -> None:
+def test_skipped_steps_are_nan_in_losses_and_keep_step_positions(tmp_path: Path) -> None:
     made = task(not_finite="skip")
     made.data[0][10] = float("nan")
     run = fit(made, tmp_path, epochs=2, name="a")
@@ -47,16 +47,16 @@ def test_losses_keep_their_places_where_steps_were_left_out(tmp_path: Path) -> N
     assert len(again.losses) == 12
 
 
-def test_a_file_in_the_way_of_a_pretrained_folder_is_told(tmp_path: Path) -> None:
+def test_save_pretrained_rejects_a_path_that_is_a_file(tmp_path: Path) -> None:
     (tmp_path / "gpt").write_text("mine")
     run = fit(task(), tmp_path / "runs")
     for path in (tmp_path / "gpt", tmp_path / "gpt" / "inner"):
-        with pytest.raises(SettingsError, match="gpt, which is a file; name another folder"):
+        with pytest.raises(SettingsError, match="gpt, which is a file. Choose another path"):
             run.save_pretrained(path)
     assert (tmp_path / "gpt").read_text() == "mine"
 
 
-def test_ctrl_c_interrupts_what_has_no_step_to_stop_after(tmp_path: Path) -> None:
+def test_ctrl_c_during_evaluate_raises_keyboard_interrupt(tmp_path: Path) -> None:
     """Only fit and launch end after a step when they are asked to; plan, profile and check go the way of evaluate."""
     here, armed = os.getpid(), tmp_path / "armed"
 
@@ -74,13 +74,13 @@ def test_ctrl_c_interrupts_what_has_no_step_to_stop_after(tmp_path: Path) -> Non
         assert not armed.exists()
 
 
-def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+def test_unwritable_run_folder_is_rejected_by_name(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for more in ({}, {"name": "first", "resume": "auto"}):
-        with pytest.raises(SettingsError, match=r"but got .*file \(Not a directory\); name another one: folder="):
+        with pytest.raises(SettingsError, match=r"but got .*file \(Not a directory\). Choose another one with folder="):
             fit(task(), tmp_path / "file", **more)
 
 
-def test_shards_on_one_device_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sharded_on_one_device_prints_a_hint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     mh.fit(task(), "sharded", on="cpu", steps=1, folder=tmp_path)
     assert 'there is one device (cpu), so one shard; on="cpu*2" makes two' in capsys.readouterr().err

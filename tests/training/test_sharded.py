@@ -22,6 +22,12 @@ from .test_equality import trained
 CASES = [("mlp", "sgd"), ("mlp", "adamw"), ("cnn", "adamw"), ("gpt", "sgd")]
 
 
+@pytest.fixture(autouse=True)
+def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep the folder `runs`, the default of `fit`, out of the repository."""
+    monkeypatch.chdir(tmp_path)
+
+
 def in_place(model: nn.Module, batch: Tensor) -> Any:
     """Changes the network's answer, which is a view, as many losses do."""
 
@@ -87,7 +93,9 @@ def test_sharded_equals_one_device(
 
 
 @pytest.mark.parametrize("settings", [{"sharding": "optimizer"}, {"accumulate": 2}, {"sharding": "gradients"}], ids=str)
-def test_several_optimizers_share_their_state_out(settings: dict[str, Any], run_ranks: Any, tmp_path: Path) -> None:
+def test_sharded_gan_with_two_optimizers_equals_single_device(
+    settings: dict[str, Any], run_ranks: Any, tmp_path: Path
+) -> None:
     only = {"gan": problem("gan", "adamw")}
     spec = mh.Sharded(precision="fp64", **settings)
     losses, weights = trained(NullWorld(), only, mh.Single(precision="fp64"), tmp_path / "whole")["gan"]
@@ -109,12 +117,12 @@ def held(world: World) -> tuple[int, int]:
     return mine, whole
 
 
-def test_a_rank_holds_its_part_only(run_ranks: Any) -> None:
+def test_sharded_rank_holds_only_its_shard(run_ranks: Any) -> None:
     parts = run_ranks(held, 2)
     assert all(mine < 0.6 * whole for mine, whole in parts)
 
 
-def test_check_and_validation_under_shards(tmp_path: Path) -> None:
+def test_sharded_check_validation_and_start_from_match_single_device(tmp_path: Path) -> None:
     task = problem("cnn", "adamw")
     assert mh.check(task, mh.Sharded(), on="cpu*2")
     top = {"top": lambda out, batch: (out.argmax(1) == batch[1]).float().mean()}
@@ -131,24 +139,24 @@ def test_check_and_validation_under_shards(tmp_path: Path) -> None:
     np.testing.assert_allclose(again.losses, alone.losses, rtol=1e-5)
 
 
-def test_numbers_that_do_not_fit_are_told() -> None:
-    with pytest.raises(StrategyError, match="takes a multiple of 3 devices, but got 4"):
+def test_invalid_shard_settings_are_rejected() -> None:
+    with pytest.raises(StrategyError, match="needs a multiple of 3 devices, but got 4"):
         mh.Sharded(replicas=3).with_devices(4)
-    with pytest.raises(StrategyError, match=r"takes 6 devices \(2 replicas x 3 shards\), but got 4"):
+    with pytest.raises(StrategyError, match=r"needs 6 devices \(2 replicas x 3 shards\), but got 4"):
         mh.Sharded(3, replicas=2).with_devices(4)
     with pytest.raises(StrategyError, match="one of replicas and shards"):
         mh.Sharded(replicas=None)
     with pytest.raises(StrategyError, match="sharding must be one of"):
         mh.Sharded(sharding="some")
-    with pytest.raises(StrategyError, match="shards with several optimizers agree in every step"):
+    with pytest.raises(StrategyError, match="shards with several optimizers must be synchronized in every step"):
         mh.fit(problem("gan"), "replicas=2,shards=2,sync=localsteps(2)", on="cpu*4", progress=False)
 
 
-def test_a_loss_that_reads_parameters_by_itself_keeps_them_whole() -> None:
+def test_parameters_read_by_the_loss_are_gathered_or_rejected() -> None:
     task = problem("mlp").replace(loss=lambda model, batch: model(batch[0]).mean() + model[0].weight.square().sum())
     two = mh.fit(task, mh.Sharded(2), on="cpu*2", steps=3, progress=False)
     alone = mh.fit(task, mh.Single(), on="cpu", steps=3, progress=False)
     np.testing.assert_allclose(two.losses, alone.losses, rtol=1e-5)
     split = task.replace(loss=lambda model, batch: model(batch[0]).mean() * model[0].bias.sum())
-    with pytest.raises(StrategyError, match=r"got 0.bias, which is changed by forward or held in parts"):
+    with pytest.raises(StrategyError, match=r"got 0.bias, which forward changes or which is sharded"):
         mh.fit(split, "stages=2,shards=2", on="cpu*4", steps=1, progress=False)

@@ -117,7 +117,7 @@ EIGHT: dict[str, Case] = {
 
 
 @pytest.mark.parametrize(("size", "cases"), [(2, TWO), (4, FOUR), (8, EIGHT)], ids=["2 ranks", "4 ranks", "8 ranks"])
-def test_a_network_that_is_cut_equals_one_device(
+def test_model_parallel_layouts_equal_single_device(
     size: int, cases: dict[str, Case], run_ranks: Any, tmp_path: Path
 ) -> None:
     results = run_ranks(partial(trained, cases=cases, folder=tmp_path / "cut"), size)[0]
@@ -134,7 +134,7 @@ def test_a_network_that_is_cut_equals_one_device(
 
 
 def resumed(world: World, layouts: dict[str, mh.StrategySpec], folder: Path) -> dict[str, Any]:
-    """Takes a step under each layout, and goes on from there under the next one; what was saved, by name."""
+    """Take a step under each layout, resuming from the previous one's checkpoint; return what was saved, by name."""
     made = task("deep", rows=16).replace(ema=0.9)
     results: dict[str, Any] = {}
 
@@ -162,18 +162,18 @@ def contents(saved: Checkpoint) -> dict[str, Any]:
 
 
 def assert_all_alike(results: dict[str, Any]) -> None:
-    """Checkpoints of all layouts are the same, so what goes on from one of them goes on from any."""
+    """Checkpoints of all layouts are equal, so a run can resume from any of them."""
     for label, found in results.items():
         wanted = results["whole" if " to " in label or label == "whole" else "single"]
         torch.testing.assert_close(found, wanted, rtol=0, atol=1e-9, msg=lambda text, at=label: f"{at}: {text}")
 
 
-def test_a_checkpoint_of_any_layout_goes_on_under_every_other(run_ranks: Any, tmp_path: Path) -> None:
+def test_checkpoint_of_any_layout_resumes_under_every_other_layout(run_ranks: Any, tmp_path: Path) -> None:
     layouts = {
         "single": mh.Single(precision="fp64"),
         "mirrored": mh.Mirrored(2, precision="fp64"),
         "sharded": mh.Sharded(2, precision="fp64"),
-        "state in parts": mh.Sharded(2, sharding="optimizer", precision="fp64"),
+        "gradients and optimizer state": mh.Sharded(2, sharding="optimizer", precision="fp64"),
         "tensor": mh.TensorParallel(2, precision="fp64"),
         "pipeline": mh.Pipeline(2, microbatches=2, precision="fp64"),
         "placed": mh.Placed({"blocks.0": 0, "blocks.1": 1, "head": 1}, precision="fp64"),
@@ -181,7 +181,7 @@ def test_a_checkpoint_of_any_layout_goes_on_under_every_other(run_ranks: Any, tm
     assert_all_alike(run_ranks(partial(resumed, layouts=layouts, folder=tmp_path), 2)[0])
 
 
-def test_checkpoints_of_products_go_on_under_each_other(run_ranks: Any, tmp_path: Path) -> None:
+def test_checkpoints_of_combined_layouts_resume_under_each_other(run_ranks: Any, tmp_path: Path) -> None:
     layouts = {
         "single": mh.Single(precision="fp64"),
         "tensor and stages": mh.TensorParallel(2, precision="fp64") * mh.Pipeline(2, microbatches=2),
@@ -191,11 +191,11 @@ def test_checkpoints_of_products_go_on_under_each_other(run_ranks: Any, tmp_path
     assert_all_alike(run_ranks(partial(resumed, layouts=layouts, folder=tmp_path), 4)[0])
 
 
-def test_validation_predictions_averages_and_marks(tmp_path: Path) -> None:
+def test_place_on_network_matches_single_device_in_fit_evaluate_and_predict(tmp_path: Path) -> None:
     def marked() -> nn.Module:
-        with mh.on("cpu:1"):
+        with mh.place_on("cpu:1"):
             first = nn.Sequential(nn.Linear(12, 16), nn.Tanh(), nn.BatchNorm1d(16))
-        with mh.on(0):
+        with mh.place_on(0):
             return nn.Sequential(first, nn.Linear(16, 5))
 
     made = task("deep", rows=24).replace(
@@ -258,11 +258,11 @@ def scribbled(world: World, seeds: list[int]) -> list[str]:
     return wrong
 
 
-def test_random_networks_with_random_homes_never_wait_for_each_other(run_ranks: Any) -> None:
+def test_random_placements_do_not_deadlock_and_match_whole_gradients(run_ranks: Any) -> None:
     assert run_ranks(partial(scribbled, seeds=list(range(8))), 3) == [[]] * 3
 
 
-def test_a_rank_that_dies_inside_a_microbatch_costs_no_step(tmp_path: Path) -> None:
+def test_pipeline_rank_killed_inside_microbatch_does_not_change_results(tmp_path: Path) -> None:
     made = task("deep", rows=16)
     settings: dict[str, Any] = {"folder": tmp_path, "progress": False, "timeout": 60}
     spec = mh.Pipeline(2, microbatches=2, precision="fp64")
@@ -289,7 +289,7 @@ def test_a_rank_that_dies_inside_a_microbatch_costs_no_step(tmp_path: Path) -> N
         torch.testing.assert_close(run.state_dict()[key], value, rtol=0, atol=1e-9, msg=key)
 
 
-def test_hugging_face_networks_go_through_every_split_unchanged(run_ranks: Any, tmp_path: Path) -> None:
+def test_hugging_face_models_match_single_device_under_every_split(run_ranks: Any, tmp_path: Path) -> None:
     splits = [mh.Sharded(2), mh.TensorParallel(2), mh.Pipeline(2, microbatches=2)]
     results = run_ranks(partial(split_in_turn, splits=splits, folder=tmp_path / "cut"), 2)[0]
     for name, whole in split_in_turn(NullWorld(), [mh.Single()], tmp_path / "whole").items():

@@ -56,21 +56,21 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 
 @pytest.mark.parametrize("on", ["cpu", "cpu*2"])
-def test_a_run_is_retrained_on_fresh_data(on: str, tmp_path: Path) -> None:
+def test_start_from_run_loads_weights_but_not_progress(on: str, tmp_path: Path) -> None:
     before = fit(task(0), tmp_path / "a", epochs=2)
     run = fit(task(1), tmp_path / "b", on, start_from=before, callbacks=[First(tmp_path)])
     for rank in range(len(run.record["devices"])):
         first = torch.load(tmp_path / f"rank-{rank}.pt")
         assert same(first["own"], before.state_dict())
         assert first["step"] == 0
-    assert run.num_steps == 4  # neither the place in the data nor the optimizer comes along
+    assert run.num_steps == 4  # neither the data cursor nor the optimizer state is loaded
     states = CheckpointStore(run.path / "checkpoints").load().optimizers[""]["state"]
     assert {int(slots["step"]) for slots in states.values()} == {4}
     assert run.record["start_from"] == str(before.path / "checkpoints")
     assert f"starts from {before.path / 'checkpoints'}" in notices(run)
 
 
-def test_averages_come_along(tmp_path: Path) -> None:
+def test_start_from_loads_averaged_weights(tmp_path: Path) -> None:
     before = fit(task(ema=0.9), tmp_path / "a")
     own, averaged = before.state_dict(averaged=False), before.state_dict()
     assert not same(own, averaged)
@@ -86,7 +86,7 @@ def test_averages_come_along(tmp_path: Path) -> None:
     assert same(torch.load(tmp_path / "rank-0.pt")["averages"], plain.state_dict())
 
 
-def test_from_files_and_state_dicts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_start_from_accepts_files_and_state_dicts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = mlp()
     torch.save({f"module.{name}": tensor for name, tensor in model.state_dict().items()}, tmp_path / "w.pt")
     monkeypatch.chdir(tmp_path)
@@ -97,7 +97,7 @@ def test_from_files_and_state_dicts(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize(("strategy", "on"), [("single", "cpu"), ("mirrored", "cpu*2"), ("sharded", "cpu*2")])
-def test_a_task_may_bring_its_weights(strategy: str, on: str, tmp_path: Path) -> None:
+def test_task_weights_are_loaded_on_start_and_not_needed_on_resume(strategy: str, on: str, tmp_path: Path) -> None:
     torch.manual_seed(9)
     model, path = mlp(), tmp_path / "w.safetensors"
     save_file(dict(model.state_dict()), path)
@@ -111,7 +111,7 @@ def test_a_task_may_bring_its_weights(strategy: str, on: str, tmp_path: Path) ->
         fit(made, tmp_path, on, strategy=strategy)
 
 
-def test_a_resumed_run_does_not_start_again(tmp_path: Path) -> None:
+def test_resume_takes_precedence_over_start_from(tmp_path: Path) -> None:
     before = fit(task(0), tmp_path, name="before")
     fit(task(1), tmp_path, name="it", epochs=1, start_from=before)
     run = fit(task(1), tmp_path, name="it", epochs=2, start_from=before, resume=True, callbacks=[First(tmp_path)])
@@ -124,18 +124,22 @@ def test_a_resumed_run_does_not_start_again(tmp_path: Path) -> None:
     [
         (nn.Linear(12, 5).state_dict(), r"4 missing \(0.weight, .*2 unexpected \(weight, bias\)"),
         ({"0.weight": torch.ones(1)}, "3 missing .*1 of another shape"),
-        (mlp(), r"start_from is a run, a path of weights, or a state dict, but got Sequential; pass its .state_dict"),
+        (
+            mlp(),
+            r"start_from must be a run, a path of weights, or a state dict, but got Sequential. Pass its "
+            r".state_dict",
+        ),
         ("nowhere.safetensors", "nowhere.safetensors, which does not exist"),
         (3, "but got int"),
     ],
 )
-def test_what_does_not_fit_is_refused_before_anything_is_started(source: Any, message: str, tmp_path: Path) -> None:
+def test_mismatched_start_weights_are_rejected_before_the_run_starts(source: Any, message: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=message):
         fit(task(), tmp_path, "cpu*2", start_from=source)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_network_that_needs_values_is_checked_when_it_is_built(tmp_path: Path) -> None:
+def test_start_weights_are_checked_for_models_not_buildable_on_meta(tmp_path: Path) -> None:
     def model() -> nn.Module:
         assert float(torch.ones(1)) == 1.0  # fails on the meta device
         return mlp()
@@ -161,11 +165,11 @@ class Tied(nn.Module):
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        ("last.weight", lambda tensor: tensor + 1, "first.weight and last.weight are one and the same .* different"),
-        ("first.bias", lambda tensor: tensor.to(torch.int8), "numbers with a point, but got first.bias as int8"),
+        ("last.weight", lambda tensor: tensor + 1, "first.weight and last.weight are one tensor .* different"),
+        ("first.bias", lambda tensor: tensor.to(torch.int8), "floating-point numbers, but got first.bias as int8"),
     ],
 )
-def test_values_that_only_look_like_the_networks_are_refused(
+def test_inconsistent_tied_or_integer_start_weights_are_rejected(
     name: str, change: Any, message: str, tmp_path: Path
 ) -> None:
     made, tensors = task(model=Tied), {key: tensor + 1 for key, tensor in Tied().state_dict().items()}
@@ -176,7 +180,7 @@ def test_values_that_only_look_like_the_networks_are_refused(
         fit(made, tmp_path, start_from=tensors, steps=1)
 
 
-def test_the_callers_random_numbers_are_left_alone(tmp_path: Path) -> None:
+def test_start_from_does_not_disturb_seeded_random_numbers(tmp_path: Path) -> None:
     torch.manual_seed(5)
     wanted = torch.rand(3)
     torch.manual_seed(5)
@@ -214,7 +218,7 @@ def texts(model: Any, **changes: Any) -> mh.Task:
     ).replace(**changes)
 
 
-def test_to_hugging_face_and_back(tmp_path: Path) -> None:
+def test_save_pretrained_round_trips_through_hugging_face(tmp_path: Path) -> None:
     from transformers import GPT2LMHeadModel
 
     run = fit(texts(hugging, ema=0.5), tmp_path / "runs")
@@ -227,7 +231,7 @@ def test_to_hugging_face_and_back(tmp_path: Path) -> None:
     assert same(torch.load(tmp_path / "rank-0.pt")["own"], dict(again.state_dict()))
 
 
-def test_a_wrapped_hugging_face_model_is_found(tmp_path: Path) -> None:
+def test_save_pretrained_finds_the_one_wrapped_hugging_face_model(tmp_path: Path) -> None:
     from transformers import GPT2LMHeadModel
 
     def wrapped(num_inner: int) -> mh.Task:
@@ -247,21 +251,21 @@ def test_a_wrapped_hugging_face_model_is_found(tmp_path: Path) -> None:
         TaskError, match=r"one Hugging Face model in the network, but got a Wrapped with inner.0, inner.1"
     ):
         several.save_pretrained(tmp_path / "no")
-    with pytest.raises(TaskError, match="but got a Sequential with none; use run.export"):
+    with pytest.raises(TaskError, match="but got a Sequential with none. Use run.export"):
         fit(task(), tmp_path / "runs").save_pretrained(tmp_path / "no")
     assert not (tmp_path / "no").exists()
 
 
-def test_a_resumed_run_says_that_it_does_not_start_anew(tmp_path: Path) -> None:
+def test_resume_logs_that_start_from_is_ignored(tmp_path: Path) -> None:
     before = fit(task(0), tmp_path / "a")
     fit(task(1), tmp_path, name="b", start_from=before)
     run = fit(task(1), tmp_path, name="b", start_from=before, epochs=2, resume=True)
-    told = "start_from is for the beginning of a run; this one goes on from its checkpoint"
+    told = "start_from is ignored, because the run resumes from its checkpoint"
     assert notices(run).count(told) == 1
     assert run.num_steps == 8
 
 
-def test_a_runs_name_is_no_path_and_its_path_is_told(tmp_path: Path) -> None:
+def test_start_from_run_name_is_rejected_with_its_path(tmp_path: Path) -> None:
     fit(task(0), tmp_path, name="first")
-    with pytest.raises(CheckpointError, match=f"got 'first', a run's name; pass '{tmp_path}/first'"):
+    with pytest.raises(CheckpointError, match=f"got 'first', the name of a run. Pass '{tmp_path}/first'"):
         fit(task(1), tmp_path, start_from="first")

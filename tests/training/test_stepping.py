@@ -1,4 +1,4 @@
-"""The parts of a step that a recording is made of, run one by one on the CPU: the same sums, the same network."""
+"""The parts of a captured step, run one by one on the CPU: the same sums, the same network."""
 
 from __future__ import annotations
 
@@ -16,13 +16,11 @@ import torch
 from torch import Tensor, nn
 
 import manyhands as mh
+from manyhands.capture import CaptureError
 from manyhands.core import LossNotFinite, StrategyError, TaskError, read_events
 from manyhands.data import as_source
 from manyhands.distributed import NullWorld, World
-from manyhands.graph import CannotRecord
-from manyhands.training import Hand, stepping
-from manyhands.training import step_capture as recorder
-from manyhands.training import step_variants as ways
+from manyhands.training import Hand, step_capture, step_variants, stepping
 from manyhands.training.step_capture import StepCapture
 from manyhands.training.step_variants import Ways
 from manyhands.training.stepping import Stepper, take_step
@@ -64,14 +62,16 @@ def in_parts(world: World, model: Callable[[], nn.Module], *, deferred: bool) ->
 
 
 @pytest.mark.parametrize("model", [mlp, Sometimes])
-def test_sums_after_backward_are_the_sums_during_it(model: Callable[[], nn.Module], run_ranks: Ranks) -> None:
+def test_all_reduce_after_backward_equals_overlapped_all_reduce(
+    model: Callable[[], nn.Module], run_ranks: Ranks
+) -> None:
     during = run_ranks(lambda world: in_parts(world, model, deferred=False), 2)
     after = run_ranks(lambda world: in_parts(world, model, deferred=True), 2)
     np.testing.assert_allclose(after[0][0], during[0][0], rtol=1e-6)
     assert [different for _, different in (*during, *after)] == [[], [], [], []]
 
 
-# -- ways -------------------------------------------------------------------------------------------------------------
+# -- step variants ----------------------------------------------------------------------------------------------------
 
 
 def pictures(**settings: Any) -> mh.Task:
@@ -90,10 +90,12 @@ def notices(run: mh.Run) -> list[str]:
     return [entry["text"] for entry in read_events(run.path / "events.jsonl") if entry["kind"] == "notice"]
 
 
-def test_ways_are_tried_in_a_long_run_and_compute_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_variants_are_tried_in_long_runs_and_give_the_same_losses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plain = mh.fit(pictures(), mh.Single(capture="off"), on="cpu", epochs=1, folder=tmp_path, progress=False)
     short = mh.fit(pictures(), mh.Single(), on="cpu", epochs=1, folder=tmp_path, progress=False)
-    monkeypatch.setitem(ways.WORTH_SECONDS, "cpu", 0.0)
+    monkeypatch.setitem(step_variants.WORTH_SECONDS, "cpu", 0.0)
     tried = mh.fit(pictures(), mh.Single(), on="cpu", epochs=1, folder=tmp_path, progress=False)
     assert notices(short) == notices(plain) == []
     assert short.losses == plain.losses
@@ -103,10 +105,10 @@ def test_ways_are_tried_in_a_long_run_and_compute_the_same(tmp_path: Path, monke
     assert "channels last" in said
 
 
-def test_bfloat16_gives_way_where_it_is_slower(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(ways.WORTH_SECONDS, "cpu", 0.0)
-    measured = {ways.AS_WRITTEN: 0.3, ways.CHANNELS_LAST: 0.4, ways.FULL_WIDTH: 0.1}
-    monkeypatch.setattr(ways.Ways, "_measured", lambda self: measured[self._way])
+def test_bfloat16_falls_back_to_float32_where_it_is_slower(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(step_variants.WORTH_SECONDS, "cpu", 0.0)
+    measured = {step_variants.AS_WRITTEN: 0.3, step_variants.CHANNELS_LAST: 0.4, step_variants.FULL_WIDTH: 0.1}
+    monkeypatch.setattr(step_variants.Ways, "_measured", lambda self: measured[self._way])
     run = mh.fit(pictures(), mh.Single(precision="bf16"), on="cpu", epochs=1, folder=tmp_path, progress=False)
     assert any("executed fp32 from here on" in text for text in notices(run))
     full = mh.fit(pictures(), mh.Single(capture="off"), on="cpu", epochs=1, folder=tmp_path, progress=False)
@@ -117,7 +119,7 @@ def tried_together(world: World) -> tuple[list[float], list[str]]:
     """Two ranks that disagree on what is faster still lay out their gradients alike."""
     task = pictures()
     assert task.loss is not None
-    ways.WORTH_SECONDS["cpu"] = 0.0
+    step_variants.WORTH_SECONDS["cpu"] = 0.0
     hand = Hand(world, mh.StrategySpec(replicas=world.size))
     hand.build(task)
     stepper = Stepper(hand, task, 600)
@@ -131,14 +133,14 @@ def tried_together(world: World) -> tuple[list[float], list[str]]:
     return losses, different
 
 
-def test_ranks_change_their_ways_together(run_ranks: Ranks) -> None:
+def test_ranks_switch_step_variants_together(run_ranks: Ranks) -> None:
     (alone,) = run_ranks(tried_together, 1)
     both = run_ranks(tried_together, 2)
     np.testing.assert_allclose(both[0][0], alone[0], rtol=1e-4)
     assert [different for _, different in both] == [[], []]
 
 
-def test_a_compiler_that_fails_is_told_and_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiler_failure_is_logged_and_falls_back_to_eager(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def compiler(function: Any, **_: Any) -> Any:
         def fail(*_: Any) -> Any:
             raise torch._dynamo.exc.TorchDynamoException("no compiler here")
@@ -146,20 +148,20 @@ def test_a_compiler_that_fails_is_told_and_left(tmp_path: Path, monkeypatch: pyt
         return fail
 
     monkeypatch.setattr(torch, "compile", compiler)
-    monkeypatch.setattr(ways, "stop_compilers", lambda: None)
+    monkeypatch.setattr(step_variants, "stop_compilers", lambda: None)
     plain = mh.fit(pictures(), mh.Single(capture="off"), on="cpu", epochs=1, folder=tmp_path, progress=False)
     run = mh.fit(pictures(), mh.Single(capture="compile"), on="cpu", epochs=1, folder=tmp_path, progress=False)
     assert run.losses == plain.losses
     assert "could not be compiled: TorchDynamoException: no compiler here" in notices(run)[0]
 
 
-def test_a_compiler_finds_the_names_of_the_program_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiler_finds_global_names_of_the_main_module(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a rank: the program's functions are copies, and the main module is another's."""
     main = types.ModuleType("__main__")
     main.taken = 1  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "__main__", main)
     copy = types.FunctionType(classify.__code__, {"__name__": "__main__", "F": nn.functional, "taken": 2})
-    ways._give_names(copy, mlp())
+    step_variants._give_names(copy, mlp())
     assert main.F is nn.functional
     assert main.taken == 1
     assert not hasattr(main, "classify")
@@ -183,7 +185,7 @@ def spoiled(**settings: Any) -> mh.Task:
 
 
 @pytest.mark.parametrize("on", ["cpu", "cpu*2"])
-def test_a_step_without_a_finite_gradient_is_left_out(on: str, tmp_path: Path) -> None:
+def test_step_with_nonfinite_gradient_is_skipped(on: str, tmp_path: Path) -> None:
     run = mh.fit(spoiled(not_finite="skip", ema=0.9), on=on, epochs=2, folder=tmp_path, progress=False)
     skipped = [entry["step"] for entry in read_events(run.path / "events.jsonl") if entry["kind"] == "skipped"]
     assert skipped == [3, 11]
@@ -191,44 +193,44 @@ def test_a_step_without_a_finite_gradient_is_left_out(on: str, tmp_path: Path) -
     for averaged in (False, True):
         assert all(value.isfinite().all() for value in run.state_dict(averaged=averaged).values())
     assert run.state_dict()["0.num_batches_tracked"] == 14
-    assert sum("left out" in text for text in notices(run)) == 2
+    assert sum("was skipped" in text for text in notices(run)) == 2
 
 
-def test_without_leave_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path) -> None:
+def test_nonfinite_loss_stops_the_run_by_default(tmp_path: Path) -> None:
     for on in ("cpu", "cpu*3"):
         with pytest.raises(LossNotFinite, match="the data itself is not finite: look at sample 20"):
             mh.fit(spoiled(), on=on, epochs=2, folder=tmp_path, progress=False)
 
 
-def test_a_run_that_goes_on_with_other_settings_says_so(tmp_path: Path) -> None:
+def test_resume_with_other_settings_logs_the_changes(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"on": "cpu", "folder": tmp_path, "progress": False, "name": "run"}
     mh.fit(work(mlp).replace(ema=0.9), mh.Single(accumulate=2), steps=3, deterministic=True, **settings)
     run = mh.fit(work(mlp), steps=6, resume=True, **settings)
     told = " ".join(notices(run))
-    assert "goes on with deterministic=False; it had True" in told
-    assert "goes on with accumulate=1; it had 2" in told
+    assert "continues with deterministic=False; it had True" in told
+    assert "continues with accumulate=1; it had 2" in told
     assert "without the average of its weights" in told
 
 
-def test_many_steps_in_a_row_that_are_left_out_stop_the_run(tmp_path: Path) -> None:
+def test_many_consecutive_skipped_steps_stop_the_run(tmp_path: Path) -> None:
     task = spoiled(not_finite="skip").replace(batch_size=2)
     task.data[0][8:] = float("nan")
     with pytest.raises(LossNotFinite, match="20 steps in a row"):
         mh.fit(task, on="cpu", epochs=1, folder=tmp_path, progress=False)
 
 
-def test_bad_settings_are_told() -> None:
+def test_invalid_not_finite_and_capture_are_rejected() -> None:
     with pytest.raises(TaskError, match='not_finite must be "stop" or "skip"'):
         spoiled(not_finite="ignore")
     with pytest.raises(StrategyError, match="capture must be one of"):
         mh.Single(capture="yes")
 
 
-# -- the recorder, up to where a GPU would be needed ------------------------------------------------------------------
+# -- step capture, as far as it needs no GPU --------------------------------------------------------------------------
 
 
 def stepped(task: mh.Task, num_steps: int, *, change: Any = None, **spec: Any) -> list[float]:
-    """The losses of some steps through a recorder, with something done between them."""
+    """The losses of some steps through a captured step, with something done between them."""
     hand = Hand(NullWorld(), mh.StrategySpec(**spec))
     hand.build(task)
     stepper = Stepper(hand, task, 1000)
@@ -245,31 +247,29 @@ def stepped(task: mh.Task, num_steps: int, *, change: Any = None, **spec: Any) -
 
 @pytest.fixture
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets a recorder work on the CPU; what it records is up to the test."""
+    """Let steps be captured on the CPU; the test defines what a capture does."""
 
     def as_tensors(optimizer: torch.optim.Optimizer) -> str:
         for group in optimizer.param_groups:
             group["lr"] = torch.as_tensor(group["lr"])
         return ""
 
-    monkeypatch.setattr(stepping, "RECORDING", ("cpu",))
-    monkeypatch.setattr(recorder, "make_capturable", as_tensors)
-    monkeypatch.setattr(recorder, "rehearsing", contextlib.nullcontext)
+    monkeypatch.setattr(stepping, "CAPTURE_DEVICES", ("cpu",))
+    monkeypatch.setattr(step_capture, "make_capturable", as_tensors)
+    monkeypatch.setattr(step_capture, "rehearsing", contextlib.nullcontext)
 
 
 def set_rate(hand: Hand) -> None:
     hand.optimizers[""].param_groups[0]["lr"] = 0.001 * hand.num_steps
 
 
-def test_a_rate_that_is_a_number_becomes_a_tensor_before_it_is_recorded(
-    monkeypatch: pytest.MonkeyPatch, on_cpu: None
-) -> None:
+def test_float_learning_rate_becomes_a_tensor_before_capture(monkeypatch: pytest.MonkeyPatch, on_cpu: None) -> None:
     seen: list[type] = []
 
     class Note:
         def __init__(self, phases: Any, pool: Any) -> None:
             seen.append(type(hands[0].optimizers[""].param_groups[0]["lr"]))
-            raise CannotRecord("enough was seen")
+            raise CaptureError("enough was seen")
 
     hands: list[Hand] = []
 
@@ -277,31 +277,31 @@ def test_a_rate_that_is_a_number_becomes_a_tensor_before_it_is_recorded(
         hands[:] = [hand]
         set_rate(hand)
 
-    monkeypatch.setattr(recorder, "Recording", Note)
+    monkeypatch.setattr(step_capture, "CapturedGraphs", Note)
     found = stepped(work(mlp), 8, change=change)
     assert seen == [Tensor]
-    monkeypatch.setattr(stepping, "RECORDING", ())
+    monkeypatch.setattr(stepping, "CAPTURE_DEVICES", ())
     np.testing.assert_allclose(found, stepped(work(mlp), 8, change=set_rate), rtol=1e-5)
 
 
-def test_a_rehearsal_that_breaks_off_leaves_the_numbers_that_are_drawn_alone(
-    monkeypatch: pytest.MonkeyPatch, on_cpu: None
-) -> None:
+def test_aborted_capture_warm_up_does_not_change_random_numbers(monkeypatch: pytest.MonkeyPatch, on_cpu: None) -> None:
     task = work(lambda: nn.Sequential(nn.Dropout(0.3), nn.BatchNorm1d(12), mlp()))
 
     @contextlib.contextmanager
     def breaking() -> Any:
         yield
-        raise CannotRecord("it waits")
+        raise CaptureError("it waits")
 
-    monkeypatch.setattr(recorder, "rehearsing", breaking)
+    monkeypatch.setattr(step_capture, "rehearsing", breaking)
     broken = stepped(task, 8, deterministic=True)
-    monkeypatch.setattr(stepping, "RECORDING", ())
+    monkeypatch.setattr(stepping, "CAPTURE_DEVICES", ())
     # A learning rate in a tensor is rounded to fp32, and nothing else may differ.
     np.testing.assert_allclose(broken, stepped(task, 8, deterministic=True), rtol=1e-6)
 
 
-def test_a_compiler_that_fails_in_backward_is_told_and_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_compiler_failure_in_backward_is_logged_and_falls_back_to_eager(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     class Fails(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -312,7 +312,7 @@ def test_a_compiler_that_fails_in_backward_is_told_and_left(monkeypatch: pytest.
             raise torch._dynamo.exc.TorchDynamoException("no compiler for backward")
 
     monkeypatch.setattr(torch, "compile", lambda function, **_: lambda *args: Fails.apply(function(*args)))
-    monkeypatch.setattr(ways, "stop_compilers", lambda: None)
+    monkeypatch.setattr(step_variants, "stop_compilers", lambda: None)
     plain = mh.fit(work(mlp), mh.Single(capture="off"), on="cpu", folder=tmp_path, progress=False)
     run = mh.fit(work(mlp), mh.Single(capture="compile"), on="cpu", folder=tmp_path, progress=False)
     assert run.losses == plain.losses

@@ -1,4 +1,4 @@
-"""Stragglers: named within three windows, and nobody is named who is healthy."""
+"""Stragglers are named within three windows; healthy ranks are never named."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def hear(stragglers: Stragglers, seconds: dict[int, float], step: int = 0) -> li
     return [entry["text"] for entries in told for entry in entries]
 
 
-def test_a_slow_replica_is_named_within_three_windows_and_once() -> None:
+def test_straggler_is_reported_once_within_three_windows() -> None:
     stragglers = Stragglers(size=4)
     slow = {0: 0.1, 1: 0.11, 2: 0.15, 3: 0.1}
     told = [hear(stragglers, slow) for _ in range(NUM_WINDOWS + 3)]
@@ -34,13 +34,13 @@ def test_a_slow_replica_is_named_within_three_windows_and_once() -> None:
     assert hear(stragglers, {**slow, 2: 0.1}) == ["rank 2 on host2 is as fast as the others again"]
 
 
-def test_a_single_slow_window_names_nobody() -> None:
+def test_short_slowdown_reports_no_straggler() -> None:
     stragglers = Stragglers(size=3)
     fine, hiccup = {0: 0.1, 1: 0.1, 2: 0.1}, {0: 0.1, 1: 0.1, 2: 0.9}
     assert not [text for round in (hiccup, hiccup, fine) * 20 for text in hear(stragglers, round)]
 
 
-def test_healthy_replicas_are_never_named() -> None:
+def test_noisy_healthy_replicas_report_no_straggler() -> None:
     """Windows of noisy steps, as on a busy machine: a step may take twice as long, a window's median does not."""
     noise = random.Random(0)
     stragglers = Stragglers(size=8)
@@ -49,7 +49,7 @@ def test_healthy_replicas_are_never_named() -> None:
         assert hear(stragglers, paces, step) == []
 
 
-def test_after_a_recovery_ranks_have_other_numbers() -> None:
+def test_straggler_history_is_reset_after_recovery() -> None:
     stragglers = Stragglers(size=3)
     for _ in range(2):
         hear(stragglers, {0: 0.1, 1: 0.1, 2: 0.5})
@@ -85,7 +85,7 @@ def flags(folder: Path, *, slow: bool) -> list[dict[str, Any]]:
     return [entry for entry in read_events(run.path / "events.jsonl") if entry["kind"] in ("straggler", "pace")]
 
 
-def test_a_replica_that_sleeps_is_named(tmp_path: Path, engine: Any) -> None:
+def test_sleeping_replica_is_reported_as_straggler_in_fit(tmp_path: Path, engine: Any) -> None:
     entries = flags(tmp_path, slow=True)
     (flag,) = [entry for entry in entries if entry["kind"] == "straggler"]
     assert flag["rank"] == 1
@@ -94,7 +94,7 @@ def test_a_replica_that_sleeps_is_named(tmp_path: Path, engine: Any) -> None:
     assert windows[0] >= WINDOW_STEPS
 
 
-def test_two_hundred_healthy_steps_name_nobody(tmp_path: Path, engine: Any) -> None:
+def test_two_hundred_healthy_steps_report_no_straggler(tmp_path: Path, engine: Any) -> None:
     entries = flags(tmp_path, slow=False)
     assert len([entry for entry in entries if entry["kind"] == "pace"]) >= 2 * NUM_WINDOWS
     assert [entry for entry in entries if entry["kind"] == "straggler"] == []

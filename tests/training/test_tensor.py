@@ -37,7 +37,9 @@ def tasks(names: tuple[str, ...]) -> dict[str, mh.Task]:
 
 
 @pytest.mark.parametrize(("layout", "names"), MATRIX.values(), ids=list(MATRIX))
-def test_equals_one_device(layout: Any, names: tuple[str, ...], run_ranks: Any, tmp_path: Path) -> None:
+def test_tensor_parallel_equals_single_device(
+    layout: Any, names: tuple[str, ...], run_ranks: Any, tmp_path: Path
+) -> None:
     size, spec = layout
     spec = spec * mh.Single(precision="fp64")
     alone = mh.Single(precision="fp64", accumulate=spec.accumulate, deterministic=spec.deterministic)
@@ -71,7 +73,7 @@ class Odd(nn.Module):
 
 
 def ways(world: World, names: dict[str, str]) -> dict[str, Any]:
-    """How layers were cut, what ranks hold and what was told."""
+    """Return how layers were split, what ranks hold, and the notices."""
     told: list[str] = []
     world.line.taps[:] = [lambda entry: told.append(entry["text"]) if entry["kind"] == "notice" else None]
     found: dict[str, Any] = {}
@@ -86,7 +88,7 @@ def ways(world: World, names: dict[str, str]) -> dict[str, Any]:
     return {"told": told, **found}
 
 
-def test_layers_are_cut_in_pairs_and_the_rest_is_named(run_ranks: Any) -> None:
+def test_layers_are_split_in_column_row_pairs_and_whole_layers_are_named(run_ranks: Any) -> None:
     rank = run_ranks(partial(ways, names={"own": "*.1.attention*:replicate", "odd": ""}), 2)[0]
     held = rank["own"]
     assert held["blocks.0.attention.qkv.weight"] == ((24, 16), (48, 16))
@@ -94,7 +96,7 @@ def test_layers_are_cut_in_pairs_and_the_rest_is_named(run_ranks: Any) -> None:
     assert held["blocks.0.mlp.up.weight"] == ((32, 16), (64, 16))
     assert held["blocks.0.mlp.down.weight"] == ((16, 16), (16, 32))
     assert held["tokens.weight"] == ((12, 16), (23, 16))
-    assert held["blocks.1.attention.qkv.weight"] == ((48, 16), (48, 16)), "a person's own wish"
+    assert held["blocks.1.attention.qkv.weight"] == ((48, 16), (48, 16)), "the user's layout"
     assert held["blocks.1.mlp.up.weight"] == ((32, 16), (64, 16))
     assert rank["odd"]["first.weight"] == ((12, 12), (24, 12))
     assert rank["odd"]["body.0.recurrent.weight_ih_l0"] == ((72, 24), (72, 24))
@@ -103,7 +105,7 @@ def test_layers_are_cut_in_pairs_and_the_rest_is_named(run_ranks: Any) -> None:
     ]
 
 
-def test_a_run_is_evaluated_saved_and_resumed_under_other_layouts(tmp_path: Path) -> None:
+def test_tensor_parallel_run_resumes_and_predicts_under_other_layouts(tmp_path: Path) -> None:
     task = network("own", rows=24)
     task = task.replace(
         valid=task.data, ema=0.9, metrics={"top": lambda out, batch: out.argmax(-1).eq(1).double().mean()}
@@ -125,11 +127,11 @@ def test_a_run_is_evaluated_saved_and_resumed_under_other_layouts(tmp_path: Path
     )
 
 
-def test_check_names_nothing_where_all_is_equal() -> None:
+def test_check_reports_dropout_as_equal_under_tensor_parallel() -> None:
     verdict = mh.check(network("dropout"), mh.TensorParallel(2), on="cpu*2")
     assert verdict, verdict.why
 
 
-def test_a_way_that_there_is_not() -> None:
+def test_unknown_layer_layout_is_rejected() -> None:
     with pytest.raises(StrategyError, match="a layer's way in layout must be one of column, row"):
         mh.TensorParallel(2, layout={"*.mlp": "diagonal"})

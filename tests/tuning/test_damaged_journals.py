@@ -10,8 +10,8 @@ from benchmarks.attacks.files import CONTENTS, KINDS, attack_journal, plant
 
 import manyhands as mh
 from manyhands.core import CheckpointError, FileError
-from manyhands.tuning import JOURNAL, Journal, Objective, Trial, read_journal
-from manyhands.tuning.journal import DAMAGED
+from manyhands.tuning import Journal, Objective, Trial, read_journal
+from manyhands.tuning.journal import DAMAGED, JOURNAL
 from manyhands.tuning.searching.cma import CMA
 from manyhands.tuning.trial import FAILED, FINISHED, RUNNING
 
@@ -41,13 +41,13 @@ def damage(folder: Path, number: int, content: bytes) -> None:
     (folder / JOURNAL).write_bytes(b"".join(lines))
 
 
-def test_a_damaged_line_costs_no_other_trial(study: Path) -> None:
+def test_corrupted_journal_line_does_not_affect_other_trials(study: Path) -> None:
     for content in [*CONTENTS.values(), b'{"op_code": 6, "trial_id": 0}', b'{"op_code": "6"}', b"\xff\xfe", b""]:
         outcomes = attack_journal(study, {5: content, 8: content, 14: content})
         assert [one for one in outcomes if one.succeeded or "damaged lines were skipped" not in one.reason] == []
 
 
-def test_trials_keep_their_numbers_where_a_line_that_begins_one_is_damaged(study: Path) -> None:
+def test_corrupted_start_line_keeps_the_trial_numbers(study: Path) -> None:
     damage(study, 6, b"\0\0\0")
     with pytest.warns(RuntimeWarning, match=r"1 damaged lines were skipped \(6\)"):
         record, trials = read_journal(study)
@@ -58,7 +58,7 @@ def test_trials_keep_their_numbers_where_a_line_that_begins_one_is_damaged(study
     assert "line 6 of the journal" in trials[1].reason
 
 
-def test_parameters_are_taken_from_a_line_that_is_damaged_elsewhere(study: Path) -> None:
+def test_parameters_are_recovered_from_a_partly_corrupted_line(study: Path) -> None:
     line = (study / JOURNAL).read_bytes().splitlines()[5]
     damage(study, 6, line.replace(b'"study_id":0', b'"study_id":\xff'))
     with pytest.warns(RuntimeWarning, match="damaged"):
@@ -66,27 +66,27 @@ def test_parameters_are_taken_from_a_line_that_is_damaged_elsewhere(study: Path)
     assert (trials[1].params, trials[1].values) == ({"lr": 0.1, "width": 0.25}, (2.0,))
 
 
-def test_a_trial_whose_end_is_damaged_is_taken_up_again(study: Path) -> None:
+def test_trial_with_corrupted_end_line_is_read_as_running(study: Path) -> None:
     damage(study, 8, b"{")
     with pytest.warns(RuntimeWarning, match=r"\(8\)"):
         assert [trial.state for trial in read_journal(study)[1]] == [FINISHED, RUNNING, FINISHED, FINISHED]
 
 
-def test_a_result_of_a_trial_that_never_began_is_skipped(study: Path) -> None:
+def test_result_of_an_unknown_trial_is_skipped(study: Path) -> None:
     lines = (study / JOURNAL).read_text().splitlines()
     damage(study, 8, json.dumps({**json.loads(lines[7]), "trial_id": 9**9}).encode())
     with pytest.warns(RuntimeWarning, match=r"\(8\)"):
         assert [trial.values for trial in read_journal(study)[1]] == [(1.0,), (), (3.0,), (4.0,)]
 
 
-def test_results_that_cannot_be_assigned_are_refused_with_their_lines(study: Path) -> None:
+def test_unassignable_results_are_rejected_with_line_numbers(study: Path) -> None:
     damage(study, 6, b"\0")
     damage(study, 8, b"\0")
-    with pytest.raises(CheckpointError, match="1 trials without a beginning, and damaged lines 6, 8; restore"):
+    with pytest.raises(CheckpointError, match=r"1 trials without a beginning, and damaged lines 6, 8\. Restore"):
         read_journal(study)
 
 
-def test_a_study_with_a_lost_trial_goes_on(study: Path) -> None:
+def test_search_continues_after_an_unreadable_trial(study: Path) -> None:
     damage(study, 6, b"\0")
     with pytest.warns(RuntimeWarning):
         trials = read_journal(study)[1]
@@ -96,7 +96,7 @@ def test_a_study_with_a_lost_trial_goes_on(study: Path) -> None:
     assert all(set(trial.params) == {"lr", "width"} for trial in trials[4:])
 
 
-def test_what_is_cut_off_a_journal_is_kept_beside_it(study: Path) -> None:
+def test_truncated_journal_bytes_are_saved_in_a_separate_file(study: Path) -> None:
     with (study / JOURNAL).open("ab") as file:
         file.write(b'{"op_code":6,"half')
     Journal(study, SPACE).close()
@@ -105,7 +105,7 @@ def test_what_is_cut_off_a_journal_is_kept_beside_it(study: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_journal_that_is_no_file_is_refused(tmp_path: Path, kind: str) -> None:
+def test_journal_that_is_not_a_regular_file_is_rejected(tmp_path: Path, kind: str) -> None:
     plant(tmp_path / "study" / JOURNAL, kind)
     with pytest.raises(FileError, match="must be a regular file"):
         read_journal(tmp_path / "study")

@@ -19,8 +19,8 @@ from manyhands.core import CheckpointError, RunError, WorkerFailed
 from manyhands.distributed import World, resolve
 from manyhands.launcher import LocalEngine
 from manyhands.storage import CheckpointStore
-from manyhands.tuning import JOURNAL
-from manyhands.tuning import trial_work as work
+from manyhands.tuning import trial_work
+from manyhands.tuning.journal import JOURNAL
 
 from . import networks
 
@@ -60,7 +60,7 @@ def facts(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / JOURNAL).read_text().splitlines()]
 
 
-def test_a_driver_killed_at_random_twenty_times(tmp_path: Path, engine: LocalEngine) -> None:
+def test_study_resumes_after_driver_is_killed_repeatedly(tmp_path: Path, engine: LocalEngine) -> None:
     """Real processes and real SIGKILLs: every finished trial is kept, none is run again, the sequence is the same."""
     device = resolve("cpu")[0][0]
     undisturbed = mh.tune(slow_bowl, SPACE, trials=TRIALS, folder=tmp_path / "whole", on="cpu", progress=False)
@@ -108,10 +108,10 @@ def dying(folder: str = "", lr: float = 1e-2) -> mh.Task:
         counter = Path(folder) / f"{lr}"
         counter.open("a").write(".")
         if len(counter.read_text()) == 1:
-            time.sleep(work.SAVE_SECONDS)
+            time.sleep(trial_work.SAVE_SECONDS)
         if len(counter.read_text()) == 6:
             run = next(Path(folder).glob(f"s/*/trials/{RATES.index(lr):05d}"))
-            end = time.monotonic() + 60
+            end = time.monotonic() + 120
             while not CheckpointStore(run / "checkpoints").steps() and time.monotonic() < end:
                 time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGKILL)
@@ -120,7 +120,7 @@ def dying(folder: str = "", lr: float = 1e-2) -> mh.Task:
     return networks.task(lr=lr).replace(metrics={"accuracy": accuracy})
 
 
-def test_a_killed_worker_costs_its_trial_what_was_not_saved(tmp_path: Path) -> None:
+def test_trial_of_a_killed_worker_resumes_from_its_checkpoint(tmp_path: Path) -> None:
     study = mh.tune(
         dying,
         {"lr": RATES},
@@ -144,7 +144,7 @@ def test_a_killed_worker_costs_its_trial_what_was_not_saved(tmp_path: Path) -> N
         assert starts[1] > 0
 
 
-def test_a_trial_that_always_kills_its_process_fails_alone(tmp_path: Path) -> None:
+def test_trial_that_kills_its_process_does_not_fail_other_trials(tmp_path: Path) -> None:
     def deadly(x: float = 0.0) -> float:
         if x == 1.0:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -156,7 +156,7 @@ def test_a_trial_that_always_kills_its_process_fails_alone(tmp_path: Path) -> No
 
 
 @pytest.mark.root
-def test_a_full_disk_ends_a_study_that_goes_on_when_there_is_room(small_disk: Path) -> None:
+def test_study_stopped_by_a_full_disk_resumes_when_space_is_free(small_disk: Path) -> None:
     stuffing = small_disk / "stuffing"
     stuffing.write_bytes(b"\0" * (440 << 10))
 

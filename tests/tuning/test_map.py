@@ -15,7 +15,7 @@ from manyhands.tuning import ItemsFailed
 from manyhands.tuning.pool import Packing
 
 
-def test_results_come_in_the_items_order_from_other_processes() -> None:
+def test_results_from_worker_processes_are_in_item_order() -> None:
     found = mh.map(lambda n: (n * n, os.getpid(), torch.full((2,), n)), range(20), on="cpu*2")
     assert [square for square, _, _ in found] == [n * n for n in range(20)]
     assert len({process for _, process, _ in found}) == 2
@@ -23,12 +23,12 @@ def test_results_come_in_the_items_order_from_other_processes() -> None:
     assert all(torch.equal(tensor, torch.full((2,), n)) for n, (_, _, tensor) in enumerate(found))
 
 
-def test_one_device_and_one_process_is_this_one() -> None:
+def test_single_worker_runs_in_the_calling_process() -> None:
     assert mh.map(lambda n: os.getpid(), [1], on="cpu", per_device=1) == [os.getpid()]
 
 
 @pytest.mark.parametrize("on", ["cpu", "cpu*2"])
-def test_a_failure_is_named_and_the_others_go_on(on: str) -> None:
+def test_failed_item_is_named_and_other_items_complete(on: str) -> None:
     def fail_on_two(n: int) -> int:
         if n == 2:
             raise KeyError("no such thing")
@@ -40,7 +40,7 @@ def test_a_failure_is_named_and_the_others_go_on(on: str) -> None:
     assert list(caught.value.failures) == [2]
 
 
-def test_an_error_that_says_nothing_is_named_by_its_kind() -> None:
+def test_error_without_message_is_reported_by_type() -> None:
     def refuse(n: int) -> int:
         raise SystemExit if n else NotImplementedError
 
@@ -49,7 +49,7 @@ def test_an_error_that_says_nothing_is_named_by_its_kind() -> None:
     assert isinstance(caught.value.__cause__, NotImplementedError)
 
 
-def test_an_item_whose_process_dies_is_tried_once_more(tmp_path: Path) -> None:
+def test_item_whose_process_dies_is_retried_once(tmp_path: Path) -> None:
     def die_once(n: int) -> int:
         mark = tmp_path / str(n)
         if n % 3 == 0 and not mark.exists():
@@ -67,15 +67,15 @@ def test_an_item_whose_process_dies_is_tried_once_more(tmp_path: Path) -> None:
         mh.map(die_always, range(3), on="cpu*2", progress=False)
 
 
-def test_what_is_wrong_is_said_before_anything_starts() -> None:
-    with pytest.raises(SettingsError, match="map calls a function, but got int"):
+def test_invalid_arguments_are_rejected_before_start() -> None:
+    with pytest.raises(SettingsError, match="mh.map needs a function, but got int"):
         mh.map(3, [1])  # type: ignore[arg-type]
     with pytest.raises(SettingsError, match="per_device must be a whole number of at least 1, but got 0"):
         mh.map(abs, [1], per_device=0)
     assert mh.map(abs, []) == []
 
 
-def test_packing_keeps_what_does_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packing_settles_on_the_process_count_with_highest_throughput(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces take as long as the clock says: twice the processes do twice as much, until four share what two did."""
     now = [0.0]
     monkeypatch.setattr("manyhands.tuning.pool.time.monotonic", lambda: now[0])

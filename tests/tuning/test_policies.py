@@ -8,7 +8,8 @@ import pytest
 
 import manyhands as mh
 from manyhands.core import SettingsError
-from manyhands.tuning import SEARCHERS, Objective, Range, Searcher, Trial, make_searcher
+from manyhands.tuning import Objective, Range, Searcher, Trial, make_searcher
+from manyhands.tuning.searching import SEARCHERS
 
 LOSS = (Objective("valid_loss", "min"),)
 SPACE: dict[str, Range] = {"x": mh.uniform(-5.0, 5.0), "y": mh.loguniform(1e-3, 10.0)}
@@ -19,7 +20,7 @@ def bowl(params: Mapping[str, float]) -> float:
 
 
 def search(searcher: Searcher, num: int, known: list[Trial] | None = None) -> list[Trial]:
-    """Goes on to so many trials, each of which ends at once."""
+    """Run a number of trials that end at once."""
     trials = known or []
     for trial in trials:
         searcher.hear(trial)
@@ -32,7 +33,7 @@ def search(searcher: Searcher, num: int, known: list[Trial] | None = None) -> li
 
 
 @pytest.mark.parametrize("name", SEARCHERS)
-def test_a_search_that_was_cut_off_anywhere_goes_on_with_the_same_sequence(name: str) -> None:
+def test_interrupted_search_resumes_with_the_same_sequence(name: str) -> None:
     whole = search(make_searcher(name, SPACE, LOSS, 3), 40)
     for cut in (1, 7, 23, 39):
         again = search(make_searcher(name, SPACE, LOSS, 3), 40, whole[:cut])
@@ -42,14 +43,14 @@ def test_a_search_that_was_cut_off_anywhere_goes_on_with_the_same_sequence(name:
 
 
 @pytest.mark.parametrize("name", ["tpe", "cma"])
-def test_a_search_that_learns_beats_chance(name: str) -> None:
+def test_model_based_search_beats_random_search(name: str) -> None:
     def best(name: str, seed: int) -> float:
         return min(trial.value for trial in search(make_searcher(name, SPACE, LOSS, seed), 80))
 
     assert sum(best(name, seed) < best("random", seed) for seed in range(3)) >= 2
 
 
-def test_what_optuna_sees_does_not_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_number_of_trials_passed_to_optuna_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     from manyhands.tuning.searching import window
 
     seen: list[int] = []
@@ -63,7 +64,7 @@ def test_what_optuna_sees_does_not_grow(monkeypatch: pytest.MonkeyPatch) -> None
     assert seen == [200]
 
 
-def test_two_objectives_are_searched_at_once() -> None:
+def test_tpe_search_supports_two_objectives() -> None:
     both = (Objective("a", "min"), Objective("b", "max"))
     searcher = make_searcher("tpe", SPACE, both, 0)
     trials: list[Trial] = []
@@ -77,7 +78,7 @@ def test_two_objectives_are_searched_at_once() -> None:
     assert sum(-0.5 <= x <= 2.5 for x in late) > len(late) / 2
 
 
-def test_cma_waits_for_its_generation() -> None:
+def test_cma_waits_until_its_generation_is_finished() -> None:
     searcher = make_searcher("cma", SPACE, LOSS, 0)
     trials = search(searcher, 4)
     trials += [Trial(number, searcher.propose(number, trials)) for number in (4, 5)]
@@ -96,7 +97,7 @@ def test_cma_waits_for_its_generation() -> None:
         (lambda: mh.Median(others=0), "at least 1"),
     ],
 )
-def test_what_cannot_be_searched_is_said(make: Callable[[], object], words: str) -> None:
+def test_unsupported_search_settings_are_rejected(make: Callable[[], object], words: str) -> None:
     with pytest.raises(SettingsError, match=words):
         make()
 
@@ -105,7 +106,7 @@ def _there(values: list[float], rung: int = 1) -> list[Trial]:
     return [Trial(number, {}, reports={rung: value}) for number, value in enumerate(values)]
 
 
-def test_asha_lets_the_best_third_go_on_and_calls_those_that_wait() -> None:
+def test_asha_continues_the_best_third_and_resumes_paused_trials() -> None:
     asha = mh.ASHA()
     trials = _there([0.5, 0.4])
     assert asha.judge(trials[1], trials, 9, float) == "pause"
@@ -116,12 +117,12 @@ def test_asha_lets_the_best_third_go_on_and_calls_those_that_wait() -> None:
     assert found.number == 1
     assert asha.promoted(trials, 9, float, {0, 2}) is None
     best = [*trials, Trial(3, {}, reports={1: 0.1})]
-    assert asha.judge(best[3], best, 9, float) == "go on"
+    assert asha.judge(best[3], best, 9, float) == "continue"
 
 
-def test_median_stops_what_is_worse_than_the_others() -> None:
+def test_median_stops_trials_worse_than_the_median() -> None:
     median = mh.Median(others=3)
     trials = _there([0.1, 0.2, 0.3, 0.9])
     assert median.judge(trials[3], trials, 5, float) == "stop"
-    assert median.judge(trials[0], trials, 5, float) == "go on"
-    assert median.judge(trials[3], trials[1:], 5, float) == "go on"
+    assert median.judge(trials[0], trials, 5, float) == "continue"
+    assert median.judge(trials[3], trials[1:], 5, float) == "continue"

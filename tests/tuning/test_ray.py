@@ -14,8 +14,7 @@ from ..launcher.test_ray import nodes  # noqa: F401 - the cluster of two nodes
 from . import networks
 
 
-@pytest.mark.timeout(180)
-def test_items_and_trials_run_on_both_hosts(nodes: Any, tmp_path: Path) -> None:  # noqa: F811
+def test_map_and_tune_run_on_both_ray_hosts(nodes: Any, tmp_path: Path) -> None:  # noqa: F811
     found = mh.map(lambda n: (n * n, os.getpid()), range(6), on="ray", per_device=1)
     assert [square for square, _ in found] == [n * n for n in range(6)]
     assert len({process for _, process in found}) == 2

@@ -11,21 +11,22 @@ import pytest
 
 import manyhands as mh
 from manyhands.core import RunError, SettingsError
-from manyhands.tuning import JOURNAL, Journal, Objective, Trial, as_objectives, as_space, parse_range, read_journal
+from manyhands.tuning import Journal, Objective, Trial, as_objectives, as_space, parse_range, read_journal
+from manyhands.tuning.journal import JOURNAL
 
 SPACE = {"lr": mh.loguniform(1e-4, 1e-1), "width": mh.choice(32, 64), "depth": mh.integers(1, 3)}
 LOSS = (Objective("valid_loss", "min"),)
 
 
 @pytest.mark.parametrize("name", SPACE)
-def test_a_range_and_its_inverse(name: str) -> None:
+def test_range_value_and_share_are_inverse(name: str) -> None:
     one = SPACE[name]
     for share in np.linspace(0, 1, 21):
         value = one.at(float(share))
         assert one.at(one.share(value)) == pytest.approx(value)
 
 
-def test_every_whole_number_is_as_likely_as_any_other() -> None:
+def test_integers_are_sampled_uniformly() -> None:
     counts = np.bincount([mh.integers(0, 4).at((i + 0.5) / 1000) for i in range(1000)])
     assert counts.tolist() == [200] * 5
 
@@ -33,24 +34,24 @@ def test_every_whole_number_is_as_likely_as_any_other() -> None:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: mh.uniform(3, 1), "uniform goes from low to high, but got 3 to 1"),
-        (lambda: mh.loguniform(0, 1), "loguniform begins above 0, but got 0"),
+        (lambda: mh.uniform(3, 1), "uniform needs a lower and a higher bound, but got 3 and 1"),
+        (lambda: mh.loguniform(0, 1), "the lower bound of loguniform must be above 0, but got 0"),
         (lambda: mh.integers(1, 2.5), "whole numbers, but got 2.5"),
-        (lambda: mh.choice(), "a choice has values, but got none"),
-        (lambda: mh.choice(1, 1), "every value once"),
-        (lambda: mh.choice(1.0, float("nan")), "can be told apart, but got nan"),
-        (lambda: mh.choice([1]), "numbers, texts, bools and None, but got a list"),
-        (lambda: parse_range("gauss:1..2"), "a range is written uniform:LOW..HIGH"),
-        (lambda: parse_range("uniform:2..1"), "from low to high, but got 2.0 to 1.0"),
+        (lambda: mh.choice(), "mh.choice needs at least one value"),
+        (lambda: mh.choice(1, 1), "values of mh.choice must be different"),
+        (lambda: mh.choice(1.0, float("nan")), "must be comparable, but got nan"),
+        (lambda: mh.choice([1]), "numbers, strings, bools or None, but got a list"),
+        (lambda: parse_range("gauss:1..2"), "a range must be written uniform:LOW..HIGH"),
+        (lambda: parse_range("uniform:2..1"), "needs a lower and a higher bound, but got 2.0 and 1.0"),
         (lambda: as_space({}), "a dict of the task's parameters"),
-        (lambda: as_space({"lr": 3}), "what 'lr' may be"),
-        (lambda: as_space({"lr": (1e-4, 1e-1)}), r"what 'lr' may be.*, but got \(0.0001, 0.1\)"),
-        (lambda: as_objectives("valid_score"), "whether more is better must be known, but got 'valid_score'"),
+        (lambda: as_space({"lr": 3}), "the range of 'lr' must be"),
+        (lambda: as_space({"lr": (1e-4, 1e-1)}), r"the range of 'lr' must be.*, but got \(0.0001, 0.1\)"),
+        (lambda: as_objectives("valid_score"), "the direction of a metric must be known, but got 'valid_score'"),
         (lambda: as_objectives(["valid_loss", "valid_loss"]), "named once"),
         (lambda: as_objectives("valid_loss:down"), "NAME:min or NAME:max"),
     ],
 )
-def test_what_is_wrong_is_said(make: object, words: str) -> None:
+def test_invalid_ranges_are_rejected(make: object, words: str) -> None:
     with pytest.raises(SettingsError, match=words):
         make()  # type: ignore[operator]
 
@@ -72,7 +73,7 @@ def _written(folder: Path) -> list[Trial]:
     return [first, second]
 
 
-def test_a_journal_is_read_as_it_was_written(tmp_path: Path) -> None:
+def test_journal_round_trip(tmp_path: Path) -> None:
     written = _written(tmp_path)
     _, read = read_journal(tmp_path)
     assert [(t.number, t.params, t.state, t.values) for t in read] == [
@@ -95,7 +96,7 @@ def test_optuna_reads_the_journal(tmp_path: Path) -> None:
     assert first.duration is not None
 
 
-def test_a_torn_line_is_cut_off_at_every_byte(tmp_path: Path) -> None:
+def test_incomplete_last_line_is_truncated(tmp_path: Path) -> None:
     _written(tmp_path)
     path = tmp_path / JOURNAL
     whole = path.read_bytes()
@@ -108,16 +109,16 @@ def test_a_torn_line_is_cut_off_at_every_byte(tmp_path: Path) -> None:
         assert all(json.loads(line) for line in path.read_text().splitlines())
 
 
-def test_one_program_at_a_time(tmp_path: Path) -> None:
+def test_journal_is_locked_to_one_program(tmp_path: Path) -> None:
     held = Journal(tmp_path, SPACE)
-    with pytest.raises(SettingsError, match="one program at a time works on a study"):
+    with pytest.raises(SettingsError, match="only one program at a time can work on a study"):
         Journal(tmp_path, SPACE)
     held.close()
     Journal(tmp_path, SPACE).close()
 
 
 @pytest.mark.root
-def test_a_full_disk_is_said_and_what_was_written_stays(tmp_path: Path, small_disk: Path) -> None:
+def test_full_disk_is_reported_and_written_trials_are_kept(tmp_path: Path, small_disk: Path) -> None:
     journal = Journal(small_disk, SPACE)
     journal.begin("full", LOSS, {})
     num_kept = 0

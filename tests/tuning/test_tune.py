@@ -14,7 +14,8 @@ import torch
 import manyhands as mh
 from manyhands.core import SettingsError
 from manyhands.distributed import resolve
-from manyhands.tuning import JOURNAL, Stacked, StudyView, Trial, TrialRunner, TrialsFailed, as_objectives
+from manyhands.tuning import Stacked, StudyView, Trial, TrialRunner, TrialsFailed, as_objectives
+from manyhands.tuning.journal import JOURNAL
 from manyhands.tuning.trial_work import TrialWork
 
 from . import networks
@@ -31,7 +32,7 @@ def tune(*args: Any, **options: Any) -> mh.Study:
 
 
 @pytest.mark.parametrize("on", ["cpu", "cpu*2"])
-def test_a_study_equals_the_same_trials_by_hand(tmp_path: Path, on: str) -> None:
+def test_study_trials_equal_separate_fits(tmp_path: Path, on: str) -> None:
     study = tune(networks.task, SPACE, trials=4, epochs=2, search="random", on=on, folder=tmp_path, keep=4)
     assert [trial.state for trial in study.trials] == ["finished"] * 4
     for trial in study.trials:
@@ -43,7 +44,7 @@ def test_a_study_equals_the_same_trials_by_hand(tmp_path: Path, on: str) -> None
     assert study.best.value == min(trial.value for trial in study.trials)
 
 
-def test_early_stopping_pauses_and_goes_on_as_if_nothing_had_been(tmp_path: Path) -> None:
+def test_asha_resumes_paused_trials_without_changing_results(tmp_path: Path) -> None:
     study = tune(networks.task, SPACE, trials=9, epochs=9, stop="asha", search="random", folder=tmp_path)
     steps = sum(trial.epochs for trial in study.trials)
     assert steps < 9 * 9 / 2
@@ -58,7 +59,7 @@ def test_early_stopping_pauses_and_goes_on_as_if_nothing_had_been(tmp_path: Path
 
 
 @pytest.mark.parametrize("stop", ["median", "hyperband"])
-def test_other_policies_stop_some_and_finish_some(tmp_path: Path, stop: str) -> None:
+def test_other_stop_policies_stop_some_and_finish_some_trials(tmp_path: Path, stop: str) -> None:
     study = tune(networks.task, SPACE, trials=9, epochs=3, stop=stop, search="random", folder=tmp_path)
     states = [trial.state for trial in study.trials]
     assert set(states) == {"finished", "stopped"}
@@ -66,7 +67,7 @@ def test_other_policies_stop_some_and_finish_some(tmp_path: Path, stop: str) -> 
 
 
 @pytest.mark.parametrize("execution", [None, "stacked"])
-def test_a_study_of_few_trials_has_a_best_one(tmp_path: Path, execution: str | None) -> None:
+def test_small_asha_study_trains_the_best_trials_to_the_end(tmp_path: Path, execution: str | None) -> None:
     space = {"lr": [1e-3, 1e-2]}
     study = tune(networks.task, space, search="grid", stop="asha", epochs=9, execution=execution, folder=tmp_path)
     assert [trial.epochs for trial in study.trials] == [1, 9]
@@ -77,7 +78,7 @@ def test_a_study_of_few_trials_has_a_best_one(tmp_path: Path, execution: str | N
     assert [trial.epochs for trial in more.top(2)] == [3, 3]
 
 
-def test_the_time_left_is_said_when_it_can_be_known() -> None:
+def test_remaining_time_is_shown_once_it_can_be_estimated() -> None:
     trials = [Trial(number, {}) for number in range(8)]
     view = StudyView(as_objectives("loss"), 20)
     view.begin(trials)
@@ -88,7 +89,7 @@ def test_the_time_left_is_said_when_it_can_be_known() -> None:
     assert "left" in view._summary(3)
 
 
-def test_several_objectives_constraints_and_limits(tmp_path: Path) -> None:
+def test_study_with_several_objectives_has_a_pareto_front(tmp_path: Path) -> None:
     def measure(x: float = 0.0, y: float = 0.0) -> dict[str, float]:
         return {"loss": (x - 1) ** 2, "accuracy": -((x + 1) ** 2), "size": y}
 
@@ -110,7 +111,7 @@ def test_several_objectives_constraints_and_limits(tmp_path: Path) -> None:
         assert not any(o.values[0] < one.values[0] and o.values[1] > one.values[1] for o in study.finished)
 
 
-def test_a_study_goes_on_by_its_name(tmp_path: Path) -> None:
+def test_study_resumes_by_name(tmp_path: Path) -> None:
     space = {"x": mh.uniform(-5.0, 5.0), "y": mh.loguniform(1e-3, 10.0)}
     where = {"params": {"where": tmp_path, "also": (1, 2)}}  # nothing that JSON has
     whole = tune(bowl, space, trials=30, folder=tmp_path, name="whole", **where)
@@ -118,29 +119,29 @@ def test_a_study_goes_on_by_its_name(tmp_path: Path) -> None:
     assert len(part.trials) == 12
     part = tune(bowl, space, trials=30, folder=tmp_path, name="part", resume="auto", **where)
     assert [trial.params for trial in part.trials] == [trial.params for trial in whole.trials]
-    with pytest.raises(SettingsError, match="goes on with the search it was begun with, tpe, but got random"):
+    with pytest.raises(SettingsError, match="must have the search with which it was started, tpe, but got random"):
         tune(bowl, space, trials=30, folder=tmp_path, name="part", resume=True, search="random", **where)
     with pytest.raises(SettingsError, match="never overwritten"):
         tune(bowl, space, trials=30, folder=tmp_path, name="part")
-    with pytest.raises(SettingsError, match="resume needs the run's name"):
+    with pytest.raises(SettingsError, match="resume needs the name of the run"):
         tune(bowl, space, trials=30, folder=tmp_path, resume="auto")
     opened = mh.Study(tmp_path / "part")
     assert opened.best.params == part.best.params
 
 
-def test_time_and_money_end_a_study(tmp_path: Path) -> None:
+def test_time_or_cost_limit_ends_a_study(tmp_path: Path) -> None:
     space = {"x": mh.uniform(-5.0, 5.0)}
     for options in ({"seconds": 0.2}, {"cost": 0.2, "price": 3600.0}):
         study = tune(bowl, space, search="random", folder=tmp_path, **options)
         assert len(study.trials) > 1
-    with pytest.raises(SettingsError, match="a study has an end"):
+    with pytest.raises(SettingsError, match="a study needs a limit"):
         tune(bowl, space, folder=tmp_path)
-    with pytest.raises(SettingsError, match="price of a device's hour"):
+    with pytest.raises(SettingsError, match="price of a device per hour"):
         tune(bowl, space, folder=tmp_path, cost=1.0)
     assert len(tune(bowl, {"x": [1.0, 2.0, 3.0]}, search="grid", folder=tmp_path).trials) == 3
 
 
-def test_a_trial_that_fails_or_diverges_costs_only_itself(tmp_path: Path) -> None:
+def test_failed_or_diverged_trial_does_not_affect_other_trials(tmp_path: Path) -> None:
     def sometimes(x: float = 0.0) -> float:
         if x < 0:
             raise ArithmeticError("below zero")
@@ -155,7 +156,7 @@ def test_a_trial_that_fails_or_diverges_costs_only_itself(tmp_path: Path) -> Non
     assert "nan" in wild.trials[1].reason
 
 
-def test_what_is_not_a_number_is_never_the_best_and_learnt_from_by_nobody(tmp_path: Path) -> None:
+def test_trial_with_nan_objective_is_stopped_and_never_best(tmp_path: Path) -> None:
     def partly(x: float = 0.0) -> float:
         return math.nan if x < 0.5 else x
 
@@ -165,7 +166,7 @@ def test_what_is_not_a_number_is_never_the_best_and_learnt_from_by_nobody(tmp_pa
     assert "its valid_loss is nan" in next(trial.reason for trial in study.trials if trial.state == "stopped")
 
 
-def test_a_grid_goes_through_what_its_constraint_allows(tmp_path: Path) -> None:
+def test_grid_search_skips_points_excluded_by_the_constraint(tmp_path: Path) -> None:
     def looked(x: int = 0, y: int = 0) -> float:
         assert x != y, "not even to see whether trials stack"
         return x * y
@@ -176,7 +177,7 @@ def test_a_grid_goes_through_what_its_constraint_allows(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("on", ["cpu", "cpu*2"])
-def test_three_failures_alike_end_a_study_with_the_traceback(tmp_path: Path, on: str) -> None:
+def test_three_identical_failures_end_a_study_with_the_traceback(tmp_path: Path, on: str) -> None:
     def broken(x: float = 0.0) -> float:
         raise ArithmeticError("always")
 
@@ -193,44 +194,46 @@ def test_three_failures_alike_end_a_study_with_the_traceback(tmp_path: Path, on:
         ({"space": {"rate": mh.uniform(0, 1)}}, "parameters of the task, which has lr, width, seed, but got 'rate'"),
         ({"space": {"lr": mh.uniform(0, 1)}, "params": {"lr": 1}}, "fixed or searched, but got 'lr' in both"),
         ({"objective": "valid_f1"}, "something that the task measures: loss, valid_loss, valid_accuracy, but got 'val"),
-        ({"task": networks.task()}, "a function that makes a Task, but got Task"),
+        ({"task": networks.task()}, "needs a function that returns a Task.*, but got Task"),
         ({"stop": "soon"}, "stop is asha, hyperband, median, but got 'soon'"),
-        ({"execution": "magic"}, "execution is stacked or processes, but got 'magic'"),
+        ({"execution": "magic"}, "execution must be stacked or processes, but got 'magic'"),
         ({"trials": 0}, "trials must be a whole number of at least 1, but got 0"),
-        ({"constraint": lambda params: False}, "the constraint must let some of the space through"),
+        ({"constraint": lambda params: False}, "the constraint must accept some of the proposals"),
         ({"constraint": lambda params: False, "search": "grid"}, "of all combinations it took none"),
         (
             {"space": {"width": mh.uniform(4, 9)}},
-            "width is a whole number of the task, but got mh.uniform; write mh.in",
+            "width must be a whole number in the task, but got mh.uniform. Use mh.in",
         ),
         ({"space": {"width": [4, "wide"]}}, "width must be of type int, but got 'wide'"),
     ],
 )
-def test_what_is_wrong_is_said_early_and_leaves_nothing(tmp_path: Path, given: dict[str, Any], words: str) -> None:
+def test_invalid_study_settings_are_rejected_and_leave_no_files(
+    tmp_path: Path, given: dict[str, Any], words: str
+) -> None:
     options: dict[str, Any] = {"task": networks.task, "space": SPACE, "trials": 3, "folder": tmp_path / "s", **given}
     with pytest.raises(SettingsError, match=words):
         tune(options.pop("task"), options.pop("space"), **options)
     assert not list((tmp_path / "s").glob("*"))
 
 
-def test_a_function_that_does_not_measure_the_objective_is_told(tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match="which gave error, but got 'valid_loss'"):
+def test_unmeasured_objective_is_rejected(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="one reported error, but got 'valid_loss'"):
         tune(lambda x=0.0: {"error": x}, {"x": mh.uniform(0, 1)}, trials=3, folder=tmp_path)
 
 
-def test_tables_and_pages(tmp_path: Path) -> None:
+def test_study_exports_dataframe_plots_and_json(tmp_path: Path) -> None:
     study = tune(bowl, {"x": mh.uniform(-5, 5), "y": mh.uniform(0, 1)}, trials=12, folder=tmp_path)
     frame = study.dataframe()
     assert len(frame) == 12
     assert frame["valid_loss"].min() == study.best.value
     for kind in ("history", "parallel", "importance", "contour"):
         assert "<html" in study.plot(kind).read_text()[:200]
-    with pytest.raises(SettingsError, match="a plot is one of history"):
+    with pytest.raises(SettingsError, match="a plot must be one of history"):
         study.plot("pie")
     assert json.dumps(study.to_dict())
 
 
-def test_many_small_trials_take_no_more_memory_or_time_each(tmp_path: Path) -> None:
+def test_memory_and_journal_size_per_trial_are_bounded(tmp_path: Path) -> None:
     """What is kept of a trial is a few hundred bytes; time is the benchmark's matter."""
     import tracemalloc
 
@@ -248,7 +251,7 @@ def test_many_small_trials_take_no_more_memory_or_time_each(tmp_path: Path) -> N
     assert (study.path / JOURNAL).stat().st_size < 350 * 1500
 
 
-def test_the_callers_random_numbers_are_left_alone(tmp_path: Path) -> None:
+def test_tune_keeps_the_callers_random_state(tmp_path: Path) -> None:
     torch.manual_seed(5)
     wanted = torch.rand(3)
     torch.manual_seed(5)
@@ -257,7 +260,7 @@ def test_the_callers_random_numbers_are_left_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("stop", [None, "asha"])
-def test_stacked_trials_equal_the_same_trials_by_themselves(tmp_path: Path, stop: str | None) -> None:
+def test_stacked_trials_equal_trials_in_separate_processes(tmp_path: Path, stop: str | None) -> None:
     options: dict[str, Any] = {"trials": 10, "epochs": 3, "stop": stop, "search": "random", "keep": 10}
     both = {
         kind: tune(networks.task, SPACE, execution=kind, folder=tmp_path / kind, **options)
@@ -275,7 +278,7 @@ def test_stacked_trials_equal_the_same_trials_by_themselves(tmp_path: Path, stop
     assert any(trial.values for trial in stacked)
 
 
-def test_a_stacked_study_that_ended_early_goes_on_as_if_it_had_not(tmp_path: Path) -> None:
+def test_resumed_stacked_study_proposes_the_same_trials(tmp_path: Path) -> None:
     space = {"lr": SPACE["lr"]}
     options: dict[str, Any] = {"epochs": 3, "stop": "asha", "search": "random", "execution": "stacked"}
     whole = tune(networks.task, space, trials=12, folder=tmp_path, name="whole", **options)
@@ -285,7 +288,7 @@ def test_a_stacked_study_that_ended_early_goes_on_as_if_it_had_not(tmp_path: Pat
     assert all(trial.is_over for trial in part.trials)
 
 
-def test_a_network_that_cannot_be_built_costs_only_its_trial(tmp_path: Path) -> None:
+def test_model_build_error_fails_only_its_trial(tmp_path: Path) -> None:
     def sometimes(lr: float = 0.1) -> mh.Task:
         def build() -> torch.nn.Module:
             if lr in (0.1, 0.4):
@@ -300,7 +303,7 @@ def test_a_network_that_cannot_be_built_costs_only_its_trial(tmp_path: Path) -> 
     assert study.trials[3].reason == "ArithmeticError: no such network"
 
 
-def test_populations_that_nobody_is_in_are_let_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_empty_populations_are_released(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("manyhands.tuning.vectorized_trials.MOST_SHELVES", 2)
     workshop = TrialRunner(networks.task, {}, 1, tmp_path, as_objectives("valid_loss"))
     with contextlib.closing(Stacked(workshop, resolve("cpu", 1)[0][0], 1, print, must_stack=True)) as executor:
@@ -310,12 +313,12 @@ def test_populations_that_nobody_is_in_are_let_go(tmp_path: Path, monkeypatch: p
             assert len(executor._shelves) == min(number + 1, 2)
 
 
-def test_what_does_not_stack_says_why(tmp_path: Path) -> None:
+def test_stacked_execution_of_an_unsupported_task_raises_the_reason(tmp_path: Path) -> None:
     def stepping(lr: float = 0.1) -> mh.Task:
         made = networks.task(lr=lr)
         return made.replace(loss=None, step=lambda hand, batch: hand.minimize(networks.loss(hand.model, batch)))
 
-    with pytest.raises(SettingsError, match="a stacked task has a loss, but got a step of its own"):
+    with pytest.raises(SettingsError, match="a stacked task must have a loss, but got a task with step="):
         tune(stepping, {"lr": [0.1]}, search="grid", objective="loss", execution="stacked", folder=tmp_path)
     study = tune(stepping, {"lr": [0.1, 0.2]}, search="grid", objective="loss", folder=tmp_path)
     assert len(study.finished) == 2

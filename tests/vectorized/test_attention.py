@@ -40,7 +40,7 @@ def attention(tensors: list[Tensor], dims: tuple[int | None, ...], rest: dict[st
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 @pytest.mark.parametrize("case", CASES)
-def test_stacked_attention_is_that_of_each(case: str) -> None:
+def test_stacked_attention_equals_attention_of_each_member(case: str) -> None:
     query, key, dims, mask, rest = CASES[case]
     generator = torch.Generator().manual_seed(0)
     tensors: list[Any] = [
@@ -54,7 +54,7 @@ def test_stacked_attention_is_that_of_each(case: str) -> None:
         torch.testing.assert_close(mine, other)
 
 
-def test_a_layer_of_torch_goes_through_it() -> None:
+def test_multihead_attention_layer_runs_under_vmap() -> None:
     layer, inputs = nn.MultiheadAttention(8, 2, batch_first=True), torch.randn(3, 2, 5, 8)
 
     def one(x: Tensor) -> Tensor:

@@ -43,7 +43,7 @@ def follows(members: list[mh.Task], folder: Path, precision: str = "fp64", rtol:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_members_follow_the_course_of_their_tasks_alone(kind: str, tmp_path: Path) -> None:
+def test_stacked_members_train_like_separate_runs(kind: str, tmp_path: Path) -> None:
     members = [
         task(kind, adamw(1e-2), seed=0),
         task(kind, adamw(3e-3, weight_decay=0.3), seed=1),
@@ -54,7 +54,7 @@ def test_members_follow_the_course_of_their_tasks_alone(kind: str, tmp_path: Pat
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_in_single_precision_too(kind: str, tmp_path: Path) -> None:
+def test_stacked_members_train_like_separate_runs_in_fp32(kind: str, tmp_path: Path) -> None:
     sgd = [lambda model, lr=lr: torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9) for lr in (0.01, 0.05)]
     follows([task(kind, sgd[0], seed=5), task(kind, sgd[1], seed=6)], tmp_path, "fp32", 1e-4)
 
@@ -108,12 +108,12 @@ OPTIMIZERS: dict[str, list[Any]] = {
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_every_optimizer_updates_as_torch_does(name: str, tmp_path: Path) -> None:
+def test_stacked_members_match_separate_runs_for_every_optimizer(name: str, tmp_path: Path) -> None:
     follows([task("mlp", optimizer, seed=seed) for seed, optimizer in enumerate(OPTIMIZERS[name])], tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["plain", "attention"])
-def test_members_have_probabilities_of_dropout_of_their_own(kind: str, tmp_path: Path) -> None:
+def test_members_may_have_different_dropout_probabilities(kind: str, tmp_path: Path) -> None:
     def net(p: float) -> nn.Module:
         if kind == "plain":
             return nn.Sequential(nn.Linear(5, 16), nn.Dropout(p), nn.ReLU(), nn.Dropout(p / 2), nn.Linear(16, 3))
@@ -129,7 +129,7 @@ def test_members_have_probabilities_of_dropout_of_their_own(kind: str, tmp_path:
     follows(members, tmp_path)
 
 
-def test_frozen_parameters_that_the_optimizer_holds_and_noise_of_a_loss(tmp_path: Path) -> None:
+def test_frozen_parameters_and_random_losses_match_separate_runs(tmp_path: Path) -> None:
     def network() -> torch.nn.Module:
         made = KINDS["mlp"][0]()
         made[0].requires_grad_(False)
@@ -148,7 +148,7 @@ def test_frozen_parameters_that_the_optimizer_holds_and_noise_of_a_loss(tmp_path
     assert held == [name for name, _ in network().named_parameters()]  # as torch's own state names them
 
 
-def test_members_learn_from_some_rows_of_arrays(tmp_path: Path) -> None:
+def test_members_train_on_a_subset_of_arrays(tmp_path: Path) -> None:
     whole = torch.utils.data.TensorDataset(*task("mlp").data)
     some = torch.utils.data.Subset(whole, list(range(0, 40, 2)))
     follows([task("mlp", adamw(lr), data=some, seed=seed) for seed, lr in enumerate((1e-2, 2e-2))], tmp_path)

@@ -30,7 +30,7 @@ def curve(run: mh.Run) -> torch.Tensor:
 
 @pytest.mark.parametrize("capture", ["off", "graph", "compile"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_members_follow_the_course_of_their_tasks_on_the_cpu(kind: str, capture: str, tmp_path: Path) -> None:
+def test_members_on_a_gpu_train_like_separate_runs_on_the_cpu(kind: str, capture: str, tmp_path: Path) -> None:
     tasks, notices = members(kind), list[str]()
     spec = mh.Single(precision="fp64", capture=capture)
     with Population(tasks, spec, device="cuda:0", epochs=EPOCHS, notice=notices.append) as population:
@@ -44,7 +44,7 @@ def test_members_follow_the_course_of_their_tasks_on_the_cpu(kind: str, capture:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_members_come_and_go_between_recordings(kind: str, tmp_path: Path) -> None:
+def test_members_can_be_added_and_stopped_between_captured_graphs(kind: str, tmp_path: Path) -> None:
     tasks, later = members(kind, 8), task(kind, adamw(5e-3), seed=11)
     with Population(tasks, mh.Single(precision="fp64"), device="cuda:0", epochs=EPOCHS) as population:
         population.step(10)
@@ -61,14 +61,14 @@ def test_members_come_and_go_between_recordings(kind: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("capture", ["graph", "compile"])
-def test_bf16_is_near(capture: str) -> None:
+def test_bf16_losses_are_close_to_fp32(capture: str) -> None:
     tasks = members("transformer")
     wide = Population(tasks, mh.Single(), device="cuda:0", epochs=2)
     with Population(tasks, mh.Single(precision="bf16", capture=capture), device="cuda:0", epochs=2) as narrow:
         torch.testing.assert_close(narrow.step(12), wide.step(12), rtol=0.05, atol=0.02)
 
 
-def test_members_that_do_not_fit_together_are_computed_some_at_a_time() -> None:
+def test_members_that_exceed_memory_are_computed_in_chunks() -> None:
     notices: list[str] = []
     width = 2048
 
@@ -87,7 +87,7 @@ def test_members_that_do_not_fit_together_are_computed_some_at_a_time() -> None:
     total = torch.cuda.get_device_properties(0).total_memory
     gc.collect()
     torch.cuda.empty_cache()
-    # Activations of all members take about 10 GB, weights about 1.2; other tests' recordings may hold some besides.
+    # Activations of all members take about 10 GB, weights about 1.2; captured graphs of other tests may hold some more.
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 6e9) / total)
     try:
         with Population(tasks, device="cuda:0", steps=8, notice=notices.append) as population:

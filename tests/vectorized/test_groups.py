@@ -1,4 +1,4 @@
-"""Which tasks go together, and what is said of those that do not."""
+"""Which tasks can be stacked, and the reasons for those that cannot."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def made_inside(lr: float = 1e-2, smoothing: float = 0.0, p: float = 0.1) -> mh.
     )
 
 
-def test_tasks_that_differ_in_numbers_go_together() -> None:
+def test_tasks_that_differ_in_hyperparameters_are_grouped() -> None:
     tasks = [
         task("cnn", adamw(1e-2, weight_decay=0.1, betas=(0.5, 0.9)), seed=1, clip=1.0),
         task("cnn", adamw(2e-2), seed=2, schedule=lambda step, total: 0.5),
@@ -41,7 +41,7 @@ def test_tasks_that_differ_in_numbers_go_together() -> None:
     assert [group.tasks for group in groups(tasks)] == [(0, 1, 2)]
 
 
-def test_what_is_made_anew_in_each_task_is_compared_by_what_it_is() -> None:
+def test_closures_created_per_task_are_compared_by_value() -> None:
     found = groups([made_inside(1e-2), made_inside(2e-2), made_inside(smoothing=0.1)])
     assert [group.tasks for group in found] == [(0, 1), (2,)]
     assert found[1].unlike == "loss uses smoothing, which is 0.0 in one and 0.1 in another"
@@ -57,7 +57,7 @@ def test_what_is_made_anew_in_each_task_is_compared_by_what_it_is() -> None:
         (task().replace(model=lambda: nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, 3))), "1 is a ReLU"),
     ],
 )
-def test_what_keeps_tasks_apart_is_said(other: mh.Task, words: str) -> None:
+def test_reason_for_separate_groups_is_reported(other: mh.Task, words: str) -> None:
     found = groups([task(), other])
     assert [group.tasks for group in found] == [(0,), (1,)]
     assert words in found[1].unlike
@@ -95,17 +95,17 @@ class Rows(torch.utils.data.Dataset[Any]):
     [
         (task().replace(model=Reads), "outputs.sum().item()"),
         (task().replace(model=normed), "aten::div.out"),
-        (task().replace(loss=None, step=lambda hand, batch: None), "a step of its own"),
+        (task().replace(loss=None, step=lambda hand, batch: None), "a task with step="),
         (task(data=Rows(), valid=None, metrics={}), "arrays in memory, but got Rows"),
         (task(optimizer=lambda model: torch.optim.Adagrad(model.parameters())), "but got Adagrad"),
-        (task().replace(loss=lambda model, batch: model(batch[0])), "a loss is a scalar"),
+        (task().replace(loss=lambda model, batch: model(batch[0])), "a loss must be a scalar"),
         (
             task().replace(loss=lambda model, batch: cross_entropy(model, batch) * __import__("random").random()),
             "random, which would be the same for all",
         ),
     ],
 )
-def test_what_cannot_be_stacked_is_said(alone: mh.Task, words: str) -> None:
+def test_reason_for_an_unstackable_task_is_reported(alone: mh.Task, words: str) -> None:
     found = groups([alone, task(), task(seed=1)])
     assert [group.tasks for group in found] == [(1, 2), (0,)]
     assert found[0].stacks
@@ -113,15 +113,15 @@ def test_what_cannot_be_stacked_is_said(alone: mh.Task, words: str) -> None:
     assert words in found[1].reason
 
 
-def test_a_network_that_draws_now_and_then_only_is_seen_when_it_does() -> None:
+def test_occasional_random_draws_are_detected_when_they_occur() -> None:
     asked: list[int] = []
 
-    def seldom(model: nn.Module, batch: Any) -> Tensor:
+    def rarely(model: nn.Module, batch: Any) -> Tensor:
         asked.append(1)
         outputs = model(batch[0])
         return F.cross_entropy(F.dropout(outputs, 0.5) if len(asked) > 12 else outputs, batch[1])
 
-    population = Population([task(seed=seed).replace(loss=seldom) for seed in range(2)], device="cpu", epochs=4)
+    population = Population([task(seed=seed).replace(loss=rarely) for seed in range(2)], device="cpu", epochs=4)
     asked[:] = []
     assert not population._way._program.is_random
     assert population.step(20).isfinite().all()

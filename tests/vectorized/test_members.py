@@ -1,4 +1,4 @@
-"""Members come, go, fail and are resumed, and nobody else notices."""
+"""Members are added, removed, fail and resume without an effect on the others."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def curve(run: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", ["cnn", "transformer"])
-def test_a_member_that_comes_later_and_one_that_stops_change_nothing(kind: str, tmp_path: Path) -> None:
+def test_adding_and_stopping_members_does_not_change_other_members(kind: str, tmp_path: Path) -> None:
     tasks = [task(kind, adamw(1e-2), seed=seed) for seed in range(3)]
     later = task(kind, adamw(2e-2), seed=7)
     population = Population(tasks, mh.Single(precision="fp64"), device="cpu", epochs=EPOCHS)
@@ -48,7 +48,7 @@ def test_a_member_that_comes_later_and_one_that_stops_change_nothing(kind: str, 
             torch.testing.assert_close(population.model(number).state_dict()[name], tensor, rtol=0, atol=1e-9)
 
 
-def test_a_member_goes_on_alone_and_a_run_goes_on_in_a_population(tmp_path: Path) -> None:
+def test_member_and_run_checkpoints_are_interchangeable(tmp_path: Path) -> None:
     tasks = [task("cnn", adamw(1e-2), seed=seed, ema=0.9) for seed in range(2)]
     whole = alone(tasks[1], tmp_path / "whole")
     population = Population(tasks, mh.Single(precision="fp64"), device="cpu", epochs=EPOCHS)
@@ -78,7 +78,7 @@ def test_a_member_goes_on_alone_and_a_run_goes_on_in_a_population(tmp_path: Path
             torch.testing.assert_close(model.state_dict()[name], tensor, rtol=0, atol=1e-9)
 
 
-def test_reports_come_at_every_pass_and_may_stop_and_refill(tmp_path: Path) -> None:
+def test_report_callback_may_stop_and_replace_members_every_epoch(tmp_path: Path) -> None:
     tasks = [task("mlp", adamw(lr), seed=seed) for seed, lr in enumerate((1e-2, 1e-3, 3e-2))]
     fresh = task("mlp", adamw(5e-3), seed=9)
     population = Population(tasks, device="cpu", epochs=EPOCHS)
@@ -103,7 +103,7 @@ def test_reports_come_at_every_pass_and_may_stop_and_refill(tmp_path: Path) -> N
         assert measured[number]["loss"] == pytest.approx(sum(run.losses[-STEPS:]) / STEPS, rel=1e-4)
 
 
-def test_measuring_every_few_steps_until_some_step() -> None:
+def test_train_until_step_reports_at_the_given_interval() -> None:
     population = Population([task("mlp", seed=seed) for seed in range(2)], device="cpu", epochs=EPOCHS)
     heard: list[tuple[int, int]] = []
     population.train(until=7, every=3, report=lambda number, step, metrics: heard.append((number, step)))
@@ -111,7 +111,7 @@ def test_measuring_every_few_steps_until_some_step() -> None:
     assert all(member.is_training for member in population.members)
 
 
-def test_a_member_whose_loss_is_not_finite_fails_alone(tmp_path: Path) -> None:
+def test_member_with_non_finite_loss_does_not_fail_other_members(tmp_path: Path) -> None:
     def sgd(lr: float) -> Any:
         return lambda model: torch.optim.SGD(model.parameters(), lr=lr)
 
@@ -127,7 +127,7 @@ def test_a_member_whose_loss_is_not_finite_fails_alone(tmp_path: Path) -> None:
         assert population.members[number].loss == pytest.approx(run.losses[-1], rel=1e-9)
 
 
-def test_steps_without_a_finite_gradient_are_left_out_by_each_member_for_itself(tmp_path: Path) -> None:
+def test_each_member_skips_its_own_non_finite_steps(tmp_path: Path) -> None:
     inputs, labels = (tensor.clone() for tensor in task("mlp").data)
     inputs[5] = math.inf
     data = (inputs, labels)
@@ -140,7 +140,7 @@ def test_steps_without_a_finite_gradient_are_left_out_by_each_member_for_itself(
         torch.testing.assert_close(curves[:, number], curve(run), rtol=1e-9, atol=0, equal_nan=True)
 
 
-def test_members_that_do_not_fit_together_are_computed_some_at_a_time(tmp_path: Path) -> None:
+def test_members_that_exceed_memory_are_computed_in_chunks(tmp_path: Path) -> None:
     calls: list[int] = []
 
     def hungry(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -163,16 +163,16 @@ def test_members_that_do_not_fit_together_are_computed_some_at_a_time(tmp_path: 
     ]
 
 
-def test_bad_input_is_refused_with_the_reason() -> None:
+def test_invalid_input_is_rejected_with_the_reason() -> None:
     good = task("mlp")
-    with pytest.raises(UsageError, match="a population has members"):
+    with pytest.raises(UsageError, match="a population needs at least one task"):
         Population([], device="cpu")
     with pytest.raises(TaskError, match=r"member 1, where 0\.weight is \(16, 5\) in one and \(8, 5\) in another"):
         Population([good, good.replace(model=lambda: nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 3)))])
     with pytest.raises(UsageError, match="one device"):
         Population([good], mh.Mirrored(2), device="cpu")
     population = Population([good], device="cpu")
-    with pytest.raises(UsageError, match="members are 0 to 0, but got 3"):
+    with pytest.raises(UsageError, match="the number of a member must be between 0 and 0, but got 3"):
         population.stop(3)
     with pytest.raises(TaskError, match="the optimizer is AdamW in one and SGD in another"):
         population.replace(0, task("mlp", lambda model: torch.optim.SGD(model.parameters(), lr=0.1)))
@@ -180,6 +180,6 @@ def test_bad_input_is_refused_with_the_reason() -> None:
     with pytest.raises(TaskError, match="must build a new network each time"):
         Population([task(seed=seed).replace(model=lambda: net) for seed in range(2)], device="cpu")
     other = Population([task("cnn")], device="cpu").state(0)
-    with pytest.raises(CheckpointError, match="of its own network"):
+    with pytest.raises(CheckpointError, match="must match its network"):
         population.load(0, other)
     assert NUM_ROWS % 8

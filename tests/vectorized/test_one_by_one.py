@@ -74,7 +74,7 @@ def again(x: Tensor) -> Tensor:
     return out
 
 
-class Kept(nn.Module):
+class Checkpointed(nn.Module):
     """A layer that is computed again in backward."""
 
     def __init__(self) -> None:
@@ -138,12 +138,12 @@ MODELS: dict[str, tuple[Any, Any, str]] = {
     "writing into a new tensor": (lambda: Network(rewritten), vectors, r"room\[:, :4\] = x"),
     "a function of autograd": (lambda: Network(Sign.apply), vectors, "setup_context"),
     "a checkpoint": (lambda: Network(again), vectors, "escaped from inside a function being vmapped"),
-    "a layer that is computed again": (lambda: Network(Kept()), vectors, r"out: Tensor = checkpoint\("),
-    "a hook on a gradient": (hooked, vectors, "one on first.weight"),
+    "a layer that is computed again": (lambda: Network(Checkpointed()), vectors, r"out: Tensor = checkpoint\("),
+    "a hook on a gradient": (hooked, vectors, "a hook on first.weight"),
     "weight norm": (lambda: Network(parametrizations.weight_norm(nn.Linear(8, 8))), vectors, ""),
     "spectral norm": (lambda: Network(parametrizations.spectral_norm(nn.Linear(8, 8))), vectors, "aten::div.out"),
     "orthogonal weights": (lambda: Network(parametrizations.orthogonal(nn.Linear(8, 8))), vectors, ""),
-    "weight norm by hooks": (lambda: Network(nn.utils.weight_norm(nn.Linear(8, 8))), vectors, "can be copied"),
+    "weight norm by hooks": (lambda: Network(nn.utils.weight_norm(nn.Linear(8, 8))), vectors, "must be copyable"),
     "LSTM": (lambda: Recurrent(nn.LSTM), texts, ""),
     "LSTM with all it has": (
         lambda: Recurrent(nn.LSTM, num_layers=2, bidirectional=True, proj_size=3),
@@ -164,7 +164,7 @@ MODELS: dict[str, tuple[Any, Any, str]] = {
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*deprecated")
-def test_members_follow_their_tasks_alone_whatever_the_network_does(name: str, tmp_path: Path) -> None:
+def test_unstackable_networks_train_sequentially_like_separate_runs(name: str, tmp_path: Path) -> None:
     model, data, words = MODELS[name]
     makes = [adamw(1e-2), adamw(3e-2, weight_decay=0.1)]
     members = [
@@ -218,7 +218,7 @@ def same_as_alone(second: mh.Task, population: Population, curve: Tensor, folder
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_members_have_any_optimizer(name: str, tmp_path: Path) -> None:
+def test_members_may_use_any_optimizer(name: str, tmp_path: Path) -> None:
     members = [task("mlp", OPTIMIZERS[name](lr), seed=seed) for seed, lr in enumerate((1e-2, 3e-2))]
     population = Population(members, mh.Single(precision="fp64"), device="cpu", epochs=2)
     same_as_alone(members[1], population, population.step(population.total)[:, 1], tmp_path, epochs=2)
@@ -234,7 +234,7 @@ def late(rows: int) -> Any:
     return loss
 
 
-def test_members_that_fail_together_in_some_step_go_on_one_by_one(tmp_path: Path) -> None:
+def test_members_fall_back_to_sequential_steps_when_vmap_fails_mid_run(tmp_path: Path) -> None:
     members = [task("mlp", adamw(lr), seed=seed, ema=0.9) for seed, lr in enumerate((1e-2, 3e-2))]
     some = tuple(tensor[:43] for tensor in vectors())
     members = [member.replace(loss=late(3), data=some) for member in members]
@@ -248,7 +248,7 @@ def test_members_that_fail_together_in_some_step_go_on_one_by_one(tmp_path: Path
     same_as_alone(members[1], population, curves[:, 1], tmp_path, epochs=2)
 
 
-def test_members_one_by_one_come_go_and_are_resumed(tmp_path: Path) -> None:
+def test_sequential_members_can_be_added_stopped_and_resumed(tmp_path: Path) -> None:
     def recurrent(lr: float, seed: int) -> mh.Task:
         changes: Any = {
             "data": texts(),
@@ -281,7 +281,7 @@ def test_members_one_by_one_come_go_and_are_resumed(tmp_path: Path) -> None:
             torch.testing.assert_close(one.model(1).state_dict()[key], tensor, rtol=0, atol=1e-9)
 
 
-def test_a_slip_of_the_users_own_is_raised_as_it_is() -> None:
+def test_user_error_is_raised_unchanged() -> None:
     def broken(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         return F.cross_entropy(model(batch[0]), batch[1] + 100)
 

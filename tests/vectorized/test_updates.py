@@ -83,7 +83,7 @@ def member(name: str, settings: dict[str, Any], lr: float, dtype: torch.dtype) -
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex128], ids=["real", "complex"])
 @pytest.mark.parametrize("name", FLAGS)
-def test_stacked_updates_are_those_of_torch(name: str, dtype: torch.dtype) -> None:
+def test_stacked_optimizer_updates_equal_torch_updates(name: str, dtype: torch.dtype) -> None:
     for _, settings in (case for case in cases() if case[0] == name):
         if dtype.is_complex and (settings.get("fused") or name == "Lion"):
             continue  # torch has none of these: no fused update, and no sign of a complex number
@@ -125,7 +125,7 @@ def distance(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torc
 
 
 @pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "RMSprop"])
-def test_a_network_with_complex_weights_trains_as_in_a_plain_loop(name: str) -> None:
+def test_complex_weights_train_like_a_plain_loop(name: str) -> None:
     draws = torch.Generator().manual_seed(0)
     data = torch.randn(8, 4, dtype=torch.float64, generator=draws), torch.randn(8, 4, dtype=torch.float64)
     tasks = [

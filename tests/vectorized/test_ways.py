@@ -12,9 +12,8 @@ import torch
 import torch.nn.functional as F
 
 import manyhands as mh
-from manyhands.graph import CannotRecord, Phase
-from manyhands.vectorized import Gain, Population, compiling, gain
-from manyhands.vectorized import stacked_steps as rounds
+from manyhands.capture import CaptureError, Phase
+from manyhands.vectorized import Gain, Population, compiling, gain, stacked_steps
 from manyhands.vectorized.convolutions import ALL, GROUPED, THIN, Unfolded
 
 from .test_equality import alone
@@ -24,7 +23,7 @@ from .works import adamw, task
 @pytest.mark.parametrize(
     "settings", [{}, {"stride": 2, "padding": 1}, {"dilation": 2, "padding": (2, 1)}, {"groups": 2}]
 )
-def test_unfolded_convolutions_are_convolutions(settings: dict[str, object]) -> None:
+def test_unfolded_convolution_equals_conv2d(settings: dict[str, object]) -> None:
     inputs = torch.randn(3, 4, 9, 7, dtype=torch.float64, requires_grad=True)
     kernels = torch.randn(6, 4 // int(settings.get("groups", 1)), 3, 2, dtype=torch.float64, requires_grad=True)
     bias = torch.randn(6, dtype=torch.float64)
@@ -37,7 +36,7 @@ def test_unfolded_convolutions_are_convolutions(settings: dict[str, object]) -> 
 
 
 @pytest.mark.parametrize("way", [(ALL, None), (THIN, None), (GROUPED, 1), (GROUPED, 2)])
-def test_every_way_gives_the_same_curve(way: tuple[int, int | None], tmp_path: Path) -> None:
+def test_every_execution_mode_has_the_same_loss_curve(way: tuple[int, int | None], tmp_path: Path) -> None:
     tasks = [task("cnn", adamw(1e-2), seed=seed) for seed in range(3)]
     population = Population(tasks, mh.Single(precision="fp64", deterministic=True), device="cpu", epochs=2)
     population._way._rounds._set(way)
@@ -63,7 +62,7 @@ class Viewing(torch.nn.Module):
 
 
 @pytest.mark.parametrize("way", [GROUPED, THIN, ALL])
-def test_half_precision_is_what_it_is_alone(way: int, tmp_path: Path) -> None:
+def test_bf16_members_train_like_a_separate_bf16_run(way: int, tmp_path: Path) -> None:
     seen, losses = list[torch.dtype](), list[torch.dtype]()
 
     def measured(model: torch.nn.Module, batch: Any) -> torch.Tensor:
@@ -83,7 +82,7 @@ def test_half_precision_is_what_it_is_alone(way: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["mlp", "cnn"])
-def test_compiled_steps_follow_the_same_course(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_steps_have_the_same_losses(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Traced and made functional as for the compiler itself, which would take a minute here."""
     monkeypatch.setattr(compiling, "BACKEND", "aot_eager")
     tasks = [task(kind, adamw(1e-2, weight_decay=0.1), seed=seed, clip=0.5) for seed in range(3)]
@@ -97,7 +96,7 @@ def test_compiled_steps_follow_the_same_course(kind: str, monkeypatch: pytest.Mo
     assert not notices
 
 
-def test_a_compiler_that_fails_is_told_and_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiler_failure_is_reported_and_falls_back_to_eager(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any) -> Any:
         raise RuntimeError("no compiler here")
 
@@ -123,7 +122,7 @@ def test_gain_is_measured_and_grows_with_the_number_of_members() -> None:
 
 
 class Rerun:
-    """Stands in for a CUDA graph: a replay runs the phases, which must find everything on the device by themselves."""
+    """A replacement for a CUDA graph: a replay runs the phases, which must find all data on the device themselves."""
 
     num_made = 0
 
@@ -136,41 +135,41 @@ class Rerun:
             phase.run()
 
 
-def test_rounds_of_a_recording_count_for_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rounds, "Recording", Rerun)
-    monkeypatch.setattr(rounds, "rehearsing", nullcontext)
+def test_captured_rounds_equal_eager_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stacked_steps, "CapturedGraphs", Rerun)
+    monkeypatch.setattr(stacked_steps, "rehearsing", nullcontext)
     monkeypatch.setattr(Rerun, "num_made", 0)
     tasks = [
         task("mlp", adamw(1e-2), seed=seed, schedule=lambda step, total: 1.0 / (1 + step), batch_size=4)
         for seed in range(4)
     ]
     spec = mh.Single(precision="fp64")
-    recorded, plain = (Population(tasks, spec, device="cpu", epochs=4) for _ in range(2))
-    recorded._way._rounds._records = True
-    curves = [torch.cat([p.step(7), p.step(9)]) for p in (recorded, plain)]
+    captured, plain = (Population(tasks, spec, device="cpu", epochs=4) for _ in range(2))
+    captured._way._rounds._captures = True
+    curves = [torch.cat([p.step(7), p.step(9)]) for p in (captured, plain)]
     assert Rerun.num_made == 1
     torch.testing.assert_close(*curves, rtol=1e-12, atol=0)
-    for population in (recorded, plain):
+    for population in (captured, plain):
         population.stop(2)
-    torch.testing.assert_close(recorded.step(12), plain.step(12), rtol=1e-12, atol=0, equal_nan=True)
-    for population in (recorded, plain):
+    torch.testing.assert_close(captured.step(12), plain.step(12), rtol=1e-12, atol=0, equal_nan=True)
+    for population in (captured, plain):
         population.replace(2, tasks[2].replace(seed=9))
         population.train()
     assert Rerun.num_made > 2
     for number in range(4):
-        assert recorded.members[number].loss == pytest.approx(plain.members[number].loss, rel=1e-12)
+        assert captured.members[number].loss == pytest.approx(plain.members[number].loss, rel=1e-12)
 
 
-def test_a_step_that_waits_for_the_device_is_told_and_taken_plainly(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_that_synchronizes_with_the_gpu_falls_back_to_eager(monkeypatch: pytest.MonkeyPatch) -> None:
     @contextmanager
     def waits() -> Iterator[None]:
-        raise CannotRecord("train.py:3: outputs.item() waits for the GPU in every step")
+        raise CaptureError("train.py:3: outputs.item() waits for the GPU in every step")
         yield
 
-    monkeypatch.setattr(rounds, "rehearsing", waits)
+    monkeypatch.setattr(stacked_steps, "rehearsing", waits)
     tasks, notices = [task("mlp", seed=seed) for seed in range(2)], list[str]()
-    recorded = Population(tasks, device="cpu", epochs=2, notice=notices.append)
-    recorded._way._rounds._records = True
+    captured = Population(tasks, device="cpu", epochs=2, notice=notices.append)
+    captured._way._rounds._captures = True
     plain = Population(tasks, device="cpu", epochs=2)
-    torch.testing.assert_close(recorded.step(12), plain.step(12))
-    assert notices == ["steps are not recorded: train.py:3: outputs.item() waits for the GPU in every step"]
+    torch.testing.assert_close(captured.step(12), plain.step(12))
+    assert notices == ["steps are not captured: train.py:3: outputs.item() waits for the GPU in every step"]

@@ -1,4 +1,4 @@
-"""The application: its verbs, its global options, and what becomes of an error."""
+"""The command line application: its commands, global options, and handling of errors."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ EPILOG = (
 
 
 class Verbs(TyperGroup):
-    """The group of verbs; the options that install shell completion work, but do not fill the help."""
+    """The group of commands; the options that install shell completion are hidden from the help."""
 
     def get_params(self, ctx: Any) -> list[Any]:
         params = super().get_params(ctx)
@@ -63,14 +63,14 @@ def _show_version(wanted: bool) -> None:
 
 @app.callback()
 def options(
-    debug: Annotated[bool, typer.Option("--debug", help="Show Python's whole traceback of an error.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the complete Python traceback of an error.")] = False,
     version: Annotated[
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    """Many hands make light work: train a network on all the devices there are.
+    """Train, tune and serve neural networks on any number of devices.
 
-    Write single-device PyTorch once; one word, the strategy, changes how it is split.
+    Write single-device PyTorch once, and choose a strategy that decides how it is distributed.
     """
     failures.debug(debug)
 

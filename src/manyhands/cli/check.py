@@ -1,4 +1,4 @@
-"""`manyhands check`: whether a way of splitting gives the same answer as one device."""
+"""Command `manyhands check`: check that a strategy gives the same results as one device."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ EXAMPLES = (
 
 
 def add(app: typer.Typer) -> None:
-    """Registers the verb."""
+    """Add the command to the application."""
     add_verb(app, check, EXAMPLES)
 
 
 def check(target: Target, params: Params = None, strategy: Strategy = None, on: On = None, json: Json = False) -> None:
-    """Take a task's first two steps whole and split, in float64, and say whether they agree.
+    """Compare the first two steps of a task under a strategy with those on one device, in float64.
 
-    Where they differ it names the first parameter that does, the operation that causes it, and what to do. The exit
-    code is 0 for equal and 1 otherwise.
+    If they differ, the first differing parameter, the operation that causes it, and a remedy are printed. The exit code
+    is 0 if they are equal and 1 otherwise.
     """
     settings = resolve_settings(SplitSettings, {"strategy": strategy, "on": on}).values
     with only_json(json):
@@ -47,7 +47,7 @@ def check(target: Target, params: Params = None, strategy: Strategy = None, on: 
 
 
 def as_dict(verdict: Verdict) -> dict[str, Any]:
-    """A verdict as JSON-ready data."""
+    """Return a verdict as JSON-ready data."""
     return {
         "equal": verdict.equal,
         "outcome": verdict.outcome,

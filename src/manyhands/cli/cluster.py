@@ -1,4 +1,4 @@
-"""`manyhands cluster`: who is in the cluster, from which source, and what would go wrong there."""
+"""Command `manyhands cluster`: print the members of the cluster, the source of this information, and problems."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ if TYPE_CHECKING:
 
 Target = Annotated[
     str | None,
-    typer.Argument(
-        metavar="FILE.py[:name]", help="A task whose data is compared between the hosts.", show_default=False
-    ),
+    typer.Argument(metavar="FILE.py[:name]", help="Task whose data is compared between the hosts.", show_default=False),
 ]
 Meet = Annotated[
     bool,
-    typer.Option("--meet", help="Meet the other hosts, on which the same command runs: compare, and measure the ways."),
+    typer.Option(
+        "--meet",
+        help="Connect to the other hosts, on which the same command runs, compare them, and measure the links.",
+    ),
 ]
-Seconds = Annotated[float, typer.Option(help="How long to wait for a host.", show_default=True)]
+Seconds = Annotated[float, typer.Option(help="Seconds to wait for a host.", show_default=True)]
 
 EXAMPLES = (
     "manyhands cluster",
@@ -40,7 +41,7 @@ UNREACHED = "{} cannot be reached: {}; look at its name, its network and its fir
 
 
 def add(app: typer.Typer) -> None:
-    """Registers the verb."""
+    """Add the command to the application."""
     add_verb(app, cluster, EXAMPLES)
 
 
@@ -52,16 +53,16 @@ def cluster(
     timeout: Seconds = 30.0,
     as_json: Json = False,
 ) -> None:
-    """Say who is in the cluster, as torchrun, SLURM, Kubernetes, MPI, a TF_CONFIG or a hosts file tells it.
+    """Print the members of the cluster that torchrun, SLURM, Kubernetes, MPI, TF_CONFIG or a hosts file describes.
 
-    Every host is knocked at. With --meet, and the same command on all hosts, their versions, clocks and data are
-    compared and the interface that carries the traffic is found by measuring. The exit code is 1 where something
-    is wrong.
+    Every host is checked for reachability. With --meet, and the same command on all hosts, their versions, clocks and
+    data are compared, and the network interface for the traffic is chosen by measurement. The exit code is 1 if there
+    is a problem.
     """
     from ..distributed import reach, this_host
     from ..launcher import described, launched
 
-    environ, nobody = _as_somebody(os.environ)
+    environ, no_task = _with_any_task(os.environ)
     found = described(on, environ)
     joining, unfit = _joining(on, environ, found)
     with only_json(as_json):
@@ -70,19 +71,19 @@ def cluster(
     if meet and launched(on, per_host=True) is not None:
         survey = _meet(on, data, timeout)
     hosts = [] if found is None else [host for host in found.hosts if host.name]
-    knocks = (
+    probes = (
         [] if found is None or survey is not None else [reach(h.name, h.port or found.port, timeout) for h in hosts]
     )
-    warnings = _warnings(found, knocks, survey, meet) + unfit + nobody
-    told = {**_as_dict(found, knocks, survey, warnings, data), "joining": joining}
+    warnings = _warnings(found, probes, survey, meet) + unfit + no_task
+    told = {**_as_dict(found, probes, survey, warnings, data), "joining": joining}
     if survey is None or found is None or found.standing is None or found.standing.rank == 0:
         print_json(told) if as_json else _show(found, told, this_host())
     if [text for text in warnings if "is here too" not in text]:
         raise typer.Exit(1)
 
 
-def _as_somebody(environ: Mapping[str, str]) -> tuple[Mapping[str, str], list[str]]:
-    """An environment whose TF_CONFIG says which task this is, so that a cluster can be looked at from outside of it."""
+def _with_any_task(environ: Mapping[str, str]) -> tuple[Mapping[str, str], list[str]]:
+    """Return the environment with a task in TF_CONFIG, so that a cluster can be inspected from outside of it."""
     try:
         config = json.loads(environ.get("TF_CONFIG", ""))
         if "task" in config:
@@ -98,7 +99,7 @@ def _as_somebody(environ: Mapping[str, str]) -> tuple[Mapping[str, str], list[st
 def _joining(
     on: str | None, environ: Mapping[str, str], found: ResolvedCluster | None
 ) -> tuple[dict[str, str], list[str]]:
-    """By what the hosts of a scheduler would join, and what is wrong with it."""
+    """Return how the hosts of a scheduler would authenticate, and problems with it."""
     from ..launcher import CHIEF, TOKEN_VARIABLE, WORKER, tls_here, whole_host
 
     if found is None or found.standing is not None or found.host.role not in (CHIEF, WORKER):
@@ -132,17 +133,17 @@ def _meet(on: str | None, data: str, timeout: float) -> Survey:
         world.close()
 
 
-def _warnings(found: ResolvedCluster | None, knocks: list[Reach], survey: Survey | None, meet: bool) -> list[str]:
+def _warnings(found: ResolvedCluster | None, probes: list[Reach], survey: Survey | None, meet: bool) -> list[str]:
     warnings = [] if found is None else list(found.warnings)
-    warnings += [UNREACHED.format(knock.host, knock.why) for knock in knocks if knock.seconds is None]
+    warnings += [UNREACHED.format(probe.host, probe.why) for probe in probes if probe.seconds is None]
     warnings += survey.warnings if survey is not None else ()
     if meet and survey is None:
-        warnings.append("there is nobody to meet: this process was started by hand, or alone")
+        warnings.append("there are no other hosts to connect to, because this process was started alone")
     return warnings
 
 
 def _as_dict(
-    found: ResolvedCluster | None, knocks: list[Reach], survey: Survey | None, warnings: list[str], data: str
+    found: ResolvedCluster | None, probes: list[Reach], survey: Survey | None, warnings: list[str], data: str
 ) -> dict[str, Any]:
     return {
         "source": None if found is None else found.source,
@@ -151,7 +152,7 @@ def _as_dict(
         "here": None if found is None else found.here,
         "meeting": None if found is None else f"{found.address}:{found.port}",
         "standing": None if found is None or found.standing is None else dataclasses.asdict(found.standing),
-        "reach": [dataclasses.asdict(knock) for knock in knocks],
+        "reach": [dataclasses.asdict(probe) for probe in probes],
         "ranks": [] if survey is None else [dataclasses.asdict(one) for one in survey.ranks],
         "links": [] if survey is None else [dataclasses.asdict(link) for link in survey.links],
         "interface": {} if survey is None else {host: link.interface for host, link in survey.chosen.items()},
@@ -174,12 +175,12 @@ def _lines(found: ResolvedCluster | None, told: dict[str, Any], host: str) -> li
     if found is None:
         data = [f"data: {told['data']}"] if told["data"] else []
         return [f"no cluster: this program was started by hand on {host}, and uses this machine's devices", *data]
-    knocks = {knock["host"]: knock for knock in told["reach"]}
+    probes = {probe["host"]: probe for probe in told["reach"]}
     lines = [f"{found.source}, read from {', '.join(found.variables)}"]
     for index, one in enumerate(found.hosts):
         mark = "*" if index == found.here else " "
         devices = "" if one.num_devices is None else f"  {one.num_devices} ranks"
-        lines.append(f"{mark} host {index}  {one}  {one.role}{devices}{_answer(knocks.get(one.name))}")
+        lines.append(f"{mark} host {index}  {one}  {one.role}{devices}{_answer(probes.get(one.name))}")
     standing = found.standing
     if standing is not None:
         lines.append(
@@ -199,9 +200,9 @@ def _lines(found: ResolvedCluster | None, told: dict[str, Any], host: str) -> li
     return [*lines, f"data: {told['data']}"] if told["data"] else lines
 
 
-def _answer(knock: dict[str, Any] | None) -> str:
-    if knock is None:
+def _answer(probe: dict[str, Any] | None) -> str:
+    if probe is None:
         return ""
-    if knock["seconds"] is None:
+    if probe["seconds"] is None:
         return "  no answer"
-    return f"  answers in {1e6 * knock['seconds']:.0f} µs by {knock['interface']}"
+    return f"  answers in {1e6 * probe['seconds']:.0f} µs by {probe['interface']}"

@@ -1,4 +1,4 @@
-"""`manyhands dashboard`: a local page with all runs, studies, plans and servers."""
+"""Command `manyhands dashboard`: a local web page with all runs, studies, plans and servers."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ Folders = Annotated[
     list[Path] | None,
     typer.Argument(
         metavar="FOLDER",
-        help=f"Folders to show, with all that is in them. By default those of {', '.join(FOLDERS)} that are here.",
+        help=f"Folders to show, with all their subfolders. By default those of {', '.join(FOLDERS)} that exist.",
         show_default=False,
     ),
 ]
-Port = Annotated[int, typer.Option(help="The port on this machine; 0 takes any.")]
+Port = Annotated[int, typer.Option(help="Port on this machine; 0 for any free port.")]
 Servers = Annotated[
     list[str] | None,
-    typer.Option("--server", metavar="URL", help="A running server whose metrics are shown; may be given again."),
+    typer.Option("--server", metavar="URL", help="Running server whose metrics are shown; can be repeated."),
 ]
 Open = Annotated[
     bool | None, typer.Option("--open/--no-open", help="Open the page in a browser; by default from a terminal.")
@@ -42,14 +42,14 @@ Open = Annotated[
 
 
 def add(app: typer.Typer) -> None:
-    """Registers the verb."""
+    """Add the command to the application."""
     add_verb(app, dashboard, EXAMPLES)
 
 
 def dashboard(folders: Folders = None, port: Port = PORT, server: Servers = None, open: Open = None) -> None:
-    """Show runs live and past, studies, plans, profiles, servers and the cluster on a page of this machine.
+    """Show runs, studies, plans, profiles, servers and the cluster on a local web page.
 
-    It reads event logs and changes nothing; nobody but this machine can ask it. Ctrl-C ends it.
+    The dashboard only reads event logs, and is only reachable from this machine. Ctrl-C stops it.
     """
     from ..dashboard import Dashboard
 
@@ -61,12 +61,14 @@ def dashboard(folders: Folders = None, port: Port = PORT, server: Servers = None
 
 
 def _chosen(folders: list[Path] | None) -> list[Path]:
-    """The folders that were named, which must be there; else those that are usual, which may come later."""
+    """Return the given folders, which must exist, or the default folders, which may be created later."""
     if not folders:
         return [Path(name) for name in FOLDERS]
     for folder in folders:
         if not folder.is_dir():
             raise SettingsError(
-                "the dashboard shows folders", got=f"{folder}, which is none", remedy="name runs/, or leave it away"
+                "the dashboard needs existing folders of runs or studies",
+                got=f"{folder}, which is not a folder",
+                remedy="pass runs/, or omit it to use the default folders",
             )
     return folders

@@ -1,4 +1,4 @@
-"""`manyhands devices`: what there is to run on."""
+"""Command `manyhands devices`: list the devices of this machine."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ EXAMPLES = (
 
 
 def add(app: typer.Typer) -> None:
-    """Registers the verb."""
+    """Add the command to the application."""
     add_verb(app, devices, EXAMPLES)
 
 
 def devices(json: Json = False) -> None:
-    """List the devices of this machine: what they are, their memory, and what keeps one from being used."""
+    """List the devices of this machine with their memory, and why a device cannot be used."""
     from .. import distributed
 
     found = distributed.devices()
@@ -36,7 +36,7 @@ def devices(json: Json = False) -> None:
 
 
 def as_dict(device: Device) -> dict[str, Any]:
-    """A device as JSON-ready data."""
+    """Return a device as JSON-ready data."""
     return {
         "name": device.name,
         "kind": device.kind,

@@ -1,4 +1,4 @@
-"""`manyhands doctor`: what on this machine would keep manyhands from working, or make it slow."""
+"""Command `manyhands doctor`: check this machine for problems."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .screen import print_json, stdout
 if TYPE_CHECKING:
     from ..diagnostics import Finding
 
-Folder = Annotated[str, typer.Option(help="Where runs are going to be kept.")]
+Folder = Annotated[str, typer.Option(help="Folder in which runs will be saved.")]
 
 EXAMPLES = (
     "manyhands doctor",
@@ -23,14 +23,15 @@ _STYLES = {"ok": "green", "slow": "yellow", "broken": "bold red"}
 
 
 def add(app: typer.Typer) -> None:
-    """Registers the verb."""
+    """Add the command to the application."""
     add_verb(app, doctor, EXAMPLES)
 
 
 def doctor(folder: Folder = "runs", json: Json = False) -> None:
-    """Look at everything on this machine that could keep manyhands from working, or make it slow, with the cure.
+    """Check this machine for problems that prevent manyhands from working or make it slow, with remedies.
 
-    Drivers, shared memory, limits, threads, clock, network, disk. The exit code is 1 when something is broken.
+    It checks drivers, shared memory, limits, threads, the clock, the network and disks. The exit code is 1 if there
+    is an error.
     """
     from .. import diagnostics
 

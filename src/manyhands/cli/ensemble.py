@@ -1,4 +1,4 @@
-"""`manyhands ensemble`: trains several networks of a task that answer as one, and says how right they are."""
+"""Command `manyhands ensemble`: train an ensemble of a task and print its accuracy."""
 
 from __future__ import annotations
 
@@ -11,18 +11,17 @@ from typing import Annotated, Any
 import typer
 
 from ..core import resolve_settings, task_name
-from .fit import Config, Epochs, GoOn, Name, Quiet
+from .fit import Config, Epochs, Name, Quiet, as_resume
 from .interrupts import Interrupts
-from .options import Json, On, Params, Target, add_verb
+from .options import Json, On, Params, Target, add_verb, in_options
 from .screen import only_json, print_json, stdout
 from .target import load_task, parse_params
 from .tune import Execution, Folder, Resume
-from .wording import in_options
 
 
 @dataclass(frozen=True, kw_only=True)
 class EnsembleSettings:
-    """What a configuration file and the environment may set."""
+    """Options that a configuration file and the environment can set."""
 
     on: str | None = None
     members: int = 5
@@ -32,27 +31,32 @@ class EnsembleSettings:
     execution: str | None = None
     name: str | None = None
     folder: str = "studies"
-    resume: bool = False
-    go_on: bool = False
+    resume: bool | str = False
     export: str | None = None
 
 
-Members = Annotated[int | None, typer.Option(help="How many networks, each with a seed of its own; 5 by default.")]
-Combine = Annotated[str | None, typer.Option(help="How they answer: mean (default), vote, weighted or stacked.")]
-Uncertainty = Annotated[
-    bool | None, typer.Option("--uncertainty/--no-uncertainty", help="Tell with every answer how far they disagree.")
+Members = Annotated[int | None, typer.Option(help="Number of networks, each with a different seed; 5 by default.")]
+Combine = Annotated[
+    str | None, typer.Option(help="How predictions are combined: mean (default), vote, weighted or stacked.")
 ]
-Export = Annotated[str | None, typer.Option(metavar="FOLDER", help="Where the team becomes the next version to serve.")]
+Uncertainty = Annotated[
+    bool | None,
+    typer.Option("--uncertainty/--no-uncertainty", help="Add the disagreement of the members to the outputs."),
+]
+Export = Annotated[
+    str | None,
+    typer.Option(metavar="FOLDER", help="Export the ensemble as the next version in this folder, for serving."),
+]
 
 EXAMPLES = (
     "manyhands ensemble digits.py --members 10 --epochs 5",
     "manyhands ensemble digits.py lr=3e-4 --members 5 --combine weighted --export models/digits",
-    "manyhands ensemble digits.py --members 10 --epochs 5 --name team --resume",
+    "manyhands ensemble digits.py --members 10 --epochs 5 --name ensemble --resume true",
 )
 
 
 def add(app: typer.Typer) -> None:
-    """Registers the verb."""
+    """Add the command to the application."""
     add_verb(app, ensemble, EXAMPLES)
 
 
@@ -68,30 +72,29 @@ def ensemble(
     name: Name = None,
     folder: Folder = None,
     resume: Resume = None,
-    go_on: GoOn = None,
     export: Export = None,
     config: Config = None,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Train several networks of a task that answer as one; each is kept as a trial of a study under studies/.
+    """Train several networks of a task as an ensemble; each is saved as a trial of a study under studies/.
 
-    After Ctrl-C and after any crash --name and --resume go on with them.
+    After Ctrl-C or a crash, the same command with --name NAME --resume true continues the training.
     """
     given = {
         "on": on, "members": members, "combine": combine, "uncertainty": uncertainty, "epochs": epochs,
-        "execution": execution, "name": name, "folder": folder, "resume": resume, "go_on": go_on,
+        "execution": execution, "name": name, "folder": folder, "resume": as_resume(resume),
         "export": export,
     }  # fmt: skip
     settings = resolve_settings(EnsembleSettings, given, file=config, tables=["task"])
     values = settings.values
     with only_json(json), Interrupts():
         task = load_task(target)
-        from .. import teams
+        from .. import ensembling
 
-        called = values.name or f"{task_name(task)}-team-{time.strftime('%Y%m%d-%H%M%S')}"
+        called = values.name or f"{task_name(task)}-ensemble-{time.strftime('%Y%m%d-%H%M%S')}"
         with in_options(EnsembleSettings):
-            team = teams.ensemble(
+            trained = ensembling.ensemble(
                 task,
                 values.members,
                 combine=values.combine,
@@ -102,32 +105,32 @@ def ensemble(
                 execution=values.execution,
                 name=called,
                 folder=values.folder,
-                resume="auto" if values.go_on else values.resume,
+                resume=values.resume,
                 progress=False if quiet or json else None,
             )
-        told = {"study": str(Path(values.folder) / called), **teams.told(team)}
+        summary = {"study": str(Path(values.folder) / called), **ensembling.summary_of(trained)}
         if values.export is not None:
-            told["version"] = str(team.export(values.export))
+            summary["version"] = str(trained.export(values.export))
     if json:
-        print_json(told)
+        print_json(summary)
     else:
-        _show(told)
+        _show(summary)
 
 
-def _show(told: Mapping[str, Any]) -> None:
+def _show(summary: Mapping[str, Any]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    rows = {"members": str(len(told["members"])), "combine": told["combine"]}
-    if "calibration" in told:
+    rows = {"members": str(len(summary["members"])), "combine": summary["combine"]}
+    if "calibration" in summary:
         for name in ("accuracy", "loss", "error"):
-            alone = [one[name] for one in told["alone"]]
+            alone = [one[name] for one in summary["alone"]]
             label = "calibration error" if name == "error" else name
-            rows[label] = f"{told['calibration'][name]:.4f}, of one alone {sum(alone) / len(alone):.4f}"
-    rows["study"] = told["study"]
-    if "version" in told:
-        rows["version"] = told["version"]
-        rows["serve it"] = f"manyhands serve {Path(told['version']).parents[1]}"
+            rows[label] = f"{summary['calibration'][name]:.4f}; mean of single members {sum(alone) / len(alone):.4f}"
+    rows["study"] = summary["study"]
+    if "version" in summary:
+        rows["version"] = summary["version"]
+        rows["serve it"] = f"manyhands serve {Path(summary['version']).parents[1]}"
     table = Table.grid(padding=(0, 2))
     for name, value in rows.items():
         table.add_row(Text(name, style="bold"), Text(value, overflow="fold"))

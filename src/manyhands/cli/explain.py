@@ -16,7 +16,7 @@ from .target import load_task, parse_params
 EXAMPLES = (
     "manyhands explain gpt.py --strategy sharded --on 'cpu*4'",
     "manyhands explain gpt.py --strategy tensor=2,replicas=2 --on 'cpu*4'",
-    "manyhands explain towers.py --strategy placed --on 'cpu*2' --draw cut.svg",
+    "manyhands explain towers.py --strategy placed --on 'cpu*2' --draw partition.svg",
 )
 Draw = Annotated[
     Path | None, typer.Option(help="Where to draw a network that is cut in pieces: a path ending in .svg or .html.")
@@ -24,7 +24,7 @@ Draw = Annotated[
 
 
 def add(app: typer.Typer) -> None:
-    """Registers the verb."""
+    """Add the command to the application."""
     add_verb(app, explain, EXAMPLES)
 
 
@@ -48,7 +48,7 @@ def explain(
             raise SettingsError(
                 "only a network that is cut in pieces is drawn",
                 got=f"--draw with {found.spec}",
-                remedy="leave --draw away, or use --strategy placed or pipeline",
+                remedy="omit --draw, or use --strategy placed or pipeline",
             )
         found.show(draw)
     if json:

@@ -1,4 +1,4 @@
-"""Failures: what a person sees of an error, and the exit code that it becomes."""
+"""Display of errors, and their exit codes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def debug(wanted: bool) -> None:
 
 
 def guarded(verb: Callable[P, R]) -> Callable[P, R]:
-    """A verb whose errors are told to the person and become an exit code."""
+    """Wrap a command so that errors are printed and become an exit code."""
 
     @functools.wraps(verb)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -47,7 +47,7 @@ def guarded(verb: Callable[P, R]) -> Callable[P, R]:
 
 
 def exit_code(error: BaseException) -> int:
-    """2 for what a person can mend, 130 for Ctrl-C, 143 for a SIGTERM, what a script asked for, 1 for the rest."""
+    """Return 2 for errors that the user can correct, 130 for Ctrl-C, 143 for a SIGTERM, a script's own code, else 1."""
     usual = INTERRUPTED if isinstance(error, KeyboardInterrupt) else 2 if isinstance(error, UsageError) else 1
     return int(getattr(error, "exit_code", usual))
 

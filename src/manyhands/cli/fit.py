@@ -1,4 +1,4 @@
-"""`manyhands fit`: trains a task and says what came of it."""
+"""Command `manyhands fit`: train a task and print the result."""
 
 from __future__ import annotations
 
@@ -13,10 +13,22 @@ import typer
 
 from ..core import Resolved, SettingsError, Task, as_task, resolve_settings
 from .interrupts import Interrupts
-from .options import Hosts, HostsSettings, JoinAt, Json, On, Params, Strategy, Target, TlsFolder, TokenFile, add_verb
+from .options import (
+    Hosts,
+    HostsSettings,
+    JoinAt,
+    Json,
+    On,
+    Params,
+    Strategy,
+    Target,
+    TlsFolder,
+    TokenFile,
+    add_verb,
+    in_options,
+)
 from .screen import note, only_json, print_json, stdout
 from .target import load_task, parse_params
-from .wording import in_options
 
 if TYPE_CHECKING:
     from ..training import Patience, Run
@@ -24,14 +36,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class FitSettings(HostsSettings):
-    """What a configuration file and the environment may set."""
+    """Options that a configuration file and the environment can set."""
 
     epochs: int = 1
     steps: int | None = None
     name: str | None = None
     folder: str = "runs"
-    resume: bool = False
-    go_on: bool = False
+    resume: bool | str = False
     save_every: int | None = None
     keep: int = 2
     patience: str | None = None
@@ -45,71 +56,80 @@ class FitSettings(HostsSettings):
 
 
 Epochs = Annotated[int | None, typer.Option(help="Passes over the data; 1 by default.")]
-Steps = Annotated[int | None, typer.Option(help="End after so many steps, even within an epoch.")]
-Name = Annotated[str | None, typer.Option(help="The run's name; by default the task's name and the time.")]
-Folder = Annotated[str | None, typer.Option(help="Where runs are kept; 'runs' by default.")]
-Resume = Annotated[bool | None, typer.Option("--resume/--no-resume", help="Go on from the last checkpoint of --name.")]
-GoOn = Annotated[
-    bool | None,
+Steps = Annotated[int | None, typer.Option(help="Stop after this many steps, even within an epoch.")]
+Name = Annotated[str | None, typer.Option(help="Name of the run; by default the name of the task and the time.")]
+Folder = Annotated[str | None, typer.Option(help="Folder of the runs; 'runs' by default.")]
+Resume = Annotated[
+    str | None,
     typer.Option(
-        "--go-on/--no-go-on",
-        help="Go on with --name where it has begun, else begin it: for whatever starts this command again.",
+        metavar="true|auto|PATH",
+        help="Resume from the last checkpoint: [bold]true[/] requires that the run --name exists, [bold]auto[/] starts "
+        "it if it does not exist (for a command that is restarted by a script or a scheduler), a path names a run. "
+        "By default false.",
+        show_default=False,
     ),
 ]
-SaveEvery = Annotated[int | None, typer.Option(help="Steps between checkpoints, besides the one after each epoch.")]
-Keep = Annotated[int | None, typer.Option(help="Checkpoints to keep, besides the best; 2 by default.")]
+SaveEvery = Annotated[int | None, typer.Option(help="Steps between checkpoints, in addition to one after each epoch.")]
+Keep = Annotated[
+    int | None, typer.Option(help="Number of checkpoints to keep in addition to the best one; 2 by default.")
+]
 PatienceText = Annotated[
     str | None,
     typer.Option(
         metavar="NAME:EPOCHS",
-        help="End when a value gets no better in so many epochs: valid_loss:5, valid_score:5:max; several with commas.",
+        help="Stop if a metric does not improve for this many epochs: valid_loss:5, valid_score:5:max; several "
+        "with commas.",
     ),
 ]
 StartFrom = Annotated[
     str | None,
-    typer.Option(metavar="PATH", help="Begin with the weights of a run, a file, an export or a Hugging Face folder."),
+    typer.Option(
+        metavar="PATH", help="Start with the weights of a run, a file, an exported model or a Hugging Face folder."
+    ),
 ]
 LogTo = Annotated[
-    str | None, typer.Option(metavar="NAMES", help="Log to tensorboard, wandb, mlflow or csv; commas between several.")
+    str | None,
+    typer.Option(metavar="NAMES", help="Log to tensorboard, wandb, mlflow or csv; several separated by commas."),
 ]
 Deterministic = Annotated[
     bool | None,
     typer.Option(
-        "--deterministic/--no-deterministic", help="Random numbers, dropout's too, the same on any number of devices."
+        "--deterministic/--no-deterministic",
+        help="Draw the same random numbers, including dropout, on any number of devices.",
     ),
 ]
 FitIn = Annotated[
     str | None,
-    typer.Option(help="Choose recompute, accumulate and sharding so that a step fits, such as 24GiB."),
+    typer.Option(help="Choose recompute, accumulate and sharding so that a step fits into this memory, such as 24GiB."),
 ]
 Memory = Annotated[
-    str | None, typer.Option(help="What each replica may take on its device at most, such as 8GiB.", show_default=False)
+    str | None, typer.Option(help="Memory limit of each replica on its device, such as 8GiB.", show_default=False)
 ]
 Profile = Annotated[
     bool | None,
-    typer.Option("--profile/--no-profile", help="Time one step in fifty by what it does; see manyhands profile RUN."),
+    typer.Option("--profile/--no-profile", help="Profile one step in fifty; see manyhands profile RUN."),
 ]
 Verify = Annotated[
     bool | None,
-    typer.Option("--verify/--no-verify", help="Compare the first steps with those of one device before training."),
+    typer.Option("--verify/--no-verify", help="Before training, compare the first steps with those of one device."),
 ]
 Config = Annotated[
     Path | None,
-    typer.Option(help="A TOML file with these options as keys, and the task's parameters under \\[task]."),
+    typer.Option(help="TOML file with these options as keys, and the parameters of the task under \\[task]."),
 ]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, only the result.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only the result, no progress.")]
 
 
 EXAMPLES = (
     "manyhands fit digits.py",
     "manyhands fit digits.py lr=3e-4 width=512 --strategy mirrored --on 'cpu*2' --epochs 3",
-    "manyhands fit digits.py --name first --epochs 6 --resume",
+    "manyhands fit digits.py --name first --epochs 6 --resume true",
     "manyhands fit digits.py --hosts 4 --join host1:7777 --token-file token   (on every host)",
 )
 
 
 def add(app: typer.Typer) -> None:
-    """Registers the verb."""
+    """Add the command to the application."""
     add_verb(app, fit, EXAMPLES)
 
 
@@ -127,7 +147,6 @@ def fit(
     name: Name = None,
     folder: Folder = None,
     resume: Resume = None,
-    go_on: GoOn = None,
     save_every: SaveEvery = None,
     keep: Keep = None,
     patience: PatienceText = None,
@@ -142,15 +161,16 @@ def fit(
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Train a task, split over devices as the strategy says, and save it under runs/.
+    """Train a task, distributed over devices by a strategy, and save it under runs/.
 
-    Ctrl-C ends the run after the current step, with a checkpoint to resume from. Every option can also stand in the
-    file of --config or in the environment (MANYHANDS_EPOCHS, ...); the command line wins, then the file.
+    Ctrl-C stops the run after the current step and saves a checkpoint to resume from. Options can also be set in the
+    file of --config or in the environment (MANYHANDS_EPOCHS, ...). The command line takes precedence over the file, and
+    the file over the environment.
     """
     given = {
         "strategy": strategy, "on": on, "hosts": hosts, "join": join, "token_file": token_file, "tls": tls,
         "epochs": epochs, "steps": steps, "name": name, "folder": folder,
-        "resume": resume, "go_on": go_on, "save_every": save_every, "keep": keep, "patience": patience,
+        "resume": as_resume(resume), "save_every": save_every, "keep": keep, "patience": patience,
         "start_from": start_from, "log_to": log_to, "deterministic": deterministic, "memory": memory,
         "fit_in": fit_in, "profile": profile, "verify": verify,
     }  # fmt: skip
@@ -174,7 +194,7 @@ def fit(
     if json:
         print_json(as_dict(run, settings))
     elif not run.num_steps:
-        note(f"done: the run is on the first host, as {run.path}")
+        note(f"done: the run is saved on the first host, in {run.path}")
     else:
         _show(run, _next_command(target, words, given, config, run, settings.values))
     if run.stopped and interrupts.exit_code:
@@ -182,18 +202,25 @@ def fit(
 
 
 def _arguments(settings: FitSettings, make: Callable[[], Task]) -> dict[str, Any]:
-    """The settings as `mh.fit` takes them."""
+    """Return the settings as arguments of `mh.fit`."""
     given = dataclasses.asdict(settings)
     for name in ("on", "hosts", "join", "token_file", "tls"):
         del given[name]
-    if given.pop("go_on"):
-        given["resume"] = "auto"
     patience = given.pop("patience")
     return {**given, "stop": [_patience(text.strip(), make) for text in patience.split(",")] if patience else None}
 
 
+def as_resume(text: str | None) -> bool | str | None:
+    """Return the value of --resume as `mh.fit` and `mh.tune` take it.
+
+    >>> as_resume("true"), as_resume("auto")
+    (True, 'auto')
+    """
+    return None if text is None else {"true": True, "false": False}.get(text.lower(), text)
+
+
 def _patience(text: str, make: Callable[[], Task]) -> Patience:
-    """Patience from its text. A name that is measured nowhere is told before the question what is better of it."""
+    """Parse patience. The error for an unknown metric takes precedence over that for an unknown direction."""
     from ..training import Patience, check_patience
 
     name, _, epochs = text.partition(":")
@@ -204,12 +231,12 @@ def _patience(text: str, make: Callable[[], Task]) -> Patience:
             raise
     check_patience([Patience(name, int(epochs), "min")], make())
     raise SettingsError(
-        "whether more is better must be known", got=repr(text), remedy=f"write --patience {text}:max or {text}:min"
+        "the direction of a metric must be known", got=repr(text), remedy=f"write --patience {text}:max or {text}:min"
     )
 
 
 def as_dict(run: Run, settings: Resolved[FitSettings]) -> dict[str, Any]:
-    """A run as JSON-ready data."""
+    """Return a run as JSON-ready data."""
     return {
         "run": str(run.path),
         "name": run.name,
@@ -242,25 +269,25 @@ def _show(run: Run, command: str) -> None:
         table.add_row(Text(name, style="bold"), Text(value, overflow="fold"))
     console = stdout()
     console.print(table)
-    label = Text("to go on".ljust(2 + max(map(len, told))), style="bold")
+    label = Text("to resume".ljust(2 + max(map(len, told))), style="bold")
     console.print(label + Text(command, style="not bold"), soft_wrap=True)
 
 
 def rows(run: Run) -> dict[str, str]:
-    """The closing table: what was reached, what it took, where it is."""
+    """Return the rows of the final table: metrics, time, and the folder."""
     shown = {name.replace("_", " "): f"{value:.4g}" for name, value in run.metrics.items()}
     total = run.seconds.get("total", 0.0)
     return {
         **shown,
         "steps": f"{run.num_steps}{' (stopped)' if run.stopped else ''}",
         "seconds": f"{total:.2f}",
-        "time went to": shares(run.seconds),
+        "time spent on": shares(run.seconds),
         "run": str(run.path),
     }
 
 
 def shares(seconds: dict[str, float]) -> str:
-    """Where the first replica's time went, the largest part first.
+    """Return the shares of the first replica's time, the largest first.
 
     >>> shares({"total": 4.0, "compute": 3.0, "input": 1.0, "save": 0.0})
     'compute 75%, input 25%'
@@ -273,7 +300,7 @@ def shares(seconds: dict[str, float]) -> str:
 def _next_command(
     target: str, words: Sequence[str], given: dict[str, Any], config: Path | None, run: Run, settings: FitSettings
 ) -> str:
-    """The command that goes on with this run: to its end where it was stopped, as far again where it was not."""
+    """Return the command that resumes this run: to its end if it was stopped, else for as many epochs again."""
     times = 1 if run.stopped else 2
     steps = None if settings.steps is None else times * settings.steps
     options = {
@@ -287,4 +314,4 @@ def _next_command(
     spelled = [text for name, value in options.items() if value is not None for text in (f"--{name}", str(value))]
     flags = [f"--{name}" for name in ("deterministic", "profile") if given[name]]
     flags += ["--no-verify"] if given["verify"] is False else []
-    return shlex.join(["manyhands", "fit", target, *words, *spelled, *flags, "--resume"])
+    return shlex.join(["manyhands", "fit", target, *words, *spelled, *flags, "--resume", "true"])

@@ -1,4 +1,4 @@
-"""Interrupts: whether Ctrl-C or a SIGTERM came, whoever handled it."""
+"""Detection of Ctrl-C and SIGTERM, also if other code handles them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any, Self
 class Interrupts:
     """Hears Ctrl-C and SIGTERM also beside the handlers that a verb installs.
 
-    A run may end early by its own wish, so that it ended early does not say that a person interrupted it.
+    A run can also stop early by itself, so an early end does not show that the user interrupted it.
     """
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class Interrupts:
         raise KeyboardInterrupt
 
     def _end(self, number: int, frame: FrameType | None) -> None:
-        # Without a frame a verb has heeded it, and what came of that is still to be told.
+        # Without a frame a command has handled it, and its result is still to be reported.
         if frame is not None:
             raise SystemExit(128 + number)
 

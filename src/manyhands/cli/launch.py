@@ -1,4 +1,4 @@
-"""`manyhands launch`: a person's own loop, a process per device."""
+"""Command `manyhands launch`: run a script with a custom training loop, one process per device."""
 
 from __future__ import annotations
 
@@ -17,11 +17,14 @@ from .script import run_main, run_script
 from .target import require_file
 
 Script = Annotated[
-    str, typer.Argument(metavar="SCRIPT.py", help="A script whose loop uses [bold]mh.hand()[/].", show_default=False)
+    str,
+    typer.Argument(
+        metavar="SCRIPT.py", help="Script with a training loop that uses [bold]mh.hand()[/].", show_default=False
+    ),
 ]
 Args = Annotated[
     list[str] | None,
-    typer.Argument(metavar="ARGS", help="The script's own arguments; all of them after --.", show_default=False),
+    typer.Argument(metavar="ARGS", help="Arguments of the script, after --.", show_default=False),
 ]
 
 
@@ -29,13 +32,13 @@ Role = Annotated[
     str | None,
     typer.Option(
         metavar="ROLE",
-        help="This process's part among parameter servers: [bold]chief[/], [bold]ps[/], [bold]worker[/] or "
+        help="Role of this process with parameter servers: [bold]chief[/], [bold]ps[/], [bold]worker[/] or "
         "[bold]evaluator[/], in the cluster of TF_CONFIG.",
         show_default=False,
     ),
 ]
 Index = Annotated[
-    int | None, typer.Option(metavar="N", help="Which one of its role it is, from 0.", show_default=False)
+    int | None, typer.Option(metavar="N", help="Index of this process within its role, from 0.", show_default=False)
 ]
 
 EXAMPLES = (
@@ -47,7 +50,7 @@ EXAMPLES = (
 
 
 def add(app: typer.Typer) -> None:
-    """Registers the verb."""
+    """Add the command to the application."""
     add_verb(app, launch, EXAMPLES, ignore_unknown_options=True)
 
 
@@ -63,23 +66,23 @@ def launch(
     role: Role = None,
     index: Index = None,
 ) -> None:
-    """Run your own script on every device, each as one rank of the same job.
+    """Run a script on every device, each as one rank of the same job.
 
-    In the script [bold]hand = mh.hand()[/] gives the rank, its part of the data and the collectives; the same script
-    runs under plain Python as the only rank. Lines that a rank prints are marked with its number. With one device
+    In the script [bold]hand = mh.hand()[/] provides the rank, its part of the data and the collectives. The same script
+    runs under plain Python as the only rank. Lines that a rank prints are prefixed with its number. With one device
     the script runs in this process, so a debugger works.
 
-    Ctrl-C or a SIGTERM ends a loop over [bold]hand.batches[/] after its step; a script that does not look, or whose
-    ranks stand in a collective, is ended after some seconds.
+    Ctrl-C or a SIGTERM ends a loop over [bold]hand.batches[/] after its step. A script without such a loop, or whose
+    ranks wait in a collective, is terminated after some seconds.
 
-    When a rank or a host is lost, all ranks begin the script anew; hand.restore goes on from the last hand.save, an
-    mh.fit with its run. Three times in a row without a new step end it with exit code 70.
+    If a rank or a host fails, all ranks restart the script; hand.restore resumes from the last hand.save, and mh.fit
+    resumes its run. Three restarts in a row without a new step end the job with exit code 70.
 
-    With --role the script, whose mh.fit trains with mh.ParameterServer, is run here as one member of the cluster that
-    TF_CONFIG describes; servers and workers end when the chief's fit does. All of them need the same secret in
-    MANYHANDS_TOKEN: [bold]manyhands token FILE[/] makes one.
+    With --role this process is one member of the cluster that TF_CONFIG describes, for a script whose mh.fit trains
+    with mh.ParameterServer. Servers and workers exit when the chief's fit ends. All members need the same secret in
+    MANYHANDS_TOKEN, which [bold]manyhands token FILE[/] creates.
 
-    Options that are not ours go to the script; put -- before those that share a name with ours.
+    Unknown options are passed to the script. Put -- before options of the script that share a name with these.
     """
     given = {"strategy": strategy, "on": on, "hosts": hosts, "join": join, "token_file": token_file, "tls": tls}
     settings = resolve_settings(HostsSettings, given).values
@@ -89,7 +92,11 @@ def launch(
     from .. import verbs
 
     if role is None and index is not None:
-        raise SettingsError("--index needs --role", got=f"--index {index} alone", remedy="add --role ps, say")
+        raise SettingsError(
+            "--index must be given together with --role",
+            got=f"--index {index} alone",
+            remedy="add the role, for example --role ps",
+        )
     if role is not None:
         os.environ["TF_CONFIG"] = _with_task(os.environ.get("TF_CONFIG", ""), role, index or 0)
         run_main(str(path.resolve()), list(args or []))
@@ -102,12 +109,12 @@ def launch(
 
 
 def _with_task(config: str, role: str, index: int) -> str:
-    """TF_CONFIG with this process's own part in it."""
+    """Return TF_CONFIG with the task of this process."""
     try:
         cluster = json.loads(config)["cluster"]
     except (ValueError, KeyError, TypeError):
         raise SettingsError(
-            "--role names a part of the cluster in TF_CONFIG",
+            "--role needs a TF_CONFIG that describes the cluster",
             got=repr(config[:80]) if config else "no TF_CONFIG",
             remedy='set it to {"cluster": {"chief": ["HOST:PORT"], "ps": [...], "worker": [...]}}',
         ) from None
@@ -115,18 +122,18 @@ def _with_task(config: str, role: str, index: int) -> str:
     if index not in range(have.get(role, 0)):
         there = ", ".join(f"{name} 0 to {count - 1}" if count > 1 else f"{name} 0" for name, count in have.items())
         raise SettingsError(
-            f"--role and --index name one of the cluster in TF_CONFIG: {there}",
+            f"--role and --index must name a task of the cluster in TF_CONFIG ({there})",
             got=f"--role {role} --index {index}",
-            remedy="name one of these, or add it to TF_CONFIG",
+            remedy="name one of these tasks, or add this one to TF_CONFIG",
         )
     return json.dumps({"cluster": cluster, "task": {"type": role, "index": index}})
 
 
 def _require_compiles(path: Path) -> None:
-    """Finds a slip of the pen before any process is started."""
+    """Raise SettingsError for syntax errors before any process is started."""
     try:
         compile(path.read_bytes(), str(path), "exec")
     except (SyntaxError, ValueError) as error:
         line = getattr(error, "lineno", None)
         got = f"{getattr(error, 'msg', error)} at {path}:{line}" if line else str(error)
-        raise SettingsError("the script must be Python", got=got, remedy="mend that line") from None
+        raise SettingsError("the script must be valid Python", got=got, remedy="correct that line") from None

@@ -1,4 +1,4 @@
-"""`manyhands manifest`: a ready manifest of a scheduler for a command line."""
+"""Command `manyhands manifest`: print the manifest of a scheduler for a command."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PORT = 29500
 
 @dataclass(frozen=True, kw_only=True)
 class ManifestRequest:
-    """What is to run, and where."""
+    """A command and its resources."""
 
     command: tuple[str, ...]
     name: str
@@ -41,19 +41,20 @@ Scheduler = Annotated[
 ]
 Command = Annotated[
     list[str] | None,
-    typer.Argument(metavar="COMMAND", help="What to run on every host, after --.", show_default=False),
+    typer.Argument(metavar="COMMAND", help="Command to run on every host, after --.", show_default=False),
 ]
-Hosts = Annotated[int, typer.Option(help="How many hosts.")]
-Gpus = Annotated[int, typer.Option(help="GPUs of each host; 0 trains on its CPU.")]
-Name = Annotated[str, typer.Option(help="The job's name.")]
-Image = Annotated[str, typer.Option(help="The container's image, with manyhands in it (Kubernetes).")]
-Claim = Annotated[str, typer.Option(help="A volume claim for the runs, mounted at /runs on all hosts (Kubernetes).")]
-Time = Annotated[str, typer.Option(help="The job's time limit (SLURM).")]
+Hosts = Annotated[int, typer.Option(help="Number of hosts.")]
+Gpus = Annotated[int, typer.Option(help="GPUs per host; 0 for the CPU.")]
+Name = Annotated[str, typer.Option(help="Name of the job.")]
+Image = Annotated[str, typer.Option(help="Container image with manyhands (Kubernetes).")]
+Claim = Annotated[str, typer.Option(help="Volume claim for the runs, mounted at /runs on all hosts (Kubernetes).")]
+Time = Annotated[str, typer.Option(help="Time limit of the job (SLURM).")]
 Serve = Annotated[
-    bool, typer.Option("--serve", help="A server of the models in --claim instead of a job (Kubernetes).")
+    bool,
+    typer.Option("--serve", help="Print a deployment that serves the models in --claim instead of a job (Kubernetes)."),
 ]
-MaxHosts = Annotated[int, typer.Option(help="Pods of a server at most, when its queue grows.")]
-QueueRows = Annotated[int, typer.Option(help="Rows that wait in a server's pod before another one is started.")]
+MaxHosts = Annotated[int, typer.Option(help="Maximum number of pods when the queue grows.")]
+QueueRows = Annotated[int, typer.Option(help="Rows that wait in a pod before another pod is started.")]
 
 EXAMPLES = (
     "manyhands manifest slurm --hosts 4 --gpus 8 -- manyhands fit train.py --epochs 3 > job.sh",
@@ -63,7 +64,7 @@ EXAMPLES = (
 
 
 def add(app: typer.Typer) -> None:
-    """Registers the verb."""
+    """Add the command to the application."""
     add_verb(app, manifest, EXAMPLES)
 
 
@@ -82,15 +83,20 @@ def manifest(
 ) -> None:
     """Print a manifest that runs a command on many hosts: sbatch for SLURM, a PyTorchJob or a JobSet for Kubernetes.
 
-    Every host runs the same command; manyhands finds out who the others are by what the scheduler sets. With --serve:
-    a deployment that serves a volume of models, with probes, time to finish, and scaling by the queue.
+    Every host runs the same command, and manyhands finds the other hosts from the variables that the scheduler sets.
+    With --serve the manifest is a deployment that serves a volume of models, with probes, graceful shutdown, and
+    scaling by the length of the queue.
     """
     if scheduler not in MANIFESTS:
-        raise SettingsError(f"a scheduler is {', '.join(MANIFESTS)}", got=repr(scheduler), remedy="name one of these")
+        raise SettingsError(
+            f"the scheduler must be one of {', '.join(MANIFESTS)}", got=repr(scheduler), remedy="choose one of them"
+        )
     if serve:
         _check_server(scheduler, command, hosts, max_hosts, queue_rows, gpus)
         if not claim:
-            raise SettingsError("--serve needs a volume with models", got="no --claim", remedy="pass --claim models")
+            raise SettingsError(
+                "--serve needs a volume claim with the models", remedy="pass --claim NAME, for example --claim models"
+            )
         _check_names(name, claim)
         served = Served(
             name="serve" if name == "train" else name, image=image, claim=claim, pods=hosts, max_pods=max_hosts,
@@ -219,21 +225,25 @@ def _indented(lines: list[str], spaces: int) -> str:
 def _check(wanted: ManifestRequest) -> None:
     if not wanted.command:
         raise SettingsError(
-            "a manifest runs a command", got="none", remedy="write it after --: -- manyhands fit train.py"
+            "a manifest needs the command to run", remedy="write it after --, for example -- manyhands fit train.py"
         )
     for what, value, least in (("--hosts", wanted.hosts, 1), ("--gpus", wanted.gpus, 0)):
         if value < least:
-            raise SettingsError(f"{what} is at least {least}", got=value, remedy="correct it")
+            raise SettingsError(f"{what} must be at least {least}", got=value, remedy="pass a larger number")
     _check_names(wanted.name, wanted.claim or "a")
     if not re.fullmatch(r"[0-9:-]+", wanted.time):
-        raise SettingsError("--time is written like 24:00:00", got=repr(wanted.time), remedy="correct it")
+        raise SettingsError(
+            "--time must be written as HH:MM:SS", got=repr(wanted.time), remedy="write for example --time 24:00:00"
+        )
 
 
 def _check_names(name: str, claim: str) -> None:
     for what, text in (("--name", name), ("--claim", claim)):
         if not re.fullmatch(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?", text):
             raise SettingsError(
-                f"{what} has small letters, digits and - only (at most 40)", got=repr(text), remedy="rename it"
+                f"{what} must consist of lowercase letters, digits and -, at most 40 characters",
+                got=repr(text),
+                remedy="choose another name",
             )
 
 
@@ -243,12 +253,12 @@ def _check_server(
     if scheduler != "kubernetes" or command:
         got = scheduler if scheduler != "kubernetes" else " ".join(command or [])
         raise SettingsError(
-            "--serve makes a manifest for kubernetes, without a command",
+            "--serve must be used with kubernetes and without a command",
             got=repr(got),
-            remedy="write manyhands manifest kubernetes --serve --image IMAGE --claim models",
+            remedy="run manyhands manifest kubernetes --serve --image IMAGE --claim models",
         )
     for what, value, least in (("--hosts", hosts, 1), ("--max-hosts", max_hosts, hosts), ("--gpus", gpus, 0)):
         if value < least:
-            raise SettingsError(f"{what} is at least {least}", got=value, remedy="correct it")
+            raise SettingsError(f"{what} must be at least {least}", got=value, remedy="pass a larger number")
     if queue_rows < 1:
-        raise SettingsError("--queue-rows is at least 1", got=queue_rows, remedy="correct it")
+        raise SettingsError("--queue-rows must be at least 1", got=queue_rows, remedy="pass a larger number")

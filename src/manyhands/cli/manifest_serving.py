@@ -8,7 +8,7 @@ from dataclasses import dataclass
 DRAIN_SECONDS = 25
 """What a server takes to finish at most, as `mh.serving.ServeSettings` has it."""
 LEAVING_SECONDS = 5
-"""Until nobody sends requests to a pod that goes."""
+"""Seconds until a terminating pod gets no more requests."""
 
 
 @dataclass(frozen=True, kw_only=True)

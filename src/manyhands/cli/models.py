@@ -1,4 +1,4 @@
-"""`manyhands models`: what a server serves, and loading, labels, splits and rollback."""
+"""Command `manyhands models`: list, load, label, split and roll back the models of a server."""
 
 from __future__ import annotations
 
@@ -20,22 +20,21 @@ if TYPE_CHECKING:
 
     Ask = Callable[[Client], Any]
 
-Act = Annotated[str, typer.Argument(metavar="list|load|unload|label|split|rollback", help="What to do.")]
+Act = Annotated[str, typer.Argument(metavar="list|load|unload|label|split|rollback", help="Action.")]
 Words = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[MODEL] [...]", help="The model, and what the act needs; see the examples."),
+    typer.Argument(metavar="[MODEL] [...]", help="Name of the model, and arguments of the action; see the examples."),
 ]
 Server = Annotated[
-    str | None, typer.Option(help="Where the server is managed; http://127.0.0.1:8502 by default.", show_default=False)
+    str | None,
+    typer.Option(help="Management address of the server; http://127.0.0.1:8502 by default.", show_default=False),
 ]
-Ca = Annotated[str | None, typer.Option(metavar="FILE", help="Who signed the server's certificate (PEM).")]
-Cert = Annotated[
-    str | None, typer.Option(metavar="FILE", help="One's own certificate (PEM), where the server wants one.")
-]
-Key = Annotated[str | None, typer.Option(metavar="FILE", help="That certificate's key (PEM).")]
+Ca = Annotated[str | None, typer.Option(metavar="FILE", help="Certificate authority of the server (PEM).")]
+Cert = Annotated[str | None, typer.Option(metavar="FILE", help="Client certificate (PEM), if the server requires one.")]
+Key = Annotated[str | None, typer.Option(metavar="FILE", help="Key of the client certificate (PEM).")]
 
 REACH_SECONDS, ACT_SECONDS = 2.0, 60.0
-"""How long a server may take to be heard, and to do what it is asked for."""
+"""Seconds within which a server must be reachable, and must complete a request."""
 LOOK_SECONDS = 1.0
 """Between two looks, because a rate has two ends."""
 _REMEDIES = {
@@ -43,7 +42,7 @@ _REMEDIES = {
     "UNAUTHENTICATED": "set MANYHANDS_MANAGE_TOKEN to the server's",
     "NOT_FOUND": "--server names the port of management, 8502 by default, not that of answers",
 }
-"""What helps where a server does not tell what it serves."""
+"""Remedy if a server does not report its models."""
 
 EXAMPLES = (
     "manyhands models list",
@@ -56,7 +55,7 @@ EXAMPLES = (
 
 
 def add(app: typer.Typer) -> None:
-    """Registers the verb."""
+    """Add the command to the application."""
     add_verb(app, models, EXAMPLES)
 
 
@@ -69,16 +68,19 @@ def models(
     key: Key = None,
     json: Json = False,
 ) -> None:
-    """Look at the models of a running server, or of all behind a router, and change what they answer with.
+    """List and manage the models of a running server, or of all servers behind a router.
 
-    A label names a version for clients (label digits stable= takes it away); a split shares requests out by weight,
-    between versions or between models; rollback lets the version before answer again. A token is
-    taken from MANYHANDS_MANAGE_TOKEN.
+    A label names a version for clients (label digits stable= removes it). A split distributes requests by weight over
+    versions or models. A rollback returns to the previous version. The token is read from MANYHANDS_MANAGE_TOKEN.
     """
     from ..serving import Client
 
     if act not in _ACTS:
-        raise SettingsError(f"models can {', '.join(_ACTS)}", got=repr(act), remedy="write for instance models list")
+        raise SettingsError(
+            f"the action must be one of {', '.join(_ACTS)}",
+            got=repr(act),
+            remedy="write for example manyhands models list",
+        )
     address = server or "http://127.0.0.1:8502"
     token = os.environ.get("MANYHANDS_MANAGE_TOKEN")
     ask = _ACTS[act](words or [])
@@ -95,7 +97,7 @@ def models(
 
 
 def _reached(client: Client) -> Any:
-    """What a server serves; one that is not there is said soon, although a client would wait for it."""
+    """Return the models of a server; raise soon if it is unreachable, although a client would wait for it."""
     try:
         return client.models()
     except RequestRefused as refusal:
@@ -156,24 +158,28 @@ _ACTS: Mapping[str, Callable[[list[str]], Ask]] = {
 
 def _need(words: list[str], example: str) -> list[str]:
     if not words:
-        raise SettingsError("a model must be named", got="none", remedy=f"write manyhands models {example}")
+        raise SettingsError("a model name is required", remedy=f"write for example manyhands models {example}")
     return words
 
 
 def _number(text: str) -> int:
     if not text.isdecimal():
-        raise SettingsError("a version is a number", got=repr(text), remedy="see manyhands models list")
+        raise SettingsError(
+            "a version must be a number", got=repr(text), remedy="see manyhands models list for the loaded versions"
+        )
     return int(text)
 
 
 def _share(word: str) -> dict[str, Any]:
-    """A part of a split: VERSION=WEIGHT, MODEL=WEIGHT or MODEL/VERSION=WEIGHT."""
+    """Parse a part of a split: VERSION=WEIGHT, MODEL=WEIGHT or MODEL/VERSION=WEIGHT."""
     target, _, weight = word.partition("=")
     model, _, version = target.rpartition("/")
     try:
         share: dict[str, Any] = {"weight": float(weight)}
     except ValueError:
-        raise SettingsError("a share is VERSION=WEIGHT", got=repr(word), remedy="write for instance 2=90") from None
+        raise SettingsError(
+            "a traffic share must be written VERSION=WEIGHT", got=repr(word), remedy="write for example 2=90"
+        ) from None
     if not model and not version.isdecimal():
         return {**share, "model": version}
     return {**share, "version": _number(version), **({"model": model} if model else {})}

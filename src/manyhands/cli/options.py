@@ -1,4 +1,4 @@
-"""How a verb is registered, and the arguments and options that several share."""
+"""Registration of commands, options that several commands share, and errors reworded for the command line."""
 
 from __future__ import annotations
 
@@ -18,11 +18,19 @@ from .failures import guarded
 if TYPE_CHECKING:
     from ..launcher import Join
 
+
+import contextlib
+import dataclasses
+import re
+from collections.abc import Iterator
+
+from ..core import UsageError
+
 Target = Annotated[
     str,
     typer.Argument(
         metavar="FILE.py[:name]",
-        help="A Python file with a function [bold]task[/] that returns an mh.Task; another name follows a colon.",
+        help="A Python file with a function [bold]task[/] that returns an mh.Task; for another name append :name.",
         show_default=False,
     ),
 ]
@@ -38,8 +46,8 @@ Strategy = Annotated[
     str | None,
     typer.Option(
         metavar="TEXT",
-        help="How to split: [bold]single[/], [bold]mirrored[/], or settings such as replicas=4,accumulate=2. "
-        "By default a replica on every device.",
+        help="How to distribute: [bold]single[/], [bold]mirrored[/], or settings such as replicas=4,accumulate=2. "
+        "By default one replica on every device.",
         show_default=False,
     ),
 ]
@@ -48,8 +56,8 @@ On = Annotated[
     typer.Option(
         "--on",
         metavar="DEVICES",
-        help="Where to run: cuda:0,1 or cpu; 'cpu*2' cuts the CPU into two (with quotes, because of the shell). "
-        "By default what this machine has.",
+        help="Devices: cuda:0,1 or cpu; 'cpu*2' splits the CPU into two (quoted because of the shell). "
+        "By default the devices of this machine.",
         show_default=False,
     ),
 ]
@@ -58,16 +66,14 @@ Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on 
 
 Hosts = Annotated[
     int | None,
-    typer.Option(
-        metavar="N", help="On how many hosts: the same command is started on each of them.", show_default=False
-    ),
+    typer.Option(metavar="N", help="Number of hosts; run the same command on each of them.", show_default=False),
 ]
 JoinAt = Annotated[
     str | None,
     typer.Option(
         "--join",
         metavar="HOST:PORT",
-        help="Where hosts join: an address of the first one; 127.0.0.1:PORT to try several on one machine.",
+        help="Address of the first host, where the others join; 127.0.0.1:PORT to try several on one machine.",
         show_default=False,
     ),
 ]
@@ -75,7 +81,7 @@ TokenFile = Annotated[
     str | None,
     typer.Option(
         metavar="FILE",
-        help="The token of the job, from manyhands token FILE; else MANYHANDS_TOKEN.",
+        help="File with the token of the job, from manyhands token FILE; by default MANYHANDS_TOKEN.",
         show_default=False,
     ),
 ]
@@ -84,7 +90,7 @@ TlsFolder = Annotated[
     typer.Option(
         "--tls",
         metavar="FOLDER",
-        help="Join under TLS: a folder with tls.crt, tls.key and ca.crt.",
+        help="Use TLS with the files tls.crt, tls.key and ca.crt of this folder.",
         show_default=False,
     ),
 ]
@@ -92,7 +98,7 @@ TlsFolder = Annotated[
 
 @dataclass(frozen=True, kw_only=True)
 class SplitSettings:
-    """How and where, for every verb that splits."""
+    """Strategy and devices, for every command that distributes work."""
 
     strategy: str | None = None
     on: str | None = None
@@ -100,7 +106,7 @@ class SplitSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class HostsSettings(SplitSettings):
-    """How and where, for a verb that many hosts can do together."""
+    """Strategy, devices and hosts, for commands that can run on several hosts."""
 
     hosts: int | None = None
     join: str | None = None
@@ -108,7 +114,7 @@ class HostsSettings(SplitSettings):
     tls: str | None = None
 
     def place(self, file: Path, *work: str) -> str | Join | None:
-        """What the verb takes as `on`; `work` and the file must be the same on every host."""
+        """Return the value of `on`; `work` and the file must be the same on every host."""
         from ..launcher import TLS_VARIABLE, TOKEN_VARIABLE, Join
 
         given = {"--hosts": self.hosts, "--join": self.join, "--token-file": self.token_file}
@@ -116,14 +122,16 @@ class HostsSettings(SplitSettings):
         if len(missing) == len(given):
             if self.tls and self.tls != os.environ.get(TLS_VARIABLE):
                 raise SettingsError(
-                    "--tls is for hosts that join",
-                    got=f"--tls {self.tls} without --join",
-                    remedy=f"give --hosts and --join too; under a scheduler set {TLS_VARIABLE} instead",
+                    "--tls must be used together with --hosts and --join",
+                    got=f"--tls {self.tls} alone",
+                    remedy=f"pass --hosts and --join too; under a scheduler set {TLS_VARIABLE} instead",
                 )
             return self.on
         if set(missing) - ({"--token-file"} if os.environ.get(TOKEN_VARIABLE) else set()):
             raise SettingsError(
-                f"many hosts need {', '.join(given)}", got=f"no {' and no '.join(missing)}", remedy="give all three"
+                f"a job on several hosts needs {', '.join(given)}",
+                got=f"no {' and no '.join(missing)}",
+                remedy="pass all three",
             )
         assert self.hosts is not None
         assert self.join is not None
@@ -133,7 +141,7 @@ class HostsSettings(SplitSettings):
 
 
 def add_verb(app: typer.Typer, verb: Callable[..., None], examples: Sequence[str], **context: Any) -> None:
-    """Registers a verb: its docstring is the help, examples end it, and its errors become exit codes."""
+    """Register a command: its docstring is the help, followed by examples, and its errors become exit codes."""
     paragraphs = cleandoc(verb.__doc__ or "").split("\n\n")
     text = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
     epilog = "\n\n".join(["[bold]Examples[/]", *examples])
@@ -141,11 +149,49 @@ def add_verb(app: typer.Typer, verb: Callable[..., None], examples: Sequence[str
 
 
 def require_places(**files: Path | None) -> None:
-    """Refuses options with files that cannot be written, before the work whose result they are for."""
+    """Raise SettingsError for options with files that cannot be written, before the work starts."""
     for option, path in files.items():
         if path is not None and (path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK)):
             raise SettingsError(
-                f"--{option} is a file in a folder that can be written",
+                f"--{option} must be a file in a folder that can be written",
                 got=str(path),
-                remedy="name another one, or make its folder",
+                remedy="choose another path, or create its folder",
             )
+
+
+TAKES_VALUE = ("resume",)
+"""Options for which True is written as a value, because they accept other values than true and false."""
+
+
+@contextlib.contextmanager
+def in_options(settings: type[Any]) -> Iterator[None]:
+    """Reword errors that are raised inside: the fields of `settings` are options of the command."""
+    names = [field.name for field in dataclasses.fields(settings)]
+    try:
+        yield
+    except UsageError as error:
+        told = UsageError(reworded(error.rule, names), got=error.got, remedy=reworded(error.remedy, names))
+        error.args = told.args
+        raise
+
+
+def reworded(text: str, names: list[str]) -> str:
+    """Return a text with options in place of arguments; ambiguous words are kept.
+
+    >>> reworded('pass profile=True, or name="..."', ["profile", "name"])
+    'pass --profile, or --name ...'
+    >>> reworded('pass resume=True or resume="auto"', ["resume"])
+    'pass --resume true or --resume auto'
+    >>> reworded("save_every must be a whole number of at least 1", ["save_every"])
+    '--save-every must be a whole number of at least 1'
+    """
+    for name in names:
+        option = f"--{name.replace('_', '-')}"
+        flag = f"{option} true" if name in TAKES_VALUE else option
+        text = re.sub(rf"(?<![\w.-]){name}=True\b", flag, text)
+        text = re.sub(rf'(?<![\w.-]){name}="auto"', f"{option} auto", text)
+        text = re.sub(rf'(?<![\w.-]){name}="\.\.\."', f"{option} ...", text)
+        text = re.sub(rf"(?<![\w.-]){name}=(?=[\d\"'])", f"{option} ", text)
+        if "_" in name:
+            text = re.sub(rf"(?<![\w.-]){name}\b(?!=)", option, text)
+    return text

@@ -1,4 +1,4 @@
-"""`manyhands plan`: what every way of splitting a task would cost, here or on hardware that is not at hand."""
+"""Command `manyhands plan`: predict the cost of every strategy for a task, on this machine or on other hardware."""
 
 from __future__ import annotations
 
@@ -26,23 +26,28 @@ Clusters = Annotated[
     typer.Option(
         "--cluster",
         metavar="TEXT|FILE.toml",
-        help="Hardware to plan for, such as '8 hosts x 8 H100, 400Gb/s'; several are compared. "
-        "By default this machine's devices, which are measured.",
+        help="Hardware to plan for, such as '8 hosts x 8 H100, 400Gb/s'; several clusters are compared. "
+        "By default the devices of this machine, which are measured.",
         show_default=False,
     ),
 ]
 Precision = Annotated[str, typer.Option(help="fp32 or bf16.")]
-Lossy = Annotated[bool, typer.Option("--lossy", help="Also pick ways that change the mathematics.")]
-Tries = Annotated[int, typer.Option(help="How many of the best are tried here for a few steps.")]
-Networks = Annotated[int, typer.Option(help="Plan so many such networks: stacked, packed, or one per device.")]
-Save = Annotated[Path | None, typer.Option(metavar="FILE.toml", help="Write the pick, for --strategy FILE.toml.")]
-Html = Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page with the table and the curve.")]
-Log = Annotated[Path | None, typer.Option(metavar="FOLDER", help="Add it to the log there, for the dashboard.")]
-Svg = Annotated[Path | None, typer.Option(metavar="FILE", help="Write the curve.")]
+Lossy = Annotated[bool, typer.Option("--lossy", help="Also consider methods that change the mathematics.")]
+Tries = Annotated[int, typer.Option(help="Number of best strategies that are measured here for a few steps.")]
+Networks = Annotated[int, typer.Option(help="Plan for this many networks: stacked, packed, or one per device.")]
+Save = Annotated[
+    Path | None, typer.Option(metavar="FILE.toml", help="Write the chosen strategy, for --strategy FILE.toml.")
+]
+Html = Annotated[Path | None, typer.Option(metavar="FILE", help="Write a web page with the table and the curve.")]
+Log = Annotated[
+    Path | None,
+    typer.Option(metavar="FOLDER", help="Add the result to the event log in this folder, for the dashboard."),
+]
+Svg = Annotated[Path | None, typer.Option(metavar="FILE", help="Write the curve as SVG.")]
 
 
 def add(app: typer.Typer) -> None:
-    """Registers the verb."""
+    """Add the command to the application."""
     add_verb(app, plan, EXAMPLES)
 
 
@@ -61,9 +66,9 @@ def plan(
     log: Log = None,
     json: Json = False,
 ) -> None:
-    """Say what every way of splitting a task would cost: time by part, memory, and where more devices stop to pay.
+    """Predict time and memory of every strategy for a task, and from how many devices on it stops scaling.
 
-    On this machine the best few are tried for a few steps; for other hardware figures come from a catalogue.
+    On this machine the best strategies are measured for a few steps. Data of other hardware comes from a catalogue.
     """
     require_places(save=save, html=html, svg=svg)
     with only_json(json):

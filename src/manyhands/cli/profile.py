@@ -1,4 +1,4 @@
-"""`manyhands profile`: where a step's time and memory go, and what to do about it."""
+"""Command `manyhands profile`: time and memory of a step, with advice."""
 
 from __future__ import annotations
 
@@ -38,18 +38,21 @@ Target = Annotated[
     str,
     typer.Argument(
         metavar="FILE.py[:name]|RUN",
-        help="A Python file with a function [bold]task[/], or the folder of a run that was trained with --profile.",
+        help="Python file with a function [bold]task[/], or the folder of a run that was trained with --profile.",
         show_default=False,
     ),
 ]
-Steps = Annotated[int, typer.Option(help="How many steps are timed.")]
-Html = Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page with everything and the timeline.")]
-Log = Annotated[Path | None, typer.Option(metavar="FOLDER", help="Add it to the log there, for the dashboard.")]
+Steps = Annotated[int, typer.Option(help="Number of steps to time.")]
+Html = Annotated[Path | None, typer.Option(metavar="FILE", help="Write a web page with all results and the timeline.")]
+Log = Annotated[
+    Path | None,
+    typer.Option(metavar="FOLDER", help="Add the result to the event log in this folder, for the dashboard."),
+]
 Trace = Annotated[Path | None, typer.Option(metavar="FILE", help="Write a trace for Perfetto.")]
 
 
 def add(app: typer.Typer) -> None:
-    """Registers the verb."""
+    """Add the command to the application."""
     add_verb(app, profile, EXAMPLES)
 
 
@@ -68,10 +71,10 @@ def profile(
     log: Log = None,
     json: Json = False,
 ) -> None:
-    """Say where a step's time and memory go: by rank, module and operation, with advice.
+    """Print the time and memory of a step by rank, module and operation, with advice.
 
-    Some steps of the task are taken on its ranks and forgotten; of a run it reads what was sampled while it trained.
-    Of many hosts each shows all of it.
+    For a task, some steps are run on its ranks and discarded. For a run, the samples are read that were taken while it
+    was trained. With several hosts, every host prints all results.
     """
     given = {"strategy": strategy, "on": on, "hosts": hosts, "join": join, "token_file": token_file, "tls": tls}
     settings = resolve_settings(HostsSettings, given).values

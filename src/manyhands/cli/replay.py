@@ -1,4 +1,4 @@
-"""`manyhands replay`: a committed step of a run, taken again on one device."""
+"""Command `manyhands replay`: repeat a committed step of a run on one device."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from ..training import Replay
 
 Which = Annotated[
-    str, typer.Argument(metavar="RUN@STEP", help="A run's folder, or its name, and a step.", show_default=False)
+    str, typer.Argument(metavar="RUN@STEP", help="Folder or name of a run, and a step.", show_default=False)
 ]
-Folder = Annotated[str, typer.Option(help="Where runs are kept.")]
+Folder = Annotated[str, typer.Option(help="Folder of the runs.")]
 
 EXAMPLES = (
     "manyhands replay first@1200 digits.py",
@@ -28,15 +28,15 @@ EXAMPLES = (
 
 
 def add(app: typer.Typer) -> None:
-    """Registers the verb."""
+    """Add the command to the application."""
     add_verb(app, replay, EXAMPLES)
 
 
 def replay(which: Which, target: Target, on: On = None, folder: Folder = "runs", json: Json = False) -> None:
-    """Take a committed step of a run again on one device, from the nearest checkpoint, and compare.
+    """Repeat a committed step of a run on one device, from the nearest checkpoint, and compare its losses.
 
-    Losses that differ, replicas that said something else of their own samples, and the samples with the largest losses
-    are named. The exit code is 1 where something differs.
+    Differing losses, replicas that reported other losses for their samples, and the samples with the largest losses are
+    printed. The exit code is 1 if there is a difference.
     """
     path, step = _split(which, Path(folder))
     with only_json(json):
@@ -56,7 +56,9 @@ def replay(which: Which, target: Target, on: On = None, folder: Folder = "runs",
 def _split(which: str, folder: Path) -> tuple[Path, int]:
     name, at, step = which.rpartition("@")
     if not at or not name or not step.isdecimal():
-        raise SettingsError("a step of a run is written RUN@STEP", got=repr(which), remedy="write runs/first@1200")
+        raise SettingsError(
+            "the step of a run must be written RUN@STEP", got=repr(which), remedy="write for example runs/first@1200"
+        )
     path = Path(name)
     return (path if path.is_dir() else folder / name), int(step)
 

@@ -1,4 +1,4 @@
-"""The screen: results go to stdout, everything else to stderr; colours only where a person looks."""
+"""Output: results go to stdout, everything else to stderr; colours only in a terminal."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from ..core import format_bytes
+
 if TYPE_CHECKING:
     from rich.console import Console
 
 PIPE_WIDTH = 160
-"""Columns where there is no terminal, so that tables are not cut in logs."""
+"""Columns without a terminal, so that tables are not truncated in logs."""
 
 
 def stdout() -> Console:
@@ -46,7 +48,7 @@ def print_json(value: Any) -> None:
 
 @contextlib.contextmanager
 def only_json(wanted: bool) -> Iterator[None]:
-    """Keeps what a person's code prints out of stdout, where the JSON goes."""
+    """Redirect output of the user's code away from stdout, which is for the JSON result."""
     with contextlib.redirect_stdout(sys.stderr) if wanted else contextlib.nullcontext():
         yield
 
@@ -57,7 +59,7 @@ def amount(num_bytes: int) -> str:
     >>> amount(150_000_000_000)
     '139.7 GiB'
     """
-    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes else ""
+    return format_bytes(num_bytes) if num_bytes else ""
 
 
 def _finite(value: Any) -> Any:

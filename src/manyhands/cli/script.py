@@ -1,4 +1,4 @@
-"""A person's own script, run as the main program of a rank."""
+"""Running a user's script as the main program of a rank."""
 
 from __future__ import annotations
 

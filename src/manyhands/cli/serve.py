@@ -1,4 +1,4 @@
-"""`manyhands serve`: answers requests with every model of a folder, or with a predictor of one's own."""
+"""Command `manyhands serve`: serve the models of a folder, or a predictor of a Python file."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ import typer
 
 from ..core import Predictor, SettingsError, resolve_settings
 from .interrupts import until_ended
-from .options import On, add_verb
+from .options import On, add_verb, in_options
 from .screen import note, stderr
 from .serving_view import ServingView
 from .target import load_module, split_target
-from .wording import in_options
 
 if TYPE_CHECKING:
     from ..serving import Router, Server
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ListenOptions:
-    """What a configuration file and the environment may set of whatever listens."""
+    """Options of servers and routers that a configuration file and the environment can set."""
 
     host: str = "127.0.0.1"
     http: int = 8501
@@ -46,7 +45,7 @@ class ListenOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions(ListenOptions):
-    """And of a server."""
+    """Options of a server."""
 
     manage_grpc: int | None = None
     on: str | None = None
@@ -66,7 +65,7 @@ class ServeOptions(ListenOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class RouteOptions(ListenOptions):
-    """And of a router."""
+    """Options of a router."""
 
     backends: str = ""
     backend_ca: str | None = None
@@ -74,73 +73,89 @@ class RouteOptions(ListenOptions):
 
 Models = Annotated[
     str | None,
-    typer.Argument(metavar="FOLDER|FILE.py:name", help="A folder of exported models, or a Predictor in a Python file."),
+    typer.Argument(metavar="FOLDER|FILE.py:name", help="Folder of exported models, or a Predictor in a Python file."),
 ]
-Routing = Annotated[bool, typer.Option("--router", help="Serve nothing here: hand requests on to --backends.")]
+Routing = Annotated[bool, typer.Option("--router", help="Forward requests to --backends instead of serving models.")]
 Backends = Annotated[
     str | None,
     typer.Option(
-        metavar="A:8500,B:8500", help="Servers behind a router, by gRPC's port; the next two are HTTP and management."
+        metavar="A:8500,B:8500",
+        help="Servers behind a router, with their gRPC ports; the next two ports are HTTP and management.",
     ),
 ]
-BackendCa = Annotated[str | None, typer.Option(metavar="FILE", help="Who signed the backends' certificates (PEM).")]
+BackendCa = Annotated[str | None, typer.Option(metavar="FILE", help="Certificate authority of the backends (PEM).")]
 Servers = Annotated[
     str | None,
     typer.Option(
-        metavar="N|N..M", help="With --on ray: servers in the cluster, or a range: as many as the load wants."
+        metavar="N|N..M", help="With --on ray: number of servers in the cluster, or a range that follows the load."
     ),
 ]
-Host = Annotated[str | None, typer.Option(help="The address to listen on; 127.0.0.1 by default. Others need a token.")]
-Http = Annotated[int | None, typer.Option(help="The port for requests; 8501 by default, 0 takes any.")]
-Grpc = Annotated[int | None, typer.Option(help="The port for gRPC; 8500 by default, 0 takes any.")]
-Manage = Annotated[int | None, typer.Option(help="The port for management; 8502 by default.")]
-ManageHost = Annotated[
-    str | None, typer.Option(help="The address for management: this machine only, unless a router is to reach it.")
+Host = Annotated[
+    str | None, typer.Option(help="Address to listen on; 127.0.0.1 by default. Other addresses need a token.")
 ]
-ManageGrpc = Annotated[int | None, typer.Option(help="A port for management over gRPC too; by default there is none.")]
+Http = Annotated[int | None, typer.Option(help="HTTP port for requests; 8501 by default, 0 for any free port.")]
+Grpc = Annotated[int | None, typer.Option(help="Port for gRPC; 8500 by default, 0 for any free port.")]
+Manage = Annotated[int | None, typer.Option(help="Port for management; 8502 by default.")]
+ManageHost = Annotated[
+    str | None,
+    typer.Option(help="Address for management; 127.0.0.1 by default. A router needs an address that it can reach."),
+]
+ManageGrpc = Annotated[int | None, typer.Option(help="Port for management over gRPC; by default none.")]
 Allow = Annotated[
     str | None,
     typer.Option(
         metavar="NAME,URL",
-        help="Further names of this server in URLs, and origins of web pages that may use it, such as https://a.example.",
+        help="Additional host names of this server, and origins of web pages that may send requests, such as "
+        "https://a.example.",
     ),
 ]
-Cert = Annotated[str | None, typer.Option(metavar="FILE", help="A certificate (PEM) for TLS on all ports.")]
-Key = Annotated[str | None, typer.Option(metavar="FILE", help="The certificate's key (PEM).")]
+Cert = Annotated[str | None, typer.Option(metavar="FILE", help="Certificate (PEM) for TLS on all ports.")]
+Key = Annotated[str | None, typer.Option(metavar="FILE", help="Key of the certificate (PEM).")]
 ClientCa = Annotated[
-    str | None, typer.Option(metavar="FILE", help="Clients must show a certificate that this one (PEM) signed.")
+    str | None, typer.Option(metavar="FILE", help="Require client certificates of this certificate authority (PEM).")
 ]
 Versions = Annotated[
-    str | None, typer.Option(help="Which versions: latest (the default), latest:2, all, or numbers such as 1,3.")
+    str | None, typer.Option(help="Versions to serve: latest (default), latest:2, all, or numbers such as 1,3.")
 ]
-MaxRows = Annotated[int | None, typer.Option(help="Rows of a batch at most; 64 by default.")]
+MaxRows = Annotated[int | None, typer.Option(help="Maximum rows of a batch; 64 by default.")]
 Sizes = Annotated[str | None, typer.Option(metavar="N,N", help="Batch sizes to pad to, such as 1,8,64.")]
-QueueRows = Annotated[int | None, typer.Option(help="Rows that may wait before requests are refused; 1024 by default.")]
-QueueMib = Annotated[
-    int | None, typer.Option(help="MiB of requests' bodies that may wait before more are refused; 1024 by default.")
+QueueRows = Annotated[
+    int | None, typer.Option(help="Rows that may wait before requests are rejected; 1024 by default.")
 ]
-Timeout = Annotated[float | None, typer.Option(help="Seconds for a request at most; 30 by default.")]
+QueueMib = Annotated[
+    int | None, typer.Option(help="MiB of request bodies that may wait before requests are rejected; 1024 by default.")
+]
+Timeout = Annotated[float | None, typer.Option(help="Timeout of a request in seconds; 30 by default.")]
 ProbationSeconds = Annotated[
     float | None,
-    typer.Option("--probation", help="Seconds in which a new version that fails or is slow is sent back; 30."),
+    typer.Option(
+        "--probation", help="Seconds in which a new version that fails or is slow is rolled back; 30 by default."
+    ),
 ]
 Precision = Annotated[str | None, typer.Option(help="fp32, or bf16 to compute in bfloat16 where that is safe.")]
 Compile = Annotated[
-    bool | None, typer.Option("--compile", help="Compile networks when they are loaded, where that is faster.")
+    bool | None, typer.Option("--compile", help="Compile networks when they are loaded, if that makes them faster.")
 ]
 WarmupFolder = Annotated[
     str | None,
-    typer.Option("--warmup", metavar="FOLDER", help="Requests (NAME.jsonl) to compute before a version takes over."),
+    typer.Option(
+        "--warmup", metavar="FOLDER", help="Folder with requests (NAME.jsonl) for the warm-up of every new version."
+    ),
 ]
-Record = Annotated[str | None, typer.Option(metavar="FOLDER", help="Write the first requests of each model there.")]
+Record = Annotated[
+    str | None,
+    typer.Option(metavar="FOLDER", help="Write the first requests of each model to this folder, for a later warm-up."),
+]
 UnloadFirst = Annotated[
     bool | None,
-    typer.Option("--unload-first", help="End an old version before the new one is loaded, where both do not fit."),
+    typer.Option(
+        "--unload-first", help="Unload the old version before the new one is loaded, if both do not fit into memory."
+    ),
 ]
-Traces = Annotated[bool | None, typer.Option("--traces", help="A span of OpenTelemetry for every request.")]
-Log = Annotated[str | None, typer.Option(metavar="FOLDER", help="Write events.jsonl and access.jsonl there.")]
-Config = Annotated[Path | None, typer.Option(help="A TOML file with these options as keys.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show nothing but errors.")]
+Traces = Annotated[bool | None, typer.Option("--traces", help="Emit an OpenTelemetry span for every request.")]
+Log = Annotated[str | None, typer.Option(metavar="FOLDER", help="Write events.jsonl and access.jsonl to this folder.")]
+Config = Annotated[Path | None, typer.Option(help="TOML file with these options as keys.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only errors.")]
 
 EXAMPLES = (
     "manyhands serve models/",
@@ -152,7 +167,7 @@ EXAMPLES = (
 
 
 def add(app: typer.Typer) -> None:
-    """Registers the verb."""
+    """Add the command to the application."""
     add_verb(app, serve, EXAMPLES)
 
 
@@ -190,14 +205,14 @@ def serve(
     config: Config = None,
     quiet: Quiet = False,
 ) -> None:
-    """Serve models: clients of TensorFlow Serving, Triton and KServe ask over HTTP or gRPC and stay as they are.
+    """Serve models over HTTP and gRPC, with the protocols of TensorFlow Serving, Triton and KServe.
 
-    New versions in the folder are loaded aside and take over without a lost request. Ctrl-C or a SIGTERM ends the
-    server after the requests that it has. With --router it stands before other servers: the less loaded of two is
-    asked, another one where one is lost, and manyhands models changes all of them together. With --on ray servers are
-    placed in a Ray cluster and a router here stands before them. Every option can also
-    stand in the file of --config or in the environment (MANYHANDS_HTTP, ...); tokens only there: MANYHANDS_TOKEN for
-    requests, MANYHANDS_MANAGE_TOKEN for management.
+    New versions in the folder are loaded in the background and replace old ones without a failed request. Ctrl-C or a
+    SIGTERM stops the server after its in-flight requests. With --router the command forwards requests to other servers:
+    to the less loaded of two, and to another one if a server fails; manyhands models then manages all of them together.
+    With --on ray the servers run in a Ray cluster, behind a router in this process. Options can also be set in the file
+    of --config or in the environment (MANYHANDS_HTTP, ...). Tokens can only be set there: MANYHANDS_TOKEN for requests,
+    and MANYHANDS_MANAGE_TOKEN for management.
     """
     from .. import verbs
 
@@ -213,14 +228,16 @@ def serve(
         "warmup": warmup, "record": record, "unload_first": unload_first, "traces": traces,
     }  # fmt: skip
     if router:
-        _require_none("a router serves nothing itself", "give it to the backends", {**served, "FOLDER": models})
+        _require_none("a router does not serve models itself", "pass it to the backends", {**served, "FOLDER": models})
         options = resolve_settings(RouteOptions, {**shared, **routed}, file=config).values
         with until_ended() as ending, in_options(RouteOptions), verbs.route(**_listening(options)) as running:
             _show(running, ending, quiet)
         return
     _require_none("only a router has backends", "add --router", routed)
     if models is None:
-        raise SettingsError("there must be something to serve", got="none", remedy="write manyhands serve models/")
+        raise SettingsError(
+            "a folder of models or a Python file is required", remedy="write for example manyhands serve models/"
+        )
     settings = resolve_settings(ServeOptions, {**shared, **served}, file=config).values
     target = _target(models)
     with until_ended() as ending, in_options(ServeOptions), verbs.serve(target, **_arguments(settings)) as server:
@@ -228,11 +245,11 @@ def serve(
 
 
 def _require_none(rule: str, remedy: str, options: Mapping[str, Any]) -> None:
-    """Refuses what would say nothing here."""
+    """Raise SettingsError for options that would have no effect."""
     given = {name: value for name, value in options.items() if value is not None}
     wrong = [str(value) if name == "FOLDER" else f"--{name.replace('_', '-')}" for name, value in given.items()]
     if wrong:
-        raise SettingsError(rule, got=", ".join(wrong), remedy=f"leave it out, or {remedy}")
+        raise SettingsError(rule, got=", ".join(wrong), remedy=f"omit it, or {remedy}")
 
 
 def _show(server: Server | Router, ending: threading.Event, quiet: bool) -> None:
@@ -243,7 +260,7 @@ def _show(server: Server | Router, ending: threading.Event, quiet: bool) -> None
 
 
 def _target(text: str) -> Path | Predictor:
-    """A folder, or the predictor that a file names."""
+    """Return a folder, or the predictor of a Python file."""
     path, name = split_target(text)
     if path.suffix != ".py":
         return Path(text)
@@ -252,7 +269,7 @@ def _target(text: str) -> Path | Predictor:
         found = found()
     if not isinstance(found, Predictor):
         raise SettingsError(
-            f"{path} must have an mh.Predictor of that name",
+            f"{path} must define an mh.Predictor of the given name",
             got=repr(name or "predictor"),
             remedy="write predictor = ..., or a function that returns one",
         )
@@ -260,15 +277,19 @@ def _target(text: str) -> Path | Predictor:
 
 
 def _arguments(settings: ServeOptions) -> dict[str, Any]:
-    """The settings as `mh.serve` takes them."""
+    """Return the settings as arguments of `mh.serve`."""
     sizes = [part.strip() for part in settings.sizes.split(",") if part.strip()]
     if not all(part.isdecimal() for part in sizes):
-        raise SettingsError("sizes are numbers", got=repr(settings.sizes), remedy="write --sizes 1,8,64")
+        raise SettingsError(
+            "--sizes must be numbers separated by commas",
+            got=repr(settings.sizes),
+            remedy="write for example --sizes 1,8,64",
+        )
     return {**_listening(settings), "sizes": tuple(map(int, sizes))}
 
 
 def _listening(options: ListenOptions) -> dict[str, Any]:
-    """The options as `mh.serve` and `mh.route` take them."""
+    """Return the options as arguments of `mh.serve` and `mh.route`."""
     allow = tuple(part.strip() for part in options.allow.split(",") if part.strip())
     return {**dataclasses.asdict(options), "allow": allow}
 
@@ -279,7 +300,7 @@ def _tell(entry: Mapping[str, Any]) -> None:
 
 
 def _watch(server: Server | Router, ending: threading.Event, quiet: bool) -> None:
-    """Shows what happens where somebody looks, until it is time to end."""
+    """Display the state of the server in a terminal, until it is stopped."""
     if quiet or not sys.stderr.isatty():
         ending.wait()
         return

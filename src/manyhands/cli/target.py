@@ -24,7 +24,9 @@ class BrokenFile(SettingsError):
 
     def __init__(self, path: Path, error: BaseException) -> None:
         super().__init__(
-            f"{path} must load without an error", got=f"{type(error).__name__}: {error}", remedy="mend the line below"
+            f"{path} must be importable without an error",
+            got=f"{type(error).__name__}: {error}",
+            remedy="correct the line shown below",
         )
         self.traceback = short_traceback(error)
 
@@ -33,7 +35,7 @@ class BrokenFile(SettingsError):
 
 
 def load_task(target: str) -> TaskLike:
-    """The task that a person named.
+    """Load the given task.
 
     Functions and classes of the file can be sent to worker processes, which need not be able to import it.
     """
@@ -63,7 +65,7 @@ def parse_params(words: Sequence[str], written: Mapping[str, Any] | None = None)
         key, equals, value = word.partition("=")
         if not equals or not key.isidentifier():
             raise SettingsError(
-                "a task's parameter is written key=value", got=repr(word), remedy="write for instance lr=3e-4"
+                "a parameter of the task must be written key=value", got=repr(word), remedy="write for example lr=3e-4"
             )
         params[key] = value
     return params
@@ -83,7 +85,7 @@ def require_file(path: Path) -> None:
     there.sort(key=lambda name: difflib.SequenceMatcher(None, path.name, name).ratio() < 0.6)  # what is alike first
     remedy = f"here are {', '.join(there[:8])}" if there else "give the path to a .py file"
     what = f"{path}, which " + ("does not exist" if not path.exists() else "is not one")
-    raise SettingsError("the first argument is a Python file", got=what, remedy=remedy)
+    raise SettingsError("the first argument must be a Python file", got=what, remedy=remedy)
 
 
 def load_module(path: Path) -> ModuleType:
@@ -110,7 +112,7 @@ def load_module(path: Path) -> ModuleType:
 
 
 def _module_name(stem: str) -> str:
-    """The file's own name, unless it would stand in the way of another module."""
+    """Return the name of the file, unless it would hide another module."""
     if stem.isidentifier() and stem not in sys.modules and stem not in sys.stdlib_module_names:
         return stem
     return "file_" + re.sub(r"\W", "_", stem)

@@ -1,4 +1,4 @@
-"""`manyhands tune`: searches for the best parameters of a task and says what was found."""
+"""Command `manyhands tune`: search for the best parameters of a task and print the result."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..core import SettingsError, resolve_settings
-from .fit import Config, Epochs, GoOn, Name, Quiet
+from .fit import Config, Epochs, Name, Quiet, as_resume
 from .interrupts import Interrupts
-from .options import Json, On, Params, Target, add_verb
+from .options import Json, On, Params, Target, add_verb, in_options
 from .screen import only_json, print_json, stdout
 from .target import load_task, parse_params
-from .wording import in_options
 
 if TYPE_CHECKING:
     from ..tuning import Study
@@ -38,8 +37,7 @@ class TuneSettings:
     per_device: int | None = None
     name: str | None = None
     folder: str = "studies"
-    resume: bool = False
-    go_on: bool = False
+    resume: bool | str = False
     keep: int = 1
     seed: int = 0
 
@@ -48,37 +46,47 @@ Space = Annotated[
     list[str] | None,
     typer.Option(
         metavar="NAME=RANGE",
-        help="What a parameter may be: lr=loguniform:1e-4..1e-1, width=choice:128,256, depth=integers:1..4, "
-        "p=uniform:0..0.5; once for each parameter, or under \\[space] of --config.",
+        help="Range of a parameter: lr=loguniform:1e-4..1e-1, width=choice:128,256, depth=integers:1..4, "
+        "p=uniform:0..0.5. Repeat it for each parameter, or use \\[space] of --config.",
         show_default=False,
     ),
 ]
-Trials = Annotated[int | None, typer.Option(help="How many trials.", show_default=False)]
+Trials = Annotated[int | None, typer.Option(help="Number of trials.", show_default=False)]
 ObjectiveText = Annotated[
     str | None,
-    typer.Option(metavar="NAME[:min|max]", help="What is searched for; 'valid_loss' by default; commas for several."),
+    typer.Option(
+        metavar="NAME[:min|max]", help="Metric to optimize, 'valid_loss' by default; several separated by commas."
+    ),
 ]
-Search = Annotated[str | None, typer.Option(help="How to search: tpe (default), random, grid or cma.")]
-StopText = Annotated[str | None, typer.Option(help="End trials early: asha, hyperband or median.")]
-Seconds = Annotated[float | None, typer.Option(help="End after so many seconds.", show_default=False)]
-Cost = Annotated[float | None, typer.Option(help="End after so much money, with --price.", show_default=False)]
-Price = Annotated[float | None, typer.Option(help="What a device costs in an hour.", show_default=False)]
-Execution = Annotated[str | None, typer.Option(help="'stacked' or 'processes'; by default what is faster.")]
-PerDevice = Annotated[int | None, typer.Option(help="Processes that share a device; measured by default.")]
-Folder = Annotated[str | None, typer.Option(help="Where studies are kept; 'studies' by default.")]
-Resume = Annotated[bool | None, typer.Option("--resume/--no-resume", help="Go on with the study of --name.")]
-Keep = Annotated[int | None, typer.Option(help="Of how many of the best trials the networks stay; 1 by default.")]
-Seed = Annotated[int | None, typer.Option(help="Of the search; 0 by default.")]
+Search = Annotated[str | None, typer.Option(help="Search algorithm: tpe (default), random, grid or cma.")]
+StopText = Annotated[str | None, typer.Option(help="Stop bad trials early: asha, hyperband or median.")]
+Seconds = Annotated[float | None, typer.Option(help="Stop the study after this many seconds.", show_default=False)]
+Cost = Annotated[float | None, typer.Option(help="Stop the study at this cost; needs --price.", show_default=False)]
+Price = Annotated[float | None, typer.Option(help="Price of one device per hour.", show_default=False)]
+Execution = Annotated[str | None, typer.Option(help="'stacked' or 'processes'; by default the faster one.")]
+PerDevice = Annotated[int | None, typer.Option(help="Processes per device; by default measured.")]
+Folder = Annotated[str | None, typer.Option(help="Folder of the studies; 'studies' by default.")]
+Resume = Annotated[
+    str | None,
+    typer.Option(
+        metavar="true|auto",
+        help="Resume a study: [bold]true[/] requires that the study --name exists, [bold]auto[/] starts it if it does "
+        "not exist. By default false.",
+        show_default=False,
+    ),
+]
+Keep = Annotated[int | None, typer.Option(help="Number of best trials whose networks are kept; 1 by default.")]
+Seed = Annotated[int | None, typer.Option(help="Seed of the search; 0 by default.")]
 
 EXAMPLES = (
     "manyhands tune digits.py --space lr=loguniform:1e-4..1e-1 --space width=choice:64,128 --trials 50",
     "manyhands tune digits.py --space lr=loguniform:1e-4..1e-1 --epochs 27 --stop asha --trials 100 --on 'cpu*2'",
-    "manyhands tune digits.py --space lr=loguniform:1e-4..1e-1 --trials 200 --name first --resume",
+    "manyhands tune digits.py --space lr=loguniform:1e-4..1e-1 --trials 200 --name first --resume true",
 )
 
 
 def add(app: typer.Typer) -> None:
-    """Registers the verb."""
+    """Add the command to the application."""
     add_verb(app, tune, EXAMPLES)
 
 
@@ -100,7 +108,6 @@ def tune(
     name: Name = None,
     folder: Folder = None,
     resume: Resume = None,
-    go_on: GoOn = None,
     keep: Keep = None,
     seed: Seed = None,
     config: Config = None,
@@ -109,13 +116,13 @@ def tune(
 ) -> None:
     """Search for the best parameters of a task, and keep every trial under studies/.
 
-    Ctrl-C ends the study where it can go on; after that, and after any crash, --name and --resume go on with it.
-    optuna-dashboard reads the study's journal.log.
+    After Ctrl-C or a crash, the same command with --name NAME --resume true continues the study. optuna-dashboard can
+    read the study's journal.log.
     """
     given = {
         "on": on, "trials": trials, "objective": objective, "epochs": epochs, "search": search, "stop": stop,
         "seconds": seconds, "cost": cost, "price": price, "execution": execution, "per_device": per_device,
-        "name": name, "folder": folder, "resume": resume, "go_on": go_on, "keep": keep, "seed": seed,
+        "name": name, "folder": folder, "resume": as_resume(resume), "keep": keep, "seed": seed,
     }  # fmt: skip
     settings = resolve_settings(TuneSettings, given, file=config, tables=["task", "space"])
     values = settings.values
@@ -125,8 +132,6 @@ def tune(
 
         with in_options(TuneSettings):
             arguments = {name: getattr(values, name) for name in given}
-            if arguments.pop("go_on"):
-                arguments["resume"] = "auto"
             arguments["objective"] = [text.strip() for text in values.objective.split(",")]
             study = studies.tune(
                 task,
@@ -150,18 +155,20 @@ def _space(words: list[str], written: Mapping[str, Any]) -> dict[str, Any]:
         key, equals, text = word.partition("=")
         if not equals or not key.isidentifier():
             raise SettingsError(
-                "a range is written NAME=RANGE", got=repr(word), remedy="write --space lr=loguniform:1e-4..1e-1"
+                "a range must be written NAME=RANGE",
+                got=repr(word),
+                remedy="write for example --space lr=loguniform:1e-4..1e-1",
             )
         ranges[key] = text
     if not ranges:
         raise SettingsError(
-            "a search needs to know what it may vary", got="no range", remedy="pass --space lr=loguniform:1e-4..1e-1"
+            "a search needs at least one parameter to vary", remedy="pass for example --space lr=loguniform:1e-4..1e-1"
         )
     return ranges
 
 
 def show(study: Study, target: str) -> None:
-    """The closing table: how trials ended, the best of them, and how to go on."""
+    """The closing table: how trials ended, the best of them, and how to resume."""
     from rich.table import Table
     from rich.text import Text
 
@@ -175,7 +182,7 @@ def show(study: Study, target: str) -> None:
         rows.update({name: f"{value}" for name, value in best["params"].items()})
     rows["study"] = str(study.path)
     if study.stopped:
-        rows["to go on"] = f"the same command with --name {study.name} --resume"
+        rows["to resume"] = f"the same command with --name {study.name} --resume true"
     for name, value in rows.items():
         table.add_row(Text(name.replace("_", " "), style="bold"), Text(value, overflow="fold"))
     console = stdout()

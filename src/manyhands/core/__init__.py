@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from . import fields
-from .buffers import remember_buffers
 from .errors import (
     ArchiveError,
     CheckpointError,
@@ -29,6 +28,8 @@ from .errors import (
 )
 from .events import EVENTS, Event, EventLog, event, keep_event, read_events
 from .files import LINE_LIMIT, open_regular, opened, parse_json, read_file, read_json, read_lines
+from .formatting import format_bytes, format_duration, format_rough_duration
+from .module_state import Attributes, default_dtype, remember_buffers, remember_state
 from .predictor import Predictor, Signature, TensorSpec
 from .randomness import mix, random_state, restore_random_state, seed_all, seeded
 from .settings import Resolved, resolve_settings
@@ -73,6 +74,10 @@ def __getattr__(name: str) -> Any:
 
 
 __all__ = [
+    "format_bytes",
+    "format_duration",
+    "format_rough_duration",
+    "Attributes",
     "Task",
     "Mean",
     "mean",
@@ -115,7 +120,9 @@ __all__ = [
     "seed_all",
     "seeded",
     "random_state",
+    "default_dtype",
     "remember_buffers",
+    "remember_state",
     "restore_random_state",
     "LayoutFree",
     "as_written",

@@ -23,6 +23,12 @@ ManyhandsError
 
 from __future__ import annotations
 
+_CONTROLS = {
+    code: f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}"
+    for code in (*range(9), *range(11, 32), *range(127, 160), *range(0x202A, 0x202F), *range(0x2066, 0x206A))
+}
+"""Characters that control a terminal, without tab and newline: errors quote names from files and hosts of others."""
+
 
 class ManyhandsError(Exception):
     """Base class of all exceptions that manyhands raises on purpose."""
@@ -31,17 +37,38 @@ class ManyhandsError(Exception):
 class UsageError(ManyhandsError, ValueError):
     """A mistake that the user can correct.
 
+    Args:
+        rule: What is required, as a clause such as "batch_size must be at least 1".
+        got: What was given instead, if that is not part of the rule.
+        remedy: What to do, as an imperative clause such as "pass batch_size=32".
+
     >>> print(UsageError("batch_size must be at least 1", got=0, remedy="pass batch_size=32"))
-    batch_size must be at least 1, but got 0; pass batch_size=32
+    batch_size must be at least 1, but got 0. Pass batch_size=32.
     """
 
     def __init__(self, rule: str, *, got: object = None, remedy: str = "") -> None:
         self.rule, self.got, self.remedy = rule, got, remedy
         text = rule if got is None else f"{rule}, but got {got}"
-        super().__init__(f"{text}; {remedy}" if remedy else text)
+        super().__init__((f"{text}. {_as_sentence(remedy)}" if remedy else text).translate(_CONTROLS))
 
     def __reduce__(self) -> tuple[object, ...]:
         return _rebuild_usage, (type(self), self.rule, self.got, self.remedy)
+
+
+_COMMANDS = ("pip", "manyhands", "torchrun", "ray")
+"""First words of a remedy that are commands, which keep their case."""
+
+
+def _as_sentence(text: str) -> str:
+    """Return a clause as a sentence; a name or a command at its start keeps its case.
+
+    >>> _as_sentence("pass batch_size=32"), _as_sentence("mh.Single() trains on one device")
+    ('Pass batch_size=32.', 'mh.Single() trains on one device.')
+    """
+    first = text.partition(" ")[0].rstrip(",:")
+    is_word = first.isalpha() and first.islower() and first not in _COMMANDS
+    start = text[:1].upper() if is_word else text[:1]
+    return start + text[1:] + ("" if text.endswith((".", "?", "!")) else ".")
 
 
 def _rebuild_usage(kind: type[UsageError], rule: str, got: object, remedy: str) -> UsageError:
@@ -127,7 +154,7 @@ class LossNotFinite(RunError):
 
 
 class OutOfMemory(RunError):
-    """A step did not fit into memory; says what held it and what would fit."""
+    """A step did not fit into memory; the message lists what used it and what would fit."""
 
 
 class RequestRefused(RunError):

@@ -121,7 +121,7 @@ FIELDS: dict[str, Fields] = {
     "parts": {
         "rank": count, "size": count, "steps": listed(step), "losses": listed(number), "accumulate": maybe(count)
     },
-    "cut": {
+    "partition": {
         "title": text,
         "boxes": listed(having(parts=listed(text))),
         "arrows": listed(having(num_bytes=maybe(number))),
@@ -138,7 +138,7 @@ FIELDS: dict[str, Fields] = {
         "ranks": listed(having(rank=count, phases=named(number))),
         "advice": listed(having(name=text)),
     },
-    "team": {"members": maybe(lambda value: isinstance(value, list)), "calibration": maybe(mapping)},
+    "ensemble": {"members": maybe(lambda value: isinstance(value, list)), "calibration": maybe(mapping)},
     "end": {"step": step},
     "failed": {"reason": text},
     "notice": {"text": text},
@@ -180,7 +180,7 @@ JOURNAL_FIELDS: dict[int, Fields] = {
 def is_journal_line(value: Any) -> bool:
     """Return whether a value is a well-formed line of a study's journal."""
     is_line = isinstance(value, dict) and type(value.get("op_code")) is int
-    return is_line and maybe(count)(value.get("trial_id")) and holds(value, JOURNAL_FIELDS.get(value["op_code"], {}))
+    return is_line and count(value.get("trial_id", 0)) and holds(value, JOURNAL_FIELDS.get(value["op_code"], {}))
 
 
 def is_event(value: Any) -> bool:

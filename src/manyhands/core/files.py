@@ -79,7 +79,7 @@ def read_file(path: str | Path, limit: int, *, follow_links: bool = False) -> by
     with os.fdopen(open_regular(path, follow_links=follow_links), "rb") as file:
         data = file.read(limit + 1)
     if len(data) > limit:
-        raise FileError(f"{path} must have at most {limit:,} bytes", got="more", remedy="copy the file again")
+        raise FileError(f"{path} must have at most {limit:,} bytes", got="a larger file", remedy="copy the file again")
     return data
 
 
@@ -119,7 +119,7 @@ def _require_shallow(value: Any) -> None:
 
 
 def _too_deep() -> FileError:
-    return FileError(f"JSON must be nested at most {DEPTH_LIMIT} deep", got="deeper")
+    return FileError(f"JSON must be nested at most {DEPTH_LIMIT} levels deep", got="a deeper text")
 
 
 def read_lines(file: BinaryIO, limit: int = LINE_LIMIT) -> Iterator[bytes | None]:

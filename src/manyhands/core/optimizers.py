@@ -142,7 +142,7 @@ def joined(optimizers: Sequence[Any]) -> Optimizer:
     odd = next((made for made in optimizers if not isinstance(made, Optimizer)), None)
     if odd is not None or not optimizers:
         raise TaskError(
-            "the optimizer factory returns a torch optimizer, or a list or a dict of them",
+            "the optimizer function must return a torch optimizer, or a list or a dict of them",
             got="an empty one" if odd is None else f"a {type(odd).__name__} among them",
             remedy="return [torch.optim.Muon(matrices), torch.optim.AdamW(others)]",
         )
@@ -181,10 +181,10 @@ def _refuse_scheduler(made: Iterable[Any]) -> None:
         found = _scheduler_of(item)
         if found:
             raise TaskError(
-                "the learning rate follows the task's schedule",
-                got=f"an optimizer function that makes a {found}, which no step would call",
-                remedy="leave the scheduler out and pass Task(schedule=lambda step, total: ...), which multiplies the "
-                "optimizer's learning rate: 0.5 * (1 + math.cos(math.pi * step / total)) for a cosine, say",
+                "the learning rate must be scheduled by the task",
+                got=f"an optimizer function that creates a {found}, which would never be stepped",
+                remedy="remove the scheduler and pass Task(schedule=lambda step, total: ...), which multiplies "
+                "the optimizer's learning rate, for example 0.5 * (1 + math.cos(math.pi * step / total)) for a cosine",
             )
 
 

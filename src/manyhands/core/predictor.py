@@ -81,7 +81,11 @@ class Predictor(ABC):
         wanted = self.signature.inputs
         named = inputs if isinstance(inputs, Mapping) else {next(iter(wanted)): inputs}
         if set(named) != set(wanted):
-            raise DataError(f"the inputs are {', '.join(wanted)}", got=", ".join(map(str, named)), remedy="pass these")
+            raise DataError(
+                f"the inputs must be {', '.join(wanted)}",
+                got=", ".join(map(str, named)),
+                remedy="pass exactly these inputs",
+            )
         tensors = {}
         for name, spec in wanted.items():
             tensor = torch.as_tensor(named[name])
@@ -91,7 +95,9 @@ class Predictor(ABC):
             if not spec.accepts(tensor):
                 came = TensorSpec(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
                 raise DataError(
-                    f"input {name!r} must be {spec}", got=str(came), remedy="pass such an array, rows first"
+                    f"input {name!r} must be {spec}",
+                    got=str(came),
+                    remedy="pass an array of this type and shape, with the rows first",
                 )
             tensors[name] = tensor
         return tensors

@@ -474,7 +474,7 @@ def _refused(name: str) -> Replacement:
 
 
 def _unknown(what: str, remedy: str) -> TaskError:
-    return TaskError("with deterministic=True every random operation is layout-free", got=what, remedy=remedy)
+    return TaskError("deterministic=True needs layout-free random operations", got=what, remedy=remedy)
 
 
 _T = torch.Tensor

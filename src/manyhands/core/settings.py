@@ -107,7 +107,7 @@ def _read(
             values[name] = _checked(f"{name} in {file}", value, hints[name])
         else:
             known = ", ".join([*hints, *(f"[{table}]" for table in tables)])
-            raise SettingsError(f"{file} may set {known}", got=repr(key), remedy="correct the name")
+            raise SettingsError(f"{file} may only set {known}", got=repr(key), remedy="correct the name")
     return values, extra
 
 
@@ -117,11 +117,11 @@ def _parse(file: Path) -> dict[str, Any]:
     except (OSError, FileError) as error:
         reason = getattr(error, "strerror", None) or error
         raise SettingsError(
-            "the configuration file must be readable", got=f"{file} ({reason})", remedy="correct its name"
+            "the configuration file must be readable", got=f"{file} ({reason})", remedy="correct its path"
         ) from None
     except (ValueError, RecursionError) as error:
         raise SettingsError(
-            f"{file} must be TOML", got=str(error), remedy='write lines such as epochs = 3 or on = "cpu*2"'
+            f"{file} must be valid TOML", got=str(error), remedy='write lines such as epochs = 3 or on = "cpu*2"'
         ) from None
 
 

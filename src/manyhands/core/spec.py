@@ -124,7 +124,11 @@ class StrategySpec:
             _require_count(axis, count)
         both = [axis for axis in OPEN_AXES if not getattr(self, axis)]
         if len(both) > 1:
-            raise StrategyError(f"one of {' and '.join(both)} must be a number", got="all for both", remedy="pass one")
+            raise StrategyError(
+                f"only one of {' and '.join(both)} can use all remaining devices",
+                got="None for both",
+                remedy="pass a number for one of them",
+            )
         if isinstance(self.layout, Mapping):
             object.__setattr__(self, "layout", ";".join(f"{pattern}:{way}" for pattern, way in self.layout.items()))
         for way in self.layouts.values():
@@ -134,7 +138,7 @@ class StrategySpec:
         _require_one_of("schedule", self.schedule, SCHEDULES)
         if self.place and self.microbatches > 1:
             raise StrategyError(
-                "a placed network takes a batch as a whole",
+                "mh.Placed does not split a batch into micro-batches",
                 got=f"microbatches={self.microbatches}",
                 remedy="use accumulate=, or mh.Pipeline",
             )
@@ -151,35 +155,35 @@ class StrategySpec:
         _require_one_of("precision", self.precision, PRECISIONS)
         if self.deterministic and self.capture == "compile":
             raise StrategyError(
-                "a deterministic step cannot be compiled: its numbers come from Python",
+                "a deterministic step cannot be compiled, because its random numbers are generated in Python",
                 got='deterministic with capture="compile"',
-                remedy='leave one of them away; capture="graph" works with it',
+                remedy='omit one of them; capture="graph" works with deterministic',
             )
         _require_one_of("capture", self.capture, CAPTURES)
         for what in self.offloaded:
             _require_one_of("offload", what, OFFLOADS)
         if self.offload and self.capture in ("graph", "compile"):
             raise StrategyError(
-                "a step that keeps something in the host's memory is neither recorded nor compiled",
+                "a step that offloads to host memory can be neither captured nor compiled",
                 got=f"offload={self.offload} with capture={self.capture}",
-                remedy="leave one of them away",
+                remedy="omit one of them",
             )
         _require_one_of("sharding", self.sharding, SHARDINGS)
         _require_one_of("batch_stats", self.batch_stats, ("sync", "micro", "local"))
         for axis in ("context", "expert"):
             if getattr(self, axis) != 1:
                 raise StrategyError(
-                    f"the axis {axis!r} is reserved and not built yet",
+                    f"the axis {axis!r} is reserved and not implemented yet",
                     got=getattr(self, axis),
                     remedy=f"leave {axis} at 1",
                 )
         _check_servers(self)
-        cut = [axis for axis in ("shards", "tensor", "stages") if getattr(self, axis) != 1]
-        if cut and self.replicas == 1 and self.sync != "allreduce":
+        split = [axis for axis in ("shards", "tensor", "stages") if getattr(self, axis) != 1]
+        if split and self.replicas == 1 and self.sync != "allreduce":
             raise StrategyError(
-                "a policy says how replicas agree",
-                got=f"sync={self.sync} with {cut[0]}={getattr(self, cut[0])} and one replica",
-                remedy="pass replicas=2 or more, or leave sync away",
+                "a sync policy needs several replicas",
+                got=f"sync={self.sync} with {split[0]}={getattr(self, split[0])} and one replica",
+                remedy="pass replicas=2 or more, or omit sync",
             )
 
     @property
@@ -260,9 +264,9 @@ class StrategySpec:
         if self.num_devices == count:
             return self
         raise StrategyError(
-            f"{self} takes {'a multiple of ' if self.num_devices is None else ''}{others} devices{self.arithmetic}",
+            f"{self} needs {'a multiple of ' if self.num_devices is None else ''}{others} devices{self.arithmetic}",
             got=f"{count}",
-            remedy="change one of its numbers, or name as many devices with on=",
+            remedy="change one of its sizes, or pass the devices with on=",
         )
 
     @property
@@ -295,7 +299,7 @@ class StrategySpec:
                 if axis := _AXIS.get(_ELSEWHERE.get(key, key)):
                     remedy = f"write {axis}={values[key]}"
                 raise StrategyError(
-                    f"a strategy has the settings {', '.join(sorted([*known, 'workers']))}",
+                    f"a setting of a strategy must be one of {', '.join(sorted([*known, 'workers']))}",
                     got=repr(key),
                     remedy=f"pass it to fit: {key}=..." if key in ("fit_in", "memory") else remedy,
                 )
@@ -376,7 +380,7 @@ def _text_of(policy: object) -> str:
     if isinstance(policy, type) or not hasattr(policy, "changes_mathematics"):
         got = f"the class {policy.__name__}" if isinstance(policy, type) else repr(policy)
         made = f"mh.sync.{policy.__name__}(...)" if isinstance(policy, type) else 'mh.sync.Int8() or "bf16", say'
-        raise StrategyError("sync is a policy or its text", got=got, remedy=f"write {made}")
+        raise StrategyError("sync must be a policy or its name", got=got, remedy=f"write for example {made}")
     return str(policy)
 
 
@@ -586,14 +590,18 @@ def Placed(
 
     `where` maps patterns of module names to devices: "cuda:1", "host2/cuda:0", or their index in `on=`. "*" matches all
     modules that no other pattern names; operations outside of these parts run where most of their inputs are. Without a
-    map, the `with mh.on(...):` blocks in which the network was built decide; if there are none, the network is
+    map, the `with mh.place_on(...):` blocks in which the network was built decide; if there are none, the network is
     partitioned for equal time, balanced parameters and little communication.
 
     >>> Placed({"tower_a.*": "cpu:0", "tower_b.*": "cpu:1"})
     StrategySpec(stages=2, place='tower_a.*@cpu:0;tower_b.*@cpu:1')
     """
     if where is not None and not where:
-        raise StrategyError("a map must name parts of the network", got="an empty one", remedy="leave it away for auto")
+        raise StrategyError(
+            "the map of mh.Placed must name parts of the network",
+            got="an empty map",
+            remedy="omit it for an automatic placement",
+        )
     count = devices if where is None else devices or len(set(map(str, where.values())))
     return StrategySpec(
         replicas=replicas,
@@ -631,16 +639,16 @@ def _product(field: dataclasses.Field[Any], one: StrategySpec, other: StrategySp
     if field.name in AXES:
         if (not a or not b) and 1 not in (a, b):
             raise StrategyError(
-                f"one factor of a product may set {field.name}, where it takes all devices there are",
+                f"only one factor of a product may leave {field.name} open",
                 got=" and ".join(str(n) if n else "all" for n in (a, b)),
-                remedy=f"write {field.name}= in one of them only",
+                remedy=f"set {field.name} in one of them only",
             )
         return b if a == 1 else a if b == 1 else a * b
     if field.default not in (a, b) and a != b:
         raise StrategyError(
-            f"the factors of a product must agree in {field.name}",
+            f"the factors of a product must have the same {field.name}",
             got=f"{a!r} and {b!r}",
-            remedy=f"write {field.name}= in one of them only",
+            remedy=f"set {field.name} in one of them only",
         )
     return b if a == field.default else a
 
@@ -653,9 +661,9 @@ def as_spec(strategy: StrategySpec | str | None) -> StrategySpec:
         return StrategySpec.parse(strategy)
     if not isinstance(strategy, StrategySpec):
         raise StrategyError(
-            "a strategy is a StrategySpec or its text",
+            "strategy must be a StrategySpec or a string",
             got=f"{strategy!r}",
-            remedy='pass mh.Mirrored(), mh.Single() or "replicas=2"',
+            remedy='pass for example mh.Mirrored(), mh.Single() or "replicas=2"',
         )
     return strategy
 
@@ -681,7 +689,7 @@ def _named(word: str) -> dict[str, Any]:
         return NAMED[_ELSEWHERE.get(word, word)]
     except KeyError:
         raise StrategyError(
-            f"a strategy is one of {', '.join(NAMED)}, auto, or settings such as replicas=4",
+            f"a strategy must be one of {', '.join(NAMED)}, auto, or settings such as replicas=4",
             got=repr(word),
             remedy=_meant(word),
         ) from None
@@ -726,38 +734,38 @@ def _check_servers(spec: StrategySpec) -> None:
         for name in ("staleness", "backup", "correction", "followers"):
             if getattr(spec, name) != getattr(StrategySpec, name):
                 raise StrategyError(
-                    f"{name} belongs to parameter servers",
+                    f"{name} can only be used with parameter servers",
                     got=f"{name}={getattr(spec, name)} without servers",
                     remedy="use mh.ParameterServer(servers=2, workers=4, ...)",
                 )
         return
     if spec.followers > 1:
-        raise StrategyError("a server has at most one follower", got=spec.followers, remedy="pass followers=1")
+        raise StrategyError("followers must be 0 or 1", got=spec.followers, remedy="pass followers=1")
     others = [name for name in ("shards", "tensor", "stages") if getattr(spec, name) != 1]
     others += [name for name in ("sync", "offload") if getattr(spec, name) != getattr(StrategySpec, name)]
     if others:
         raise StrategyError(
-            "parameter servers take whole networks and exact gradients",
+            "parameter servers need whole networks and exact gradients",
             got=f"servers={spec.servers} with {others[0]}={getattr(spec, others[0])}",
-            remedy=f"leave {others[0]} away, or use mh.Mirrored()",
+            remedy=f"omit {others[0]}, or use mh.Mirrored()",
         )
     if spec.backup and spec.staleness != 0:
         raise StrategyError(
-            "backup workers belong to synchronous steps",
+            "backup workers can only be used in synchronous steps",
             got=f"backup={spec.backup} with staleness={spec.staleness}",
             remedy="pass staleness=0 or backup=0",
         )
     if spec.replicas is not None and spec.backup >= spec.replicas:
         raise StrategyError(
-            "backup must leave at least one worker that counts",
+            "backup must be smaller than the number of workers",
             got=f"backup={spec.backup} of {spec.replicas} workers",
             remedy=f"pass backup={spec.replicas - 1} or less",
         )
     if spec.correction and spec.staleness is not None:
         raise StrategyError(
-            "correction is for staleness=None, where single gradients are stale",
-            got=f"correction with staleness={spec.staleness}",
-            remedy="leave correction away",
+            "correction can only be used with staleness=None, where single gradients are stale",
+            got=f"staleness={spec.staleness}",
+            remedy="omit correction",
         )
 
 
@@ -770,6 +778,4 @@ def _require_count(name: str, value: object) -> None:
 
 def _require_one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
-        raise StrategyError(
-            f"{name} must be one of {', '.join(allowed)}", got=repr(value), remedy="choose one of these"
-        )
+        raise StrategyError(f"{name} must be one of {', '.join(allowed)}", got=repr(value), remedy="choose one of them")

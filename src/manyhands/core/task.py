@@ -57,7 +57,9 @@ def mean(total: Tensor, count: Tensor | int) -> Mean:
         # Created on the device: a copy from the host would synchronize.
         counted = torch.full((), float(count), dtype=torch.float64, device=total.device)
     if counted.numel() != 1:
-        raise TaskError("the count of mh.mean must be a single number", got=tuple(counted.shape), remedy="sum it")
+        raise TaskError(
+            "the count of mh.mean must be a single number", got=tuple(counted.shape), remedy="sum it: count.sum()"
+        )
     return Mean(total.reshape(()), counted.reshape(()))
 
 
@@ -139,7 +141,7 @@ class Task:
         if (self.loss is None) == (self.step is None):
             given = "both" if self.loss is not None else "neither"
             raise TaskError(
-                "a Task has either a loss or a step",
+                "a Task must have either a loss or a step",
                 got=given,
                 remedy="pass loss=fn(model, batch) or step=fn(hand, batch)",
             )
@@ -177,9 +179,9 @@ class Task:
             _require_arguments(name, getattr(self, name), arguments)
         if inspect.isclass(self.schedule):
             raise TaskError(
-                "schedule is a function of (step, total) that returns what the learning rate is multiplied by",
+                "schedule must be a function of (step, total) that returns a factor for the learning rate",
                 got=f"the class {self.schedule.__name__}",
-                remedy="write for instance schedule=lambda step, total: 1 - step / total",
+                remedy="write for example schedule=lambda step, total: 1 - step / total",
             )
         for name in ("model", "optimizer", "loss", "step", "collate", "predict", "schedule"):
             value = getattr(self, name)
@@ -191,24 +193,28 @@ class Task:
                 )
         if self.batch_size is not None and (not isinstance(self.batch_size, int) or self.batch_size < 1):
             raise TaskError(
-                "batch_size must be a whole number of at least 1", got=repr(self.batch_size), remedy="pass 32"
+                "batch_size must be a whole number of at least 1",
+                got=repr(self.batch_size),
+                remedy="pass for example batch_size=32",
             )
         if self.clip is not None and not self.clip > 0:
-            raise TaskError("clip must be a positive norm", got=self.clip, remedy="pass clip=1.0, or None for none")
+            raise TaskError("clip must be a positive norm, or None", got=self.clip, remedy="pass for example clip=1.0")
         if self.not_finite not in ("stop", "skip"):
             raise TaskError(
-                'not_finite must be "stop" or "skip"', got=repr(self.not_finite), remedy="pass one of these"
+                'not_finite must be "stop" or "skip"', got=repr(self.not_finite), remedy="choose one of them"
             )
         if not isinstance(self.max_skipped, int) or self.max_skipped < 1:
             raise TaskError(
-                "max_skipped must be a whole number of at least 1", got=repr(self.max_skipped), remedy="pass 20"
+                "max_skipped must be a whole number of at least 1",
+                got=repr(self.max_skipped),
+                remedy="pass for example max_skipped=20",
             )
         if self.ema is not None and not (isinstance(self.ema, float) and 0 < self.ema < 1):
             raise TaskError(
-                "ema is a decay between 0 and 1", got=repr(self.ema), remedy="pass ema=0.999, or None for none"
+                "ema must be a decay between 0 and 1, or None", got=repr(self.ema), remedy="pass for example ema=0.999"
             )
         if self.workers is not None and self.workers < 0:
-            raise TaskError("workers must not be negative", got=self.workers, remedy="pass 0 or more")
+            raise TaskError("workers must not be negative", got=self.workers, remedy="pass workers=0 or more")
 
     def __repr__(self) -> str:
         shown = {name: getattr(self, name) for name in ("model", "loss", "step", "optimizer")}
@@ -232,14 +238,14 @@ def as_task(task: Task | Callable[..., Task], params: Mapping[str, Any] | None =
     if isinstance(task, Task):
         if params:
             raise SettingsError(
-                "only a function that makes a Task has parameters",
+                "params can only be passed with a function that returns a Task",
                 got=", ".join(params),
                 remedy="write def task(lr: float = 1e-3) -> mh.Task: ...",
             )
         return task
     if not callable(task) or _is_a(task, "torch.nn", "Module"):
         raise TaskError(
-            "a task is an mh.Task or a function that makes one",
+            "a task must be an mh.Task or a function that returns one",
             got=type(task).__name__,
             remedy="pass one of these",
         )
@@ -278,8 +284,8 @@ def typed(task: Callable[..., Task], params: Mapping[str, Any]) -> dict[str, Any
     for name, parameter in own.items():
         if parameter.default is inspect.Parameter.empty and name not in params:
             raise SettingsError(
-                "every parameter of a task function has a default",
-                got=f"{name} without one",
+                "every parameter of a task function must have a default",
+                got=f"{name} without a default",
                 remedy=f"write {name}=...",
             )
     passed_on = next((name for name, item in parameters.items() if item.kind is inspect.Parameter.VAR_KEYWORD), None)
@@ -289,7 +295,7 @@ def typed(task: Callable[..., Task], params: Mapping[str, Any]) -> dict[str, Any
         if name not in own and passed_on is None:
             known = ", ".join(own) or "no parameters"
             remedy = f"correct the name, or write def {task.__name__}({name}=...): and use it there"
-            raise SettingsError(f"the task has {known}", got=repr(name), remedy=remedy)
+            raise SettingsError(f"a parameter of the task must be one of {known}", got=repr(name), remedy=remedy)
         parameter = own[name] if name in own else parameters[passed_on or name]
         usual = str if parameter.default is inspect.Parameter.empty else type(parameter.default)
         kind = hints.get(parameter.name, usual)
@@ -316,7 +322,7 @@ def convert(name: str, value: Any, kind: Any) -> Any:
         return value
     shown = getattr(kind, "__name__", str(kind))
     raise SettingsError(
-        f"{name} must be of type {shown}", got=repr(value), remedy=f"write {name}=VALUE with such a value"
+        f"{name} must be of type {shown}", got=repr(value), remedy=f"pass a value of this type: {name}=VALUE"
     )
 
 
@@ -324,9 +330,9 @@ def _require_arguments(name: str, function: Any, arguments: tuple[str, ...]) -> 
     """Raise TaskError before training if a plain function cannot take these arguments; skip other objects."""
     if inspect.isfunction(function) and not _takes(function, arguments):
         raise TaskError(
-            f"{name} is called with ({', '.join(arguments)})",
+            f"{name} must accept the arguments ({', '.join(arguments)})",
             got=f"{function.__name__}{inspect.signature(function)}",
-            remedy="let it take these",
+            remedy="change its signature",
         )
 
 
@@ -344,9 +350,9 @@ def _require_metric(name: str, metric: Any) -> None:
         measure = metric[0] if len(metric) == 2 and callable(metric[1]) else None
     if not (callable(measure) or hasattr(measure, "compute")):
         raise TaskError(
-            f"the metric {name!r} must be a function, an object with update and compute, or (object, function) of them",
+            f"the metric {name!r} must be a function, an object with update and compute, or a pair (object, function)",
             got="a tuple" if isinstance(metric, tuple) else type(metric).__name__,
-            remedy="pass fn(outputs, batch), or for instance torchmetrics.classification.BinaryAUROC()",
+            remedy="pass fn(outputs, batch), or for example torchmetrics.classification.BinaryAUROC()",
         )
 
 

@@ -3,7 +3,7 @@
 from .exchanges import START, ExchangeGroup, Servers, all_gather, all_reduce, send
 from .hardware import Chip, Link, blend, chip, link, make_chip
 from .network import Network, NetworkPart, PassCost
-from .trace import CannotTrace, pieces_of, trace
+from .trace import CannotTrace, trace
 from .whole import fingerprint, one_piece
 
 __all__ = [
@@ -11,7 +11,6 @@ __all__ = [
     "NetworkPart",
     "PassCost",
     "trace",
-    "pieces_of",
     "CannotTrace",
     "fingerprint",
     "one_piece",

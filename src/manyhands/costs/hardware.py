@@ -50,22 +50,24 @@ class Chip:
         """Return the operations per second that large matrix products reach."""
         return self.reach * self.flops.get(precision, self.flops["fp32"] / 2)
 
-    def computing(self, work: PassCost, samples: float, precision: str, cut: int = 1) -> float:
-        """Return the device's seconds for `samples` times the traced samples; products are split over `cut` devices."""
-        flops = work.flops * samples / cut
+    def computing(self, work: PassCost, samples: float, precision: str, tensor: int = 1) -> float:
+        """Return the device's seconds for `samples` traced samples; matmuls are split over `tensor` devices."""
+        flops = work.flops * samples / tensor
         products = max(1.0, work.operations / 4) if flops else 0.0
         calculating = flops / self.rate(precision) + products * self.ramp
-        moved = (work.uncut + (work.moved - work.uncut) / cut) * samples + work.fixed / cut
+        moved = (work.unsharded + (work.moved - work.unsharded) / tensor) * samples + work.fixed / tensor
         return calculating + moved / (self.bandwidth * self.streaming)
 
-    def starting(self, operations: float, *, recorded: bool = False) -> float:
+    def starting(self, operations: float, *, captured: bool = False) -> float:
         """Return the seconds that the host needs to launch these operations."""
-        return operations * (self.replayed if recorded else self.operation)
+        return operations * (self.replayed if captured else self.operation)
 
-    def seconds(self, work: PassCost, samples: float, precision: str, *, cut: int = 1, recorded: bool = False) -> float:
+    def seconds(
+        self, work: PassCost, samples: float, precision: str, *, tensor: int = 1, captured: bool = False
+    ) -> float:
         """Return the time of a forward or backward: device and host work concurrently."""
-        host = self.starting(work.operations, recorded=recorded)
-        return blend(self.computing(work, samples, precision, cut), host)
+        host = self.starting(work.operations, captured=captured)
+        return blend(self.computing(work, samples, precision, tensor), host)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,9 +112,9 @@ def chip(name: str) -> Chip:
     within = [key for key in known if set(key.upper().split("-")) <= words]
     if not within:
         raise DeviceError(
-            f"the catalogue has {', '.join(known)}",
+            f"a device must be one of the catalogue ({', '.join(known)})",
             got=repr(name),
-            remedy="name one of these, or give its flops, memory and bandwidth in a cluster file",
+            remedy="choose one of them, or give its flops, memory and bandwidth in a cluster file",
         )
     return make_chip(max(within, key=len), {})
 
@@ -128,7 +130,9 @@ def make_chip(name: str, given: Mapping[str, Any]) -> Chip:
     for wanted in ("flops", "memory", "bandwidth"):
         if wanted not in values:
             raise DeviceError(
-                "a device has flops, memory and bandwidth", got=f"{name} without {wanted}", remedy=f"add {wanted} = ..."
+                "a device needs flops, memory and bandwidth",
+                got=f"{name} without {wanted}",
+                remedy=f"add {wanted} = ...",
             )
     if not isinstance(values["flops"], Mapping):
         values["flops"] = {"fp32": float(values["flops"]), "bf16": float(values["flops"])}
@@ -136,9 +140,9 @@ def make_chip(name: str, given: Mapping[str, Any]) -> Chip:
         return Chip(name=name, **values)
     except TypeError as error:
         raise DeviceError(
-            f"a device has {', '.join(Chip.__dataclass_fields__)}",
+            f"a device can only have {', '.join(Chip.__dataclass_fields__)}",
             got=str(error).split("argument ")[-1],
-            remedy="correct it",
+            remedy="correct the name",
         ) from None
 
 
@@ -152,7 +156,9 @@ def link(name: str, bandwidth: float | None = None) -> Link:
     if name == "Ethernet" and bandwidth is not None and bandwidth > TCP_FILLS:
         return Link(**{**known["fast Ethernet"], "name": name, "bandwidth": bandwidth})
     if name not in known:
-        raise DeviceError(f"the catalogue has {', '.join(known)}", got=repr(name), remedy="name one of these")
+        raise DeviceError(
+            f"a device must be one of the catalogue ({', '.join(known)})", got=repr(name), remedy="choose one of them"
+        )
     made = {"name": name, **known[name]}
     if bandwidth is not None:
         made["bandwidth"] = bandwidth

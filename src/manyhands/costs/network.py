@@ -15,7 +15,7 @@ class PassCost:
     """FLOPs of matrix products, convolutions and attention."""
     moved: float = 0.0
     """Bytes that operations read and write, as far as they grow with the samples."""
-    uncut: float = 0.0
+    unsharded: float = 0.0
     """The part of `moved` that every device moves in full under tensor parallelism: sums, norms and dropout of rows."""
     fixed: float = 0.0
     """Bytes of parameters and gradients that are read and written, independent of the number of samples."""
@@ -27,7 +27,7 @@ class PassCost:
         return PassCost(
             flops=self.flops + other.flops,
             moved=self.moved + other.moved,
-            uncut=self.uncut + other.uncut,
+            unsharded=self.unsharded + other.unsharded,
             fixed=self.fixed + other.fixed,
             operations=self.operations + other.operations,
             peak=max(self.peak, other.peak),
@@ -72,12 +72,12 @@ class NetworkPart:
         """Return the bytes that a worker pulls from, and pushes to, servers for `samples` times the traced samples."""
         return self.gradient_bytes - self.table_bytes + min(self.table_bytes, self.touched * samples)
 
-    def share(self, cut: int) -> float:
-        """Return the fraction of its activations on each device when its products are split over `cut` devices."""
-        if cut == 1 or not self.products:
+    def share(self, tensor: int) -> float:
+        """Return the fraction of its activations on each device when its products are split over `tensor` devices."""
+        if tensor == 1 or not self.products:
             return 1.0
-        whole = self.forward.uncut / self.forward.moved if self.forward.moved else 0.0
-        return whole + (1 - whole) / cut
+        whole = self.forward.unsharded / self.forward.moved if self.forward.moved else 0.0
+        return whole + (1 - whole) / tensor
 
 
 @dataclass(frozen=True, kw_only=True)

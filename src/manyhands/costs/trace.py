@@ -24,7 +24,8 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from torch.utils.flop_counter import flop_registry
 
 from ..core import Mean, Task, TaskError
-from ..graph import Life, StorageWatch, culprit
+from ..distributed import culprit
+from ..graph import Life, StorageWatch
 from .network import Network, NetworkPart, PassCost
 
 OWN_LINES = "(own lines and loss)"
@@ -59,7 +60,9 @@ def trace(task: Task, batch: Any, *, rows: int, precision: str = "fp32") -> Netw
     (['0', '1', '2', '(own lines and loss)'], 1024.0)
     """
     if task.loss is None:
-        raise CannotTrace("a task with a step of its own is measured, not traced", remedy="measured costs are used")
+        raise CannotTrace(
+            "a task with step= is measured, because it cannot be traced", remedy="measured costs are used"
+        )
     try:
         with alone(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
             model = weightless(task.model, mode)
@@ -68,9 +71,9 @@ def trace(task: Task, batch: Any, *, rows: int, precision: str = "fp32") -> Netw
         raise
     except Exception as error:
         raise CannotTrace(
-            "a network is traced with tensors that have shapes but no numbers",
+            "a network is traced with tensors that have shapes but no values",
             got=f"{type(error).__name__} at {culprit(error)}",
-            remedy="whole steps are measured instead; without that line it could be planned piece by piece",
+            remedy="whole steps are measured instead; without that line the network could be planned piece by piece",
         ) from error
 
 
@@ -217,7 +220,7 @@ class _Counter(StorageWatch):
             self.multiplied |= {key_of(tensor) for tensor in inputs} - self._parameters - self._copies.keys()
         is_whole = not flops and tuple(outputs[0].shape) == self._whole
         moved = touched - fixed
-        work = PassCost(flops=flops, moved=moved, uncut=moved if is_whole else 0, fixed=fixed, operations=1)
+        work = PassCost(flops=flops, moved=moved, unsharded=moved if is_whole else 0, fixed=fixed, operations=1)
         self.works[self._in_backward] = self.works[self._in_backward] + work
 
     def save(self, tensor: Tensor) -> Tensor:

@@ -1,5 +1,5 @@
 """The dashboard: a local page that shows runs, studies, plans and servers; it reads event logs, nothing else."""
 
-from .server import HOST, Dashboard
+from .server import Dashboard
 
-__all__ = ["HOST", "Dashboard"]
+__all__ = ["Dashboard"]

@@ -88,7 +88,7 @@ class RunFolder(LogSource):
         self.total: int | None = None
         self.parameters: int | None = None
         self.end: dict[str, Any] = {}
-        self.cut: dict[str, Any] | None = None
+        self.partition: dict[str, Any] | None = None
         self.split: dict[str, Any] | None = None
         self.plan: dict[str, Any] | None = None
         self.servers: dict[str, Any] = {}
@@ -110,7 +110,7 @@ class RunFolder(LogSource):
         try:
             found = read_json(self.path / RECORD, RECORD_LIMIT)
             if not fields.holds(found, fields.RECORD_FIELDS):
-                raise FileError(f"{RECORD} must describe a run", got="fields of other types")
+                raise FileError(f"{RECORD} must be a record of a run", got="missing fields, or fields of other types")
         except FileNotFoundError:
             return
         except (OSError, FileError) as error:
@@ -226,8 +226,8 @@ class RunFolder(LogSource):
     def on_checkpoint(self, entry: dict[str, Any]) -> None:
         self.checkpoints.append((entry["t"], entry["step"]))
 
-    def on_cut(self, entry: dict[str, Any]) -> None:
-        self.cut = {name: entry[name] for name in ("title", "boxes", "arrows")}
+    def on_partition(self, entry: dict[str, Any]) -> None:
+        self.partition = {name: entry[name] for name in ("title", "boxes", "arrows")}
 
     def on_split(self, entry: dict[str, Any]) -> None:
         self.split = {"lines": entry["lines"] or []}
@@ -293,7 +293,7 @@ class RunFolder(LogSource):
             "ranks": {number: rank.to_dict() for number, rank in sorted(self.ranks.items())},
             "news": list(self.news),
             "checkpoints": list(self.checkpoints),
-            "cut": self.cut,
+            "partition": self.partition,
             "split": self.split,
             "servers": self.servers,
             "has_plan": self.plan is not None,
@@ -343,7 +343,7 @@ def _said(entry: dict[str, Any]) -> str:
     if entry["kind"] == "lost":
         return f"rank {entry.get('rank')} on {entry.get('host')} was lost: {entry.get('reason')}"
     if entry["kind"] == "recovered":
-        return f"goes on at step {entry.get('step')} with {entry.get('size')} replicas, from {entry.get('source')}"
+        return f"resumed at step {entry.get('step')} with {entry.get('size')} replicas, from {entry.get('source')}"
     if entry["kind"] == "skipped":
         return f"step {entry.get('step')} was left out"
     return ", ".join(f"{key} {value}" for key, value in entry.items() if key not in TALKED)

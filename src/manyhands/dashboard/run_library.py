@@ -147,7 +147,7 @@ class Library:
         for source in self.sources.values():
             if isinstance(source, RunFolder):
                 about = {"id": source.id, "name": source.path.name, "state": source.state, "changed": source.changed}
-                found += [{**about, "cut": source.cut is not None, **place} for place in source.placed()]
+                found += [{**about, "partition": source.partition is not None, **place} for place in source.placed()]
             elif isinstance(source, Log) and source.serving:
                 about = {"id": source.id, "name": source.path.name, "state": source.state, "changed": source.changed}
                 host = source.serving.get("host") or "this host"

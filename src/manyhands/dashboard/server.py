@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import re
+import socket
+import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
@@ -33,6 +36,12 @@ HEADERS = {
 SINCE = re.compile(r"[0-9]{1,18}")
 """Pattern of a stamp."""
 MOST_STREAMS = 64
+MOST_CONNECTIONS = 2 * MOST_STREAMS
+"""Maximum number of connections, each of which has a thread."""
+REQUEST_SECONDS = 30.0
+"""Maximum seconds that a connection may be idle, from there to a complete request head, and to write a response."""
+END_SECONDS = 1.0
+"""Maximum seconds that an evicted connection's thread may take to end."""
 QUIET_SECONDS = 10.0
 """Seconds without changes after which a stream sends a keep-alive, which detects closed connections."""
 
@@ -48,7 +57,9 @@ class Dashboard:
         for url in servers:
             if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
                 raise SettingsError(
-                    "a server is named by its address", got=repr(url), remedy="write http://127.0.0.1:8501"
+                    "the address of a server must be a URL",
+                    got=repr(url),
+                    remedy="write for example http://127.0.0.1:8501",
                 )
         self.library = Library([Path(folder) for folder in folders], servers)
         self.closing = threading.Event()
@@ -58,7 +69,9 @@ class Dashboard:
         except (OSError, OverflowError) as error:
             reason = getattr(error, "strerror", None) or error
             raise SettingsError(
-                "the port must be free", got=f"{HOST}:{port} ({reason})", remedy="pass another, or 0 for any"
+                "the port must be free",
+                got=f"{HOST}:{port} ({reason})",
+                remedy="pass another port, or 0 for any free port",
             ) from None
         self.port = int(self._http.server_address[1])
         self.url = f"http://{HOST}:{self.port}/"
@@ -125,28 +138,108 @@ class Dashboard:
             self._streams.release()
 
 
+FULL = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+
+
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, address: tuple[str, int], dashboard: Dashboard) -> None:
         self.dashboard = dashboard
+        self._free = threading.BoundedSemaphore(MOST_CONNECTIONS)
+        self._waiting: dict[socket.socket, float] = {}
+        """Connections without a complete request, longest waiting first, and when they began to wait."""
+        self._lock = threading.Lock()
         super().__init__(address, _Handler)
         port = self.server_address[1]
         self.names = {f"{name}:{port}" for name in (HOST, "localhost")}
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Start the thread of a connection; if there are too many, the one that waited longest gives way."""
+        has_room = self._free.acquire(blocking=False)
+        if not has_room and self._end_waiting(before=float("inf")):
+            has_room = self._free.acquire(timeout=END_SECONDS)
+        if not has_room:
+            with contextlib.suppress(OSError):
+                request.send(FULL)
+            self.shutdown_request(request)
+            return
+        self.start_waiting(request)
+        try:
+            super().process_request(request, client_address)
+        except BaseException:
+            # No thread could be started.
+            self._end(request)
+            raise
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._end(request)
+
+    def service_actions(self) -> None:
+        """End connections that have sent no complete request for too long; called periodically."""
+        while self._end_waiting(before=time.monotonic() - REQUEST_SECONDS):
+            pass
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Report errors of the dashboard, but not those of clients that end their connections."""
+        if not isinstance(sys.exception(), OSError):
+            super().handle_error(request, client_address)
+
+    def start_waiting(self, connection: socket.socket) -> None:
+        """Mark a connection as having no complete request, so that it may be evicted."""
+        with self._lock:
+            self._waiting.setdefault(connection, time.monotonic())
+
+    def stop_waiting(self, connection: socket.socket) -> None:
+        """Mark a connection as having a request being answered, so that it is not evicted."""
+        with self._lock:
+            self._waiting.pop(connection, None)
+
+    def _end_waiting(self, before: float) -> bool:
+        """End the connection that has waited longest if it began before a time; return whether there was one."""
+        with self._lock:
+            connection, since = next(iter(self._waiting.items()), (None, before))
+            if connection is None or since >= before:
+                return False
+            del self._waiting[connection]
+            # Its thread reads the end of the input and closes it.
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+            return True
+
+    def _end(self, connection: socket.socket) -> None:
+        self.stop_waiting(connection)
+        self._free.release()
 
 
 class _Handler(BaseHTTPRequestHandler):
     server: _Server
     protocol_version = "HTTP/1.1"
     server_version, sys_version = "manyhands", ""
-    timeout = 30
+    timeout = REQUEST_SECONDS
+
+    def handle_one_request(self) -> None:
+        self.server.start_waiting(self.connection)
+        super().handle_one_request()
+
+    def parse_request(self) -> bool:
+        is_parsed = super().parse_request()
+        self.server.stop_waiting(self.connection)
+        return is_parsed
 
     def do_GET(self) -> None:
         # Protects against DNS rebinding: a site whose name resolves to this host must not read the data.
         if self.headers.get("Host", "") not in self.server.names:
             self._send(403, b"open it as http://127.0.0.1", "text/plain")
             return
-        url = urlsplit(self.path)
+        try:
+            url = urlsplit(self.path)
+        except ValueError:
+            self._send(400, b"not a URL", "text/plain")
+            return
         if url.path == "/api/live":
             self._stream()
         elif url.path.startswith("/api/"):

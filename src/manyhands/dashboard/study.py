@@ -30,7 +30,7 @@ class StudyFolder(LogSource):
         self.ranges: dict[str, dict[str, Any]] = {}
         self.counts = dict.fromkeys(STATES, 0)
         self.best: int | None = None
-        self.team: dict[str, Any] | None = None
+        self.ensemble: dict[str, Any] | None = None
         self._described = ""
         super().__init__(name, path)
 
@@ -49,8 +49,8 @@ class StudyFolder(LogSource):
         """Names and modes ("min" or "max") of the objectives."""
         return list(self.study.get("objectives") or [])
 
-    def on_team(self, entry: dict[str, Any]) -> None:
-        self.team = {name: value for name, value in entry.items() if name not in ("v", "kind")}
+    def on_ensemble(self, entry: dict[str, Any]) -> None:
+        self.ensemble = {name: value for name, value in entry.items() if name not in ("v", "kind")}
 
     def refresh(self) -> bool:
         # Lines of a journal have no timestamps.
@@ -118,7 +118,7 @@ class StudyFolder(LogSource):
             "search": self.study.get("search") or "",
             "stop": self.study.get("stop"),
             "best": best,
-            "is_team": self.team is not None or list(self.study.get("space") or {}) == ["seed"],
+            "is_ensemble": self.ensemble is not None or list(self.study.get("space") or {}) == ["seed"],
         }
 
     def detail(self) -> dict[str, Any]:
@@ -127,7 +127,7 @@ class StudyFolder(LogSource):
             by_cost = sorted(trials, key=self._cost)
             chosen = {trial["number"] for trial in (*by_cost[: MOST_TRIALS // 2], *trials[-MOST_TRIALS // 2 :])}
             trials = [trial for trial in trials if trial["number"] in chosen]
-        about = {"about": self.study, "ranges": self.ranges, "team": self.team, "num_trials": len(self.trials)}
+        about = {"about": self.study, "ranges": self.ranges, "ensemble": self.ensemble, "num_trials": len(self.trials)}
         if self.state == "interrupted":
             trials = [{**trial, "state": "interrupted"} if trial["state"] == STATES[0] else trial for trial in trials]
         return {**self.summary(), **about, "trials": trials}

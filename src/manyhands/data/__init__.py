@@ -1,19 +1,15 @@
 """Data feed: global sample order, split over replicas, prefetching, and the cursor from which it resumes."""
 
 from .arrays import is_arrays
-from .batch import Batch, Cursor, first_dim, map_leaves, split, tensors, to_device
+from .batch import Batch, Cursor, first_dim, map_leaves, split, tensors
 from .batch_split import part_of
-from .bucketed import Bucketed, bucketed
-from .device_orders import Orders
+from .bucketed import bucketed
 from .device_resident import Resident, ResidentBatch, in_memory, lies_in_memory
-from .digest import data_digest
 from .feed import Feed
-from .fields import Fields
-from .files import Files, files
-from .order import Ids, Order
-from .prefetch import Prefetcher
+from .files import files
+from .order import Ids, Order, Orders
 from .source import IndexedSource, Source, Window, check_source
-from .sources import as_source
+from .sources import as_source, data_digest
 
 __all__ = [
     "Feed",
@@ -22,10 +18,7 @@ __all__ = [
     "ResidentBatch",
     "in_memory",
     "lies_in_memory",
-    "Fields",
-    "Files",
     "files",
-    "Bucketed",
     "bucketed",
     "Cursor",
     "Source",
@@ -39,10 +32,8 @@ __all__ = [
     "data_digest",
     "Order",
     "Orders",
-    "Prefetcher",
     "first_dim",
     "map_leaves",
     "split",
     "tensors",
-    "to_device",
 ]

@@ -29,7 +29,7 @@ class ArraySource(IndexedSource):
             raise DataError(
                 "arrays of one dataset must have the same length",
                 got=", ".join(f"{path}: {length}" for path, length in lengths.items()),
-                remedy="cut them to one length; if each is a sample, stack them: torch.stack(...)",
+                remedy="truncate them to one length; if each array is a sample, stack them: torch.stack(...)",
             )
         self.size = next(iter(lengths.values()))
         self.arrays = data
@@ -125,7 +125,7 @@ def _require_numbers(leaf: np.ndarray[Any, Any]) -> None:
         torch.from_numpy(leaf[:1].copy())
     except TypeError:
         raise DataError(
-            "arrays must hold numbers that torch knows",
+            "arrays must have a dtype that torch supports",
             got=f"dtype {leaf.dtype}",
             remedy="convert it: array.astype('float32')",
         ) from None

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from ..core import DataError
-from .fields import Fields
+from .collate import Fields
 from .order import Ids
 
 
@@ -117,7 +117,7 @@ def first_dim(data: Any) -> int:
         if tensor.ndim:
             return int(tensor.shape[0])
     raise DataError(
-        "a batch must hold a tensor whose first dim is its samples",
+        "a batch must contain a tensor whose first dimension is its samples",
         got=_outline(data),
         remedy="return such tensors from collate",
     )
@@ -202,7 +202,7 @@ def _has_rows(tensor: torch.Tensor, rows: int) -> bool:
 
 def _unsplittable(data: Any, rows: int) -> DataError:
     return DataError(
-        f"to be cut into micro-batches, a batch of {rows} samples must have them along dim 0 of every tensor",
+        f"to be split into micro-batches, a batch of {rows} samples must have them along dim 0 of every tensor",
         got=_outline(next((tensor for tensor in tensors(data) if not _has_rows(tensor, rows)), data)),
         remedy="use accumulate=1, or a collate that keeps samples along dim 0",
     )

@@ -23,10 +23,10 @@ class ReplicaShare:
     """Number of all replicas' samples in each micro-batch."""
 
 
-def cut(count: int, parts: int) -> tuple[int, ...]:
+def even_sizes(count: int, parts: int) -> tuple[int, ...]:
     """Return the sizes of contiguous parts, as even as possible, the larger ones first.
 
-    >>> cut(10, 4)
+    >>> even_sizes(10, 4)
     (3, 3, 2, 2)
     """
     base, extra = divmod(count, parts)
@@ -40,10 +40,10 @@ def share_of(count: int, accumulate: int, replica: int, num_replicas: int) -> Re
     >>> share_of(10, 2, replica=1, num_replicas=2)
     ReplicaShare(rows=array([3, 4, 8, 9]), sizes=(2, 2), global_sizes=(5, 5))
     """
-    global_sizes = cut(count, min(accumulate, count))
+    global_sizes = even_sizes(count, min(accumulate, count))
     runs, start = [], 0
     for size in global_sizes:
-        per_replica = cut(size, num_replicas)
+        per_replica = even_sizes(size, num_replicas)
         first = start + sum(per_replica[:replica])
         runs.append((first, first + per_replica[replica]))
         start += size

@@ -50,14 +50,14 @@ class Bucketed:
     def _check(self, lengths: Ids, source: IndexedSource) -> None:
         if len(lengths) != source.size:
             raise DataError(
-                f"there is one length for every sample of {source.name}",
+                f"lengths must have one value for every sample of {source.name}",
                 got=f"{len(lengths)} lengths for {source.size} samples",
-                remedy="pass as many",
+                remedy="pass a length for every sample",
             )
         if self.length is len and source.size > 1 and (lengths == lengths[0]).all():
             raise DataError(
-                "bucketing needs lengths that differ",
-                got=f"{lengths[0]} for every sample, by len",
+                "bucketing needs samples of different lengths",
+                got=f"length {lengths[0]} for every sample (measured by len)",
                 remedy='pass length="tokens" for a column, or length=lambda sample: len(sample[0])',
             )
 
@@ -99,7 +99,7 @@ def _lengths_in(column: str, source: IndexedSource) -> Ids:
     except (LookupError, TypeError) as error:
         _require_column(column, _columns_of(source.samples([0])))
         raise DataError(
-            "length names a column whose values have a length",
+            "length must name a column whose values have a length",
             got=f"{column!r} ({type(error).__name__}: {error})",
             remedy="pass a function of a sample, or the lengths themselves",
         ) from error
@@ -119,7 +119,7 @@ def _require_column(name: str, columns: list[str]) -> None:
     if columns and name not in columns:
         close = difflib.get_close_matches(name, columns, n=1)
         raise DataError(
-            f"length names a column: {', '.join(columns)}",
+            f"length must be one of the columns {', '.join(columns)}",
             got=repr(name),
             remedy=f"did you mean {close[0]!r}?" if close else "name one of these, or pass a function of a sample",
         )
@@ -133,7 +133,7 @@ class BucketSource(IndexedSource):
     def __init__(self, inner: Any, data: Bucketed) -> None:
         if not isinstance(inner, IndexedSource):
             raise DataError(
-                "bucketing needs samples that can be read in any order",
+                "bucketing needs a dataset with random access",
                 got=f"{inner.name}, a stream",
                 remedy="pass a dataset with __getitem__ and __len__, or mh.files(...)",
             )

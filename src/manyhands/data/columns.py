@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from .fields import Fields
+from .collate import Fields
 from .order import Ids
 
 Array = npt.NDArray[Any]

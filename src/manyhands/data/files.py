@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 
 from ..core import DataError
-from .block_order import BlockOrder
 from .collate import collate as default_collate
 from .columns import ColumnTable
 from .formats import (
@@ -29,7 +28,7 @@ from .formats import (
     format_of,
     unreadable_file,
 )
-from .order import Ids, Order
+from .order import BlockOrder, Ids, Order
 from .randomness import SampleRandomness, mix
 from .source import Collate, IndexedSource, collated
 
@@ -108,11 +107,11 @@ def files(
     types = dict(columns) if isinstance(columns, Mapping) else None if columns is None else dict.fromkeys(columns, "")
     check_types(types or {})
     if window is not None and window < 1:
-        raise DataError("window must be at least 1 row", got=window, remedy="pass window=10000")
+        raise DataError("window must be at least 1 row", got=window, remedy="pass for example window=10000")
     formats = {path: format_of(path, format, types) for path in found}
     if len({kind.name for kind in formats.values()}) > 1:
         raise DataError(
-            "files of one dataset have one format",
+            "the files of one dataset must have one format",
             got=", ".join(sorted({kind.name for kind in formats.values()})),
             remedy="pass a narrower pattern, or format=",
         )
@@ -128,9 +127,9 @@ def _expanded(patterns: Sequence[str | Path]) -> list[str]:
         found.update(matches)
     folder = next((path for path in found if os.path.isdir(path)), None)
     if folder is not None:
-        raise DataError("data files are files", got=f"the folder {folder}", remedy=f"pass '{folder}/*.parquet'")
+        raise DataError("paths must name files", got=f"the folder {folder}", remedy=f"pass '{folder}/*.parquet'")
     if not found:
-        raise DataError("data files must exist", got="an empty list", remedy="pass paths or a pattern")
+        raise DataError("at least one data file is required", got="an empty list", remedy="pass paths or a pattern")
     return sorted(found)
 
 
@@ -255,10 +254,10 @@ class TableSource(FileSource):
         """Return the rows of these ids, in their order, from the blocks that hold them."""
         blocks = np.searchsorted(self._starts, ids, side="right") - 1
         by_block = np.argsort(blocks, kind="stable")
-        cuts = np.flatnonzero(np.diff(blocks[by_block])) + 1
+        bounds = np.flatnonzero(np.diff(blocks[by_block])) + 1
         parts = [
             self._table(int(blocks[some[0]])).take(ids[some] - self._starts[blocks[some[0]]])
-            for some in np.split(by_block, cuts)
+            for some in np.split(by_block, bounds)
         ]
         return ColumnTable.joined(parts).take(np.argsort(by_block, kind="stable"))
 
@@ -328,6 +327,6 @@ def changed(shard: FileShard, num_bytes: int | None) -> DataError:
     """Return the error for a file that has changed since the scan."""
     return DataError(
         f"{shard.path} must not change while it is read",
-        got="no file any more" if num_bytes is None else f"{num_bytes} bytes instead of {shard.num_bytes}",
-        remedy="start again, so that it is scanned again",
+        got="a deleted file" if num_bytes is None else f"{num_bytes} bytes instead of {shard.num_bytes}",
+        remedy="start again, so that the file is scanned again",
     )

@@ -43,7 +43,7 @@ class BatchedSource(SampledSource):
         batches = self._batches(0, 0)
         if _lists(batches) != _lists(self._batches(0, 0)):
             raise DataError(
-                "a batch_sampler must give the same batches when it is drawn again from one seed",
+                "a batch_sampler must return the same batches whenever it is iterated with the same seed",
                 got=type(batch_sampler).__name__,
                 remedy="pass batch_size and sampler to the DataLoader, or batch_sampler=list(batches)",
             )
@@ -81,9 +81,9 @@ def loader_source(loader: DataLoader[Any], inner: Source) -> Source:
 def _in_loader_order(loader: DataLoader[Any], inner: Source) -> Source:
     if loader.batch_sampler is None:
         raise DataError(
-            "a DataLoader must make the batches, so that they can be shared out",
+            "a DataLoader must create the batches, so that they can be split over the replicas",
             got="batch_size=None",
-            remedy="let the dataset give single samples, and pass DataLoader(..., batch_size=32)",
+            remedy="let the dataset return single samples, and pass DataLoader(..., batch_size=32)",
         )
     if not isinstance(inner, IndexedSource):
         return inner
@@ -112,9 +112,9 @@ def _sampled(inner: IndexedSource, sampler: Any) -> Source:
 def _require_whole(sampler: Any) -> None:
     if isinstance(sampler, DistributedSampler):
         raise DataError(
-            "a DataLoader must give whole batches, which the feed shares out",
+            "a DataLoader must return global batches, which are then split over the replicas",
             got="a DistributedSampler",
-            remedy="leave it out: DataLoader(dataset, batch_size=GLOBAL, shuffle=True)",
+            remedy="omit it: DataLoader(dataset, batch_size=GLOBAL, shuffle=True)",
         )
 
 
@@ -134,7 +134,7 @@ def _ids(values: Any, sampler: Any) -> Ids:
         return as_ids(values)
     except (TypeError, ValueError) as error:
         raise DataError(
-            "a sampler must give whole numbers",
+            "a sampler must return integers",
             got=f"{type(sampler).__name__} with {list(itertools.islice(values, 3))}",
             remedy="index the dataset by position",
         ) from error

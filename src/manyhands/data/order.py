@@ -1,9 +1,16 @@
-"""The order of an epoch: position -> sample, from (seed, epoch) and independent of the number of replicas."""
+"""The order of an epoch: position -> sample, from (seed, epoch) and independent of the number of replicas.
+
+Rows stored in blocks have an order of their own, and the orders of many epochs can be computed together on a device.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch import Tensor
 
 from .randomness import mix
 
@@ -90,3 +97,87 @@ def _hashed(inputs: npt.NDArray[np.uint64], key: int, bits: int) -> Ids:
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     z ^= z >> np.uint64(31)
     return (z >> np.uint64(64 - bits)).astype(np.int64)
+
+
+class BlockOrder:
+    """A permutation of rows in which neighbors come from few blocks, so that a reader holds few blocks at a time.
+
+    The blocks of all files are permuted; every `per_window` consecutive ones are a window, whose rows are permuted
+    together. Positions can be read in any order; reading one computes the window that holds it.
+
+    >>> order = BlockOrder(np.array([0, 3, 5, 9]), per_window=2, seed=0, epoch=0)
+    >>> sorted(order[0:9].tolist())
+    [0, 1, 2, 3, 4, 5, 6, 7, 8]
+    >>> order[4:6].tolist() == order[0:9][4:6].tolist()
+    True
+    """
+
+    def __init__(self, starts: Ids, per_window: int, seed: int, epoch: int) -> None:
+        self._starts, self._per_window = starts, per_window
+        self._key, self._epoch = mix(seed, epoch), epoch
+        self._blocks = Order(len(starts) - 1, mix(seed, 1), epoch, True)[:]
+        ends = np.cumsum(np.diff(starts)[self._blocks])
+        self._bounds = np.concatenate([[0], ends[per_window - 1 :: per_window], ends[-1:]]).astype(np.int64)
+        self._window: tuple[int, Ids] = (-1, np.empty(0, np.int64))
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def __getitem__(self, positions: slice) -> Ids:
+        start, stop, step = positions.indices(len(self))
+        assert step == 1, "positions of a batch are contiguous"
+        pieces = []
+        while start < stop:
+            number = int(np.searchsorted(self._bounds, start, side="right")) - 1
+            first, rows = int(self._bounds[number]), self._rows(number)
+            pieces.append(rows[start - first : stop - first])
+            start += len(pieces[-1])
+        return np.concatenate([np.empty(0, np.int64), *pieces])
+
+    def _rows(self, number: int) -> Ids:
+        """Return the rows of a window, in their order."""
+        if self._window[0] != number:
+            blocks = self._blocks[number * self._per_window : (number + 1) * self._per_window]
+            rows = np.concatenate([np.arange(self._starts[block], self._starts[block + 1]) for block in blocks])
+            self._window = number, rows[Order(len(rows), mix(self._key, number), self._epoch, True)[:]]
+        return self._window[1]
+
+
+class Orders:
+    """Orders of several (seed, epoch) pairs; row i is that of pair i.
+
+    >>> rows = Orders(5, [(0, 0), (1, 2)], shuffle=True, device=torch.device("cpu"))[torch.arange(5).expand(2, 5)]
+    >>> rows[1].tolist() == Order(5, seed=1, epoch=2, shuffle=True)[:].tolist()
+    True
+    """
+
+    def __init__(self, size: int, passes: Sequence[tuple[int, int]], *, shuffle: bool, device: torch.device) -> None:
+        self._size, self._shuffle = size, shuffle
+        if not shuffle:
+            return
+        known = {key: number for number, key in enumerate(dict.fromkeys(passes))}
+        orders = [Order(size, seed, epoch, shuffle=True) for seed, epoch in known]
+        self._half = orders[0].half
+        tables = np.stack([np.stack(order.tables) for order in orders], axis=1)
+        self._tables = torch.from_numpy(tables).to(device).flatten(1)
+        places = torch.tensor([known[key] << self._half for key in passes], dtype=torch.int64)
+        self._places = places.to(device).unsqueeze(1)
+        """The offset of each row's tables."""
+
+    def __getitem__(self, positions: Tensor) -> Tensor:
+        """Return the samples at some positions of every row."""
+        if not self._shuffle:
+            return positions
+        places = self._places.expand_as(positions).reshape(-1)
+        values = self._feistel(positions.reshape(-1), places)
+        outside = (values >= self._size).nonzero().squeeze(1)
+        while len(outside):
+            values[outside] = self._feistel(values[outside], places[outside])
+            outside = outside[values[outside] >= self._size]
+        return values.view_as(positions)
+
+    def _feistel(self, values: Tensor, places: Tensor) -> Tensor:
+        left, right = values >> self._half, values & ((1 << self._half) - 1)
+        for table in self._tables:
+            left, right = right, left ^ table.index_select(0, places + right)
+        return (left << self._half) | right

@@ -78,7 +78,7 @@ class IndexedSource(Source):
     def samples(self, ids: Sequence[int]) -> list[Any]:
         """Read some samples as a list, without collating them."""
         raise DataError(
-            "to be measured, data must have single samples",
+            "lengths can only be measured of data with single samples",
             got=self.name,
             remedy="pass the lengths themselves: length=[3, 7, ...]",
         )
@@ -107,8 +107,8 @@ def collated(samples: list[Any], collate: Collate, name: str) -> Any:
         raise DataError(
             f"samples of {name} must collate into one batch",
             got=f"{type(error).__name__}: {error}",
-            remedy="make their shapes and types equal, pass collate=fn(list of samples), or give samples as dicts, "
-            "whose fields are padded: {'tokens': ..., 'label': ...}",
+            remedy="make their shapes and types equal, pass collate=fn(list of samples), or return samples as "
+            "dicts, whose fields are padded: {'tokens': ..., 'label': ...}",
         ) from error
 
 
@@ -117,7 +117,7 @@ def unreadable(name: str, sample: int, error: BaseException) -> DataError:
     return DataError(
         f"every sample of {name} must be readable",
         got=f"{type(error).__name__}: {error} at sample {sample}",
-        remedy=f"mend or leave out sample {sample}",
+        remedy=f"repair or remove sample {sample}",
     )
 
 
@@ -125,19 +125,20 @@ def check_source(source: Source, batch_size: int | None) -> int:
     """Return the global batch size to train with; raise if this source cannot provide such batches."""
     if batch_size is not None and source.batch_size not in (None, batch_size):
         raise DataError(
-            f"batch_size of the task and of its {source.sized_by} must agree",
+            f"the batch_size of the task and of its {source.sized_by} must be equal",
             got=f"{batch_size} and {source.batch_size}",
-            remedy="give only one of them; both are the global batch",
+            remedy="set only one of them; both are the global batch size",
         )
     size = batch_size or source.batch_size
     if size is None:
         raise DataError(
-            f"data that is not a DataLoader ({source.name}) needs a batch_size",
-            got="none",
-            remedy="pass batch_size=32",
+            f"batch_size is required for data that is not a DataLoader ({source.name})",
+            remedy="pass for example batch_size=32",
         )
     if source.size == 0:
-        raise DataError("data must have samples", got=f"none in {source.name}", remedy="check its path or its filter")
+        raise DataError(
+            "data must have at least one sample", got=f"none in {source.name}", remedy="check its path or its filter"
+        )
     if source.size is not None and source.size < size:
         raise DataError(
             f"{source.name} must have at least one batch",

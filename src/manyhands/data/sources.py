@@ -1,7 +1,8 @@
-"""The kinds of data that `Task.data` accepts, tried in order, and the source of each."""
+"""The kinds of data that `Task.data` accepts, tried in order, the source of each, and a digest of its samples."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -9,14 +10,15 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset, default_collate
 
-from ..core import DataError
+from ..core import DataError, random_state, restore_random_state, seed_all
 from .arrays import ArrayRows, ArraySource, SubsetSource, is_arrays
+from .batch import map_leaves
 from .bucketed import Bucketed, BucketSource
 from .files import Files, files_source
 from .huggingface import huggingface_source, is_huggingface, is_splits, refuse_splits
 from .loader import loader_source
 from .map_style import MapSource
-from .source import Collate, Source
+from .source import Collate, IndexedSource, Source, as_ids
 from .stream import StreamSource
 
 NOT_SAMPLES = (dict, str, bytes, type, torch.Tensor, np.ndarray)
@@ -37,7 +39,7 @@ def as_source(data: Any, *, collate: Collate | None = None) -> Source:
         if matches(data):
             return make(data, collate)
     raise DataError(
-        "data is arrays, a dataset, an iterable, a DataLoader, or a function that makes one",
+        "data must be arrays, a dataset, an iterable, a DataLoader, or a function that returns one of these",
         got=_described(data),
         remedy="a dataset has __getitem__ and __len__, or __iter__",
     )
@@ -78,8 +80,8 @@ def _from_iterable(data: Iterable[Any], collate: Collate | None) -> Source:
     if _is_one_shot(data):
         raise DataError(
             "data must be readable more than once",
-            got=f"a {type(data).__name__}, which ends for good",
-            remedy="pass a function that makes it",
+            got=f"a {type(data).__name__}, which can be read only once",
+            remedy="pass a function that creates it",
         )
     return StreamSource(lambda: data, type(data).__name__, collate)
 
@@ -90,7 +92,7 @@ def _from_function(function: Callable[[], Any], collate: Collate | None) -> Sour
         name = getattr(function, "__name__", type(made).__name__)
         return StreamSource(function, name, collate)
     if callable(made) and not _is_mapped(made) and not isinstance(made, Iterable):
-        raise DataError("a data function must make data", got=_described(made), remedy="return a dataset from it")
+        raise DataError("a data function must return data", got=_described(made), remedy="return a dataset from it")
     return as_source(made, collate=collate)
 
 
@@ -127,3 +129,43 @@ KINDS: list[Kind] = [
     (callable, _from_function),
 ]
 """A new kind of data is one file and one line here; the first match is used."""
+
+
+NUM_SAMPLES = 16
+
+
+def data_digest(source: Source) -> str:
+    """Return a digest that is equal if length and some samples are; random augmentation draws the same numbers.
+
+    >>> from .sources import as_source
+    >>> data_digest(as_source(torch.arange(5))) == data_digest(as_source(torch.arange(5)))
+    True
+    """
+    known = hashlib.sha256(str(source.size).encode())
+    cpu = torch.device("cpu")
+    before = random_state(cpu)
+    try:
+        for sample in _some(source):
+            map_leaves(lambda leaf: known.update(_bytes(leaf)), sample)
+    finally:
+        restore_random_state(before, cpu)
+    return f"{source.size if source.size is not None else 'a stream'} samples, {known.hexdigest()[:12]}"
+
+
+def _some(source: Source) -> Iterator[Any]:
+    """Yield samples from all over the data if they can be read by index; else the first ones of a stream."""
+    if isinstance(source, IndexedSource):
+        for number in np.unique(np.linspace(0, source.size - 1, NUM_SAMPLES).astype(np.int64)):
+            seed_all(0)
+            yield source.fetch(as_ids([number]))
+        return
+    seed_all(0)
+    window = next(source.windows(seed=0, epoch=0, shuffle=False, start=0, batch_size=source.batch_size or NUM_SAMPLES))
+    yield window.fetch(window.ids)
+
+
+def _bytes(leaf: Any) -> bytes:
+    if isinstance(leaf, torch.Tensor):
+        plain = leaf.detach().cpu().contiguous()
+        return str((plain.dtype, tuple(plain.shape))).encode() + plain.view(-1).view(torch.uint8).numpy().tobytes()
+    return leaf.tobytes() if isinstance(leaf, np.ndarray) else repr(leaf).encode()

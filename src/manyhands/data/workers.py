@@ -81,9 +81,9 @@ def _received(items: Iterator[Any], name: str, slots: WorkerSlots | None) -> Ite
             yield batch
     except (RuntimeError, OSError, EOFError) as error:
         raise DataError(
-            f"worker processes that read {name} must stay alive",
-            got=f"{error} (soon after position {position} of the epoch)",
-            remedy="look for lack of memory or a crash in native code; workers=0 reads in this process",
+            f"the worker processes that read {name} must not exit",
+            got=f"{error} (shortly after position {position} of the epoch)",
+            remedy="check for lack of memory or a crash in native code, or read in this process with workers=0",
         ) from error
     finally:
         # The workers end when the last reference to their iterator is dropped, and a traceback would hold one.

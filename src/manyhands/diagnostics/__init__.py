@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from . import disk, gpu, machine, network, software
-from .finding import BROKEN, OK, SLOW, Finding
+from .finding import Finding
 from .nvidia import read_driver
 
-__all__ = ["doctor", "Finding", "OK", "SLOW", "BROKEN", "CHECKS"]
+__all__ = ["doctor", "Finding", "CHECKS"]
 
 CHECKS: tuple[Callable[[], Finding], ...] = (
     software.system,

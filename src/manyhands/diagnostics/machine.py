@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 
+from ..core import format_bytes
 from ..distributed import num_cores
 from .finding import Finding, broken, slow
 
@@ -138,8 +139,8 @@ def clock(source: str | None = None, is_set: bool | None = None, jump: float | N
     """Check that the clock is fast to read, synchronized by a time server, and does not jump."""
     source = (_CLOCK.read_text().strip() if _CLOCK.exists() else "") if source is None else source
     jump = measure_jump() if jump is None else jump
-    is_set = _is_synchronised() if is_set is None else is_set
-    said = {True: "synchronised", False: "not synchronised", None: "synchronisation unknown"}[is_set]
+    is_set = _is_synchronized() if is_set is None else is_set
+    said = {True: "synchronized", False: "not synchronized", None: "synchronization unknown"}[is_set]
     text = f"{source or 'unknown source'}, {said}"
     if abs(jump) > _MEANINGFUL_JUMP:
         found = f"{text}, it jumped by {jump:+.3f} s just now"
@@ -161,7 +162,7 @@ def measure_jump(seconds: float = 0.05) -> float:
     return (time.time() - wall) - (time.monotonic() - steady)
 
 
-def _is_synchronised() -> bool | None:
+def _is_synchronized() -> bool | None:
     """Return whether the kernel's clock is synchronized; None if that cannot be determined."""
     try:
         buffer = ctypes.create_string_buffer(512)  # a zeroed struct timex only queries
@@ -195,4 +196,4 @@ def _number(path: Path) -> int | None:
 
 
 def _amount(num_bytes: int) -> str:
-    return f"{num_bytes / _GIB:.1f} GiB" if num_bytes >= _GIB else f"{num_bytes / 2**20:.0f} MiB"
+    return format_bytes(num_bytes) if num_bytes >= _GIB else f"{num_bytes / 2**20:.0f} MiB"

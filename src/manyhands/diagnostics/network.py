@@ -63,7 +63,7 @@ def all_reduce(seconds: float | None = None, start: Callable[[], LocalEngine] = 
             "all-reduce",
             f"two ranks could not work together: {type(error).__name__}: {error}",
             "no strategy with several processes can run",
-            "mend what is named above first; the message says which rank failed, and why",
+            "correct the problems above first; the message names the failed rank and the reason",
         )
     text = f"{1e6 * seconds:.0f} µs between two processes"
     if seconds <= SLOW_SECONDS:

@@ -16,7 +16,7 @@ from .finding import Finding, broken, slow
 _EXTRAS = {
     "optuna": "tune",
     "uvloop": "serve",
-    "zmq": "servers",
+    "zmq": "parameter-server",
     "keras": "keras",
     "tensorboard": "tensorboard",
     "wandb": "wandb",

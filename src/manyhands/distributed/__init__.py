@@ -37,19 +37,18 @@ from .network import (
     resolve_host,
     serve_store,
 )
-from .survey import RankFacts, Survey, require_alike, survey
+from .survey import Survey, require_alike, survey
 from .torch_world import TorchWorld, backend_for
+from .user_lines import caller_lines, calling_line, culprit, innermost
 from .world import (
     DEFAULT_TIMEOUT,
     NullWorld,
     Pending,
     RankInfo,
     World,
-    caller_lines,
     current_world,
     enter_world,
     groups_along,
-    innermost,
 )
 
 __all__ = [
@@ -62,7 +61,6 @@ __all__ = [
     "EVENT",
     "FAILURE",
     "FIRST_SECONDS",
-    "RankFacts",
     "FrameReader",
     "HangReport",
     "LOOPBACK",
@@ -89,6 +87,8 @@ __all__ = [
     "address_towards",
     "backend_for",
     "caller_lines",
+    "calling_line",
+    "culprit",
     "current_world",
     "devices",
     "enter_world",

@@ -64,9 +64,9 @@ class ControlChannel(ABC):
     def send_up(self, entry: Event) -> None:
         """Send an event to the coordinator."""
 
-    def confess(self, generation: int, reason: str, step: int) -> None:
+    def report_peer_failure(self, generation: int, reason: str, step: int) -> None:
         """Report to the coordinator that this rank has lost its peers, whose processes may all be alive."""
-        raise NotImplementedError("nobody is there to call ranks together again")
+        raise NotImplementedError("there is no coordinator that could restart the ranks")
 
     def on_lost(self, generation: int, act: Callable[[], None]) -> None:
         """Call `act` (on another thread) as soon as a peer of this generation is known to have failed."""
@@ -142,7 +142,7 @@ class SocketChannel(ControlChannel):
     def send_up(self, entry: Event) -> None:
         self.send(EVENT, json.dumps(entry, default=str).encode())
 
-    def confess(self, generation: int, reason: str, step: int) -> None:
+    def report_peer_failure(self, generation: int, reason: str, step: int) -> None:
         self.send(CONTROL, json.dumps({"lost_world": generation, "reason": reason, "step": step}).encode())
 
     def send(self, kind: bytes, body: bytes, fds: tuple[int, ...] = ()) -> None:

@@ -100,7 +100,8 @@ def resolve(
         raise DeviceError(
             f"the strategy needs {num_wanted} devices{arithmetic}",
             got=f"{len(found)} ({names})",
-            remedy=f'let the strategy ask for fewer, or cut a device into virtual ones: on="{first.name}*{num_wanted}"',
+            remedy="use a strategy with fewer devices, or split a device into virtual ones: "
+            f'on="{first.name}*{num_wanted}"',
         )
     return found[:num_wanted], notices or _crowd(found[:num_wanted])
 
@@ -108,7 +109,7 @@ def resolve(
 def place_of(name: str, among: Sequence[Device]) -> int:
     """Return the index of the device with this name, kind and number, or index in the list.
 
-    >>> place_of("cpu:1", _cut(Device("cpu"), 2)), place_of("0", [Device("cuda", 3)])
+    >>> place_of("cpu:1", _virtual(Device("cpu"), 2)), place_of("0", [Device("cuda", 3)])
     (1, 0)
     >>> place_of("b/cpu", [Device("cpu", host="a"), Device("cpu", host="b")])
     1
@@ -121,9 +122,9 @@ def place_of(name: str, among: Sequence[Device]) -> int:
     if number.isdecimal() and int(number) < len(alike) and (not kind or any(among[p].share < 1 for p in alike)):
         return alike[int(number)]
     raise DeviceError(
-        f"the {len(among)} devices of a network are {', '.join(map(str, among))}",
+        f"a device of the network must be one of {', '.join(map(str, among))}",
         got=repr(name),
-        remedy=f"name one of these, or a number from 0 to {len(among) - 1}",
+        remedy=f"choose one of them, or a number from 0 to {len(among) - 1}",
     )
 
 
@@ -132,7 +133,11 @@ def _listed(on: object) -> list[Device]:
     if found and all(isinstance(name, (str, torch.device)) for name in found):
         return _parse(",".join(map(str, found)))
     if not found or not all(isinstance(device, Device) for device in found):
-        raise DeviceError("on= is a text or a list of devices", got=repr(on), remedy='pass on="cpu*2" or mh.devices()')
+        raise DeviceError(
+            "on must be a string or a list of devices",
+            got=repr(on),
+            remedy='pass for example on="cpu*2" or on=mh.devices()',
+        )
     return found
 
 
@@ -152,16 +157,16 @@ def _default(on: str | None, num_wanted: int | None) -> tuple[list[Device], list
         return [_cpu()], ["no accelerator that this torch can use was found: running on the CPU instead"]
     if num_wanted is not None and num_wanted > 1:
         notice = f"this machine has no accelerator: {num_wanted} processes share its {num_cores()} CPU cores"
-        return _cut(_cpu(), num_wanted), [notice]
+        return _virtual(_cpu(), num_wanted), [notice]
     return [_cpu()], []
 
 
 def _parse(text: str) -> list[Device]:
     if "://" in text:
         raise DeviceError(
-            'on= names devices of this machine, such as "cuda:0,1" or "cpu*2", or a Ray cluster, "ray://head:10001"',
+            'on must name devices of this machine, such as "cuda:0,1" or "cpu*2", or a Ray cluster, such as "ray://head:10001"',
             got=repr(text),
-            remedy="correct it",
+            remedy="correct the address",
         )
     found: list[Device] = []
     kind = ""
@@ -169,9 +174,9 @@ def _parse(text: str) -> list[Device]:
         match = _PART.fullmatch(part)
         if match is None or not (match["kind"] or kind) or not part:
             raise DeviceError(
-                "a device is written like cuda:0, cpu, cpu*2 or host2/cuda:1",
+                "a device must be written like cuda:0, cpu, cpu*2 or host2/cuda:1",
                 got=repr(part),
-                remedy='pass for instance on="cuda:0,1"',
+                remedy='pass for example on="cuda:0,1"',
             )
         kind = match["kind"] or kind
         _require_here(match["host"])
@@ -186,22 +191,26 @@ def _named(kind: str, index: str | None, copies: str | None) -> Iterator[Device]
     if not known:
         have = ", ".join(str(device) for device in [*_accelerators(), _cpu()])
         wanted = kind if index is None else f"{kind}:{index}"
-        raise DeviceError(f"this machine has {have}", got=wanted, remedy='name one of these, or on="cpu*2" for a trial')
+        raise DeviceError(
+            f"devices must be among those of this machine ({have})",
+            got=wanted,
+            remedy='choose one of them, or on="cpu*2" for a trial',
+        )
     for device in known:
         if copies is not None and int(copies) < 1:
-            raise DeviceError("a device is cut into at least one", got=copies, remedy=f"write {device}*2")
-        yield from _cut(device, int(copies)) if copies is not None else [device]
+            raise DeviceError(
+                "the number of virtual devices must be at least 1", got=copies, remedy=f"write for example {device}*2"
+            )
+        yield from _virtual(device, int(copies)) if copies is not None else [device]
 
 
-def _cut(device: Device, parts: int) -> list[Device]:
+def _virtual(device: Device, parts: int) -> list[Device]:
     return [replace(device, share=1 / parts, slot=slot) for slot in range(parts)]
 
 
 def _require_here(host: str | None) -> None:
     if host not in (None, "localhost", this_host()):
-        raise DeviceError(
-            f"this process reaches the devices of {this_host()} only", got=host, remedy="leave the host away"
-        )
+        raise DeviceError(f"devices must be on this host, {this_host()}", got=host, remedy="omit the host name")
 
 
 def _cpu() -> Device:
@@ -244,7 +253,9 @@ def require_usable(device: Device) -> None:
     """Raise if this torch build does not support the device; called in the process that will use it."""
     described = _described(device)
     if described.cure:
-        raise DeviceError(f"{device} cannot be used by this torch", got=described.model, remedy=described.cure)
+        raise DeviceError(
+            f"{device} must be supported by the installed torch", got=described.model, remedy=described.cure
+        )
 
 
 def _capability_cure(capability: tuple[int, int], built_for: list[str], cuda: str) -> str:

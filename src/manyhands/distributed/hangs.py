@@ -100,8 +100,8 @@ class Watchman:
     def _watch(self) -> None:
         diary = self._diary
         while not self._over.wait(self._seconds / 4):
-            stands = diary.operation and time.monotonic() - diary.since > self._seconds
-            if stands and diary.number != self._told:
+            hangs = diary.operation and time.monotonic() - diary.since > self._seconds
+            if hangs and diary.number != self._told:
                 self._told = diary.number
                 self._report(event("stalled", **diary.told()))
 
@@ -128,9 +128,9 @@ class HangReport:
         A send and a receive between two ranks do match.
         """
         every = sorted(self.answers.items())
-        stand = all(told["operation"] not in _ALONE and told["seconds"] > CROSSED_SECONDS for _, told in every)
+        all_wait = all(told["operation"] not in _ALONE and told["seconds"] > CROSSED_SECONDS for _, told in every)
         names = {told["operation"] for _, told in every}
-        if len(every) < self.size or not stand or len(names) == 1:
+        if len(every) < self.size or not all_wait or len(names) == 1:
             return ""
         return ", ".join(f"rank {rank} in {told['operation']}" for rank, told in every)
 
@@ -160,7 +160,7 @@ class HangReport:
 
     def _headline(self, waiting: Mapping[int, Mapping[str, Any]], late: list[int]) -> str:
         if not waiting:
-            return "a step stands still, and nobody waits in a collective of ours"
+            return "a step hangs, and no rank waits in a collective of manyhands"
         rank, told = max(waiting.items(), key=lambda item: item[1]["seconds"])
         for_whom = f" for rank {', '.join(map(str, late))}" if late else ", though all ranks are in it"
         return f"rank {rank} has waited {told['seconds']:.0f} s in {told['operation']}{for_whom}"

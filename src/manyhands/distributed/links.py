@@ -64,11 +64,11 @@ def reach(host: str, port: int, patience: float = PATIENCE) -> Reach:
         address = resolve_host(host)
     except SettingsError as error:
         return Reach(host, why=f"its name has no address ({error.got})")
-    with socket.socket() as knock:
-        knock.settimeout(patience)
+    with socket.socket() as probe:
+        probe.settimeout(patience)
         began = time.perf_counter()
         try:
-            code = knock.connect_ex((address, port))
+            code = probe.connect_ex((address, port))
         except OSError as error:
             code = error.errno or errno.EIO
         seconds = time.perf_counter() - began

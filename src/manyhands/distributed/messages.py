@@ -93,9 +93,9 @@ class Opaque:
         """
         if not self.is_authentic:
             raise SettingsError(
-                "an object that is not plain data is accepted from ranks that share a token alone",
-                got="ranks that were launched without one",
-                remedy="set MANYHANDS_TOKEN to the same secret for all ranks, or keep numbers, texts and tensors only",
+                "objects that are not plain data are only accepted from ranks that share a token",
+                got="ranks that were launched without a token",
+                remedy="set MANYHANDS_TOKEN to the same secret on all ranks, or send only numbers, strings and tensors",
             )
         return pickle.loads(self.data)
 
@@ -180,7 +180,7 @@ class _Encoder:
         if isinstance(value, np.generic):
             return _ext(_SCALAR, self._array(np.asarray(value)))
         raise SendError(
-            "values that ranks exchange are plain data: numbers, texts, lists, tuples, dicts, tensors, arrays",
+            "values that ranks exchange must be plain data: numbers, strings, lists, tuples, dicts, tensors, arrays",
             got=f"a {kind.__module__}.{kind.__qualname__}",
             remedy="send its parts",
         )
@@ -201,13 +201,13 @@ class _Encoder:
 
     def _tensor(self, tensor: Tensor) -> list[Any]:
         if tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized:
-            raise SendError("tensors that ranks exchange are dense", got=f"{tensor.layout} on {tensor.device}")
+            raise SendError("tensors that ranks exchange must be dense", got=f"{tensor.layout} on {tensor.device}")
         flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
         return [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), self._aside(memoryview(flat.numpy()))]  # type: ignore[arg-type]
 
     def _array(self, array: np.ndarray[Any, Any]) -> list[Any]:
         if not _ARRAY_DTYPE.fullmatch(array.dtype.str):
-            raise SendError("arrays that ranks exchange hold numbers or texts", got=f"dtype {array.dtype}")
+            raise SendError("arrays that ranks exchange must contain numbers or strings", got=f"dtype {array.dtype}")
         return [array.dtype.str, list(array.shape), self._aside(memoryview(array.tobytes()))]
 
     def _opaque(self, value: Opaque) -> list[int]:

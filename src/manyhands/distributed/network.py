@@ -35,7 +35,9 @@ def parse_endpoint(text: str) -> tuple[str, int]:
     """
     host, _, port = text.strip().rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise SettingsError("an address is HOST:PORT", got=repr(text), remedy="write for instance host1:7777")
+        raise SettingsError(
+            "an address must be written HOST:PORT", got=repr(text), remedy="write for example host1:7777"
+        )
     return host.strip("[]"), int(port)
 
 
@@ -45,9 +47,9 @@ def resolve_host(name: str) -> str:
         found = socket.getaddrinfo(name, None, socket.AF_INET, socket.SOCK_STREAM)
     except OSError as error:
         raise SettingsError(
-            "a host's name must have an address",
+            "the name of a host must resolve to an address",
             got=f"{name} ({error.strerror})",
-            remedy="correct it, or use the address",
+            remedy="correct the name, or use the address",
         ) from None
     return str(found[0][4][0])
 
@@ -61,7 +63,7 @@ def address_towards(address: str) -> str:
             raise SettingsError(
                 "a host must be reachable",
                 got=f"{address} ({error.strerror})",
-                remedy="look at the network, or the address",
+                remedy="check the network and the address",
             ) from None
         return str(probe.getsockname()[0])
 
@@ -97,7 +99,9 @@ def interface_of(address: str) -> str:
     found = our_addresses().get(address)
     if found is None:
         have = ", ".join(sorted(our_addresses()))
-        raise SettingsError(f"this machine has the addresses {have}", got=address, remedy="name one of these")
+        raise SettingsError(
+            f"the address must be one of this machine ({have})", got=address, remedy="choose one of them"
+        )
     return found
 
 
@@ -114,11 +118,11 @@ def listen(address: str, port: int = 0) -> socket.socket:
         if error.errno == errno.EADDRINUSE:
             raise PortTaken(
                 f"port {port} of {address} must be free",
-                got="one that another program holds",
-                remedy="end that program, or choose another port",
+                got="a port that another program uses",
+                remedy="stop that program, or choose another port",
             ) from None
         raise SettingsError(
-            f"{address} must be an address of this machine", got=error.strerror, remedy="name one of its own"
+            f"{address} must be an address of this machine", got=error.strerror, remedy="choose one of its addresses"
         ) from None
     return listener
 

@@ -61,7 +61,9 @@ def require_alike(world: World) -> None:
     found = [text for text in differences(facts(world)) if " differs: " in text]
     if found:
         world.close()
-        raise SettingsError("ranks need the same software on every host", got="; ".join(found))
+        raise SettingsError(
+            "all ranks need the same software", got="; ".join(found), remedy="install the same versions on every host"
+        )
 
 
 def facts(world: World, data: str = "") -> list[RankFacts]:

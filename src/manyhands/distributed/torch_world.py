@@ -117,14 +117,14 @@ class _GroupWorld(World):
 
     def start_send(self, tensor: Tensor, to: int, tag: int) -> Pending:
         # Gloo sends from host memory and receives into it.
-        here = tensor if self.is_recordable or tensor.device.type == "cpu" else tensor.cpu()
+        here = tensor if self.is_capturable or tensor.device.type == "cpu" else tensor.cpu()
         with self._naming("send"):
             work = dist.isend(here, dist.get_global_rank(self._group, to), group=self._group, tag=tag)
             return _TorchPending(self, work, "send", (here, here))
 
     def start_receive(self, into: Tensor, source: int, tag: int) -> Pending:
         with self._naming("receive"):
-            here = into if self.is_recordable or into.device.type == "cpu" else torch.empty_like(into, device="cpu")
+            here = into if self.is_capturable or into.device.type == "cpu" else torch.empty_like(into, device="cpu")
             work = dist.irecv(here, dist.get_global_rank(self._group, source), group=self._group, tag=tag)
             return _TorchPending(self, work, "receive", (into, here))
 
@@ -219,7 +219,7 @@ class TorchWorld(_GroupWorld):
         return is_broken and bool(self.line.wait_for_news(self.seat.generation, self.seat.patience))
 
     @property
-    def is_recordable(self) -> bool:
+    def is_capturable(self) -> bool:
         return self._is_nccl
 
     def mark(self, name: str) -> None:
@@ -230,7 +230,7 @@ class TorchWorld(_GroupWorld):
         with self.diary.waiting(f"waiting for {names[0]}"):
             while not any(self._marks.check([name]) and self._marks.get(name) for name in names):
                 if self.line.has_lost(self.seat.generation) or time.monotonic() > deadline:
-                    lost = self.line.lost or f"nobody said within the time: {names[0]}"
+                    lost = self.line.lost or f"no rank reported a reason within the timeout: {names[0]}"
                     raise PeerLost("waiting", caller_line(), lost)
                 time.sleep(0.01)
 
@@ -332,8 +332,8 @@ class _Along(_GroupWorld):
         self._objects = objects
 
     @property
-    def is_recordable(self) -> bool:
-        return self._whole.is_recordable
+    def is_capturable(self) -> bool:
+        return self._whole.is_capturable
 
     def mark(self, name: str) -> None:
         self._whole.mark(name)
@@ -342,7 +342,11 @@ class _Along(_GroupWorld):
         self._whole.wait_for(*names)
 
     def mesh(self, axes: Mapping[str, int]) -> DeviceMesh:
-        raise UsageError("a mesh is made of the whole world", got="some of its ranks", remedy="ask the whole world")
+        raise UsageError(
+            "a mesh can only be created from the whole world",
+            got="a group of its ranks",
+            remedy="call mesh() of the whole world",
+        )
 
     def close(self) -> None:
         """Do nothing: the whole world closes its groups."""

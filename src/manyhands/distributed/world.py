@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-import sysconfig
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,17 +17,11 @@ from .control_channel import ControlChannel, DirectChannel
 from .devices import Device, require_usable, this_host
 from .hangs import Diary
 from .network import LOOPBACK, gloo_on_loopback
+from .user_lines import innermost
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-_NOT_THEIRS = (
-    str(Path(__file__).parents[1]),
-    str(Path(torch.__file__).parent),
-    str(Path(torch.__file__).parents[1] / "keras"),
-    sysconfig.get_path("stdlib"),
-    "<",
-)
 DEFAULT_TIMEOUT = 300.0
 
 
@@ -75,7 +67,7 @@ class World(ABC):
         """Seconds that this rank was blocked in collectives, waiting for other ranks or for the network."""
 
     @property
-    def is_recordable(self) -> bool:
+    def is_capturable(self) -> bool:
         """Return whether collectives on this device can be captured in a CUDA graph."""
         return False
 
@@ -108,11 +100,13 @@ class World(ABC):
 
     def start_send(self, tensor: Tensor, to: int, tag: int) -> Pending:
         """Start to send a tensor to one rank, under a tag that both use; it must not change while in flight."""
-        raise UsageError("this world has no other rank to send to", got=to, remedy="ask for more devices")
+        raise UsageError("a world of one rank cannot send", got=f"destination rank {to}", remedy="use several devices")
 
     def start_receive(self, into: Tensor, source: int, tag: int) -> Pending:
         """Start to receive a tensor of this shape and dtype from one rank."""
-        raise UsageError("this world has no other rank to receive from", got=source, remedy="ask for more devices")
+        raise UsageError(
+            "a world of one rank cannot receive", got=f"source rank {source}", remedy="use several devices"
+        )
 
     @abstractmethod
     def gather_objects(self, value: Any) -> list[Any]:
@@ -153,9 +147,9 @@ class World(ABC):
         inside = [[rank for rank, host in enumerate(hosts) if host == name] for name in dict.fromkeys(hosts)]
         if len(set(map(len, inside))) > 1:
             raise UsageError(
-                "every host must have as many ranks as the others",
+                "every host must have the same number of ranks",
                 got=", ".join(f"{len(ranks)} on {hosts[ranks[0]]}" for ranks in inside),
-                remedy="start as many on each, or let all replicas agree alike",
+                remedy="start the same number on each, or synchronize all replicas directly",
             )
         return self._of(inside), self._of([list(ranks) for ranks in zip(*inside, strict=True)])
 
@@ -167,7 +161,9 @@ class World(ABC):
 
     def _part(self, groups: Sequence[Sequence[int]]) -> World:
         """Return the world of this rank's group; called for groups of more than one rank and less than all."""
-        raise UsageError("this world has no parts", got=type(self).__name__, remedy="use processes of their own")
+        raise UsageError(
+            "this world cannot be split into groups", got=type(self).__name__, remedy="use a world of several processes"
+        )
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> None:
         """Reduce a tensor over the ranks, in place."""
@@ -215,7 +211,7 @@ class NullWorld(World):
         self._owns_group = False
 
     @property
-    def is_recordable(self) -> bool:
+    def is_capturable(self) -> bool:
         return True
 
     def start_all_reduce(self, tensor: Tensor, op: str = "sum") -> Pending:
@@ -271,16 +267,3 @@ def caller_line() -> str:
     """Return the innermost line of user code in the current stack; the innermost line of all if there is none."""
     last = innermost(traceback.extract_stack()[:-1])
     return f"{last.filename}:{last.lineno}"
-
-
-def caller_lines() -> list[str]:
-    """Return the lines of user code in the current stack, the same on every host that runs it."""
-    frames = [frame for frame, _ in traceback.walk_stack(None)]
-    theirs = [frame for frame in frames if not frame.f_code.co_filename.startswith(_NOT_THEIRS)]
-    return [f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}" for frame in reversed(theirs)]
-
-
-def innermost(frames: Sequence[traceback.FrameSummary]) -> traceback.FrameSummary:
-    """Return the last frame of user code, not of torch, Keras, Python or manyhands; the last frame if there is none."""
-    theirs = [frame for frame in frames if not frame.filename.startswith(_NOT_THEIRS)]
-    return (theirs or frames)[-1]

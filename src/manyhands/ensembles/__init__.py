@@ -1,29 +1,24 @@
 """Ensembles: trained networks that answer as one, in one program or in separate processes."""
 
-from .combination import COMBINATIONS, Combination, require_combination
+from .combination import Combination, require_combination
+from .ensemble import Batches, CombinationRule, Ensemble
 from .member import Member, member_of, require_alike
-from .remote_members import ANSWERED, Answer, CallSeat, MemberHandle, ProcessSeat, TeamApart
-from .team import Batches, CombinationRule, Team
-from .uncertainty import Calibration, calibration, mutual_information, spread
+from .remote_members import CalledMember, EnsemblePrediction, ProcessMember, RemoteEnsemble
+from .uncertainty import Calibration, calibration
 
 __all__ = [
-    "Team",
-    "TeamApart",
-    "Answer",
-    "ANSWERED",
+    "Ensemble",
+    "RemoteEnsemble",
+    "EnsemblePrediction",
     "CombinationRule",
     "Batches",
     "Member",
     "member_of",
     "require_alike",
-    "MemberHandle",
-    "ProcessSeat",
-    "CallSeat",
+    "ProcessMember",
+    "CalledMember",
     "Combination",
-    "COMBINATIONS",
     "require_combination",
     "Calibration",
     "calibration",
-    "spread",
-    "mutual_information",
 ]

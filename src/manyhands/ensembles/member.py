@@ -45,7 +45,7 @@ def member_of(source: Any) -> Member:
 
         return Member(f"version {source.version}", source.module, answer, source.signature, {}, {})
     raise TaskError(
-        "members of a team are runs or exported models",
+        "members of an ensemble must be runs or exported models",
         got=type(source).__name__,
         remedy="pass runs, mh.load(path), or a study",
     )
@@ -62,9 +62,9 @@ def require_alike(names: Sequence[str], signatures: Sequence[Signature]) -> None
             }:
                 shown = [", ".join(f"{key}: {spec}" for key, spec in specs.items()) for specs in (mine, theirs)]
                 raise TaskError(
-                    f"members of a team have the same {side}: {names[0]} has {shown[0]}",
+                    f"members of an ensemble must have the same {side}: {names[0]} has {shown[0]}",
                     got=f"{shown[1]} of {name}",
-                    remedy="leave it out, or train it for the same",
+                    remedy="omit this member, or train it with the same inputs and outputs",
                 )
 
 

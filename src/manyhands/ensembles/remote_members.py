@@ -21,8 +21,8 @@ from torch import Tensor
 from ..core import Predictor, RequestRefused, SettingsError, Signature, TensorSpec
 from ..distributed import Device, World
 from ..launcher import Engine, Service
+from .ensemble import CombinationRule
 from .member import Member
-from .team import CombinationRule
 
 ANSWERED = "answered"
 AGAIN_SECONDS = 0.5
@@ -32,8 +32,8 @@ MOST_OPEN = 128
 
 
 @dataclass(frozen=True)
-class Answer:
-    """Combined prediction of a team, and the members it is from."""
+class EnsemblePrediction:
+    """Combined prediction of an ensemble, and the members it is from."""
 
     outputs: dict[str, Tensor]
     members: tuple[int, ...]
@@ -83,7 +83,7 @@ class MemberHandle(ABC):
         """Release the member and its resources."""
 
 
-class ProcessSeat(MemberHandle):
+class ProcessMember(MemberHandle):
     """Member in a separate process on a device; a process that dies is restarted."""
 
     def __init__(self, engine: Engine, member: Member, device: Device) -> None:
@@ -113,7 +113,7 @@ class ProcessSeat(MemberHandle):
         self._service.kill()
 
 
-class CallSeat(MemberHandle):
+class CalledMember(MemberHandle):
     """Member that is reached by a function, such as a server's client; it is called on a thread."""
 
     def __init__(self, call: Callable[[dict[str, Tensor]], dict[str, Tensor]], name: str) -> None:
@@ -128,56 +128,62 @@ class CallSeat(MemberHandle):
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
-class TeamApart(Predictor):
+class RemoteEnsemble(Predictor):
     """Ensemble whose members run remotely and are coordinated here; usable from any number of threads.
 
     - `deadline`: seconds for an answer;
     - `quorum`: number of members that must have answered; with fewer the query is refused.
 
-    `team.ask(inputs)` returns an Answer that lists the members that have answered; as a Predictor, a team reports it
-    in the output "answered", a row of bools for every row of the inputs.
+    `ensemble.ask(inputs)` returns an EnsemblePrediction, which lists the members that have answered. As a Predictor,
+    the ensemble reports them in the output "answered", a row of bools for every row of the inputs.
     """
 
     def __init__(
         self,
-        seats: Sequence[MemberHandle],
+        handles: Sequence[MemberHandle],
         rule: CombinationRule,
         signature: Signature,
         *,
         deadline: float = 1.0,
         quorum: int | None = None,
     ) -> None:
-        enough = len(seats) // 2 + 1 if quorum is None else quorum
-        if not 1 <= enough <= len(seats):
-            raise SettingsError(f"a quorum is 1 to {len(seats)} members", got=enough, remedy="pass one of these")
+        enough = len(handles) // 2 + 1 if quorum is None else quorum
+        if not 1 <= enough <= len(handles):
+            raise SettingsError(
+                f"quorum must be between 1 and {len(handles)}",
+                got=enough,
+                remedy="pass a number of members in this range",
+            )
         if not deadline > 0:
-            raise SettingsError("a deadline is above 0 seconds", got=deadline, remedy="pass deadline=1.0")
-        self._seats, self._rule, self.deadline, self.quorum = list(seats), rule, deadline, enough
-        said = {**rule.signature(signature).outputs, ANSWERED: TensorSpec("bool", (None, len(seats)))}
+            raise SettingsError(
+                "deadline must be above 0 seconds", got=deadline, remedy="pass for example deadline=1.0"
+            )
+        self._handles, self._rule, self.deadline, self.quorum = list(handles), rule, deadline, enough
+        said = {**rule.signature(signature).outputs, ANSWERED: TensorSpec("bool", (None, len(handles)))}
         self.signature = Signature(signature.inputs, said)
 
     def __repr__(self) -> str:
-        return f"TeamApart of {len(self._seats)}, {self.quorum} of which must answer within {self.deadline:g} s"
+        return f"RemoteEnsemble of {len(self._handles)}, {self.quorum} of which must answer within {self.deadline:g} s"
 
     @property
-    def seats(self) -> list[MemberHandle]:
+    def handles(self) -> list[MemberHandle]:
         """Handles of the members."""
-        return self._seats
+        return self._handles
 
     def run(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         answer = self._ask(inputs)
         rows = len(next(iter(inputs.values())))
-        mask = torch.tensor([number in answer.members for number in range(len(self._seats))])
+        mask = torch.tensor([number in answer.members for number in range(len(self._handles))])
         return {**answer.outputs, ANSWERED: mask.expand(rows, -1).clone()}
 
-    def ask(self, inputs: Any) -> Answer:
-        """Return the team's answer, and the members it is from."""
+    def ask(self, inputs: Any) -> EnsemblePrediction:
+        """Return the ensemble's answer, and the members it is from."""
         return self._ask(self.checked(inputs))
 
     def close(self) -> None:
         """Close all members."""
-        for seat in self._seats:
-            seat.close()
+        for handle in self._handles:
+            handle.close()
 
     def __enter__(self) -> Self:
         return self
@@ -187,9 +193,9 @@ class TeamApart(Predictor):
     ) -> None:
         self.close()
 
-    def _ask(self, inputs: dict[str, Tensor]) -> Answer:
+    def _ask(self, inputs: dict[str, Tensor]) -> EnsemblePrediction:
         end = time.monotonic() + self.deadline
-        asked = {seat.ask(inputs): number for number, seat in enumerate(self._seats)}
+        asked = {handle.ask(inputs): number for number, handle in enumerate(self._handles)}
         open_ = set(asked)
         while open_ and (left := end - time.monotonic()) > 0:
             open_ -= wait(open_, left, FIRST_COMPLETED).done
@@ -208,8 +214,8 @@ class TeamApart(Predictor):
         who = sorted(came)
         answers = {name: torch.stack([came[number][name] for number in who]) for name in self._rule.combinations}
         with torch.no_grad():
-            outputs = self._rule.combined(answers, None if len(who) == len(self._seats) else who)
-        return Answer(outputs, tuple(who), missing)
+            outputs = self._rule.combined(answers, None if len(who) == len(self._handles) else who)
+        return EnsemblePrediction(outputs, tuple(who), missing)
 
 
 class _Making:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .output_forms import NUMBERS, as_probabilities
+from .combination import NUMBERS, as_probabilities
 
 NUM_BINS = 15
 

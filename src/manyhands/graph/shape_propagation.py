@@ -14,8 +14,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from ..core import LayoutFree, StrategyError
-from .call import Call
-from .layers import changed_by, layer_of
+from .layers import Call, changed_by, layer_of
 from .tracing import TracedGraph
 
 Shape = Sequence[int]

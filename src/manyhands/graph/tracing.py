@@ -19,9 +19,8 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from ..core import StrategyError, as_written
-from .call import Call
-from .layers import kept_whole, mark
-from .user_lines import culprit
+from ..distributed import culprit
+from .layers import Call, kept_whole, mark
 
 _CHECKS = ("_assert_tensor_metadata", "_assert_scalar", "_assert_async", "sym_constrain_range_for_size")
 """Operations that only check that sizes are as expected."""
@@ -114,7 +113,13 @@ def trace(
         inputs = tuple(torch.empty(t.shape, dtype=t.dtype, device=device) for t in call.tensors)
     sizes = tuple(dict.fromkeys(range(tensor.dim() if free else 0), Dim.AUTO) for tensor in inputs)
     wrapper = _Flat(model, call)
-    with _without_values(model, mode, device), as_written(), _quiet(), kept_whole(model, layers) as found:
+    with (
+        _without_values(model, mode, device),
+        as_written(),
+        _quiet(),
+        _without_reentrant_checkpoints(),
+        kept_whole(model, layers) as found,
+    ):
         try:
             program = torch.export.export(wrapper, inputs, dynamic_shapes=(sizes,) if free else None, strict=False)
         except Exception as error:
@@ -134,6 +139,18 @@ def _quiet() -> Iterator[None]:
             yield
     finally:
         logging.disable(before)
+
+
+@contextmanager
+def _without_reentrant_checkpoints() -> Iterator[None]:
+    """Trace the content of reentrant checkpoints, whose forward runs without gradients and whose backward is Python."""
+    from torch.utils.checkpoint import CheckpointFunction
+
+    CheckpointFunction.apply = lambda function, preserves, *args: function(*args)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del CheckpointFunction.apply
 
 
 class _Kept:
@@ -244,6 +261,12 @@ def _traced(program: Any, answer: OutputStructure, names: Mapping[str, str]) -> 
     from .shape_propagation import mutated
 
     graph: fx.Graph = program.graph_module.graph
+    if any("batch_dim" in getattr(node.target, "__name__", "") for node in graph.nodes):
+        raise StrategyError(
+            "a network that is split into stages is traced, and the trace does not support torch.func.vmap",
+            got="a call of it in forward",
+            remedy="write the loop over its dimension, or use mh.Mirrored() or mh.Sharded()",
+        )
     for node in [n for n in graph.nodes if n.op == "call_function" and _name_of(n.target) in _CHECKS]:
         graph.erase_node(node)
     graph.eliminate_dead_code(lambda node: node.is_impure() or bool(mutated(node)))

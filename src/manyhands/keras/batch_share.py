@@ -25,7 +25,7 @@ class MicroBatchRows:
     last: bool = True
 
     @property
-    def is_ghost(self) -> bool:
+    def is_padding(self) -> bool:
         """Whether this replica has no rows, so that it borrows one to take part in the collectives."""
         return self.size == 0
 
@@ -83,7 +83,7 @@ class KerasShare:
     @property
     def is_empty(self) -> bool:
         """Whether this replica has no rows at all."""
-        return all(rows.is_ghost for rows in self.rows)
+        return all(rows.is_padding for rows in self.rows)
 
     def taken(self, batch: Any) -> Any:
         """Return this replica's rows of a whole batch."""
@@ -140,8 +140,8 @@ def take_share(own: Any) -> KerasShare:
     """Return the recorded share for these rows and clear it."""
     if not _handed_out:
         raise StrategyError(
-            "a step of a distributed model is taken on its part of a batch",
-            got=f"{num_rows(own)} rows that nobody has cut",
-            remedy="use fit, evaluate, predict or train_on_batch, or strategy.run in a loop of your own",
+            "a step of a distributed model needs this replica's part of a batch",
+            got=f"{num_rows(own)} rows that were not split over the replicas",
+            remedy="use fit, evaluate, predict or train_on_batch, or call strategy.run in a custom training loop",
         )
     return _handed_out.pop()

@@ -100,9 +100,9 @@ class SimpleClusterResolver(ClusterResolver):
         given = cluster_spec.as_dict() if isinstance(cluster_spec, ClusterSpec) else dict(cluster_spec)
         if self._cluster is not None and self.cluster_spec().as_dict() != given:
             raise SettingsError(
-                f"a cluster that is given says what {self._cluster.source} says",
-                got=f"{given} beside {self.cluster_spec().as_dict()}",
-                remedy="leave one of them away",
+                f"a given cluster must be the one that {self._cluster.source} describes",
+                got=f"{given} and {self.cluster_spec().as_dict()}",
+                remedy="omit one of them",
             )
         self._given = given
 
@@ -115,9 +115,9 @@ class GCEClusterResolver(ClusterResolver):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         raise SettingsError(
-            "machines of a group join each other",
+            "machines of an instance group cannot be discovered",
             got="GCEClusterResolver",
-            remedy="start manyhands launch script.py --hosts N --join FIRST:PORT on each, or set TF_CONFIG",
+            remedy="run manyhands launch script.py --hosts N --join FIRST:PORT on each of them, or set TF_CONFIG",
         )
 
 

@@ -55,8 +55,8 @@ def _declared(model: Any) -> tuple[dict[str, Tensor], dict[str, set[int]]]:
     declared = getattr(model, "inputs", None)
     if not declared:
         raise TaskError(
-            "a model without keras.Input is exported with an example of its inputs",
-            got=f"{model.name}, and none",
+            "exporting a model without keras.Input needs an example of its inputs",
+            got=f"none for {model.name}",
             remedy="pass example=, such as some rows of the training data",
         )
     inputs, free = {}, {}

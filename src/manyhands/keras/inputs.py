@@ -10,6 +10,7 @@ import copy
 import math
 import random
 import sys
+import warnings
 import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
@@ -71,16 +72,16 @@ class DistributedInput(DataAdapter):  # type: ignore[misc]
             share_randomness(self._strategy.hand, "iterate over a distributed dataset")
         loader = self._adapter.get_torch_dataloader()
         return (
-            _indexed(loader, self._share, self._require_one_order) if _is_indexed(loader) else self._cut(iter(loader))
+            _indexed(loader, self._share, self._require_one_order) if _is_indexed(loader) else self._split(iter(loader))
         )
 
     def _require_one_order(self, ids: list[Any]) -> None:
         if not self._strategy.is_alone and self._strategy.hand.size > 1 and _differs(self._strategy.hand, [repr(ids)]):
             raise DataError(
-                "every replica must take the samples in the same order, each keeps its rows of a batch",
-                got="first batches of other samples",
-                remedy="seed what draws it, as in DataLoader(..., generator=torch.Generator().manual_seed(0)), or "
-                "leave the generator out",
+                "every replica must read the samples in the same order, and keeps its rows of each batch",
+                got="first batches with different samples",
+                remedy="seed the sampler, as in DataLoader(..., generator=torch.Generator().manual_seed(0)), or "
+                "omit the generator",
             )
 
     def __len__(self) -> int:
@@ -93,7 +94,7 @@ class DistributedInput(DataAdapter):  # type: ignore[misc]
             return KerasShare.of(total, rank=0, size=1)
         return self._strategy.share(total, self._micros)
 
-    def _cut(self, batches: Any) -> Iterator[tuple[KerasShare, Any]]:
+    def _split(self, batches: Any) -> Iterator[tuple[KerasShare, Any]]:
         for number, batch in enumerate(batches):
             if number == 0 and not self._strategy.is_alone:
                 _require_same(self._strategy.hand, batch)
@@ -108,9 +109,9 @@ class DistributedInput(DataAdapter):  # type: ignore[misc]
         self.require_replicas_of(strategy)
         if micros == self._micros:
             return self
-        cut = copy.copy(self)
-        cut._micros = micros
-        return cut
+        split = copy.copy(self)
+        split._micros = micros
+        return split
 
     def require_replicas_of(self, strategy: Strategy | None) -> None:
         """Raise DataError if a model that does not train on these replicas would take some rows for all."""
@@ -119,9 +120,9 @@ class DistributedInput(DataAdapter):  # type: ignore[misc]
             return
         if strategy is None or (strategy.worker, strategy.hand.size) != (own.worker, own.hand.size):
             raise DataError(
-                "a distributed dataset gives each replica its rows, so all of them must train one model",
-                got="a model that was made outside of the strategy's scope",
-                remedy="make and compile it in `with strategy.scope():`, or pass the dataset that was distributed",
+                "a distributed dataset can only train a model that all replicas share",
+                got="a model that was created outside of the strategy's scope",
+                remedy="create and compile it in `with strategy.scope():`, or pass the dataset that was distributed",
             )
 
     @property
@@ -159,7 +160,10 @@ def distributed(strategy: Strategy, x: Any, *args: Any, micros: int = 1) -> Any:
         return x.of(strategy, micros)
     if isinstance(x, DatasetCreator):
         return strategy.distribute_datasets_from_function(x.dataset_fn)
-    adapter = data_adapters.get_data_adapter(x, *args)
+    with warnings.catch_warnings():
+        # Keras warns of shuffle=True, the default of `fit`, for every input but arrays; each replica would repeat it.
+        warnings.filterwarnings("ignore", message="`shuffle=True` was passed, but will be ignored")
+        adapter = data_adapters.get_data_adapter(x, *args)
     if isinstance(adapter, (ArrayDataAdapter, TorchDataLoaderAdapter)) and not strategy.is_alone:
         _require_same_samples(strategy.hand, adapter)
     if isinstance(adapter, PyDatasetAdapter) and _is_mixed_by_workers(adapter) and strategy.hand.size > 1:
@@ -203,9 +207,9 @@ def require_by_itself(x: Any, **beside: Any) -> None:
     given = [name for name, value in beside.items() if value is not None]
     if given and isinstance(x, (DistributedInput, DatasetCreator)):
         raise DataError(
-            "a distributed dataset has its targets and weights in its batches, as (x, y) or (x, y, sample_weight)",
+            "targets and weights of a distributed dataset must be in its batches, as (x, y) or (x, y, sample_weight)",
             got=" and ".join(given),
-            remedy="put it into the dataset before it is distributed",
+            remedy="add them to the dataset before it is distributed",
         )
 
 
@@ -225,9 +229,10 @@ class InputContext:
         """
         if global_batch_size % self.num_replicas_in_sync:
             raise DataError(
-                "a global batch must be divisible by the replicas where each makes its own",
-                got=f"{global_batch_size} for {self.num_replicas_in_sync}",
-                remedy="use experimental_distribute_dataset, which cuts any batch",
+                "the global batch size must be divisible by the number of replicas if each replica creates its "
+                "own batches",
+                got=f"{global_batch_size} for {self.num_replicas_in_sync} replicas",
+                remedy="use experimental_distribute_dataset, which splits any batch",
             )
         return global_batch_size // self.num_replicas_in_sync
 
@@ -277,7 +282,9 @@ class OwnInput(DistributedInput):
             last = own if own is not None else last
             if last is None:
                 raise DataError(
-                    "every replica must have at least one batch", got="none on this one", remedy="use fewer replicas"
+                    "every replica must have at least one batch",
+                    got="no batch on this one",
+                    remedy="use fewer replicas",
                 )
             yield KerasShare.among(every, hand.rank), own if count else tree.map_structure(lambda leaf: leaf[:1], last)
 
@@ -306,9 +313,10 @@ def brought_by_all(hand: Hand, doing: str, value: Any = None) -> list[Any]:
     every = [_doing(each) for each in told]
     if len(set(every)) > 1:
         raise StrategyError(
-            "all replicas must do the same, each with its rows",
+            "all replicas must make the same calls, each with its own rows",
             got=", ".join(f"replica {rank}: {what}" for rank, what in enumerate(every)),
-            remedy="let every replica come here; keep `if strategy.hand.is_first:` for what prints or writes",
+            remedy="make this call on every replica; use `if strategy.hand.is_first:` only for code that prints "
+            "or writes",
         )
     return [each[1] for each in told]
 
@@ -360,10 +368,11 @@ def _require_same(hand: Hand, batch: Any) -> None:
     )
     if not (is_equal or is_one_order):
         raise DataError(
-            "an input that can only be iterated must give the same batches on every replica, each keeps its rows",
+            "an iterable input must produce the same batches on every replica, of which each keeps its rows",
             got="first batches that differ",
-            remedy="make a tf.data dataset after the strategy, or give what draws its order a seed, such as "
-            "dataset.shuffle(1000, seed=0); or let each replica make its own with distribute_datasets_from_function",
+            remedy="create a tf.data dataset after the strategy, or seed its shuffling, such as "
+            "dataset.shuffle(1000, seed=0), or let each replica create its own dataset with "
+            "distribute_datasets_from_function",
         )
 
 
@@ -388,9 +397,10 @@ def _require_same_samples(hand: Hand, adapter: Any) -> None:
     if _differs(hand, facts):
         raise DataError(
             "every replica must have the same data, of which it takes its rows of each batch",
-            got=f"{length} samples here, and others or another number elsewhere",
-            remedy="give what draws or cuts the data a seed, such as np.random.default_rng(0), or draw it after the "
-            "strategy is made; or let each replica make its own with distribute_datasets_from_function",
+            got=f"{length} samples here, and other samples or another number on other replicas",
+            remedy="seed the code that draws or splits the data, such as np.random.default_rng(0), or draw it "
+            "after the strategy is created, or let each replica create its own dataset with "
+            "distribute_datasets_from_function",
         )
 
 
@@ -453,9 +463,9 @@ def _indexed(
     inner = getattr(loader.batch_sampler, "sampler", None)
     if isinstance(inner, DistributedSampler) or isinstance(loader.batch_sampler, DistributedSampler):
         raise DataError(
-            "a DataLoader must give whole global batches, which are cut for the replicas",
+            "a DataLoader must return global batches, which are then split over the replicas",
             got="a DistributedSampler",
-            remedy="leave it out: DataLoader(dataset, batch_size=GLOBAL, shuffle=True)",
+            remedy="omit it: DataLoader(dataset, batch_size=GLOBAL, shuffle=True)",
         )
     samples = _OwnSamples(loader.batch_sampler, share, require)
     own: DataLoader[Any] = DataLoader(

@@ -151,7 +151,7 @@ def _sum_for_torch(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str
     added = None if has_closure else step.add_gradients(optimizer, [value.grad for value in values])
     if added is None:
         raise StrategyError(
-            "in a step PyTorch's optimizers get the gradients of a whole batch, which are there before they are called",
+            "a PyTorch optimizer needs the gradients of the whole batch before it is called",
             got="a closure" if has_closure else f"accumulate={step.strategy.spec.accumulate}",
             remedy="call optimizer.step() after loss.backward()" if has_closure else "use one of Keras' optimizers",
         )
@@ -192,8 +192,7 @@ def _requiring_tensorflow(original: Callable[..., Any]) -> Callable[..., Any]:
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         if find_spec("tensorflow") is None:
             raise SettingsError(
-                "keras.callbacks.TensorBoard needs TensorFlow",
-                got="none installed",
+                "keras.callbacks.TensorBoard needs TensorFlow, which is not installed",
                 remedy="use mhk.TensorBoard(log_dir), which writes the same curves without it",
             )
         original(self, *args, **kwargs)

@@ -51,11 +51,11 @@ def _counted(values: Tensor, sample_weight: Any, mask: Any, reduction: str | Non
 def _fraction(step: MicroBatchStep, count: Tensor) -> Tensor:
     if not step.rows.last or step.sums.held:
         raise StrategyError(
-            "a loss that is divided by what it counts, by a mask or by weights, needs its whole batch at once",
+            "a loss that is divided by a count, a mask or weights needs its whole batch at once",
             got="accumulate",
-            remedy="leave accumulate away, or use a mean over samples",
+            remedy="omit accumulate, or use a mean over samples",
         )
-    own = (count * (0.0 if step.rows.is_ghost else 1.0)).detach().clone()
+    own = (count * (0.0 if step.rows.is_padding else 1.0)).detach().clone()
     total = own.clone()
     step.hand.replicas.all_reduce(total)
     return torch.where(total > 0, own / total, torch.zeros_like(own))

@@ -42,11 +42,11 @@ class Measures:
     def take(self, logs: Any, rows: MicroBatchRows) -> None:
         """Add a micro-batch's changes of the metrics; a borrowed row adds nothing."""
         self._results = self._results_in(logs)
-        self._has_rows |= not rows.is_ghost
-        self._has_first_row |= not rows.is_ghost and rows.start == 0
+        self._has_rows |= not rows.is_padding
+        self._has_first_row |= not rows.is_padding and rows.start == 0
         for variable in self._counted():
             before = self._before.setdefault(id(variable), torch.zeros_like(variable.value))
-            if not rows.is_ghost:
+            if not rows.is_padding:
                 added = variable.value.double() - before.double()
                 self._added[id(variable)] = self._added.get(id(variable), 0) + added
             variable.assign(before)
@@ -73,9 +73,11 @@ class Measures:
                 torch.zeros_like(t) if v.aggregation == "only_first_replica" else t
                 for t, v in zip(tensors, metrics, strict=True)
             ]
-        riders = torch.tensor([self._has_rows, has_failed], dtype=torch.float64)
-        riders, *sums = _summed(self._hand, [riders, *tensors, *(self._logs[path] for path in extra), *self._mixed])
-        present, failed = riders
+        piggybacked = torch.tensor([self._has_rows, has_failed], dtype=torch.float64)
+        piggybacked, *sums = _summed(
+            self._hand, [piggybacked, *tensors, *(self._logs[path] for path in extra), *self._mixed]
+        )
+        present, failed = piggybacked
         self.has_failed = bool(failed)
         sums[: len(metrics)] = [
             total / present if variable.aggregation == "mean" else total
@@ -159,7 +161,7 @@ def _own_state(model: Any) -> list[Any]:
     """Return state that layers update from their inputs; batch statistics are synchronized already."""
     if model is None:
         return []
-    synchronised = {
+    synchronized = {
         id(variable)
         for layer in model._flatten_layers()
         if isinstance(layer, BatchNormalization)
@@ -168,5 +170,5 @@ def _own_state(model: Any) -> list[Any]:
     return [
         variable
         for variable in model.non_trainable_variables
-        if id(variable) not in synchronised and variable._value.is_floating_point()
+        if id(variable) not in synchronized and variable._value.is_floating_point()
     ]

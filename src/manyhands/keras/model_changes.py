@@ -207,7 +207,8 @@ def _unpacked(packed: Any, device: torch.device) -> Any:
 
 def _refused(what: str) -> StrategyError:
     return StrategyError(
-        "callbacks run on the first replica, and what they change must be something that the others can be given",
+        "callbacks run on the first replica, so their changes to the model must be transferable to the other replicas",
         got=what,
-        remedy="change weights, numbers, flags or schedules in a callback; do anything else between two calls of fit",
+        remedy="change only weights, numbers, flags or schedules in a callback; make other changes between two "
+        "calls of fit",
     )

@@ -43,9 +43,9 @@ def _require_one_choice(on: str) -> None:
         _chosen.append(on)
     if on != _chosen[0]:
         raise DeviceError(
-            "strategies of one program have the same replicas",
+            "all strategies of a program must have the same replicas",
             got=f"{on} after {_chosen[0]}",
-            remedy="name one choice, use OneDeviceStrategy for what one device trains, or write two programs",
+            remedy="choose one set of devices, use OneDeviceStrategy for training on one device, or write two programs",
         )
 
 
@@ -68,7 +68,9 @@ def named(devices: Sequence[str] | str | None) -> str | None:
     kinds, numbers = zip(*(_kind_and_number(text) for text in devices), strict=True) if devices else ((), ())
     if len(set(kinds)) != 1:
         raise DeviceError(
-            "a strategy's devices are of one kind", got=repr(list(devices)), remedy='write ["gpu:0", "gpu:1"]'
+            "all devices of a strategy must be of one type",
+            got=repr(list(devices)),
+            remedy='write for example ["gpu:0", "gpu:1"]',
         )
     return f"cpu*{len(devices)}" if kinds[0] == "cpu" else f"{kinds[0]}:{','.join(numbers)}"
 

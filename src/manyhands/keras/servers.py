@@ -180,7 +180,6 @@ def _cut(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
 def Server(*args: Any, **kwargs: Any) -> NoReturn:
     """Raise SettingsError: tf.distribute.Server is not supported, since every task runs the script."""
     raise SettingsError(
-        "every task runs the whole script, and takes its part where the strategy is made",
-        got="a Server of its own",
-        remedy="leave that branch out: workers and servers go on to ParameterServerStrategy and model.fit",
+        "a Server is not needed, because every task runs the whole script and the strategy assigns its role",
+        remedy="remove that branch, so that workers and parameter servers reach ParameterServerStrategy and model.fit",
     )

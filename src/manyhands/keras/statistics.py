@@ -28,7 +28,7 @@ def over_replicas(original: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..
 
 
 def _of_all(step: MicroBatchStep, inputs: Tensor, mask: Tensor | None, axes: list[int]) -> tuple[Tensor, Tensor]:
-    if step.rows.is_ghost:
+    if step.rows.is_padding:
         # There may be no rows at all, whose mean would be NaN.
         sums, slack = inputs.double().sum(axes).expand(3, -1) * 0.0, 0.0 if mask is None else backend.epsilon()
     elif mask is None:

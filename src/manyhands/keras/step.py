@@ -76,7 +76,7 @@ class MicroBatchStep:
     @property
     def is_borrowed(self) -> bool:
         """Whether the computation uses a borrowed row, which must not count."""
-        return self.strategy.worker is None or (self.rows.is_ghost and not self.is_plain_sum)
+        return self.strategy.worker is None or (self.rows.is_padding and not self.is_plain_sum)
 
     def part(self, contribution: Tensor) -> Tensor:
         """Scale this replica's share of a loss so that the later weighting restores it."""

@@ -125,16 +125,15 @@ class Strategy:
         """
         if any(type(leaf).__name__ == "SymbolicTensor" for leaf in tree.flatten([*args, *(kwargs or {}).values()])):
             raise SettingsError(
-                "Keras on PyTorch computes with values, and nothing is traced",
-                got="strategy.run inside of a tf.function",
-                remedy="leave @tf.function away, and tf.GradientTape too: loss.backward() has the gradients",
+                "Keras on PyTorch runs eagerly, so strategy.run cannot be called in a tf.function",
+                remedy="remove @tf.function, and tf.GradientTape too: loss.backward() computes the gradients",
             )
         self._require_together("strategy.run")
         if self.spec.accumulate > 1:
             raise StrategyError(
-                "strategy.run takes a step of all its rows: a loop of one's own accumulates by itself",
+                "strategy.run processes all its rows at once, so a custom training loop accumulates gradients itself",
                 got=f"accumulate={self.spec.accumulate}",
-                remedy="leave it out; add up the gradients of parts of the rows, as examples/keras/own_loop.py does",
+                remedy="omit it; add up the gradients of parts of the rows, as examples/keras/own_loop.py does",
             )
         step = MicroBatchStep(
             self, self._share_of([*args, *(kwargs or {}).values()]).rows[0], GradientSums(), is_plain_sum=True
@@ -208,9 +207,9 @@ class Strategy:
     def _require_together(self, what: str) -> None:
         if self.is_alone:
             raise StrategyError(
-                f"all replicas take part in {what}",
-                got="a callback, which runs on the first replica alone",
-                remedy="call the model there, or model.evaluate on all rows; or do it between two calls of fit",
+                f"all replicas must take part in {what}",
+                got="a call in a callback, which runs on the first replica only",
+                remedy="call the model there, or model.evaluate on all rows, or do it between two calls of fit",
             )
 
     # -- used by training -----------------------------------------------------------------------------------------
@@ -236,9 +235,9 @@ class Strategy:
         for variable, digests in zip(variables, zip(*every, strict=True), strict=True):
             if len(set(digests)) > 1:
                 raise StrategyError(
-                    "weights must be the same on all replicas before they learn together",
-                    got=f"{getattr(variable, 'path', 'a parameter')} that differs",
-                    remedy="make the model in `with strategy.scope():`, or load its weights on every replica",
+                    "weights must be the same on all replicas before training",
+                    got=f"different values of {getattr(variable, 'path', 'a parameter')}",
+                    remedy="create the model in `with strategy.scope():`, or load its weights on every replica",
                 )
 
     update: Update | None = None
@@ -325,7 +324,7 @@ def _require_mirrored(spec: StrategySpec) -> None:
     plain = StrategySpec(**{name: getattr(spec, name) for name in _OURS})
     if spec != plain or spec.precision == "fp64":
         raise StrategyError(
-            "a Keras model is mirrored: replicas, accumulate, precision fp32 or bf16, and recompute are what there is",
+            "a Keras strategy supports replicas, accumulate, precision (fp32 or bf16) and recompute only",
             got=str(spec),
             remedy='write --strategy mirrored, and keras.config.set_dtype_policy("float64") for fp64',
         )
@@ -385,9 +384,10 @@ def require_step(optimizer: Any, variables: Sequence[Any]) -> None:
             continue
         if owner is optimizer or any(id(variable) in ids for variable in owner.variables):
             raise StrategyError(
-                "gradients are summed over the replicas in a step",
-                got="an optimizer that is applied outside of strategy.run",
-                remedy="put what computes and applies them into a function, and call strategy.run(function, args)",
+                "gradients are summed over the replicas in strategy.run",
+                got="an optimizer that is applied outside of it",
+                remedy="put the code that computes and applies them into a function, and call "
+                "strategy.run(function, args)",
             )
 
 
@@ -398,8 +398,9 @@ def warn_of_no_scope(model: Any) -> None:
         return
     if strategy.hand.is_first:
         warnings.warn(
-            f"{model.name} was made outside of strategy.scope(), so each of the {strategy.hand.size} replicas trains "
-            "its own copy on all rows; make and compile it in `with strategy.scope():`",
+            f"{model.name} was created outside of strategy.scope(), so each of the {strategy.hand.size} replicas "
+            "trains "
+            "its own copy on all rows; create and compile it in `with strategy.scope():`",
             stacklevel=4,
         )
 
@@ -462,7 +463,7 @@ def compute_average_loss(
         losses = losses * torch.as_tensor(sample_weight, device=losses.device)
     step = current_step()
     known = step.rows.total if step is not None else len(losses)
-    share = 0.0 if step is not None and step.rows.is_ghost else 1.0
+    share = 0.0 if step is not None and step.rows.is_padding else 1.0
     part = losses.sum() * share / (global_batch_size or known)
     return part if step is None else step.part(part)
 

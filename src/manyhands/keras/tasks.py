@@ -77,14 +77,14 @@ def _where(input: Any) -> AbstractContextManager[Any]:
 def _require_trainable(model: Any) -> None:
     if not model.built or not model.compiled:
         raise TaskError(
-            "the function makes a built and compiled model",
+            "the model function must return a built and compiled model",
             got=f"one that is not {'built' if model.compiled else 'compiled'}",
-            remedy="begin it with keras.Input(shape), and call model.compile(...)",
+            remedy="start the model with keras.Input(shape), and call model.compile(...)",
         )
     found = [layer.name for layer in model._flatten_layers() if isinstance(layer, BatchNormalization)]
     if found:
         raise TaskError(
-            "batch statistics of Keras' layers are joined by the strategies of manyhands.keras alone",
+            "batch statistics of Keras layers can only be synchronized by the strategies of manyhands.keras",
             got=", ".join(found),
             remedy="use mhk.MirroredStrategy and model.fit, or another layer, such as GroupNormalization",
         )
@@ -116,4 +116,4 @@ def _torch_optimizer(model: Any) -> torch.optim.Optimizer:
 
 
 def _refused(got: str, remedy: str) -> TaskError:
-    return TaskError("the model's optimizer must be one that PyTorch has too", got=got, remedy=remedy)
+    return TaskError("the model's optimizer must also exist in PyTorch", got=got, remedy=remedy)

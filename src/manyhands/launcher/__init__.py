@@ -1,7 +1,6 @@
 """Starting and supervising ranks: engines, the coordinator, joining hosts, resolvers and leases."""
 
-from .engine import AfterLoss, Engine, OnEvent, OnOutput, RunningJob
-from .engines import engine_for
+from .engine import AfterLoss, Engine, RunningJob, engine_for
 from .existing_cluster import TRAINERS, described, join_launched, launched, meet, whole_host
 from .joining.join import Join, JoinedHosts
 from .joining.tls import TLS_VARIABLE, tls_here
@@ -9,9 +8,6 @@ from .joining.token import TOKEN_VARIABLE, write_token
 from .leases import Holder, holders, leased
 from .local import LocalEngine
 from .rendezvous import regroup
-from .resolvers import Resolver, Standing
-from .resolvers.hosts_file import HostsFile
-from .resolvers.registry import understood
 from .resolvers.resolver import CHIEF, EVALUATOR, SERVER, WORKER, Host, ResolvedCluster
 from .restart_policy import RankFailure, RestartPolicy
 from .service import Make, Service
@@ -24,19 +20,14 @@ __all__ = [
     "Engine",
     "Holder",
     "Host",
-    "HostsFile",
     "RunningJob",
     "Join",
     "RestartPolicy",
     "LocalEngine",
     "RankFailure",
     "Make",
-    "OnEvent",
-    "OnOutput",
-    "Resolver",
     "SERVER",
     "Service",
-    "Standing",
     "TLS_VARIABLE",
     "TOKEN_VARIABLE",
     "TRAINERS",
@@ -51,7 +42,6 @@ __all__ = [
     "meet",
     "regroup",
     "tls_here",
-    "understood",
     "whole_host",
     "write_token",
 ]

@@ -19,7 +19,7 @@ from .engine import AfterLoss, OnEvent, OnOutput, RunningJob
 from .processes import Hearer, LocalProcesses, Process, turn
 from .rendezvous import RendezvousInfo
 from .restart_policy import RankFailure, RestartPolicy
-from .zygote_handle import ZygoteHandle
+from .zygote import ZygoteHandle
 
 SETTLE_SECONDS = 5.0
 """Seconds after a rank failure in which the other ranks may report that they wait, or fail from the same cause."""
@@ -233,7 +233,9 @@ class Coordinator(RunningJob):
         self._members, self._newcomers = seated(self._members, self._unit)
         if self._newcomers:
             left = ", ".join(member.place.host for member in self._newcomers)
-            self._say(event("notice", text=f"{self._unit} ranks make a group: ranks on {left} wait until one is whole"))
+            self._say(
+                event("notice", text=f"{self._unit} ranks form a group; ranks on {left} wait until a group is complete")
+            )
         backend = backend_for([member.place.devices[member.slot] for member in self._members])
         key, salt = self._new_key()
         for rank, member in enumerate(self._members):
@@ -286,8 +288,8 @@ class Coordinator(RunningJob):
     def _hear_hang(self, member: RankHandle, entry: Event) -> None:
         """Request the stacks of all ranks when one reports a stall, or store the stack that a rank returned."""
         if entry["kind"] == "stack":
-            stands = entry["operation"] not in ("", STEP) and entry["seconds"] > HEED_SECONDS
-            member.heeds = entry["listens"] and not stands
+            is_blocked = entry["operation"] not in ("", STEP) and entry["seconds"] > HEED_SECONDS
+            member.heeds = entry["listens"] and not is_blocked
             if self._hang is not None:
                 self._hang.answers[member.rank] = entry
         elif self._hang is None and entry["number"] > self._hung:
@@ -367,7 +369,7 @@ class Coordinator(RunningJob):
             if crossed and self._after_loss == "restart" and self._failed is None:
                 # The ranks of a user's script do not all run the same collectives; a restart would deadlock again.
                 first = self._members[0]
-                reason = f"ranks wait for each other for ever, in collectives that do not fit: {crossed}"
+                reason = f"the ranks are deadlocked in collectives that do not match: {crossed}"
                 self._give_up(first, RankFailure(first.rank, first.place.host, reason))
         if self._has_begun and self.is_complete:
             for member in self._newcomers:
@@ -473,7 +475,7 @@ class Coordinator(RunningJob):
                 self._say(event("lost", rank=loss.rank, host=loss.host, reason=loss.reason))
             self.call()
             if restarts:
-                self._say(event("notice", text=f"all {len(self._members)} ranks begin anew"))
+                self._say(event("notice", text=f"all {len(self._members)} ranks restart"))
         else:
             member = next((member for member in self._members if member.loss is losses[0]), self._members[0])
             self._give_up(member, losses[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -86,3 +87,17 @@ class Engine(ABC):
         are passed
         to the callbacks on another thread.
         """
+
+
+def engine_for(on: object, local: Engine) -> Engine:
+    """Return the Ray engine if `on=` names a Ray cluster, else the local engine."""
+    if isinstance(on, str) and (on == "ray" or on.startswith("ray://")):
+        return _ray(on)
+    return local
+
+
+@functools.cache
+def _ray(address: str) -> Engine:
+    from .ray_engine import RayEngine
+
+    return RayEngine(address)

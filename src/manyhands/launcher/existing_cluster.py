@@ -107,9 +107,9 @@ def _hosts_of(cluster: ResolvedCluster, roles: Sequence[str]) -> list[Host]:
     found = [host for host in cluster.hosts if host.role in roles]
     if cluster.host not in found:
         raise SettingsError(
-            f"{' and '.join(roles)} train; {cluster.source} gives this process another part",
-            got=f"{cluster.host.role} at {cluster.host}",
-            remedy="start no training there",
+            f"only {' and '.join(roles)} can train",
+            got=f"{cluster.host.role} at {cluster.host}, by {cluster.source}",
+            remedy="do not start the training in this process",
         )
     return found
 
@@ -120,9 +120,10 @@ def _with_standing(cluster: ResolvedCluster, per_host: bool, roles: Sequence[str
     many = [host for host in members if (host.num_devices or 1) > 1]
     if many and not per_host:
         raise SettingsError(
-            f"a process that {cluster.source} started is one rank, on one device; fit and launch start one per device",
+            f"a process that {cluster.source} started must be one rank on one device, except in mh.fit and mh.launch",
             got=f"one process for the {many[0].num_devices} devices of {many[0]}",
-            remedy="use these, or start a process per device (torchrun --nproc-per-node, srun --ntasks-per-node)",
+            remedy="use these functions, or start a process per device (torchrun --nproc-per-node, srun "
+            "--ntasks-per-node)",
         )
     standing = Standing(members.index(cluster.host), len(members))
     hosts = tuple(replace(host, num_devices=1) for host in cluster.hosts) if many else cluster.hosts
@@ -184,7 +185,7 @@ def meet(
     if seat.rank == 0 and not is_served:
         if not is_ours(address):
             raise SettingsError(
-                "rank 0 runs on the host whose address the others are given",
+                "rank 0 must run on the host whose address the other ranks use",
                 got=f"{host} on {this_host()}",
                 remedy="set MASTER_ADDR to an address of this host",
             )
@@ -193,9 +194,9 @@ def meet(
         store = reach_store(address, port, seat.timeout)
     except RuntimeError:
         raise SettingsError(
-            f"the first rank must answer {this_host()} within {seat.timeout:.0f} s",
-            got=f"nobody at {host}:{port}",
-            remedy="start it there, and look at the address, the network and the firewall",
+            f"rank 0 must answer {this_host()} within {seat.timeout:.0f} s",
+            got=f"no answer from {host}:{port}",
+            remedy="start rank 0 there, and check the address, the network and the firewall",
         ) from None
     # Gloo would use the interface that the host name resolves to, which other hosts may not reach.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_of(address_towards(address)))
@@ -237,7 +238,7 @@ def _introduced(store: dist.Store, seat: RankInfo, names: Sequence[str]) -> tupl
         every = [signed.get(key).decode().partition(" ")[::2] for key in keys]
     except NotAuthentic as error:
         raise SettingsError(
-            f"all ranks must have the same {TOKEN_VARIABLE}, or none",
+            f"all ranks must have the same {TOKEN_VARIABLE}, or none of them may have one",
             got=str(error),
             remedy="set the same value for every rank",
         ) from None
@@ -245,9 +246,9 @@ def _introduced(store: dist.Store, seat: RankInfo, names: Sequence[str]) -> tupl
         missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
         said = ", ".join(f"{rank} on {names[rank]}" if names else str(rank) for rank in missing[:8])
         raise SettingsError(
-            f"all {seat.size} ranks must come within {seat.timeout:.0f} s",
+            f"all {seat.size} ranks must connect within {seat.timeout:.0f} s",
             got=f"{seat.size - len(missing)}, without rank {said}",
-            remedy="start the missing ones with the same command, or ask for fewer",
+            remedy="start the missing ranks with the same command, or use fewer ranks",
         ) from None
     is_alone = len({text for _, text in every if "/cuda" in text}) == seat.size
     backend = "cpu:gloo,cuda:nccl" if is_alone else "gloo"
@@ -263,8 +264,8 @@ def _device(standing: Standing, on: object) -> Device:
         return found[standing.local_rank]
     if found[0].kind != "cpu":
         raise DeviceError(
-            f"every rank of a host needs a device; {this_host()} has {', '.join(map(str, found))}",
+            f"every rank of a host needs its own device; {this_host()} has {', '.join(map(str, found))}",
             got=f"local rank {standing.local_rank}",
-            remedy="launch fewer ranks there",
+            remedy="launch fewer ranks on this host",
         )
     return Device("cpu", share=1 / max(1, standing.local_size), slot=standing.local_rank)

@@ -42,7 +42,9 @@ class LeaseSettings:
     def __post_init__(self) -> None:
         if self.on_busy not in (WAIT, REFUSE, SHARE):
             raise SettingsError(
-                f"MANYHANDS_ON_BUSY is {WAIT}, {REFUSE} or {SHARE}", got=repr(self.on_busy), remedy="correct it"
+                f"MANYHANDS_ON_BUSY must be {WAIT}, {REFUSE} or {SHARE}",
+                got=repr(self.on_busy),
+                remedy="set it to one of them",
             )
 
 
@@ -115,9 +117,9 @@ def _take(shown: Mapping[str, str], run: str, choice: str, say: Callable[[str], 
         except Busy as busy:
             if choice == REFUSE:
                 raise DeviceError(
-                    "a device belongs to one program at a time",
+                    "a device can be used by one program at a time",
                     got=f"{shown[busy.device]}, held by {busy.holder}",
-                    remedy="wait for it, name another device, or set MANYHANDS_ON_BUSY to wait or share",
+                    remedy="wait for it, choose another device, or set MANYHANDS_ON_BUSY to wait or share",
                 ) from None
             text = f"{shown[busy.device]} is held by {busy.holder}: waiting for it (MANYHANDS_ON_BUSY=share would not)"
             if text != told:
@@ -220,7 +222,7 @@ def lease_folder() -> Path:
     folder = base / "manyhands" if os.access(base, os.W_OK) else Path(tempfile.gettempdir()) / f"manyhands-{user}"
     folder.mkdir(mode=0o700, exist_ok=True)
     if folder.is_symlink() or folder.stat().st_uid != user:
-        raise PermissionError(f"{folder} belongs to somebody else")
+        raise PermissionError(f"{folder} belongs to another user")
     return folder
 
 

@@ -16,7 +16,7 @@ from .local_service import LocalService
 from .pickles import pack, require_unpacked
 from .rank import Assignment
 from .service import Make, Service
-from .zygote_handle import ZygoteHandle
+from .zygote import ZygoteHandle
 
 _PRELOAD = ["manyhands.launcher", "cloudpickle", "numpy"]
 
@@ -78,4 +78,6 @@ class LocalEngine(Engine):
 
 def _require_linux() -> None:
     if not (hasattr(os, "memfd_create") and hasattr(os, "pidfd_open")):
-        raise DeviceError("several processes need Linux", got=sys.platform, remedy="use one device here: mh.Single()")
+        raise DeviceError(
+            "several processes need Linux", got=sys.platform, remedy="use one device on this machine: mh.Single()"
+        )

@@ -18,7 +18,7 @@ from .processes import Hearer, LocalProcesses, Process, turn
 from .rank import Assignment, core_share, failure_of
 from .rendezvous import RendezvousInfo
 from .service import Attendant, Make, Service
-from .zygote_handle import ZygoteHandle
+from .zygote import ZygoteHandle
 
 
 class LocalService(Service, Hearer):

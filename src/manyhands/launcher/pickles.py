@@ -94,7 +94,7 @@ def require_unpacked() -> None:
         line = next((frame for frame in reversed(traceback.extract_stack()) if frame.name == "<module>"), None)
         raise TaskError(
             "a module that ranks import must not start ranks while it is imported",
-            got=f"{line.filename}, line {line.lineno}" if line else "one that does",
+            got=f"{line.filename}, line {line.lineno}" if line else "a module that does",
             remedy='put that line under if __name__ == "__main__":',
         )
 
@@ -126,9 +126,9 @@ def _write(fd: int, data: bytes | memoryview, offset: int) -> None:
 def _unsendable(obj: Any, what: str, error: Exception) -> SendError:
     path, culprit = _culprit(obj, what) or (what, obj)
     return SendError(
-        "what a worker process needs must be picklable",
+        "objects that are sent to a worker process must be picklable",
         got=f"{path}, a {type(culprit).__name__} ({error})",
-        remedy="make it inside the function that uses it, or pass plain data",
+        remedy="create it inside the function that uses it, or pass plain data",
     )
 
 

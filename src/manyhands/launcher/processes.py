@@ -18,12 +18,13 @@ from ..core import Event, RunError
 from ..distributed import ANSWER, CALL, CONTROL, EVENT, RESULT, FrameReader, frame, send_frame
 from .pickles import unpack
 from .rendezvous import RendezvousInfo
-from .zygote import MAX_REQUEST
-from .zygote_handle import ZygoteHandle
+from .zygote import MAX_REQUEST, ZygoteHandle
 
 MAX_LINE = 65536
 """Maximum bytes of a printed line; longer lines are forwarded in pieces."""
 ENDING_SECONDS = 5.0
+LAST_OUTPUT_SECONDS = 5.0
+"""Seconds after the end of a process for which output of processes that it left behind is read."""
 FROZEN_SECONDS = 2.0
 """Seconds that a rank may be stopped by a signal before it is killed; including polling, within five seconds."""
 LOOK_SECONDS = 0.5
@@ -54,7 +55,7 @@ class Hearer(ABC):
 
     def heard_answer(self, slot: int, told: dict[str, Any], outcome: Any) -> None:
         """Handle a service's answer to a call; raises here, because ranks do not receive calls."""
-        raise RunError(f"rank {slot} answered what nobody asked")
+        raise RunError(f"rank {slot} sent an unexpected reply")
 
 
 class Process:
@@ -70,7 +71,7 @@ class Process:
         self.must_end = False
         """Whether to kill the process as soon as its pid is known."""
         self.exit_code: int | None = None
-        self.heard_at = 0.0
+        self.heard_at = self.ended_at = 0.0
         self.frozen_since: float | None = None
         self.was_frozen = False
         self.parcels: list[int] = []
@@ -111,10 +112,11 @@ class Process:
     def over(self) -> bool:
         """Return whether the process has exited and its output is read.
 
-        A process that it left behind may keep the pipes open, so after one second without output they are not
-        waited for.
+        A process that it left behind may keep the pipes open, so after one second without output, or some seconds
+        with output, they are not waited for.
         """
-        return self.exit_code is not None and (not self.open or time.monotonic() > self.heard_at + 1.0)
+        until = min(self.heard_at + 1.0, self.ended_at + LAST_OUTPUT_SECONDS)
+        return self.exit_code is not None and (not self.open or time.monotonic() > until)
 
     @property
     def end(self) -> str:
@@ -194,7 +196,8 @@ class LocalProcesses:
         """Kill all processes and close all pipes, however the wait ended."""
         self.kill()
         try:
-            for process in self._processes:
+            # The others may have left processes that keep pipes open, but the zygote has nothing more to say of them.
+            for process in self._alive():
                 process.fate.settimeout(ENDING_SECONDS)
                 while process.exit_code is None:
                     self._hear_fate(process, last=True)
@@ -231,7 +234,8 @@ class LocalProcesses:
         else:
             if not last:
                 self._hear_last_words(process)
-            process.exit_code, process.heard_at = message["code"], time.monotonic()
+            process.heard_at = process.ended_at = time.monotonic()
+            process.exit_code = message["code"]
             if not last:
                 self._hearer.heard_end(process.slot, process)
 

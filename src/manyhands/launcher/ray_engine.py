@@ -56,7 +56,7 @@ class RayEngine(Engine):
             raise DeviceError(
                 f"the strategy needs {num_wanted} devices{arithmetic}",
                 got=f"{len(found)} in the Ray cluster at {self._address} ({', '.join(map(str, found)) or 'none'})",
-                remedy="ask for fewer replicas, or add hosts with ray start",
+                remedy="use fewer replicas, or add hosts with ray start",
             )
         return found[:num_wanted], []
 
@@ -98,7 +98,8 @@ class RayEngine(Engine):
             import ray
         except ImportError:
             raise SettingsError(
-                f"on={self._address!r} needs Ray", got="none", remedy="pip install 'manyhands[ray]'"
+                f"on={self._address!r} needs Ray, which is not installed",
+                remedy="install it with pip install 'manyhands[ray]'",
             ) from None
         if ray.is_initialized():
             return ray
@@ -108,7 +109,7 @@ class RayEngine(Engine):
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, namespace="manyhands")
         except (ConnectionError, RuntimeError, ValueError) as error:
             raise SettingsError(
-                f"on={self._address!r} needs a Ray cluster that answers",
+                f"on={self._address!r} needs a reachable Ray cluster",
                 got=brief(error),
                 remedy="start one with ray start --head, or correct the address",
             ) from None
@@ -439,9 +440,9 @@ def _placed(ray: Any, counts: Sequence[int], kind: str) -> Any:
     if not ray.wait([group.ready()], timeout=READY_SECONDS)[0]:
         remove_placement_group(group)
         raise DeviceError(
-            f"the Ray cluster must have room for {sum(counts)} ranks",
+            f"the Ray cluster must have free resources for {sum(counts)} ranks",
             got=f"none within {READY_SECONDS:.0f} s: {_room(ray)}",
-            remedy="end other jobs there, or ask for fewer replicas",
+            remedy="stop other jobs there, or use fewer replicas",
         )
     return group
 
@@ -457,7 +458,7 @@ def _require_alike(host: str, facts: dict[str, Any]) -> None:
     for what, value in mine.items():
         if facts[what] != value:
             raise SettingsError(
-                f"{what} must be the same here and on the hosts of the Ray cluster",
+                f"{what} must be the same on this machine and on the hosts of the Ray cluster",
                 got=f"{value} here, {facts[what]} on {host}",
-                remedy="install the same version there",
+                remedy="install the same version on all of them",
             )

@@ -23,7 +23,7 @@ from .pickles import pack
 from .processes import Hearer, LocalProcesses, Process, turn
 from .rank import Assignment
 from .rendezvous import RendezvousInfo
-from .zygote_handle import ZygoteHandle
+from .zygote import ZygoteHandle
 
 News = tuple[str, int, Any]
 """A report of a rank: its kind, the slot of the rank, and its content."""

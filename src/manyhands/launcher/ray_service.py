@@ -77,9 +77,9 @@ class RayService(Service):
         asked = self._actor.facts.remote()
         if not ray.wait([asked], timeout=READY_SECONDS)[0]:
             return DeviceError(
-                f"the Ray cluster must have room for a service on {self.device}",
+                f"the Ray cluster must have free resources for a service on {self.device}",
                 got=f"none within {READY_SECONDS:.0f} s",
-                remedy="end other jobs there, or start fewer services",
+                remedy="stop other jobs there, or start fewer services",
             )
         self._check(self.host, ray.get(asked))
         has_begun = False
@@ -104,9 +104,9 @@ def pickled(what: Any) -> bytes:
         return bytes(cloudpickle.dumps(what))
     except Exception as error:
         raise SendError(
-            "what a worker process needs must be picklable",
+            "objects that are sent to a worker process must be picklable",
             got=f"{type(error).__name__}: {error}",
-            remedy="make it inside the function that uses it, or pass plain data",
+            remedy="create it inside the function that uses it, or pass plain data",
         ) from error
 
 

@@ -55,7 +55,7 @@ class RendezvousInfo:
             store = reach_store(self.address, self.port, seat.timeout / 10)
         except RuntimeError as error:
             where = f"{self.address}:{self.port}"
-            raise PeerLost("joining", "the store", f"nobody answers at {where}", str(error)) from error
+            raise PeerLost("joining", "the store", f"no answer from {where}", str(error)) from error
         store.set_timeout(timedelta(seconds=seat.timeout))
         return TorchWorld(mine, line, store, self.backend, RankKey(bytes.fromhex(self.key)))
 
@@ -85,7 +85,7 @@ def regroup(world: World, why: BaseException, step: int) -> World:
 
 
 def _next(line: ControlChannel, generation: int, why: BaseException, step: int) -> RendezvousInfo:
-    line.confess(generation, str(why), step)
+    line.report_peer_failure(generation, str(why), step)
     told = line.wait_for_summons(generation)
     if told is None:
         raise why

@@ -46,7 +46,9 @@ class Service(ABC):
     def call(self, method: str, *args: Any, **kwargs: Any) -> Future[Any]:
         """Call a method of the object; calls made before the object is created wait for it."""
         if method.startswith("_"):
-            raise SettingsError("a service's methods are called by their public names", got=method, remedy="name one")
+            raise SettingsError(
+                "methods of a service must be public", got=method, remedy="call a method without a leading underscore"
+            )
         answer: Future[Any] = Future()
         answer.set_running_or_notify_cancel()  # a caller that stops waiting cannot cancel it
         with self._booking:
@@ -132,7 +134,11 @@ class Attendant:
         try:
             act = getattr(self._made, method, None)
             if not callable(act):
-                raise SettingsError(f"a method of {type(self._made).__name__} is called", got=method, remedy="name one")
+                raise SettingsError(
+                    f"the called method must exist in {type(self._made).__name__}",
+                    got=method,
+                    remedy="call one of its methods",
+                )
             return True, act(*args, **kwargs)
         except Exception as error:
             return False, failure_of(error)

@@ -59,9 +59,11 @@ class Cluster:
     def __post_init__(self) -> None:
         for name in ("hosts", "per_host"):
             if getattr(self, name) < 1:
-                raise SettingsError(f"a cluster has at least one of {name}", got=getattr(self, name), remedy=REMEDY)
+                raise SettingsError(f"{name} of a cluster must be at least 1", got=getattr(self, name), remedy=REMEDY)
         if self.hosts > 1 and self.network is None:
-            raise SettingsError("several hosts have a network", got=f"{self.hosts} hosts without one", remedy=REMEDY)
+            raise SettingsError(
+                "a cluster of several hosts needs a network", got=f"{self.hosts} hosts without one", remedy=REMEDY
+            )
 
     @property
     def num_devices(self) -> int:
@@ -79,7 +81,7 @@ class Cluster:
         parts = [part.strip() for part in text.split(",") if part.strip()]
         shape = _SHAPE.match(parts[0]) if parts else None
         if shape is None:
-            raise SettingsError("a cluster is hosts times devices", got=repr(text), remedy=REMEDY)
+            raise SettingsError("a cluster must be written as hosts times devices", got=repr(text), remedy=REMEDY)
         rest = " ".join([parts[0][shape.end() :], *parts[1:]])
         values: dict[str, Any] = {"device": shape["chip"]}
         count, per = int(shape["count"]), _PER_HOST.search(rest)
@@ -111,7 +113,9 @@ class Cluster:
         for key in values:
             if key not in (*known, "spread"):
                 raise SettingsError(
-                    f"a cluster has {', '.join(known)}, spread", got=repr(key), remedy="correct the name"
+                    f"a key of a cluster must be one of {', '.join(known)}, spread",
+                    got=repr(key),
+                    remedy="correct the name",
                 )
         assumed: list[str] = []
         hosts, per_host = _shape(values)
@@ -183,7 +187,7 @@ def read_toml(path: str | Path) -> dict[str, Any]:
     try:
         return tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise SettingsError("a cluster file is TOML", got=f"{path}: {error}", remedy=REMEDY) from None
+        raise SettingsError("a cluster file must be valid TOML", got=f"{path}: {error}", remedy=REMEDY) from None
 
 
 def as_cluster(given: Cluster | str | Path) -> Cluster:
@@ -193,7 +197,7 @@ def as_cluster(given: Cluster | str | Path) -> Cluster:
     if isinstance(given, Path) or str(given).endswith(".toml"):
         return Cluster.read(given)
     if not isinstance(given, str):
-        raise SettingsError("a cluster is a text, a TOML file or a Cluster", got=repr(given), remedy=REMEDY)
+        raise SettingsError("a cluster must be a string, a TOML file or a Cluster", got=repr(given), remedy=REMEDY)
     return Cluster.parse(given)
 
 
@@ -211,7 +215,7 @@ def _shape(values: Mapping[str, Any]) -> tuple[int, int]:
         hosts = -(-(devices or per_host) // per_host)
     if devices is not None and devices != hosts * per_host:
         raise SettingsError(
-            "devices must be hosts times devices per host",
+            "the number of devices must be hosts times devices per host",
             got=f"{devices} devices, {hosts} hosts of {per_host}",
             remedy="correct one of the numbers",
         )
@@ -233,14 +237,16 @@ def _network_of(text: str) -> dict[str, Any]:
         elif word.lower() in ("device", "gpu"):
             values["per_device"] = True
         elif word.lower() not in ("per", "each", "a", "over", "network", "between", "hosts", "and"):
-            raise SettingsError("a cluster is hosts, devices, a network and a price", got=repr(word), remedy=REMEDY)
+            raise SettingsError(
+                "a cluster must be written as hosts, devices, a network and a price", got=repr(word), remedy=REMEDY
+            )
     return values
 
 
 def _network(values: Mapping[str, Any], per_host: int, assumed: list[str]) -> Link:
     gbits = values.get("gbits")
     if gbits is None:
-        raise SettingsError("several hosts have a network with a speed", got="none", remedy=REMEDY)
+        raise SettingsError("a cluster of several hosts needs the speed of its network", remedy=REMEDY)
     kind = values.get("network")
     if kind is None:
         kind = "InfiniBand" if gbits >= 50 else "Ethernet"

@@ -7,11 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..core import StrategySpec
+from ..core import StrategySpec, format_bytes, format_duration
 from ..costs import START, Link
 from .clusters import Cluster
 from .estimate import Estimate, estimate, servers_of
-from .report import duration, size
 from .workload import Workload
 
 MOST_DEVICES = 1024
@@ -143,7 +142,7 @@ class Curves:
             changes.append(("twice the servers", False, work, cluster, {"servers": 2 * spec.servers}))
             if work.whole_tensors:
                 even = replace(work, whole_tensors=False)
-                changes.append(("the largest parameter cut over all servers", False, even, cluster, {}))
+                changes.append(("the largest parameter sharded over all servers", False, even, cluster, {}))
             changes.append(("sums between replicas instead of servers", False, work, cluster, {"servers": 0}))
         elif spec.sync == "allreduce" and (spec.replicas != 1 or spec.num_devices == 1):
             changes.append(('bf16 gradients, sync="bf16"', True, work, cluster, {"sync": "bf16"}))
@@ -226,8 +225,9 @@ def _by_servers(found: Estimate, cluster: Cluster, lost: float, work: Workload) 
     hot = max(network.pieces, key=lambda piece: piece.largest)
     whose = f", most of it the largest parameter of {hot.name!r}" if servers.hottest > 1.5 / servers.count else ""
     return (
-        f"the hottest of {servers.count} servers: it holds {servers.hottest:.0%} of {size(network.param_bytes)}"
-        f"{whose}, and {found.spec.replicas} workers wait {duration(lost)} for it"
+        f"the hottest of {servers.count} servers: it holds {servers.hottest:.0%} of "
+        f"{format_bytes(network.param_bytes, 3)}"
+        f"{whose}, and {found.spec.replicas} workers wait {format_duration(lost)} for it"
     )
 
 
@@ -240,7 +240,7 @@ def _latency(found: Estimate, cluster: Cluster, work: Workload) -> float:
 
 
 def _by_network(found: Estimate, cluster: Cluster, lost: float, work: Workload) -> str:
-    sent = size(work.network(found.spec.precision).gradient_bytes)
+    sent = format_bytes(work.network(found.spec.precision).gradient_bytes, 3)
     spans = found.num_devices > cluster.per_host
     grown = cluster.with_devices(found.num_devices)
     way = grown.network if spans and grown.network else cluster.inside
@@ -249,29 +249,30 @@ def _by_network(found: Estimate, cluster: Cluster, lost: float, work: Workload) 
     if waited > lost / 2:
         return (
             f"latency: before they carry anything, exchanges between {found.num_devices} devices take "
-            f"{duration(waited)} of a {duration(found.seconds)} step; a faster link would not shorten that"
+            f"{format_duration(waited)} of a {format_duration(found.seconds)} step; a faster link "
+            "would not shorten that"
         )
     if found.spec.servers:
         return _by_servers(found, cluster, lost, work)
     return (
         f"{what}: {sent} of gradients at {way.rate / 1e9:.3g} GB/s keep {found.num_devices} devices waiting for "
-        f"{duration(lost)} of a {duration(found.seconds)} step"
+        f"{format_duration(lost)} of a {format_duration(found.seconds)} step"
     )
 
 
 def _by_bubble(found: Estimate, cluster: Cluster, lost: float, work: Workload) -> str:
     return (
-        f"the bubble: {found.spec.stages} stages wait {duration(lost)} for each other, with "
+        f"the bubble: {found.spec.stages} stages wait {format_duration(lost)} for each other, with "
         f"{found.spec.microbatches} micro-batches"
     )
 
 
 def _by_stragglers(found: Estimate, cluster: Cluster, lost: float, work: Workload) -> str:
-    return f"stragglers: the slowest of {found.num_devices} takes {duration(lost)} longer than the mean"
+    return f"stragglers: the slowest of {found.num_devices} takes {format_duration(lost)} longer than the mean"
 
 
 def _by_input(found: Estimate, cluster: Cluster, lost: float, work: Workload) -> str:
-    return f"input: the feed reads {work.feed:.3g} samples/s on a host, and steps wait {duration(lost)} for it"
+    return f"input: the feed reads {work.feed:.3g} samples/s on a host, and steps wait {format_duration(lost)} for it"
 
 
 def _past_critical(work: Workload) -> str:
@@ -284,7 +285,7 @@ def _past_critical(work: Workload) -> str:
 def _by_host(found: Estimate, cluster: Cluster, lost: float, work: Workload) -> str:
     rows = work.batch_size / found.spec.num_parts / (found.spec.accumulate * found.spec.microbatches)
     return (
-        f"too little work: with {rows:.3g} samples a device spends {duration(lost)} of a step on starting "
+        f"too little work: with {rows:.3g} samples a device spends {format_duration(lost)} of a step on starting "
         f"operations and on work that does not shrink with the batch{_past_critical(work)}"
     )
 

@@ -11,8 +11,8 @@ from statistics import NormalDist
 from ..core import StrategySpec
 from ..costs import Chip, ExchangeGroup, Network, NetworkPart, PassCost, Servers, all_gather, all_reduce, blend, send
 from .clusters import Cluster
-from .memory import ROOM, Footprint, footprint
-from .schedules import cut, in_flight, makespan
+from .memory import USABLE_SHARE, Footprint, footprint
+from .schedules import in_flight, makespan, split_stages
 from .workload import Workload, period, wire_share
 
 BUCKET, FIRST_BUCKET = 25e6, 1e6
@@ -105,8 +105,8 @@ def estimate(
     cluster = replace(cluster, chip=cluster.chip_for(spec.num_devices or 1)) if cluster.shared else cluster
     parts = spec.num_parts
     rows = math.ceil(workload.batch_size / parts / (spec.accumulate * spec.microbatches))
-    recorded = workload.recorded and cluster.chip.name != "CPU" and not cluster.measured  # measured with its ways
-    times = _Times(network, cluster, spec, rows, recorded)
+    captured = workload.captured and cluster.chip.name != "CPU" and not cluster.measured  # measured with its ways
+    times = _Times(network, cluster, spec, rows, captured)
     scale = correction(spec, rows) if correction else 1.0
     stages = times.stages(scale, workload.balanced)
     micros = spec.accumulate * spec.microbatches
@@ -162,7 +162,7 @@ def estimate(
         input=max(0.0, reading - busy),
         update=update,
         memory=held,
-        fits=held.total <= ROOM * cluster.chip.memory,
+        fits=held.total <= USABLE_SHARE * cluster.chip.memory,
         host_share=max(0.0, 1 - times.device / times.whole) if times.whole else 0.0,
     )
 
@@ -201,7 +201,7 @@ class _Stage:
 class _Times:
     """Times of all parts of a network for micro-batches of this many rows."""
 
-    def __init__(self, network: Network, cluster: Cluster, spec: StrategySpec, rows: float, recorded: bool) -> None:
+    def __init__(self, network: Network, cluster: Cluster, spec: StrategySpec, rows: float, captured: bool) -> None:
         self._network, self._cluster, self._spec = network, cluster, spec
         group = cluster.group(spec.tensor, 1)
         late = 1 + JITTER * waiting(spec.tensor)
@@ -213,7 +213,7 @@ class _Times:
             key = _kind(piece)
             if key not in cached:
                 alone = cluster.chip.computing(piece.forward + piece.backward, samples, spec.precision, spec.tensor)
-                cached[key] = (*_piece_times(piece, cluster.chip, spec, samples, group, late, recorded), alone)
+                cached[key] = (*_piece_times(piece, cluster.chip, spec, samples, group, late, captured), alone)
             forward, backward, exchange, alone = cached[key]
             self.device += alone
             self.whole += forward + backward - exchange
@@ -228,7 +228,7 @@ class _Times:
         if not balanced:
             costs = [1.0] * len(units)
         count = min(self._spec.stages, len(units))
-        starts = [units[first] for first in cut(costs, count)] if count > 1 else [0]
+        starts = [units[first] for first in split_stages(costs, count)] if count > 1 else [0]
         made = []
         for start, end in zip(starts, [*starts[1:], len(pieces)], strict=True):
             rows = self._rows[start:end]
@@ -278,7 +278,7 @@ def _piece_times(
     samples: float,
     group: ExchangeGroup,
     late: float,
-    recorded: bool,
+    captured: bool,
 ) -> tuple[float, float, float]:
     """Return the seconds of forward and backward, and how much of both waits for tensor-parallel all-reduces."""
     spread = spec.tensor if piece.products else 1
@@ -293,7 +293,7 @@ def _piece_times(
         if work is piece.backward and again:
             device += chip.computing(_repeated(piece.forward, spec), samples, spec.precision, spread)
             operations += piece.forward.operations
-        host = chip.starting(operations, recorded=recorded) * (late if sums else 1.0)
+        host = chip.starting(operations, captured=captured) * (late if sums else 1.0)
         total = blend(device + rounds * once, host)
         waited += total - blend(device, host)
         result.append(total)

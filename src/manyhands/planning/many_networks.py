@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from ..core import SettingsError
+from ..core import SettingsError, format_bytes
 from .clusters import Cluster
 from .estimate import waiting
 
@@ -54,13 +54,13 @@ def stacking_gain(one: One, count: int) -> float:
 def many(one: One, count: int, cluster: Cluster) -> list[ManyNetworksEstimate]:
     """Return all ways of training this many networks on a cluster, fastest first."""
     if count < 1:
-        raise SettingsError("there is at least one network", got=count, remedy="pass 1 or more")
+        raise SettingsError("the number of networks must be at least 1", got=count, remedy="pass 1 or more")
     fitting = int(0.92 * cluster.chip.memory // one.memory)
     if fitting < 1:
         raise SettingsError(
             "one network must fit on a device",
-            got=f"{one.memory / 2**30:.1f} GiB for {cluster.chip.memory / 2**30:.1f} GiB",
-            remedy="split it: mh.Sharded()",
+            got=f"{format_bytes(one.memory)} for a device of {format_bytes(cluster.chip.memory)}",
+            remedy="shard the network with mh.Sharded()",
         )
     devices = min(cluster.num_devices, count)
     share = math.ceil(count / devices)

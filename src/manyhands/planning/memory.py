@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ..core import StrategySpec
 from ..costs import Network, NetworkPart
 
-ROOM = 0.92
+USABLE_SHARE = 0.92
 """Fraction of a device's memory that a step may use; context, fragmentation and libraries need the rest."""
 
 

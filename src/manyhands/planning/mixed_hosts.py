@@ -34,14 +34,16 @@ def mixed(values: Mapping[str, Any]) -> list[Cluster]:
     kinds, shared = values[KIND], {key: value for key, value in values.items() if key != KIND}
     if not isinstance(kinds, list) or len(kinds) < 2 or not all(isinstance(kind, Mapping) for kind in kinds):
         raise SettingsError(
-            "hosts of several kinds are tables [[kind]]", got=repr(kinds), remedy="write two or more, or none at all"
+            "hosts of several kinds must be written as two or more tables [[kind]]",
+            got=repr(kinds),
+            remedy="write at least two tables, or none",
         )
     apart = [Cluster.from_dict({**shared, **kind}) for kind in kinds]
     if len({one.per_host for one in apart}) > 1:
         raise SettingsError(
-            "hosts of all kinds have equally many devices",
+            "hosts of all kinds must have the same number of devices",
             got=" and ".join(f"{one.per_host} {one.chip.name}" for one in apart),
-            remedy="plan for each kind by itself, or leave devices of the larger hosts out",
+            remedy="plan for each kind separately, or omit devices of the larger hosts",
         )
     return [_together(apart, shared, kinds[0]), *apart]
 

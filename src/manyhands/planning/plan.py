@@ -8,15 +8,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..core import SettingsError, StrategyError, StrategySpec, event, keep_event
+from ..core import SettingsError, StrategyError, StrategySpec, event, format_bytes, format_duration, keep_event
 from .clusters import Cluster
 from .curve import Curve, Curves
-from .efficiency import steps_needed
 from .estimate import estimate
 from .many_networks import ManyNetworksEstimate, One, many
-from .memory import ROOM
+from .memory import USABLE_SHARE
 from .search import PlanOption, Search
-from .workload import Workload, is_lossy
+from .workload import Workload, is_lossy, steps_needed
 
 Measure = Callable[[StrategySpec], float | str]
 """Returns the measured seconds of a step with this spec on the available hardware, or why it could not run."""
@@ -182,11 +181,11 @@ class Pick:
         control = self.plan.control
         how = "measured" if self.option.measured is not None else "predicted"
         if self.spec == control.spec:
-            return f"plain data parallel is the fastest, {how}: {1e3 * self.seconds:.3g} ms a step"
+            return f"plain data parallel is the fastest, {how}: {format_duration(self.seconds)} a step"
         if not control.can_run:
-            return f"plain data parallel does not fit; this does: {1e3 * self.seconds:.3g} ms a step, {how}"
+            return f"plain data parallel does not fit; this does: {format_duration(self.seconds)} a step, {how}"
         gain = control.seconds / self.seconds
-        return f"{1e3 * self.seconds:.3g} ms a step, {how}: {gain:.2f} times plain data parallel"
+        return f"{format_duration(self.seconds)} a step, {how}: {gain:.2f} times plain data parallel"
 
     def save(self, path: str | Path) -> Path:
         """Write the pick as TOML, to be edited and passed to `fit`."""
@@ -212,10 +211,10 @@ def read_plan(path: str | Path) -> tuple[StrategySpec, str]:
     try:
         values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise SettingsError("a plan file is TOML", got=f"{path}: {error}", remedy=remedy) from None
+        raise SettingsError("a plan file must be valid TOML", got=f"{path}: {error}", remedy=remedy) from None
     strategy = values.get("strategy")
     if not isinstance(strategy, str):
-        raise SettingsError("a plan file has a strategy", got=f"{strategy!r} in {path}", remedy=remedy)
+        raise SettingsError("a plan file must contain a strategy", got=f"{strategy!r} in {path}", remedy=remedy)
     about = values.get("plan", {})
     network = about.get("network", "") if isinstance(about, dict) else ""
     return StrategySpec.parse(strategy), str(network)
@@ -227,7 +226,8 @@ def require_same(path: str | Path, planned: str, network: str) -> None:
         raise SettingsError(
             f"{path} was made for a network of {planned}",
             got=f"one of {network}",
-            remedy="plan this one: mh.plan(task).best.save(...), or delete the line 'network' to use it all the same",
+            remedy="plan this network with mh.plan(task).best.save(...), or delete the line 'network' to use the "
+            "plan nevertheless",
         )
 
 
@@ -285,7 +285,7 @@ def _ways(workload: Workload, cluster: Cluster, search: Search, networks: int) -
     slope = (second.seconds - first.seconds) / max(1, large - small) if large > small else second.seconds
     slope = min(max(slope, 0.0), second.seconds / large)
     one = One(start=second.seconds - slope * large, each=slope, batch_size=large, memory=min(second.memory.total, 1e18))
-    if one.memory > ROOM * each.chip.memory:
+    if one.memory > USABLE_SHARE * each.chip.memory:
         return []
     return many(one, networks, each)
 
@@ -312,27 +312,29 @@ def _tried(options: list[PlanOption], control: PlanOption, measure: Measure, tri
 def _nothing_fits(workload: Workload, cluster: Cluster, search: Search, options: list[PlanOption]) -> StrategyError:
     """Return an error that names what would fit: more devices, lower precision, or a smaller batch."""
     near = min(options, key=lambda option: option.estimate.memory.total)
-    need, have = near.estimate.memory.total / 2**30, ROOM * cluster.chip.memory / 2**30
+    need, have = near.estimate.memory.total, USABLE_SHARE * cluster.chip.memory
     able = [option for option in options if option.estimate.fits]
     if able:
         return StrategyError(
-            "a plan must be one that this version can run", got=f"only {able[0].spec}: {able[0].refused}", remedy=""
+            "a plan must be executable by this version",
+            got=f"only {able[0].spec}: {able[0].refused}",
+            remedy="choose another number of devices, or another batch size",
         )
-    remedy = "take devices with more memory"
+    remedy = "use devices with more memory"
     if search.precision != "bf16" and "bf16" in workload.networks:
         narrow = replace(search, precision="bf16").options(workload, cluster)
         if any(option.estimate.fits for option in narrow):
-            remedy = f'precision="bf16" would: {next(o for o in narrow if o.estimate.fits).spec}'
-    if remedy.startswith("take"):
+            remedy = f'use precision="bf16", with which it fits: {next(o for o in narrow if o.estimate.fits).spec}'
+    if remedy.startswith("use devices"):
         for factor in (2, 4, 8, 16, 32, 64):
             more = cluster.with_devices(factor * cluster.num_devices)
             fitting = [option for option in search.options(workload, more) if option.estimate.fits]
             if fitting:
-                remedy = f"{more.num_devices} of these devices would do, with {fitting[0].spec}"
+                remedy = f"{more.num_devices} of these devices are enough, with {fitting[0].spec}"
                 break
     return StrategyError(
-        f"a step must fit into {have:.3g} GiB, {ROOM:.0%} of the memory of one {cluster.chip.name}",
-        got=f"at least {need:.3g} GiB with {near.spec}",
+        f"a step must fit into {format_bytes(have, 3)}, {USABLE_SHARE:.0%} of the memory of one {cluster.chip.name}",
+        got=f"at least {format_bytes(need, 3)} with {near.spec}",
         remedy=remedy,
     )
 

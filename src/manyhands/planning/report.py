@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from ..core import format_bytes, format_duration
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -65,10 +67,10 @@ def cells(plan: Plan, option: PlanOption) -> list[str]:
     return [
         f"{option.spec}{control}{mark}",
         str(made.num_devices),
-        f"{sign}{duration(option.seconds)}",
-        *(duration(parts[name]) if parts[name] else "-" for name in ("compute", "communication", "bubble")),
-        *(duration(parts[name]) if parts[name] else "-" for name in ("stragglers", "input")),
-        size(made.memory.total),
+        f"{sign}{format_duration(option.seconds)}",
+        *(format_duration(parts[name]) if parts[name] else "-" for name in ("compute", "communication", "bubble")),
+        *(format_duration(parts[name]) if parts[name] else "-" for name in ("stragglers", "input")),
+        format_bytes(made.memory.total, 3),
         f"{made.batch_size / option.seconds:.4g}",
         f"{plan.efficiency(option):.0%}",
         *([] if money is None else [f"{money:.3g}"]),
@@ -135,23 +137,3 @@ def closing(curve: Curve) -> list[str]:
 
 def _devices(count: int) -> str:
     return f"{count} device{'' if count == 1 else 's'}"
-
-
-def size(num_bytes: float) -> str:
-    """Return a number of bytes as readable text.
-
-    >>> size(3e6), size(5 * 2**30)
-    ('2.86 MiB', '5.00 GiB')
-    """
-    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 0.1 * 2**30 else f"{num_bytes / 2**20:.3g} MiB"
-
-
-def duration(seconds: float) -> str:
-    """Return a time as readable text.
-
-    >>> duration(0.0123), duration(3.2), duration(4e-5)
-    ('12.3 ms', '3.2 s', '40 µs')
-    """
-    if seconds >= 1:
-        return f"{seconds:.3g} s"
-    return f"{1e3 * seconds:.3g} ms" if seconds >= 1e-3 else f"{1e6 * seconds:.3g} µs"

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from .simulate import Turn, run
+import heapq
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 
 Action = tuple[str, int]
 MOST_ACTIONS = 1024
@@ -62,10 +62,10 @@ def in_flight(schedule: str, stage: int, stages: int, micros: int) -> int:
     return micros if schedule == "gpipe" else min(micros, stages - stage)
 
 
-def cut(costs: Sequence[float], stages: int) -> list[int]:
+def split_stages(costs: Sequence[float], stages: int) -> list[int]:
     """Partition a sequence of parts into stages to minimize the slowest; return the first part of each stage.
 
-    >>> cut([1, 1, 1, 3], 2)
+    >>> split_stages([1, 1, 1, 3], 2)
     [0, 3]
     """
     low, high = max(max(costs), sum(costs) / stages), sum(costs)
@@ -76,7 +76,7 @@ def cut(costs: Sequence[float], stages: int) -> list[int]:
         else:
             low = middle
     starts = _filled(costs, high)
-    while len(starts) < stages:  # every stage has a piece: the longest ones are cut again
+    while len(starts) < stages:  # every stage has a piece: the longest ones are split again
         lengths = [(end - start, start) for start, end in zip(starts, [*starts[1:], len(costs)], strict=True)]
         length, start = max(lengths)
         starts = sorted([*starts, start + length // 2])
@@ -91,3 +91,48 @@ def _filled(costs: Sequence[float], most: float) -> list[int]:
             total = 0.0
         total += cost
     return starts
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A task that takes time on one resource, after others have ended."""
+
+    name: Hashable
+    where: Hashable
+    seconds: float
+    after: tuple[Hashable, ...] = ()
+    lag: float = 0.0
+    """Seconds between the end of the last dependency and the earliest start, such as a message in flight."""
+
+
+def run(turns: Sequence[Turn]) -> dict[Hashable, float]:
+    """Return when each task ends. A resource runs its tasks in the given order; resources are independent.
+
+    >>> run([Turn("a", "x", 1.0), Turn("b", "y", 2.0, after=("a",)), Turn("c", "x", 1.0)])["b"]
+    3.0
+    """
+    queues: dict[Hashable, list[Turn]] = {}
+    for turn in turns:
+        queues.setdefault(turn.where, []).append(turn)
+    heads = dict.fromkeys(queues, 0)
+    free = dict.fromkeys(queues, 0.0)
+    ends: dict[Hashable, float] = {}
+    waiting: dict[Hashable, list[Hashable]] = {}
+    ready = [(0.0, index, where) for index, where in enumerate(queues)]
+    numbers = {where: index for index, where in enumerate(queues)}
+    heapq.heapify(ready)
+    while ready:
+        _, _, where = heapq.heappop(ready)
+        while heads[where] < len(queues[where]):
+            turn = queues[where][heads[where]]
+            missing = next((name for name in turn.after if name not in ends), None)
+            if missing is not None:
+                waiting.setdefault(missing, []).append(where)
+                break
+            begin = max([free[where], *(ends[name] + turn.lag for name in turn.after)])
+            ends[turn.name] = free[where] = begin + turn.seconds
+            heads[where] += 1
+            for other in waiting.pop(turn.name, ()):
+                heapq.heappush(ready, (ends[turn.name], numbers[other], other))
+    assert len(ends) == len(turns), "turns that wait for each other"
+    return ends

@@ -7,7 +7,7 @@ from html import escape
 from importlib.resources import files
 from typing import TYPE_CHECKING
 
-from .formatting import duration, size
+from ..core import format_bytes, format_duration
 from .memory import KINDS
 from .perfetto import bars
 from .report import closing, headline, memory_rows, module_rows, operation_rows
@@ -21,7 +21,7 @@ COLOURS = {
     "copy": "#e8d080",
     "forward": "#4f9d69",
     "backward": "#2f7a4d",
-    "recorded": "#4f9d69",
+    "captured": "#4f9d69",
     "communication": "#c0504d",
     "optimizer": "#4878a8",
     "idle": "#d8d8d8",
@@ -47,7 +47,7 @@ def html(profile: Profile) -> str:
     )
     return (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title><style>{style}</style>'
-        f"<h1>{title}</h1>{said}<h2>Advice</h2><ol>{advice or '<li>nothing stands out</li>'}</ol>"
+        f"<h1>{title}</h1>{said}<h2>Advice</h2><ol>{advice or '<li>no advice</li>'}</ol>"
         f"<h2>Where a step's time goes</h2>{_phases(profile)}{''.join(tables)}"
         f"{'<h2>Memory over a step</h2>' + curves if curves else ''}"
         "<h2>Timeline</h2><p>Wheel: zoom. Drag: move. Hover: what and how long. "
@@ -62,14 +62,14 @@ def _phases(profile: Profile) -> str:
         x, parts = 0.0, []
         for name, seconds in one.parts.seconds.items():
             width = WIDTH * seconds / longest
-            hint = escape(f"{name}: {duration(seconds)}")
+            hint = escape(f"{name}: {format_duration(seconds)}")
             colour = COLOURS.get(name, "#888")
             parts.append(
                 f'<rect x="{x:.1f}" width="{width:.1f}" height="22" fill="{colour}"><title>{hint}</title></rect>'
             )
             x += width
         drawn = f'<svg width="{WIDTH}" height="22">{"".join(parts)}</svg>'
-        rows.append(f"<tr><td>rank {one.rank}</td><td>{duration(one.breakdown.total)}</td><td>{drawn}</td></tr>")
+        rows.append(f"<tr><td>rank {one.rank}</td><td>{format_duration(one.breakdown.total)}</td><td>{drawn}</td></tr>")
     names = [name for name, seconds in profile.phases.items() if seconds]
     legend = "".join(
         f'<span class="key"><i style="background:{COLOURS.get(name, "#888")}"></i>{escape(name)} '
@@ -96,15 +96,16 @@ def held_svg(memory: MemoryProfile) -> str:
         above = [low + one for low, one in zip(below, sizes, strict=True)]
         upper = [_point(at, value / top) for at, value in zip(memory.moments, above, strict=True)]
         lower = [_point(at, value / top) for at, value in zip(memory.moments, below, strict=True)]
-        hint = escape(f"{kind}: {size(max(sizes))} at the most")
+        hint = escape(f"{kind}: {format_bytes(max(sizes), 3)} at the most")
         path = " ".join([*upper, *reversed(lower)])
         areas.append(f'<polygon points="{path}" fill="{KIND_COLOURS[kind]}"><title>{hint}</title></polygon>')
         below = above
     legend = "".join(
-        f'<span class="key"><i style="background:{KIND_COLOURS[kind]}"></i>{kind} {size(memory.peak[kind])}</span>'
+        f'<span class="key"><i style="background:{KIND_COLOURS[kind]}"></i>{kind} '
+        f"{format_bytes(memory.peak[kind], 3)}</span>"
         for kind in memory.bytes
     )
-    label = f'<text x="4" y="12" font-size="11">{size(top)}, in {escape(memory.peak_phase)}</text>'
+    label = f'<text x="4" y="12" font-size="11">{format_bytes(top, 3)}, in {escape(memory.peak_phase)}</text>'
     return f'<p>{legend}</p><svg width="{WIDTH}" height="{HEIGHT}">{"".join(areas)}{label}</svg>'
 
 

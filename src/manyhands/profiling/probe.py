@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -18,7 +19,6 @@ from ..distributed import World, message
 from ..training import Breakdown, Hand, Sample, Steps, own_stream, time_steps
 from .memory import MemoryProfile, MemoryWatch
 from .operations import OperationTable, watch
-from .peak_rate import ceiling
 
 WARMUP = 3
 WATCHED = 3
@@ -135,7 +135,7 @@ class _Probe:
         found["samples"] = self._timed(count)
         steps.settle()
         found["breakdown"] = self._breakdown(found["samples"])
-        if found["breakdown"].seconds.get("recorded"):
+        if found["breakdown"].seconds.get("captured"):
             steps.take()
             found["plain"] = self._breakdown(self._timed(WARMUP))
         found |= {"sent": hand.replica.num_bytes, "workers": steps.feed.workers, **self._threads()}
@@ -239,3 +239,34 @@ class _Weights:
 
 def _num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+SIZES = {"cpu": (256, 512, 1024), "cuda": (4096, 8192)}
+SECONDS = 0.1
+"""Seconds for which products of one size are repeated on a CPU."""
+TYPES = {"bf16": torch.bfloat16, "fp64": torch.float64}
+
+
+def ceiling(device: torch.device, precision: str) -> float:
+    """Return the operations per second of the fastest product."""
+    sizes = SIZES.get(device.type, SIZES["cpu"])
+    return max(_rate(size, device, TYPES.get(precision, torch.float32)) for size in sizes)
+
+
+def _rate(size: int, device: torch.device, dtype: torch.dtype) -> float:
+    left, right = (torch.ones(size, size, device=device, dtype=dtype) for _ in range(2))
+    result = torch.empty_like(left)
+    torch.mm(left, right, out=result)
+    _finish(device)
+    best, until = float("inf"), time.perf_counter() + SECONDS
+    while time.perf_counter() < until:
+        began = time.perf_counter()
+        torch.mm(left, right, out=result)
+        _finish(device)
+        best = min(best, time.perf_counter() - began)
+    return 2 * size**3 / best
+
+
+def _finish(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from .formatting import duration, size
+from ..core import format_bytes, format_duration
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -19,7 +19,7 @@ COLOURS = {
     "copy": "bright_yellow",
     "forward": "green",
     "backward": "bright_green",
-    "recorded": "green",
+    "captured": "green",
     "communication": "red",
     "optimizer": "blue",
     "idle": "bright_black",
@@ -46,10 +46,11 @@ def show(profile: Profile, console: Console | None = None) -> None:
         for name in names:
             bar.append("█" * round(BAR * parts.seconds.get(name, 0.0) / whole), style=COLOURS.get(name, "white"))
         cells = [
-            f"{duration(parts.seconds.get(name, 0.0))} {parts.seconds.get(name, 0.0) / whole:.0%}" for name in names
+            f"{format_duration(parts.seconds.get(name, 0.0))} {parts.seconds.get(name, 0.0) / whole:.0%}"
+            for name in names
         ]
         slow = " (slow)" if any(one.rank == straggler.rank for straggler in profile.stragglers) else ""
-        table.add_row(f"{one.rank}{slow}", duration(one.breakdown.total), *cells, bar)
+        table.add_row(f"{one.rank}{slow}", format_duration(one.breakdown.total), *cells, bar)
     out.print(table)
     _print_rows(out, "modules, first rank", ("module", "forward", "backward"), module_rows(profile))
     _print_rows(out, "operations, first rank", ("operation", "times a step", "seconds"), operation_rows(profile))
@@ -74,7 +75,7 @@ def _print_rows(out: Console, title: str, columns: tuple[str, ...], rows: list[t
 def headline(profile: Profile) -> str:
     """Return what was profiled, and its speed."""
     rate = f"{profile.samples_per_second:,.0f} a second"
-    speed = f"{duration(profile.seconds)} a step of {profile.batch_size} samples, {rate}"
+    speed = f"{format_duration(profile.seconds)} a step of {profile.batch_size} samples, {rate}"
     used = "" if profile.mfu is None else f", {profile.mfu:.0%} of what the devices reach in large products"
     return f"{profile.name}, {profile.strategy}: {speed}{used}"
 
@@ -85,7 +86,8 @@ def module_rows(profile: Profile) -> list[tuple[str, ...]]:
     if watched is None:
         return []
     return [
-        (name, duration(forward), duration(backward)) for name, forward, backward in grouped(watched.modules)[:NUM_ROWS]
+        (name, format_duration(forward), format_duration(backward))
+        for name, forward, backward in grouped(watched.modules)[:NUM_ROWS]
     ]
 
 
@@ -111,7 +113,7 @@ def operation_rows(profile: Profile) -> list[tuple[str, ...]]:
     watched = profile.ranks[0].watched
     if watched is None:
         return []
-    return [(one.name, f"{one.count:.3g}", duration(one.seconds)) for one in watched.operations[:NUM_ROWS]]
+    return [(one.name, f"{one.count:.3g}", format_duration(one.seconds)) for one in watched.operations[:NUM_ROWS]]
 
 
 def memory_rows(profile: Profile) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
@@ -121,7 +123,12 @@ def memory_rows(profile: Profile) -> tuple[tuple[str, ...], list[tuple[str, ...]
         return (), []
     kinds = tuple(held[0][1].peak)
     rows = [
-        (str(rank), *(size(memory.peak[kind]) for kind in kinds), size(max(memory.totals)), memory.peak_phase)
+        (
+            str(rank),
+            *(format_bytes(memory.peak[kind], 3) for kind in kinds),
+            format_bytes(max(memory.totals), 3),
+            memory.peak_phase,
+        )
         for rank, memory in held
     ]
     return ("rank", *kinds, "all", "in"), rows
@@ -131,7 +138,7 @@ def closing(profile: Profile) -> list[str]:
     """Return notes and advice."""
     lines = list(profile.notes)
     if any(one.plain is not None for one in profile.ranks):
-        lines.append("steps run from a recording; what they consist of was timed on plain ones")
+        lines.append("steps run as CUDA graphs; what they consist of was timed on plain ones")
     if not profile.advice:
-        return [*lines, "nothing stands out: most of the time is the network's own"]
+        return [*lines, "no advice: most of the time is spent in the network"]
     return [*lines, "advice:", *(f"  {number}. {one}" for number, one in enumerate(profile.advice, 1))]

@@ -57,5 +57,7 @@ def __getattr__(name: str) -> Any:
         return getattr(import_module(f".{_HOME[name]}", __name__), name)
     except ModuleNotFoundError as error:
         raise SettingsError(
-            "serving needs packages of its own", got=f"no {error.name}", remedy="pip install 'manyhands[serve]'"
+            "serving needs additional packages",
+            got=f"no {error.name}",
+            remedy="install them with pip install 'manyhands[serve]'",
         ) from None

@@ -17,7 +17,6 @@ from typing import Protocol
 import numpy as np
 
 from ..core import RequestRefused, SettingsError
-from .batch_timing import BatchTimeModel
 from .dtypes import Array
 
 Arrays = Mapping[str, Array]
@@ -43,14 +42,22 @@ class BatchSettings:
 
     def __post_init__(self) -> None:
         if self.max_rows < 1:
-            raise SettingsError("max_rows must be at least 1", got=self.max_rows, remedy="pass max_rows=64")
+            raise SettingsError("max_rows must be at least 1", got=self.max_rows, remedy="pass for example max_rows=64")
         if self.queue_rows < 1:
-            raise SettingsError("queue_rows must be at least 1", got=self.queue_rows, remedy="pass queue_rows=1024")
+            raise SettingsError(
+                "queue_rows must be at least 1", got=self.queue_rows, remedy="pass for example queue_rows=1024"
+            )
         if self.sizes and (list(self.sizes) != sorted(set(self.sizes)) or self.sizes[0] < 1):
-            raise SettingsError("sizes ascend from at least 1", got=self.sizes, remedy="pass sizes=(1, 8, 64)")
+            raise SettingsError(
+                "sizes must be ascending numbers of at least 1",
+                got=self.sizes,
+                remedy="pass for example sizes=(1, 8, 64)",
+            )
         if self.sizes and self.sizes[-1] != self.max_rows:
             raise SettingsError(
-                "the largest of sizes must be max_rows", got=f"{self.sizes[-1]} and {self.max_rows}", remedy="pass both"
+                "the largest of sizes must equal max_rows",
+                got=f"{self.sizes[-1]} and {self.max_rows}",
+                remedy="pass both with the same value",
             )
 
     def padded(self, rows: int) -> int:
@@ -381,3 +388,54 @@ class Batcher:
         self.num_queued -= ticket.queued
         ticket.queued = 0
         self._live.discard(ticket)
+
+
+_LAST = 16
+"""Number of latest batches that count; earlier ones, such as a burst or a stall, predict nothing."""
+
+
+class BatchTimeModel:
+    """Linear model of the last batches: a constant per batch plus a time per row.
+
+    Rows per second would not do: after single-row requests, a full batch would be estimated as that many requests.
+
+    >>> pace = BatchTimeModel()
+    >>> pace.learn(1, 0.005)
+    >>> pace.seconds(64)
+    0.005
+    >>> pace.learn(41, 0.009)
+    >>> round(pace.seconds(21), 6)
+    0.007
+    """
+
+    def __init__(self) -> None:
+        self._last: deque[tuple[int, float]] = deque()
+        self._rows = self._squares = 0
+        self._seconds = self._products = 0.0
+
+    def learn(self, rows: int, seconds: float) -> None:
+        """Record the duration of a batch."""
+        self._last.append((rows, seconds))
+        self._count(rows, seconds, 1)
+        if len(self._last) > _LAST:
+            self._count(*self._last.popleft(), -1)
+
+    def seconds(self, rows: int) -> float:
+        """Return the estimated duration of a batch; 0 if nothing is known.
+
+        The estimate never decreases with rows and grows at most proportionally, even if the few samples are noisy.
+        """
+        num = len(self._last)
+        if not num:
+            return 0.0
+        mean, mean_rows = self._seconds / num, self._rows / num
+        spread = num * self._squares - self._rows**2
+        slope = (num * self._products - self._rows * self._seconds) / spread if spread else 0.0
+        least, most = sorted((mean, mean * rows / mean_rows))
+        return min(max(mean + slope * (rows - mean_rows), least), most)
+
+    def _count(self, rows: int, seconds: float, sign: int) -> None:
+        self._rows += sign * rows
+        self._squares += sign * rows * rows
+        self._seconds += sign * seconds
+        self._products += sign * rows * seconds

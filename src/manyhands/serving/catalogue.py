@@ -7,20 +7,40 @@ import hashlib
 import math
 import random
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
-from ..core import ManyhandsError, Predictor, RequestRefused
+from ..core import Predictor, RequestRefused
 from .batcher import BatchSettings
-from .folder import NAME, Print, VersionPolicy, complete_versions, models_in
+from .folder import (
+    MAX_ENTRIES,
+    MAX_EXAMINED,
+    NAME,
+    FolderScan,
+    Print,
+    VersionFilter,
+    VersionPolicy,
+    Versions,
+    models_in,
+    scan_models,
+)
 from .model import Model, Unknown
+from .replica import READING
 from .replica_process import Exported, Given
 from .rollout_guard import RolloutGuard
-from .version import END, ReplicaPlacement, Version, end_all, nothing
+from .version import END, ReplicaPlacement, Version, end_all, nothing, without_folders
 
+MAX_LOADS, MAX_RETRIES = 4, 2
+"""Models that are loaded at a time, and how many of these may be models whose last load failed."""
 _FASTEST_RETRY, _SLOWEST_RETRY = 1.0, 60.0
+_MODELS_PER_TURN = 50
+"""Number of models that a look starts to handle before the event loop answers requests again."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +79,26 @@ class CatalogueSettings:
     """Whether the old version is unloaded before the new one is loaded, for devices without room for both."""
 
 
+class LoadSlots:
+    """Limits how many models are loaded at a time.
+
+    Models whose last load failed share fewer slots: one that takes its whole time again and again delays only models
+    of its kind.
+    """
+
+    def __init__(self) -> None:
+        self._all, self._retries = asyncio.Semaphore(MAX_LOADS), asyncio.Semaphore(MAX_RETRIES)
+
+    @asynccontextmanager
+    async def hold(self, *, has_failed: bool) -> AsyncIterator[None]:
+        """Wait for a slot and hold it."""
+        async with AsyncExitStack() as held:
+            if has_failed:
+                await held.enter_async_context(self._retries)
+            await held.enter_async_context(self._all)
+            yield
+
+
 class Catalogue:
     """Served models by name. All methods run on the server's event loop."""
 
@@ -72,23 +112,37 @@ class Catalogue:
         self._attempts: dict[tuple[str, int], Attempt] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._watching: asyncio.Future[None] | None = None
-        self._turn = asyncio.Lock()
+        self._busy: dict[tuple[str, str], asyncio.Task[None]] = {}
+        """What the watch has started, by its kind and the name of the model."""
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        """Lock per model, so that its versions are loaded in order."""
+        self._slots = LoadSlots()
+        self._scans = ThreadPoolExecutor(1, thread_name_prefix="manyhands-scan")
+        """Scans the folder, one scan at a time, while the event loop answers requests."""
+        self._truncated: set[str] = set()
+        """Folders that were reported to have more entries than a scan examines."""
         self._listed: set[str] | None = None
         """Names of the models selected by `reload`; None for all models of the folder."""
 
     async def start(self) -> None:
         """Load all models and start watching the folder; a model that fails to load does not affect the others."""
-        for name in self.settings.given or {}:
-            await self._load_given(self.models.setdefault(name, Model(name)))
-        await self.look(first=True)
+        given = [self.models.setdefault(name, Model(name)) for name in self.settings.given or {}]
+        for outcome in await asyncio.gather(*map(self._load_given, given), return_exceptions=True):
+            if isinstance(outcome, BaseException):
+                raise outcome
         if self.settings.root is not None:
+            first = await self._begin_looks(first=True)
+            # A model that takes long to load does not keep the others from their next versions.
             self._watching = asyncio.ensure_future(self._watch())
+            await asyncio.gather(*first, return_exceptions=True)
 
     async def stop(self) -> None:
         """Stop watching the folder, then drain and end all versions."""
-        if self._watching is not None:
-            self._watching.cancel()
-            await asyncio.gather(self._watching, return_exceptions=True)
+        watching = [*self._busy.values(), *([self._watching] if self._watching is not None else [])]
+        for task in watching:
+            task.cancel()
+        await asyncio.gather(*watching, return_exceptions=True)
+        self._scans.shutdown(wait=False, cancel_futures=True)
         # Versions that are being unloaded end by themselves.
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await end_all([v for model in self.models.values() for v in model.versions.values()], self.settings.patience)
@@ -136,7 +190,7 @@ class Catalogue:
 
     async def load(self, name: str, version: int | None = None) -> None:
         """Load a model or version on request, even if it was rolled back or unloaded before; raises on failure."""
-        if name not in self.models and name not in self._folders():
+        if name not in self.models and name not in (await self._scan({name})).models:
             raise Unknown(name, version)
         model = self.models.setdefault(name, Model(name))
         model.is_unloaded = False
@@ -149,12 +203,12 @@ class Catalogue:
             del self._attempts[key]
         if name in (self.settings.given or {}) and model.current is None:
             await self._load_given(model)
-        await self.look()
-        failed = [v.error for v in model.versions.values() if v.error and version in (None, v.number)]
+        await self.look({name})
+        failed = [v.detail for v in model.versions.values() if v.error and version in (None, v.number)]
         if failed:
             raise RequestRefused("FAILED_PRECONDITION", f"failed to load '{name}': {failed[0]}")
         if not model.versions:
-            del self.models[name]
+            self.models.pop(name, None)
         if not model.versions or (version is not None and version not in model.versions):
             model.asked.discard(version)
             raise Unknown(name, version)
@@ -172,7 +226,7 @@ class Catalogue:
         """Serve exactly these models from now on, with these version policies and labels."""
         if self.settings.root is None:
             raise RequestRefused("FAILED_PRECONDITION", "the models of this server do not come from a folder")
-        there = models_in(self.settings.root)
+        there = await self._in_thread(models_in, self.settings.root)
         for name in policies:
             if name not in there:
                 raise Unknown(name)
@@ -182,7 +236,7 @@ class Catalogue:
         for name, policy in policies.items():
             model = self.models.setdefault(name, Model(name))
             model.policy, model.is_unloaded = policy, False
-        await self.look()
+        await self.look(set(policies))
         for name, named in labels.items():
             model = self.models[name]
             model.labels = {}
@@ -193,20 +247,20 @@ class Catalogue:
     async def roll_back(self, name: str, reason: str = "asked for") -> int:
         """Reject the current version and serve the one before, immediately if it is still loaded; return its number."""
         model = self.model(name)
+        path, there = await self._all_versions(name)
         current = model.current
         if current is None:
             raise Unknown(name)
-        there = self._there().get(name, {})
         known = {*there, *(version.number for version in model.available)}
         older = [number for number in known if number < current.number and number not in model.rejected]
         if not older:
             raise RequestRefused("FAILED_PRECONDITION", f"{name} has no version before {current.number}")
         model.rejected.add(current.number)
         if not any(version.number in older for version in model.available):
-            async with self._turn:
+            async with self._turn(name):
                 if self.settings.unload_first:
                     await self._let_go(model, current)
-                await self._load(model, max(older), there[max(older)])
+                await self._load(model, max(older), path, there[max(older)])
         self._switch(model)
         if model.current is None or model.current is current:
             model.rejected.discard(current.number)
@@ -214,71 +268,119 @@ class Catalogue:
         self._say("rolled_back", model=name, version=current.number, to=model.current.number, reason=reason)
         return model.current.number
 
-    async def look(self, *, first: bool = False) -> None:
-        """Scan the folder once: load new versions one after the other and unload unwanted ones."""
-        async with self._turn:
-            for name, path in self._folders().items():
-                try:
-                    await self._look_at(name, path, first=first)
-                except Exception as error:
-                    # An error in one model must not affect the others.
-                    self._say("watch_failed", model=name, reason=type(error).__name__)
+    async def look(self, names: Collection[str]) -> None:
+        """Scan the folder once; load new versions of these models and unload unwanted ones."""
+        found = (await self._scan(names)).models
+        await asyncio.gather(*(self._look_at(name, *found[name]) for name in found))
 
-    async def _look_at(self, name: str, path: Path, *, first: bool) -> None:
-        model = self.models.get(name) or Model(name)
-        # A version loaded on request may not be among the latest ones.
-        policy = None if model.asked else model.policy or self.settings.policy
-        there = complete_versions(path, policy, model.rejected)
-        # A folder without a version is not a model yet.
-        if there.complete or there.refused or name in self.models:
-            self.models[name] = model
+    async def _begin_looks(self, *, first: bool = False) -> list[asyncio.Task[None]]:
+        """Scan the folder once and handle each model in a task, except those that are still being handled."""
+        tasks = []
+        scan = await self._scan(None)
+        for index, (name, (path, there)) in enumerate(scan.models.items()):
+            tasks += self._begin("look", name, partial(self._look_at, name, path, there, first=first))
+            if index % _MODELS_PER_TURN == _MODELS_PER_TURN - 1:
+                await asyncio.sleep(0)
+        return tasks
+
+    def _begin(self, kind: str, name: str, work: Callable[[], Coroutine[Any, Any, Any]]) -> list[asyncio.Task[None]]:
+        """Start a task unless one of this kind still runs for the model; return it, if there is one."""
+        if (kind, name) in self._busy:
+            return []
+
+        async def run() -> None:
+            try:
+                await work()
+            except Exception as error:
+                # An error in one model must not affect the others.
+                self._say("watch_failed", model=name, reason=type(error).__name__)
+
+        self._busy[kind, name] = task = asyncio.ensure_future(run())
+        task.add_done_callback(lambda _: self._busy.pop((kind, name)))
+        return [task]
+
+    async def _look_at(self, name: str, path: Path, there: Versions, *, first: bool = False) -> None:
+        async with self._turn(name):
+            model = self.models.setdefault(name, Model(name))
             model.is_awaited |= first and bool(there.complete)
             for number, reason in there.refused.items():
                 self._refuse(model, number, path, reason)
-            await self._settle(model, there.complete)
+            await self._settle(model, path, there.complete)
 
     def _refuse(self, model: Model, number: int, path: Path, reason: str) -> None:
         """Report a version that cannot be loaded in the log and in the model's status, once per reason."""
         known = model.versions.get(number)
-        if known is not None and (not known.is_over or known.error == reason):
+        if known is not None and (not known.is_over or known.detail == without_folders(reason)):
             return
         source = Exported(path / str(number), self.settings.precision, self.settings.compiles)
         version = self._version(model, number, source)
-        version.state, version.error = END, reason
-        self._say("version_failed", model=model.name, version=number, reason=reason)
+        version.state = END
+        version.fail(READING, reason)
+        self._say("version_failed", model=model.name, version=number, reason=version.detail)
 
-    def _folders(self) -> dict[str, Path]:
+    def _turn(self, name: str) -> asyncio.Lock:
+        """Return the lock of a model, which exists as long as it is used."""
+        return self._turns.setdefault(name, asyncio.Lock())
+
+    async def _in_thread(self, function: Callable[..., Any], *args: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._scans, function, *args)
+
+    async def _scan(self, names: Collection[str] | None) -> FolderScan:
+        """Scan the folder for these models, or for all that are served; report folders with too many entries."""
         if self.settings.root is None:
-            return {}
-        found = models_in(self.settings.root)
-        return {name: path for name, path in found.items() if self._listed is None or name in self._listed}
+            return FolderScan({}, set(), {})
+        if self._listed is not None:
+            names = self._listed if names is None else self._listed & set(names)
+        known = {name: self._filter(model) for name, model in self.models.items()}
+        usual = VersionFilter(self.settings.policy)
+        scan: FolderScan = await self._in_thread(scan_models, self.settings.root, known, usual, names)
+        for name in sorted(scan.truncated - self._truncated):
+            which = f"of the model {name}" if name else "of models"
+            rule = f"a scan reads {MAX_ENTRIES} entries of a folder and the manifests of {MAX_EXAMINED} versions"
+            remedy = "remove old versions and other folders"
+            self._say("folder_too_large", reason=f"{rule}, but the folder {which} has more; {remedy}", model=name)
+        self._truncated = scan.truncated if names is None else self._truncated | scan.truncated
+        for name, kind in scan.failed.items():
+            self._say("watch_failed", model=name, reason=kind)
+        return scan
 
-    def _there(self) -> dict[str, dict[int, Print]]:
-        return {name: complete_versions(path).complete for name, path in self._folders().items()}
+    def _filter(self, model: Model) -> VersionFilter:
+        # A version loaded on request may not be among the latest ones.
+        policy = None if model.asked else model.policy or self.settings.policy
+        return VersionFilter(policy, frozenset(model.rejected), frozenset(model.asked))
+
+    async def _all_versions(self, name: str) -> tuple[Path, dict[int, Print]]:
+        """Return the folder of a model and all its complete versions."""
+        if self.settings.root is None:
+            return Path(), {}
+        scan = await self._in_thread(scan_models, self.settings.root, {name: VersionFilter()}, VersionFilter(), {name})
+        path, versions = scan.models.get(name, (self.settings.root / name, Versions({}, {})))
+        return path, versions.complete
 
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(self.settings.poll)
             try:
-                for model in list(self.models.values()):
-                    reason = model.verdict(self.settings.probation)
-                    if reason:
-                        await self.roll_back(model.name, reason)
-                await self.look()
+                for name, model in list(self.models.items()):
+                    if ("rollback", name) not in self._busy and (reason := model.verdict(self.settings.probation)):
+                        self._begin("rollback", name, partial(self.roll_back, name, reason))
+                await self._begin_looks()
             except Exception as error:
                 # An error during one scan must not end the watch.
                 self._say("watch_failed", reason=type(error).__name__)
 
-    async def _settle(self, model: Model, there: Mapping[int, Print]) -> None:
+    async def _settle(self, model: Model, path: Path, there: Mapping[int, Print]) -> None:
         if model.is_unloaded:
             return
         policy = model.policy or self.settings.policy
         wanted = policy.wanted(set(there) - model.rejected) | (model.asked & set(there))
         gone = await self._make_room(model, {n: there[n] for n in wanted}) if self.settings.unload_first else []
         for number in sorted(wanted):
-            await self._load(model, number, there[number])
+            await self._load(model, number, path, there[number])
         if gone and not model.available:
-            await self._load(model, gone[-1], self._there()[model.name][gone[-1]])
+            _, before = await self._all_versions(model.name)
+            if gone[-1] in before:
+                await self._load(model, gone[-1], path, before[gone[-1]])
         self._switch(model)
         # Keep every version while none is available; during a rollout guard's trial keep the previous one.
         if model.current is None:
@@ -315,32 +417,41 @@ class Catalogue:
 
     async def _load_given(self, model: Model) -> None:
         assert self.settings.given is not None
-        async with self._turn:
+        async with self._turn(model.name), self._slots.hold(has_failed=False):
             if self._is_missing(model, 1):
                 source = Given(self.settings.given[model.name], self.settings.precision, self.settings.compiles)
                 await self._version(model, 1, source).load(quietly=self._is_serving)
         self._switch(model)
 
-    async def _load(self, model: Model, number: int, print_: Print) -> None:
+    async def _load(self, model: Model, number: int, path: Path, print_: Print) -> None:
         """Load a version in the background; on failure nothing changes, and the load is retried with backoff.
 
         While this call waited for its turn, the version may have been loaded or the model unloaded.
         """
-        if model.is_unloaded or not self._is_missing(model, number) or not self._is_due(model, number, print_):
+        if not self._may_load(model, number, print_):
             return
         attempt = self._attempts.get((model.name, number))
-        assert self.settings.root is not None
-        path = models_in(self.settings.root)[model.name] / str(number)
+        async with self._slots.hold(has_failed=any(name == model.name for name, _ in self._attempts)):
+            if self._may_load(model, number, print_):
+                await self._load_in_slot(model, number, path / str(number), print_, attempt)
+
+    def _may_load(self, model: Model, number: int, print_: Print) -> bool:
+        return not model.is_unloaded and self._is_missing(model, number) and self._is_due(model, number, print_)
+
+    async def _load_in_slot(
+        self, model: Model, number: int, path: Path, print_: Print, attempt: Attempt | None
+    ) -> None:
         version = self._version(model, number, Exported(path, self.settings.precision, self.settings.compiles))
         self._say("version_loading", model=model.name, version=number)
         try:
             await version.load(quietly=self._is_serving)
-        except ManyhandsError:
+        except Exception:
             wait = min(2 * attempt.wait, _SLOWEST_RETRY) if attempt is not None else _FASTEST_RETRY
             self._attempts[model.name, number] = Attempt(print_, time.monotonic() + wait, wait)
-            self._say("version_failed", model=model.name, version=number, reason=version.error)
+            self._say("version_failed", model=model.name, version=number, reason=version.detail)
         else:
-            self._attempts.pop((model.name, number), None)
+            for key in [key for key in self._attempts if key[0] == model.name]:
+                del self._attempts[key]
             self._switch(model)
 
     @property

@@ -139,7 +139,7 @@ class Client:
         told = self._wire.json("GET", path, is_kept=True)["inputs"]
         if len(told) != 1:
             names = ", ".join(one["name"] for one in told)
-            raise DataError(f"the inputs are {names}", got="one array", remedy="pass a dict of them")
+            raise DataError(f"the inputs must be a dict with {names}", got="one array", remedy="pass such a dict")
         kind = BY_OPEN[told[0]["datatype"]].numpy
         # float64 is the default of lists and numpy arrays, so it may be converted; a tensor's dtype is deliberate.
         is_loose = isinstance(value, list | tuple) or (isinstance(value, np.ndarray) and value.dtype == np.float64)
@@ -157,7 +157,7 @@ class _Wire:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise SettingsError(
-                "a server's address is http://host:port",
+                "the address of a server must be http://host:port",
                 got=repr(url),
                 remedy=f"write http://{url}" if ":" in url and "/" not in url else "write http://127.0.0.1:8501",
             )
@@ -188,9 +188,9 @@ class _Wire:
                     raise
             except ssl.SSLCertVerificationError as error:
                 raise SettingsError(
-                    "the server's certificate must be signed by somebody who is known",
+                    "the server's certificate must be signed by a known authority",
                     got=error.verify_message,
-                    remedy='pass ca="ca.pem" with the certificate of whoever signed it',
+                    remedy='pass ca="ca.pem" with the certificate of its authority',
                 ) from None
             except (OSError, http.client.HTTPException) as error:
                 self.close()
@@ -263,7 +263,7 @@ def _as_bytes(name: str, value: Any) -> tuple[Array, str]:
     kind = BY_TORCH.get(dtype or array.dtype.name)
     if kind is None:
         raise DataError(
-            f"input {name!r} is made of numbers or bools", got=dtype or array.dtype.name, remedy="convert it"
+            f"input {name!r} must contain numbers or bools", got=dtype or array.dtype.name, remedy="convert it"
         )
     return array.astype(kind.numpy, copy=False), kind.open
 

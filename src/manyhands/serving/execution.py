@@ -14,10 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core import Predictor, Signature
-from ..graph import CannotRecord, Phase, Recording, rehearsing, stop_compilers
+from ..capture import CapturedGraphs, CaptureError, Phase, rehearsing, stop_compilers
+from ..core import Predictor, SettingsError, Signature
 from ..storage import Archive
-from .precision import Bfloat16
 
 Tensors = Mapping[str, Tensor]
 Run = Callable[[Tensors], dict[str, Tensor]]
@@ -40,7 +39,7 @@ class EagerExecution:
             return self.predictor.run(moved)
 
 
-class Recorded:
+class CapturedBatch:
     """Compute batches of up to `size` rows by one CUDA graph."""
 
     def __init__(self, predictor: Predictor, statics: Tensors, size: int, pool: Any) -> None:
@@ -56,26 +55,26 @@ class Recorded:
             run()
             with rehearsing():
                 run()
-            self._recording = Recording([Phase(run)], pool)
+            self._captured = CapturedGraphs([Phase(run)], pool)
         torch.cuda.synchronize()
 
     def __call__(self, inputs: Tensors) -> dict[str, Tensor]:
         rows = num_rows(inputs)
         for name, tensor in inputs.items():
             self._inputs[name][:rows].copy_(tensor, non_blocking=True)
-        self._recording.replay()
+        self._captured.replay()
         return {name: output[:rows] for name, output in self._outputs.items()}
 
 
 class Fastest:
     """Compute a batch by the smallest CUDA graph that holds it, or eagerly."""
 
-    def __init__(self, plain: EagerExecution, recorded: Sequence[Recorded] = ()) -> None:
-        self._plain, self._recorded = plain, sorted(recorded, key=lambda way: way.size)
+    def __init__(self, plain: EagerExecution, captured: Sequence[CapturedBatch] = ()) -> None:
+        self._plain, self._captured = plain, sorted(captured, key=lambda way: way.size)
 
     def __call__(self, inputs: Tensors) -> dict[str, Tensor]:
         rows = num_rows(inputs)
-        way: Run = next((way for way in self._recorded if rows <= way.size), self._plain)
+        way: Run = next((way for way in self._captured if rows <= way.size), self._plain)
         return way(inputs)
 
 
@@ -86,7 +85,7 @@ def fastest(predictor: Predictor, device: torch.device, max_rows: int, *, compil
         return Fastest(plain)
     if compiles:
         plain = _compiled(plain, device, max_rows)
-    return Fastest(plain, _recorded(plain, device, max_rows) if device.type == "cuda" else ())
+    return Fastest(plain, _capture_sizes(plain, device, max_rows) if device.type == "cuda" else ())
 
 
 def recorded_sizes(max_rows: int) -> list[int]:
@@ -128,7 +127,7 @@ def _compile(predictor: Predictor) -> Predictor:
     return Archive(module, predictor.signature, predictor.version, predictor.meta, predictor.device)
 
 
-def _recorded(plain: EagerExecution, device: torch.device, max_rows: int) -> list[Recorded]:
+def _capture_sizes(plain: EagerExecution, device: torch.device, max_rows: int) -> list[CapturedBatch]:
     """Return CUDA graphs for some batch sizes: those whose outputs agree with the model's, and that are faster."""
     signature = plain.predictor.signature
     statics = {name: tensor.to(device) for name, tensor in _batch(signature, max_rows).items()}
@@ -140,10 +139,10 @@ def _recorded(plain: EagerExecution, device: torch.device, max_rows: int) -> lis
         # One row less than the graph holds, if possible, to check that padding does not affect the result.
         batch = _batch(signature, max(1, size - 1))
         try:
-            way = Recorded(plain.predictor, statics, size, pool)
+            way = CapturedBatch(plain.predictor, statics, size, pool)
             _require_alike(plain, way, [batch])
-        except (CannotRecord, RuntimeError) as error:
-            _say(f"not recorded: {_first_line(error)}")
+        except (CaptureError, RuntimeError) as error:
+            _say(f"not captured: {_first_line(error)}")
             return []
         if _seconds(way, batch) < _seconds(plain, batch):
             made.append(way)
@@ -195,3 +194,34 @@ def _first_line(error: Exception) -> str:
 
 def _say(text: str) -> None:
     print(f"batches are {text}", file=sys.stderr)
+
+
+PRECISIONS = ("fp32", "bf16")
+
+
+def in_precision(predictor: Predictor, precision: str) -> Predictor:
+    """Return the predictor itself, or one that uses bfloat16 where autocast considers it safe."""
+    return Bfloat16(predictor) if precision == "bf16" else predictor
+
+
+def require_precision(precision: str) -> None:
+    """Raise SettingsError for an unknown precision."""
+    if precision not in PRECISIONS:
+        raise SettingsError(
+            f"precision is {' or '.join(PRECISIONS)}", got=repr(precision), remedy='pass precision="bf16"'
+        )
+
+
+class Bfloat16(Predictor):
+    """Predictor with matrix products and convolutions in bfloat16, by torch's autocast rules."""
+
+    def __init__(self, inner: Predictor) -> None:
+        self.inner = inner
+        self.signature = inner.signature
+
+    def run(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        device = next(iter(inputs.values())).device.type
+        with torch.autocast(device, torch.bfloat16):
+            answers = self.inner.run(inputs)
+        outputs = self.signature.outputs
+        return {name: answer.to(getattr(torch, outputs[name].dtype)) for name, answer in answers.items()}

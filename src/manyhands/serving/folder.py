@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import stat
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,36 @@ MANIFEST_LIMIT = 64 << 10
 """Maximum bytes of a manifest, which lists three files."""
 MOST_REFUSED = 50
 """Maximum versions of a model refused per scan, so that a folder full of them does not delay other models."""
+MAX_ENTRIES = 10_000
+"""Maximum folder entries that the scan of a folder of models, or of one model, reads."""
+MAX_EXAMINED = 1000
+"""Maximum versions of a model whose manifests one scan reads."""
 Print = tuple[tuple[str, int, int], ...]
 """Names, sizes and times of a version's files, as a fingerprint that changes with every copy."""
 
 
-def models_in(root: Path) -> dict[str, Path]:
+class ScanBudget:
+    """Number of folder entries that one scan may still read, over all folders that it lists."""
+
+    def __init__(self) -> None:
+        self.left = MAX_ENTRIES
+        self.is_exceeded = False
+
+    def subfolders(self, folder: Path) -> list[str]:
+        """Return the names of a folder's subfolders, links excluded, as far as the budget goes; none on errors."""
+        names = []
+        with contextlib.suppress(OSError), os.scandir(folder) as entries:
+            for entry in entries:
+                if self.left == 0:
+                    self.is_exceeded = True
+                    break
+                self.left -= 1
+                if entry.is_dir(follow_symlinks=False):
+                    names.append(entry.name)
+        return names
+
+
+def models_in(root: Path, budget: ScanBudget | None = None) -> dict[str, Path]:
     """Return the models under a folder, or the folder itself if it contains versions; links are not followed.
 
     Versions beside models with versions do not make the folder a model: a user who can add one folder must not be able
@@ -33,22 +59,35 @@ def models_in(root: Path) -> dict[str, Path]:
     """
     if not root.is_dir():
         return {}
-    found = {
-        entry.name: entry
-        for entry in sorted(root.iterdir())
-        if NAME.fullmatch(entry.name) and entry.is_dir() and not entry.is_symlink()
-    }
-    if is_one_model(root):
+    budget = budget or ScanBudget()
+    names = budget.subfolders(root)
+    if _is_one_model(root, names, budget):
         require_name(root.resolve().name)
         return {root.resolve().name: root}
-    return found
+    return {name: root / name for name in sorted(names) if NAME.fullmatch(name)}
 
 
 def is_one_model(root: Path) -> bool:
     """Return whether a folder itself contains versions, and none of its subfolders does."""
-    with os.scandir(root) as entries:
-        folders = [Path(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False)]
-    return _has_versions(root) and not any(_has_versions(folder) for folder in folders)
+    budget = ScanBudget()
+    return _is_one_model(root, budget.subfolders(root), budget)
+
+
+def _is_one_model(root: Path, names: Collection[str], budget: ScanBudget) -> bool:
+    if not _has_versions(root, _numbers(names)):
+        return False
+    is_beside = any(_has_versions(root / name, _numbers(budget.subfolders(root / name))) for name in names)
+    # Beyond the budget there may be models that this folder must not hide.
+    return not is_beside and not budget.is_exceeded
+
+
+def _has_versions(model: Path, numbers: Collection[int]) -> bool:
+    return any(os.path.lexists(model / str(number) / MANIFEST) for number in numbers)
+
+
+def _numbers(names: Collection[str]) -> list[int]:
+    """Return the numbers of folders named like versions, highest first."""
+    return sorted((int(name) for name in names if VERSION.fullmatch(name)), reverse=True)
 
 
 @dataclass(frozen=True)
@@ -57,18 +96,94 @@ class Versions:
 
     complete: dict[int, Print]
     refused: dict[int, str]
+    is_truncated: bool = False
+    """Whether the folder has more entries or versions than a scan examines."""
 
 
-def complete_versions(model: Path, policy: VersionPolicy | None = None, rejected: Collection[int] = ()) -> Versions:
+@dataclass(frozen=True)
+class VersionFilter:
+    """Which versions of a model a scan examines.
+
+    Attributes:
+        policy: If it selects the latest versions, older ones are not examined; None for all.
+        rejected: Versions that were rolled back, which do not count as the latest.
+        first: Versions that are examined before the others.
+    """
+
+    policy: VersionPolicy | None = None
+    rejected: Collection[int] = ()
+    first: Collection[int] = ()
+
+
+@dataclass(frozen=True)
+class FolderScan:
+    """Result of a scan: the models that have versions, and what could not be scanned."""
+
+    models: dict[str, tuple[Path, Versions]]
+    truncated: set[str]
+    """Names of models whose folder was examined in part; "" for the folder of models itself."""
+    failed: dict[str, str]
+    """Type of the exception by the name of the model whose scan raised it."""
+
+
+def scan_models(
+    root: Path, known: Mapping[str, VersionFilter], usual: VersionFilter, only: Collection[str] | None = None
+) -> FolderScan:
+    """Scan a folder of models: it reads files, so it runs in a thread while requests are answered.
+
+    Args:
+        root: The folder of models.
+        known: Which versions are examined, by the names of the models that the server knows. Their folders are
+            examined even if the folder of models has too many entries.
+        usual: Which versions of other models are examined.
+        only: Names of the models to scan; None for all.
+    """
+    budget = ScanBudget()
+    found = models_in(root, budget)
+    if budget.is_exceeded:
+        found |= {name: root / name for name in known if (root / name).is_dir() and not (root / name).is_symlink()}
+    scan = FolderScan({}, {""} if budget.is_exceeded else set(), {})
+    for name, path in found.items():
+        if only is not None and name not in only:
+            continue
+        asked = known.get(name, usual)
+        try:
+            versions = complete_versions(path, asked.policy, asked.rejected, asked.first)
+        except Exception as error:
+            # An error in one model must not affect the others.
+            scan.failed[name] = type(error).__name__
+            continue
+        if versions.is_truncated:
+            scan.truncated.add(name)
+        # A folder without a version is not a model yet.
+        if versions.complete or versions.refused or name in known:
+            scan.models[name] = path, versions
+    return scan
+
+
+def complete_versions(
+    model: Path,
+    policy: VersionPolicy | None = None,
+    rejected: Collection[int] = (),
+    first: Collection[int] = (),
+) -> Versions:
     """Find versions whose files all have the sizes in their manifest, so that partial copies are ignored.
 
     If the policy selects the latest versions, older ones are not examined: they pile up, and the folder is scanned
-    every second while requests are answered.
+    every second while requests are answered. At most `MAX_EXAMINED` versions are examined, those in `first` before
+    the others.
     """
+    budget = ScanBudget()
     found = Versions({}, {})
     num_fit = 0
-    for number in _numbers(model):
+    named = first or (policy.specific if policy is not None else None) or ()
+    numbers = sorted(_numbers(budget.subfolders(model)), key=lambda number: (number not in named, -number))
+    is_truncated = budget.is_exceeded
+    for num_examined, number in enumerate(numbers):
         if len(found.refused) == MOST_REFUSED:
+            break
+        if num_examined == MAX_EXAMINED:
+            is_truncated = True
             break
         try:
             print_ = _print_of(model / str(number))
@@ -80,21 +195,7 @@ def complete_versions(model: Path, policy: VersionPolicy | None = None, rejected
             num_fit += number not in rejected
         if policy is not None and policy.specific is None and num_fit == policy.latest:
             break
-    return found
-
-
-def _has_versions(model: Path) -> bool:
-    return any(os.path.lexists(model / str(number) / MANIFEST) for number in _numbers(model))
-
-
-def _numbers(model: Path) -> list[int]:
-    """Return the numbers of folders named like versions, highest first."""
-    try:
-        with os.scandir(model) as entries:
-            names = [e.name for e in entries if VERSION.fullmatch(e.name) and e.is_dir(follow_symlinks=False)]
-    except OSError:
-        return []
-    return sorted(map(int, names), reverse=True)
+    return replace(found, is_truncated=is_truncated)
 
 
 def _print_of(folder: Path) -> Print | None:
@@ -110,7 +211,7 @@ def _print_of(folder: Path) -> Print | None:
     except OSError as error:
         raise FileError("files must be readable", got=error.strerror) from None
     if odd := [name for name, found in stats.items() if not stat.S_ISREG(found.st_mode)]:
-        raise FileError("files must be regular ones", got=f"{odd[0]}, which is none")
+        raise FileError("files must be regular files", got=f"{odd[0]}, which is not one")
     if any(stats[name].st_size != size for name, size in files.items()):
         return None
     return tuple(sorted((name, found.st_size, found.st_mtime_ns) for name, found in stats.items()))
@@ -120,7 +221,7 @@ def _files(manifest: Any) -> dict[str, int]:
     """Return the files of a manifest with their sizes."""
     listed: Any = manifest.get("files") if isinstance(manifest, dict) else None
     if not fields.named(fields.having(size=fields.count))(listed) or not all(FILE.fullmatch(name) for name in listed):
-        raise FileError("it must list the files of a version with their sizes", got="something else")
+        raise FileError("the manifest must list the files of a version with their sizes", got="another content")
     return {name: about["size"] for name, about in listed.items()}
 
 
@@ -139,7 +240,7 @@ def require_name(name: str) -> None:
     """Raise SettingsError for a name that could be a path."""
     if not NAME.fullmatch(name):
         raise SettingsError(
-            "a model's name is made of letters, digits, dashes and underscores, at most 64 of them",
+            "the name of a model must consist of letters, digits, dashes and underscores, at most 64 characters",
             got=repr(name)[:100],
             remedy="rename it",
         )
@@ -169,7 +270,9 @@ class VersionPolicy:
         if text and all(part.isdecimal() for part in text.split(",")):
             return cls(0, frozenset(map(int, text.split(","))))
         raise SettingsError(
-            "versions are latest, latest:N, all, or numbers", got=repr(text), remedy='pass versions="latest:2"'
+            "versions must be latest, latest:N, all, or numbers",
+            got=repr(text),
+            remedy='pass for example versions="latest:2"',
         )
 
     def wanted(self, there: Collection[int]) -> set[int]:

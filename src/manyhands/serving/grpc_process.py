@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import math
 import os
 import socket
 import struct
@@ -28,7 +29,8 @@ from ..distributed import Device, World
 from ..launcher import Engine, Service
 from .http import BadRequest
 from .limits import Bodies, Limits
-from .protocols.grpc_service import GrpcListener, GrpcService, Method, parsing, said
+from .port_reservation import PortReservation
+from .protocols.grpc_service import Decoder, GrpcListener, GrpcService, MessageRule, Method, said
 from .protocols.protocol import KEY, STATUS, TRACE
 from .replica_rendezvous import ReplicaRendezvous
 from .scheduling import step_aside
@@ -36,34 +38,56 @@ from .security import AccessToken, ServingTls
 
 HEAD = struct.Struct("<BQII")
 """Of a frame: its kind, the number of its call, and the bytes of its header and of its message."""
-READY, CALL, CANCEL, ANSWER, REFUSAL, STOP = range(6)
+READY, CALL, CANCEL, ANSWER, REFUSAL, STOP, OUTLINE = range(7)
+"""Kinds of frames. An OUTLINE is a call whose message has no tensors: the server answers whether it wants the rest."""
 NUM_READ = 1 << 16
 """Bytes that are read at a time; a longer frame is read to where it stays."""
 NICENESS = 5
 START_SECONDS = 60.0
 RESTART_SECONDS = 1.0
 """Before a process that has ended is started again."""
+MAX_FRAME_HEAD = 256 << 10
+"""Maximum bytes of a frame's header from the process: the path of a method and two headers of a call."""
+NUMBERS = range(1 << 63)
+"""Numbers of calls."""
 NAME = "manyhands-grpc"
 """Of the process, for tools that list processes."""
 
 OnFrame = Callable[[int, int, bytes, bytes], None]
 
 
-class FrameSocket(asyncio.BufferedProtocol):
-    """One end of the socket between the server and the process: reads and writes frames."""
+class FrameError(Exception):
+    """Raised for a frame that the process never sends unless it is broken or has been taken over."""
 
-    def __init__(self, on_frame: OnFrame, on_end: Callable[[], None]) -> None:
-        self._on_frame, self._on_end = on_frame, on_end
+
+class FrameSocket(asyncio.BufferedProtocol):
+    """One end of the socket between the server and the process: reads and writes frames.
+
+    Args:
+        on_frame: Called with every frame; raises FrameError to end the connection.
+        on_end: Called when the connection has ended.
+        most: Maximum bytes of a frame's header and of its message; None on the side that trusts the other one.
+    """
+
+    def __init__(self, on_frame: OnFrame, on_end: Callable[[], None], most: tuple[int, int] | None = None) -> None:
+        self._on_frame, self._on_end, self._most = on_frame, on_end, most
         self._transport: Any = None
         self._buffer, self._num = memoryview(bytearray(NUM_READ)), 0
         self._long: tuple[bytearray, int, tuple[int, int, int]] | None = None
         """A frame that does not fit the buffer: its bytes, how many have come, and its kind, number and header size."""
 
     @classmethod
-    async def over(cls, sock: socket.socket, on_frame: OnFrame, on_end: Callable[[], None]) -> FrameSocket:
+    async def over(
+        cls,
+        sock: socket.socket,
+        on_frame: OnFrame,
+        on_end: Callable[[], None],
+        most: tuple[int, int] | None = None,
+    ) -> FrameSocket:
         """Read and write frames on a connected socket."""
         sock.setblocking(False)
-        _, frames = await asyncio.get_running_loop().create_unix_connection(lambda: cls(on_frame, on_end), sock=sock)
+        loop = asyncio.get_running_loop()
+        _, frames = await loop.create_unix_connection(lambda: cls(on_frame, on_end, most), sock=sock)
         return frames
 
     def send(self, kind: int, number: int, head: bytes = b"", message: bytes = b"") -> None:
@@ -74,6 +98,11 @@ class FrameSocket(asyncio.BufferedProtocol):
                 self._transport.write(start + message)
             else:
                 self._transport.writelines([start, message])
+
+    @property
+    def num_unsent(self) -> int:
+        """Number of bytes that wait until the other side reads."""
+        return int(self._transport.get_write_buffer_size())
 
     def close(self) -> None:
         """End the connection at once."""
@@ -104,8 +133,11 @@ class FrameSocket(asyncio.BufferedProtocol):
 
     def _take(self) -> None:
         start = 0
-        while self._num - start >= HEAD.size:
+        while self._num - start >= HEAD.size and not self._transport.is_closing():
             kind, number, num_head, num_message = HEAD.unpack_from(self._buffer, start)
+            if self._most is not None and (num_head > self._most[0] or num_message > self._most[1]):
+                self._end_broken(f"a frame of {num_head} and {num_message} bytes")
+                return
             size, begin = num_head + num_message, start + HEAD.size
             if begin + size <= self._num:
                 start = begin + size
@@ -122,7 +154,17 @@ class FrameSocket(asyncio.BufferedProtocol):
 
     def _give(self, data: bytearray | memoryview, kind: int, number: int, num_head: int) -> None:
         view = memoryview(data)
-        self._on_frame(kind, number, bytes(view[:num_head]), bytes(view[num_head:]))
+        try:
+            self._on_frame(kind, number, bytes(view[:num_head]), bytes(view[num_head:]))
+        except FrameError as error:
+            self._end_broken(str(error))
+
+    def _end_broken(self, what: str) -> None:
+        """End a connection on which something came that must not come, and report it."""
+        self._num = 0
+        self._transport.abort()
+        text = f"the process for gRPC sent {what}, and is restarted"
+        asyncio.get_running_loop().call_exception_handler({"message": text})
 
 
 # -- in the process ---------------------------------------------------------------------------------------------------
@@ -136,8 +178,8 @@ class Frontend:
         meeting: The socket where the server waits.
         key: Which process this is.
         host: The address to listen on.
-        port: The port to listen on, 0 for any.
-        methods: The paths of all methods, and whether this listener has them.
+        port: The port to listen on, which the server has reserved.
+        methods: The paths of all methods, each with the rule of its messages; None where this listener has it not.
     """
 
     meeting: str
@@ -147,7 +189,7 @@ class Frontend:
     token: AccessToken
     limits: Limits
     tls: ServingTls | None
-    methods: Mapping[str, bool]
+    methods: Mapping[str, MessageRule | None]
     closed: str
 
     def __call__(self, world: World) -> Frontend:
@@ -179,7 +221,7 @@ class Frontend:
         listener = GrpcListener([], self.token, self.limits, self.tls, closed=self.closed)
         listener.others = forwarding
         try:
-            found = {"port": await listener.open(self.host, self.port)}
+            found = {"port": await listener.open(self.host, self.port, is_reserved=True)}
         except OSError as error:
             frames.send(READY, 0, orjson.dumps({"error": str(error)}))
             await stopping
@@ -191,7 +233,7 @@ class Frontend:
 class Forwarding(grpc.GenericRpcHandler):  # type: ignore[misc]
     """Hands whole messages to the server and gives its answers to the clients."""
 
-    def __init__(self, methods: Mapping[str, bool], stopping: asyncio.Future[float]) -> None:
+    def __init__(self, methods: Mapping[str, MessageRule | None], stopping: asyncio.Future[float]) -> None:
         self._methods, self._stopping = methods, stopping
         self._calls: dict[int, asyncio.Future[bytes]] = {}
         self._num = 0
@@ -203,18 +245,27 @@ class Forwarding(grpc.GenericRpcHandler):  # type: ignore[misc]
         if path not in self._methods:
             return None
 
+        rule = self._methods[path]
+        if rule is None:
+            return grpc.stream_unary_rpc_method_handler(self.guard(path, None))
+
         async def run(message: bytes, context: Any) -> bytes:
+            rule.require_size(len(message))
+            outlined = rule.outline(message)
+            if outlined is not None:
+                # The server is asked about the model before it gets a large message.
+                await self._forward(path, outlined, context, is_outline=True)
             return await self._forward(path, message, context)
 
-        return grpc.stream_unary_rpc_method_handler(self.guard(path, run if self._methods[path] else None))
+        return grpc.stream_unary_rpc_method_handler(self.guard(path, run))
 
-    async def _forward(self, path: str, message: bytes, context: Any) -> bytes:
+    async def _forward(self, path: str, message: bytes, context: Any, *, is_outline: bool = False) -> bytes:
         self._num += 1
         number, answer = self._num, asyncio.get_running_loop().create_future()
         self._calls[number] = answer
         headers = {name.decode(): said(context, name).decode("latin1") for name in (KEY, TRACE)}
         head = {"path": path, "left": context.time_remaining(), "headers": headers}
-        self.frames.send(CALL, number, orjson.dumps(head), message)
+        self.frames.send(OUTLINE if is_outline else CALL, number, orjson.dumps(head), message)
         try:
             return bytes(await answer)
         except asyncio.CancelledError:
@@ -262,6 +313,59 @@ class CallContext:
         return self._headers
 
 
+@dataclass(frozen=True)
+class ForwardedCall:
+    """A call as the process describes it, with the types of all values checked.
+
+    Attributes:
+        path: The path of the method, which the listener may not have.
+        number: The number of the call, for its answer.
+        left: The seconds until the client's deadline; None where it has none.
+        headers: Headers of the call by name: the key of a traffic split and the parent of a trace.
+        is_outline: Whether the message has only the fields that say which model is asked.
+    """
+
+    path: str
+    number: int
+    left: float | None
+    headers: Mapping[str, str]
+    is_outline: bool
+
+    @classmethod
+    def read(cls, head: bytes, number: int, *, is_outline: bool) -> ForwardedCall:
+        """Read a frame's header; raises FrameError if it is not what the process writes."""
+        value = _object(head)
+        path, left, headers = (value.get(name) for name in ("path", "left", "headers"))
+        is_left = left is None or (type(left) in (int, float) and math.isfinite(left))
+        if number not in NUMBERS or not isinstance(path, str) or not is_left or not isinstance(headers, dict):
+            raise FrameError("a call without a number, a path, a deadline or headers")
+        known = {name.decode() for name in (KEY, TRACE)}
+        if not headers.keys() <= known or not all(isinstance(one, str) for one in headers.values()):
+            raise FrameError("a call with other headers than those that decide something")
+        return cls(path, number, left, headers, is_outline)
+
+
+def read_ready(head: bytes) -> dict[str, Any]:
+    """Return the port that the process listens on, or its error; raises FrameError if it is neither."""
+    value = _object(head)
+    port = value.get("port")
+    if value.keys() == {"error"} and isinstance(value["error"], str):
+        return value
+    if value.keys() != {"port"} or type(port) is not int or not 0 < port < 1 << 16:
+        raise FrameError("neither the port that it listens on nor an error")
+    return value
+
+
+def _object(head: bytes) -> dict[str, Any]:
+    try:
+        value = orjson.loads(head)
+    except orjson.JSONDecodeError:
+        raise FrameError("a header that is no JSON") from None
+    if not isinstance(value, dict):
+        raise FrameError("a header that is no object")
+    return value
+
+
 class GrpcProcess:
     """The server's end: starts the process, answers the calls that it hands on, and restarts it when it has ended."""
 
@@ -283,26 +387,30 @@ class GrpcProcess:
         """Called with a method, its status as HTTP has it, the bytes of both messages, and when the call came."""
         self.engine: Engine
         self.meeting: ReplicaRendezvous
-        self._methods: dict[str, Method] = {}
-        self._is_here: dict[str, bool] = {}
+        self._methods: dict[str, Decoder] = {}
+        """The methods of this listener. The server itself looks them up here: it does not trust the process, which
+        reads what clients send, to name no others."""
+        self._rules: dict[str, MessageRule | None] = {}
         for service in services:
-            for name, (method, asked, _) in service.methods().items():
-                path = f"/{service.name}/{name}"
-                self._methods[path] = parsing(method, asked)
-                self._is_here[path] = manages or name not in service.managing
+            for name in service.methods():
+                path, is_here = f"/{service.name}/{name}", manages or name not in service.managing
+                if is_here:
+                    self._methods[path] = Decoder(service, name, limits)
+                self._rules[path] = self._methods[path].rule if is_here else None
         self._service: Service | None = None
         self._frames: FrameSocket | None = None
         self._ready: asyncio.Future[dict[str, Any]] | None = None
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._restarting: asyncio.Task[None] | None = None
-        self._host, self._port = "", 0
+        self._host = ""
+        self._reservation = PortReservation()
         self._is_closing = False
 
     async def open(self, host: str, port: int) -> int:
         """Start the process and return the port that it listens on; raises OSError where that is not free."""
-        self._host, self._port = host, port
-        self._port = await self._start()
-        return self._port
+        self._host = host
+        await self._reservation.open(host, port)
+        return await self._start()
 
     async def close(self, patience: float) -> None:
         """Take nothing new, let what is there finish, and end the process."""
@@ -311,6 +419,7 @@ class GrpcProcess:
             self._restarting.cancel()
         service, self._service = self._service, None
         if service is None:
+            self._reservation.close()
             return
         if self._frames is not None and patience > 0:
             self._frames.send(STOP, 0, orjson.dumps({"patience": patience}))
@@ -320,13 +429,14 @@ class GrpcProcess:
         for task in self._tasks.values():
             task.cancel()
         await asyncio.to_thread(service.kill)
+        self._reservation.close()
 
     async def _start(self) -> int:
         loop = asyncio.get_running_loop()
         key, coming = self.meeting.expect()
         frontend = Frontend(
-            self.meeting.path, key, self._host, self._port, self._token, self._limits, self._tls, self._is_here,
-            self._closed,
+            self.meeting.path, key, self._host, self._reservation.port, self._token, self._limits, self._tls,
+            self._rules, self._closed,
         )  # fmt: skip
         self._service = await asyncio.to_thread(self.engine.start_service, frontend, Device("cpu"))
         ended = _ending(self._service)
@@ -341,7 +451,8 @@ class GrpcProcess:
                 arrival = coming.result().socket
                 socket.send_fds(arrival, [b"frames"], [theirs.fileno()])
                 arrival.close()
-                self._frames = await FrameSocket.over(ours, self._hear, self._end)
+                most = MAX_FRAME_HEAD, self._limits.body
+                self._frames = await FrameSocket.over(ours, self._hear, self._end, most)
                 told = await self._ready
         except TimeoutError:
             raise RunError(f"the process for gRPC did not start within {START_SECONDS:.0f} s") from None
@@ -365,29 +476,55 @@ class GrpcProcess:
 
     async def _restart(self) -> None:
         while True:
+            if self._service is not None:
+                # A process that has been taken over need not end by itself.
+                await asyncio.to_thread(self._service.kill)
             await asyncio.sleep(RESTART_SECONDS)
             with contextlib.suppress(OSError, RunError):
                 await self._start()
                 return
 
     def _hear(self, kind: int, number: int, head: bytes, message: bytes) -> None:
-        if kind == READY:
-            if self._ready is not None and not self._ready.done():
-                self._ready.set_result(orjson.loads(head))
-        elif kind == CALL:
-            self._tasks[number] = asyncio.ensure_future(self._answer(number, orjson.loads(head), message))
+        """Take a frame of the process; raises FrameError for one that it must not send."""
+        if kind == READY and self._ready is not None and not self._ready.done():
+            self._ready.set_result(read_ready(head))
+        elif kind in (CALL, OUTLINE):
+            if number in self._tasks:
+                raise FrameError("a call with the number of another one that is not answered")
+            call = ForwardedCall.read(head, number, is_outline=kind == OUTLINE)
+            method = self._methods.get(call.path)
+            if method is None or (call.is_outline and not method.rule.addressed):
+                raise FrameError("a call of a method that its listener has not")
+            is_over = len(self._tasks) >= self._limits.calls
+            self._tasks[number] = asyncio.ensure_future(self._answer(call, message, is_over=is_over))
             self._tasks[number].add_done_callback(lambda task: self._tasks.pop(number, None))
-        elif kind == CANCEL and number in self._tasks:
-            self._tasks[number].cancel()
+        elif kind == CANCEL:
+            # A call that has been answered in the meantime has no state left.
+            if number in self._tasks:
+                self._tasks[number].cancel()
+        else:
+            raise FrameError(f"a frame of the kind {kind}")
 
-    async def _answer(self, number: int, head: dict[str, Any], message: bytes) -> None:
-        arrived, answer, status, path = time.perf_counter(), b"", 500, head["path"]
+    async def _answer(self, call: ForwardedCall, message: bytes, *, is_over: bool) -> None:
+        arrived, answer, status, path, number = time.perf_counter(), b"", 500, call.path, call.number
         frames = self._frames
         assert frames is not None
         refusal: RequestRefused | None = None
         try:
-            with self.bodies.holding(len(message)):
-                answer = await self._methods[path](message, CallContext(head["left"], head["headers"]))
+            if is_over:
+                reason = f"overloaded: {self._limits.calls} calls are waiting"
+                raise RequestRefused("RESOURCE_EXHAUSTED", reason, 1.0)
+            context = CallContext(call.left, call.headers)
+            if call.is_outline:
+                self._methods[path].require_served(message, context)
+            else:
+                with self.bodies.holding(len(message)):
+                    answer = await self._methods[path](message, context)
+                if frames.num_unsent + len(answer) > self._limits.bodies:
+                    # The refusal refers to this frame, and would keep the answer until the next garbage collection.
+                    answer = b""
+                    reason = f"overloaded: {frames.num_unsent} bytes of answers are waiting"
+                    raise RequestRefused("UNAVAILABLE", reason, 1.0)
             status = 200
         except asyncio.CancelledError:
             status = STATUS["CANCELLED"]
@@ -405,7 +542,7 @@ class GrpcProcess:
                 frames.send(REFUSAL, number, orjson.dumps(told))
             elif status == 200:
                 frames.send(ANSWER, number, b"", answer)
-            if self.on_answer is not None:
+            if self.on_answer is not None and (refusal is not None or not call.is_outline):
                 self.on_answer(path, status, len(message), len(answer), arrived)
 
 

@@ -15,7 +15,7 @@ import select
 import socket
 import time
 import zlib
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from http import HTTPStatus
 from typing import Any
@@ -24,6 +24,7 @@ import httptools
 import numpy as np
 
 from ..core import RequestRefused
+from .connections import ConnectionBudget, Slot
 from .limits import Bodies, Limits
 from .security import ServingTls
 
@@ -54,8 +55,8 @@ _BACKLOG = 1024
 _NUM_ACCEPTED, _NUM_LOOKED, _NUM_ENTERING, _ENTER_SECONDS = 8, 16, 4, 0.001
 """Connections accepted, examined and admitted per turn, and the pause between turns."""
 _OVER = select.EPOLLRDHUP | select.EPOLLHUP | select.EPOLLERR
-_MAX_CONNECTING = 256
-"""Connections admitted but not established yet, that is, in a TLS handshake."""
+_MAX_HANDSHAKES = 256
+"""Connections in a TLS handshake; one more evicts another one of them."""
 EVICTED = "the connection is closed for newer ones: this request was not complete yet"
 JSON = b"application/json"
 Body = bytes | bytearray | memoryview
@@ -213,10 +214,10 @@ Handler = Callable[[Request], None]
 class PendingConnection:
     """A connection whose first request head is incomplete: only a socket, without transport or parser."""
 
-    __slots__ = ("address", "has_begun", "since", "socket")
+    __slots__ = ("has_begun", "since", "slot", "socket")
 
-    def __init__(self, sock: socket.socket, address: str) -> None:
-        self.socket, self.address = sock, address
+    def __init__(self, sock: socket.socket, slot: Slot) -> None:
+        self.socket, self.slot = sock, slot
         self.since = time.monotonic()
         self.has_begun = False
         """Whether the client has sent anything."""
@@ -254,7 +255,7 @@ class Entrance:
     connections, stay silent or send half a head therefore cost the event loop little.
 
     Args:
-        enter: Called with an accepted connection; returns whether there is room for it.
+        enter: Called with an accepted socket and the client's address; returns None where there is no room for it.
         go_in: Called with a connection whose head is complete, or too long.
         leave: Called with a connection that its client has closed.
         limits: Bytes and lines that an incomplete head may have.
@@ -263,7 +264,7 @@ class Entrance:
 
     def __init__(
         self,
-        enter: Callable[[PendingConnection], bool],
+        enter: Callable[[socket.socket, str], PendingConnection | None],
         go_in: Callable[[PendingConnection], None],
         leave: Callable[[PendingConnection], None],
         limits: Limits,
@@ -350,13 +351,11 @@ class Entrance:
                 # No file descriptor is free; pending connections stay in the backlog.
                 return True
             accepted.setblocking(False)
-            pending = PendingConnection(accepted, str(peer[0]) if isinstance(peer, tuple) else "")
-            if self._enter(pending):
+            pending = self._enter(accepted, str(peer[0]) if isinstance(peer, tuple) else "")
+            if pending is not None:
                 self._pending[accepted.fileno()] = pending
                 # Edge-triggered: data that was already seen is not reported again.
                 self._epoll.register(accepted.fileno(), select.EPOLLIN | select.EPOLLRDHUP | select.EPOLLET)
-            else:
-                accepted.close()
         return True
 
     def _look(self) -> bool:
@@ -409,14 +408,11 @@ class HttpListener:
         self.handler, self.limits, self.admit = handler, limits, admit
         self.bodies = Bodies(limits.bodies)
         self._tls = tls
-        self._most = min(limits.connections, max(16, (resource.getrlimit(resource.RLIMIT_NOFILE)[0] - 256) // 2))
-        """Maximum number of connections, which leaves file descriptors for models and other listeners."""
-        self._addresses: Counter[str] = Counter()
-        self._waiting: dict[str, dict[Connection, None]] = {}
-        """Connections without a request being answered, by client address, longest waiting first."""
-        self._pending: dict[str, dict[PendingConnection, None]] = {}
-        """Connections whose first head is incomplete, by client address, oldest first."""
-        self.num_pending = 0
+        # Half of the file descriptors are for models and other listeners.
+        most = min(limits.connections, max(16, (resource.getrlimit(resource.RLIMIT_NOFILE)[0] - 256) // 2))
+        self.budget = ConnectionBudget(most, limits.connections_per_address, _MAX_HANDSHAKES)
+        self._pending: dict[PendingConnection, None] = {}
+        """Connections whose first head is incomplete, oldest first."""
         self._turns: deque[Connection] = deque()
         """Connections whose next pipelined request is due."""
         self._connecting: set[asyncio.Task[None]] = set()
@@ -436,7 +432,7 @@ class HttpListener:
         """Start listening and return the port."""
         is_secured = self._tls is not None
         self._entrance = Entrance(
-            self._enter_pending, self._go_in, self._leave_pending, self.limits, is_secured=is_secured
+            self._enter_pending, self._go_in, self._drop_pending, self.limits, is_secured=is_secured
         )
         try:
             found = await self._entrance.open(host, port)
@@ -449,83 +445,77 @@ class HttpListener:
     @property
     def num_busy(self) -> int:
         """Number of connections with an unanswered or partially received request."""
-        begun = sum(pending.has_begun for crowd in self._pending.values() for pending in crowd)
+        begun = sum(pending.has_begun for pending in self._pending)
         return begun + len(self._connecting) + sum(connection.is_busy for connection in self.connections)
 
+    @property
+    def num_pending(self) -> int:
+        """Number of connections whose first head is incomplete."""
+        return len(self._pending)
+
     def add(self, connection: Connection) -> bool:
-        """Add a connection, evicting the one that has waited longest if there are too many.
-
-        Returns whether there was room: there is none if every connection has a request being answered.
-        """
-        if not self._make_room(connection.address):
+        """Add an established connection; return False if it was evicted while it was being established."""
+        self.budget.end_handshake(connection.slot)
+        if connection.slot not in self.budget:
             return False
+        connection.slot.evict = connection.evict
         self.connections.add(connection)
-        self._addresses[connection.address] += 1
-        self._waiting.setdefault(connection.address, {})[connection] = None
         return True
 
-    def _make_room(self, address: str) -> bool:
-        """If there are too many connections, evict one from the larger of the pending and waiting groups."""
-        if self._addresses[address] < self.limits.connections_per_address:
-            if len(self.connections) + self.num_pending < self._most:
-                return True
-            address = max(self._addresses, key=self._num_evictable)
-        pending, waiting = self._pending.get(address, {}), self._waiting.get(address, {})
-        if not pending and not waiting:
-            return False
-        oldest, longest = next(iter(pending), None), next(iter(waiting), None)
-        # Evict from the group that is flooded: incomplete heads, or idle connections.
-        ranks = [(len(pending), -oldest.since if oldest else 0.0), (len(waiting), -longest.since if longest else 0.0)]
-        if oldest is not None and (longest is None or ranks[0] > ranks[1]):
-            self._end_pending(oldest, 503, EVICTED)
-        elif longest is not None:
-            longest.evict()
-        return True
-
-    def _num_evictable(self, address: str) -> int:
-        return len(self._pending.get(address, ())) + len(self._waiting.get(address, ()))
-
-    def _enter_pending(self, pending: PendingConnection) -> bool:
-        if not self._make_room(pending.address):
+    def _enter_pending(self, accepted: socket.socket, address: str) -> PendingConnection | None:
+        slot = Slot(address, lambda: self._end_pending(pending, 503, EVICTED))
+        pending = PendingConnection(accepted, slot)
+        if not self.budget.enter(slot):
             pending.has_begun = True
             pending.refuse(503, self.full)
-            return False
-        self._addresses[pending.address] += 1
-        self._pending.setdefault(pending.address, {})[pending] = None
-        self.num_pending += 1
-        return True
+            return None
+        self._pending[pending] = None
+        return pending
 
-    def _leave_pending(self, pending: PendingConnection) -> None:
-        if self._pending.get(pending.address, {}).pop(pending, self) is None:
-            self.num_pending -= 1
-            self._count_less(pending.address)
+    def _drop_pending(self, pending: PendingConnection) -> None:
+        self._pending.pop(pending, None)
+        self.budget.leave(pending.slot)
 
     def _end_pending(self, pending: PendingConnection, status: int, reason: str) -> None:
         assert self._entrance is not None
         self._entrance.forget(pending)
-        self._leave_pending(pending)
+        self._drop_pending(pending)
         pending.refuse(status, reason)
 
     def _go_in(self, pending: PendingConnection) -> None:
-        self._leave_pending(pending)
-        if len(self._connecting) >= _MAX_CONNECTING:
-            pending.socket.close()
-            return
-        task = asyncio.ensure_future(self._connect(pending.socket))
+        """Establish a connection; its slot stays in the budget."""
+        del self._pending[pending]
+        slot, sock = pending.slot, pending.socket
+        slot.evict = lambda: self._end_connecting(slot, sock)
+        if self._tls is not None:
+            self.budget.begin_handshake(slot)
+        task = asyncio.ensure_future(self._connect(sock, slot))
         self._connecting.add(task)
         task.add_done_callback(self._connecting.discard)
 
-    async def _connect(self, sock: socket.socket) -> None:
+    def _end_connecting(self, slot: Slot, sock: socket.socket) -> None:
+        self.budget.leave(slot)
+        # The handshake fails with the end of the input, and its task closes the socket.
+        with contextlib.suppress(OSError):
+            sock.shutdown(socket.SHUT_RDWR)
+
+    async def _connect(self, sock: socket.socket, slot: Slot) -> None:
         loop = asyncio.get_running_loop()
         secured: dict[str, Any] = {}
         if self._tls is not None:
             timeout = min(self.limits.receive, _HANDSHAKE_SECONDS)
-            secured = {"ssl": self._tls.for_server, "ssl_handshake_timeout": timeout}
+            secured = {
+                "ssl": self._tls.for_server,
+                "ssl_handshake_timeout": timeout,
+                # A client that never answers the end of TLS would keep its socket open.
+                "ssl_shutdown_timeout": timeout,
+            }
         try:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            await loop.connect_accepted_socket(lambda: Connection(self), sock, **secured)
+            await loop.connect_accepted_socket(lambda: Connection(self, slot), sock, **secured)
         except OSError:
             sock.close()
+            self.budget.leave(slot)
 
     @property
     def full(self) -> str:
@@ -550,31 +540,14 @@ class HttpListener:
         """Remove a closed connection."""
         if connection in self.connections:
             self.connections.remove(connection)
-            self.stop_waiting(connection)
-            self._count_less(connection.address)
-
-    def _count_less(self, address: str) -> None:
-        self._addresses[address] -= 1
-        if not self._addresses[address]:
-            del self._addresses[address]
-            self._waiting.pop(address, None)
-            self._pending.pop(address, None)
-
-    def start_waiting(self, connection: Connection) -> None:
-        """Mark a connection as having no request being answered, so that it may be evicted."""
-        if connection in self.connections:
-            self._waiting[connection.address][connection] = None
-
-    def stop_waiting(self, connection: Connection) -> None:
-        """Mark a connection as having a request being answered, so that it is not evicted."""
-        self._waiting.get(connection.address, {}).pop(connection, None)
+            self.budget.leave(connection.slot)
 
     def stop_listening(self) -> None:
         """Stop accepting connections; those with requests in flight get their responses and are closed."""
         self.is_closing = True
         if self._entrance is not None:
             self._entrance.stop()
-        for pending in self._all_pending():
+        for pending in list(self._pending):
             if not pending.has_begun:
                 self._end_pending(pending, 503, "the server is closing")
         for connection in list(self.connections):
@@ -586,15 +559,12 @@ class HttpListener:
         self.stop_listening()
         if self._sweeper is not None:
             self._sweeper.cancel()
-        for pending in self._all_pending():
+        for pending in list(self._pending):
             self._end_pending(pending, 503, "the server is closing")
         if self._entrance is not None:
             self._entrance.close()
         for connection in list(self.connections):
             connection.close()
-
-    def _all_pending(self) -> list[PendingConnection]:
-        return [pending for crowd in self._pending.values() for pending in crowd]
 
     async def _sweep(self) -> None:
         """Check the timeouts of all connections periodically, which is cheaper than a timer per request."""
@@ -603,7 +573,7 @@ class HttpListener:
             now = time.monotonic()
             for connection in list(self.connections):
                 connection.check_times(now)
-            for pending in self._all_pending():
+            for pending in list(self._pending):
                 if now - pending.since > (self.limits.receive if pending.has_begun else self.limits.idle):
                     self._end_pending(pending, 408, _too_slow(self.limits.receive))
 
@@ -611,9 +581,8 @@ class HttpListener:
 class Connection(asyncio.BufferedProtocol):
     """Connection of one client: parses requests, handles them one after the other and writes responses in order."""
 
-    def __init__(self, listener: HttpListener) -> None:
-        self._listener, self.limits = listener, listener.limits
-        self.address = ""
+    def __init__(self, listener: HttpListener, slot: Slot) -> None:
+        self._listener, self.limits, self.slot = listener, listener.limits, slot
         self._parser: Any = httptools.HttpRequestParser(self)
         self._transport: Any = None
         self._waiting: deque[Request] = deque()
@@ -646,16 +615,19 @@ class Connection(asyncio.BufferedProtocol):
         return num >= _MAX_WAITING or num_bytes >= _MAX_WAITING_BYTES or bool(self._unparsed)
 
     @property
+    def _has_unsent(self) -> bool:
+        """Whether parts of a response wait for the client to read, also if too few to pause writing."""
+        return bool(self._transport.get_write_buffer_size())
+
+    @property
     def is_busy(self) -> bool:
         """Whether a request is partially received or unanswered, or its response not fully sent."""
         return self._is_reading or self._current is not None or self._is_blocked
 
     def connection_made(self, transport: Any) -> None:
         self._transport = transport
-        peer = transport.get_extra_info("peername")
-        self.address = str(peer[0]) if peer else ""
         if not self._listener.add(self):
-            self._refuse(503, self._listener.full)
+            transport.abort()
 
     def connection_lost(self, error: Exception | None) -> None:
         self._listener.remove(self)
@@ -873,7 +845,7 @@ class Connection(asyncio.BufferedProtocol):
         if self._current is None and not self._is_blocked and not self._waiting and self._num_now < _MAX_NOW:
             self._num_now += 1
             self._current = request
-            self._listener.stop_waiting(self)
+            self._listener.budget.begin_request(self.slot)
             self._listener.handler(request)
         else:
             if self._current is None:
@@ -897,7 +869,7 @@ class Connection(asyncio.BufferedProtocol):
         head = _head(status, kind, len(body), extra if keep else extra + b"Connection: close\r\n")
         self._transport.write(head if request.method == "HEAD" else head + body)
         self._current, self.since = None, time.monotonic()
-        self._listener.start_waiting(self)
+        self._listener.budget.end_request(self.slot)
         self._listener.bodies.give_back(request.held)
         self._num_held -= request.held
         if self._listener.on_answer is not None:
@@ -913,9 +885,10 @@ class Connection(asyncio.BufferedProtocol):
     def check_times(self, now: float) -> None:
         """Close a connection whose client is too slow to send, to read the response, or to send another request."""
         silent = now - self.since
-        if self._is_blocked or (self._is_reading and not self._is_paused):
+        is_unread = self._is_blocked or (self._current is None and self._has_unsent)
+        if is_unread or (self._is_reading and not self._is_paused):
             if silent > self.limits.receive:
-                if self._is_blocked:
+                if is_unread:
                     self._transport.abort()
                 else:
                     self._refuse(408, _too_slow(self.limits.receive))
@@ -935,7 +908,7 @@ class Connection(asyncio.BufferedProtocol):
             if self._is_paused and not self._has_enough:
                 self._is_paused, self.since = False, time.monotonic()
                 self._transport.resume_reading()
-            self._listener.stop_waiting(self)
+            self._listener.budget.begin_request(self.slot)
             self._listener.handler(self._current)
 
     def _hold(self, num: int) -> None:
@@ -980,4 +953,5 @@ class Connection(asyncio.BufferedProtocol):
         if self._is_reading:
             self._refuse(503, EVICTED)
         self._listener.remove(self)
-        self._transport.abort() if self._is_blocked else self._transport.close()
+        # A closed transport stays open until its client has read everything, which it may never do.
+        self._transport.abort() if self._is_blocked or self._has_unsent else self._transport.close()

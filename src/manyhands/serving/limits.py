@@ -28,9 +28,9 @@ class Limits:
     bodies: int = 1 << 30
     """Bytes of all bodies that are not answered yet, over all connections; what comes beyond is refused."""
     connections: int = 4096
-    """Connections per listener. One more evicts the connection that completed no request for the longest time."""
+    """Connections per listener, counted from accept on. One more evicts another one: see `ConnectionBudget`."""
     connections_per_address: int = 2048
-    """Maximum number of these connections from one address."""
+    """Maximum number of these connections from one network: a /24 of IPv4, a /64 of IPv6."""
     calls: int = 1024
     """Unanswered gRPC calls over all connections."""
     streams: int = 256
@@ -46,7 +46,7 @@ class Limits:
                 raise SettingsError(f"the limit {name} must be above 0", got=value, remedy=f"raise {name}")
         if self.body > self.bodies:
             raise SettingsError(
-                "one body may not have more bytes than all of them",
+                "the limit body must not be larger than the limit bodies",
                 got=f"body={self.body}, bodies={self.bodies}",
                 remedy="lower body, or raise bodies",
             )
@@ -59,7 +59,7 @@ class Limits:
         True
         """
         if queue_mib < 1:
-            raise SettingsError("queue_mib must be at least 1", got=queue_mib, remedy="pass queue_mib=1024")
+            raise SettingsError("queue_mib must be at least 1", got=queue_mib, remedy="pass for example queue_mib=1024")
         return cls(bodies=queue_mib << 20, body=min(cls.body, queue_mib << 20), json=min(cls.json, queue_mib << 20))
 
 

@@ -55,7 +55,9 @@ class ListenSettings:
     manage_token: str | None = None
     """Token of the management interface, which does not accept `token`."""
     allow: tuple[str, ...] = ()
-    """Further names of this server in URLs, and origins (`https://...`) of web pages that may use it."""
+    """Further names of this server in URLs, and origins (`https://...`) of web pages that may ask its models.
+
+    No web page of another origin may use the management interface."""
     tls: ServingTls | None = None
     """TLS certificate of all listeners."""
     timeout: float = 30.0
@@ -69,12 +71,12 @@ class ListenSettings:
     def __post_init__(self) -> None:
         self._require_tokens()
         if self.tls is not None:
-            self.tls.for_server  # noqa: B018 - a certificate that cannot be read is told at once
+            self.tls.for_server  # noqa: B018 - an unreadable certificate raises at once
         for name, port in (("http", self.http), ("grpc", self.grpc), ("manage", self.manage)):
             if not 0 <= port < 65536:
-                raise SettingsError(f"{name} must be a port", got=port, remedy=f"pass {name}=8501")
+                raise SettingsError(f"{name} must be a port number", got=port, remedy=f"pass for example {name}=8501")
         if self.timeout <= 0:
-            raise SettingsError("timeout must be above 0", got=self.timeout, remedy="pass seconds")
+            raise SettingsError("timeout must be above 0", got=self.timeout, remedy="pass a number of seconds")
 
     def _require_tokens(self) -> None:
         needed = (
@@ -84,14 +86,14 @@ class ListenSettings:
         for what, host, token, variable in needed:
             if not is_loopback(host) and not token:
                 raise SettingsError(
-                    f"{what} that others can reach needs a token",
+                    f"{what} that is reachable from other hosts needs a token",
                     got=f"host={host}",
                     remedy=f"set {variable}, or listen on 127.0.0.1",
                 )
         if self.token and self.token == self.manage_token:
             raise SettingsError(
-                "who may ask may not manage, so the two tokens differ",
-                got="the same for both",
+                "the tokens for requests and for management must differ",
+                got="the same value for both",
                 remedy="set another MANYHANDS_MANAGE_TOKEN",
             )
 
@@ -103,9 +105,8 @@ class ListenSettings:
     @property
     def manage_access(self) -> Access:
         """Access rules of the management interface; it is closed if `token` is set but `manage_token` is not."""
-        return Access(
-            AccessToken(self.manage_token, "management token"), Sites(self.manage_host, self.allow), self.closed
-        )
+        sites = Sites(self.manage_host, self.allow, takes_pages=False)
+        return Access(AccessToken(self.manage_token, "management token"), sites, self.closed)
 
     @property
     def closed(self) -> str:
@@ -249,7 +250,7 @@ async def opened(listener: HttpListener | GrpcListener | GrpcProcess, host: str,
         raise SettingsError(
             "the port must be free",
             got=f"{host}:{port} ({error.strerror or error})",
-            remedy="pass another, or 0 for any",
+            remedy="pass another port, or 0 for any free port",
         ) from None
 
 

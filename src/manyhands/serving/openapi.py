@@ -143,7 +143,7 @@ def document() -> dict[str, Any]:
     paths["/v2/repository/index"] = {"post": _operation("All models and versions", [], "List")}
     for what in ("live", "ready"):
         paths[f"/v2/health/{what}"] = {"get": _operation(f"Whether the server is {what}", [], None)}
-    paths["/metrics"] = {"get": _operation("Figures for Prometheus", [], "text")}
+    paths["/metrics"] = {"get": _operation("Metrics for Prometheus", [], "text")}
     return {
         "openapi": "3.1.0",
         "info": {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import os
 import socket
@@ -21,21 +22,31 @@ from ..launcher import Engine, RunningJob
 from ..storage import OutputMismatch
 from .batcher import Batcher, RequestBatch
 from .dtypes import Array
-from .replica_process import JOB, MAX_MESSAGE, REPLY, Computing, PredictorSource, Starved, require_rows
+from .replica_process import JOB, MAX_MESSAGE, REPLY, Computing, NoFreeCore, PredictorSource, require_rows
 from .replica_rendezvous import Arrival, ReplicaRendezvous
-from .sandbox import Protection, remove_cgroup, resident_bytes
+from .sandbox import Protection, make_folder, remove_cgroup, resident_bytes
 from .slots import NUM_SLOTS, Dims, ReplicaSlots, SlotLayout
 
 ENDING_SECONDS = 10.0
 """Seconds that a replica's process has to exit after its socket was closed, before it is killed."""
+CGROUP_SECONDS = 60.0
+"""Seconds for which a thread tries to remove the cgroup of a process that has ended."""
 ASIDE_BYTES = 1 << 20
 """Size in bytes from which a batch is copied into shared memory on a separate thread instead of the event loop."""
 STUCK_SECONDS = 30.0
 """Age in seconds after which a batch whose requests have all ended marks its process as stuck."""
 MAX_LINES, MAX_LINE = 1000, 2000
 """Limits on a process's printed output: number of lines and characters per line. The rest is dropped."""
+FLOOD_LINES = 100_000
+"""Number of lines after which a sandboxed process is killed: reading them takes time that other models need."""
+MIN_SLOT_BYTES = 1 << 30
+"""Bytes of shared memory that any replica may have; beyond that, its memory limit applies."""
+WATCH_SECONDS, WATCH_SLACK = 0.05, 64 << 20
+"""Interval at which the memory of a process that loads a model is checked, and bytes beyond its limit it may have."""
 MAX_TENSORS, MAX_RANK, MAX_NAME = 256, 32, 64
 """Limits on a signature: number of tensors, dimensions per tensor, and characters per tensor name."""
+STARTING, READING, WARMING_UP, CHECKING = "starting a replica", "reading the export", "warming up", "checking outputs"
+"""Stages of a load, by which clients learn where it failed."""
 
 
 class ServingReplica:
@@ -81,28 +92,42 @@ class ServingReplica:
         sizes: tuple[int, ...],
         *,
         quietly: bool = True,
+        on_stage: Callable[[str], None] = lambda stage: None,
     ) -> ServingReplica:
         """Start a replica process and return its handle once the model is loaded and warmed up.
 
-        If the process gets no CPU core at idle priority, it is started once more at normal priority.
+        If the process gets no CPU core at idle priority, it is started once more at normal priority. `on_stage` is
+        called with the name of each stage that the load reaches.
 
         Raises:
             RunError: The process exited early, reported a failure, or exceeded `source.patience`.
         """
+        limit = await asyncio.to_thread(patience, source)
         key, coming = meeting.expect()
         sandbox = source.sandbox(device, f"manyhands-{key}")
+        if sandbox is not None and sandbox.compiles:
+            sandbox = dataclasses.replace(sandbox, folder=make_folder())
         try:
-            return await cls._start(
-                engine, meeting, Computing(source, device, meeting.path, key, sizes, quietly, sandbox), coming
-            )
-        except Starved:
+            on_stage(STARTING)
+            computing = Computing(source, device, meeting.path, key, sizes, quietly, sandbox)
+            return await cls._start(engine, meeting, computing, coming, limit, on_stage)
+        except NoFreeCore:
             if not quietly:
                 raise
-            return await cls.start(engine, meeting, source, device, sizes, quietly=False)
+            return await cls.start(engine, meeting, source, device, sizes, quietly=False, on_stage=on_stage)
+        except OutputMismatch:
+            on_stage(CHECKING)
+            raise
 
     @classmethod
     async def _start(
-        cls, engine: Engine, meeting: ReplicaRendezvous, computing: Computing, coming: asyncio.Future[Arrival]
+        cls,
+        engine: Engine,
+        meeting: ReplicaRendezvous,
+        computing: Computing,
+        coming: asyncio.Future[Arrival],
+        limit: float,
+        on_stage: Callable[[str], None],
     ) -> ServingReplica:
         loop, device = asyncio.get_running_loop(), computing.device
         ending = loop.create_future()
@@ -117,23 +142,38 @@ class ServingReplica:
                 jobs.append(engine.start(computing, [device]))
                 if is_over.is_set():
                     jobs[0].kill()
-                jobs[0].wait(_ignore, _Printer())
+                jobs[0].wait(_ignore, _Printer(jobs[0].kill if computing.confines else None))
             except Exception as error:
                 failure = error
             if computing.sandbox is not None:
-                remove_cgroup(computing.sandbox.group)
+                is_known = coming.done() and not coming.cancelled() and coming.exception() is None
+                computing.sandbox.clean_up(coming.result().pid if is_known else 0)
             # The server's event loop may already be closed.
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(_settle, ending, failure)
+            if computing.sandbox is not None:
+                remove_cgroup(computing.sandbox.group, CGROUP_SECONDS)
+
+        def kill() -> None:
+            for job in jobs:
+                job.kill()
 
         threading.Thread(target=work, name="manyhands-replica", daemon=True).start()
+        watching: asyncio.Future[None] | None = None
         try:
-            async with asyncio.timeout(computing.source.patience):
+            async with asyncio.timeout(limit):
                 await _first_of(coming, ending)
+                if computing.sandbox is not None:
+                    watching = asyncio.ensure_future(_watch(coming.result().pid, computing.sandbox.memory, kill))
                 opening = _Opening(coming.result().socket, ending)
                 protection = await opening.protection()
+                on_stage(READING)
                 signature = await opening.signature()
-                slots = opening.send_slots(SlotLayout(signature, computing.sizes[-1]))
+                layout = SlotLayout(signature, computing.sizes[-1])
+                if computing.sandbox is not None:
+                    _require_room(layout, computing.sandbox.memory)
+                slots = opening.send_slots(layout)
+                on_stage(WARMING_UP)
                 await opening.told("ready")
             replica = cls(computing, coming.result(), signature, slots, ending, jobs[0].kill)
             replica.protection = protection
@@ -143,12 +183,16 @@ class ServingReplica:
             if coming.done() and not coming.cancelled():
                 coming.result().socket.close()
             is_over.set()
-            for job in jobs:
-                job.kill()
+            kill()
             await asyncio.wait([ending], timeout=ENDING_SECONDS)
             if isinstance(error, TimeoutError):
-                raise RunError(f"the model was not loaded within {computing.source.patience:.0f} s") from None
+                raise RunError(f"the model was not loaded within {limit:.0f} s") from None
+            if watching is not None and watching.done():
+                watching.result()
             raise
+        finally:
+            if watching is not None:
+                watching.cancel()
         return replica
 
     def join(
@@ -339,7 +383,7 @@ class _Opening:
 FAILURES: dict[str, type[ManyhandsError]] = {
     "ArchiveError": ArchiveError,
     "OutputMismatch": OutputMismatch,
-    "Starved": Starved,
+    "NoFreeCore": NoFreeCore,
 }
 """Exception classes that a sandboxed process may report by name."""
 
@@ -356,18 +400,52 @@ def _require_plain(signature: Signature) -> None:
     require_rows(signature)
 
 
-class _Printer:
-    """Print a process's output to stderr, up to `MAX_LINES` lines of `MAX_LINE` characters."""
+async def _watch(pid: int, memory: int, kill: Callable[[], None]) -> None:
+    """Kill a process that loads a model when its resident memory grows by more than the limit; raises RunError then.
 
-    def __init__(self) -> None:
-        self._left = MAX_LINES
+    Without a cgroup, shared memory counts for no limit of the process itself. The server holds it as well, so the
+    kernel would not get it back by killing the process.
+    """
+    most = resident_bytes(pid) + memory + WATCH_SLACK
+    while resident_bytes(pid) <= most:
+        await asyncio.sleep(WATCH_SECONDS)
+    kill()
+    raise RunError(f"the model took more than {memory >> 20} MiB of memory while it was loaded")
+
+
+def _require_room(layout: SlotLayout, memory: int) -> None:
+    """Raise RunError if the slots of a model, whose sizes its author chose, have more bytes than it may use."""
+    most = max(memory, MIN_SLOT_BYTES)
+    if NUM_SLOTS * layout.slot_bytes > most:
+        raise RunError(
+            f"batches of {layout.max_rows} rows take {NUM_SLOTS * layout.slot_bytes >> 20} MiB of shared memory, "
+            f"but a replica of this model may have {most >> 20} MiB; lower max_rows"
+        )
+
+
+class _Printer:
+    """Print a process's output to stderr, up to `MAX_LINES` lines of `MAX_LINE` characters.
+
+    Args:
+        on_flood: Called once when there are more than `FLOOD_LINES` lines; long lines count several times.
+    """
+
+    def __init__(self, on_flood: Callable[[], None] | None = None) -> None:
+        self._num, self._on_flood = 0, on_flood
 
     def __call__(self, rank: int, line: str, stream: str) -> None:
-        self._left -= 1
-        if self._left >= 0:
+        before, self._num = self._num, self._num + 1 + len(line) // MAX_LINE
+        if self._num <= MAX_LINES:
             print("".join(c if c.isprintable() else " " for c in line[:MAX_LINE]), file=sys.stderr)
-        elif self._left == -1:
+        elif before <= MAX_LINES:
             print(f"a replica printed more than {MAX_LINES} lines; the rest is dropped", file=sys.stderr)
+        if before <= FLOOD_LINES < self._num and self._on_flood is not None:
+            self._on_flood()
+
+
+def patience(source: PredictorSource) -> float:
+    """Return the seconds that a source's load may take: it reads sizes of files, so it runs in a thread."""
+    return source.patience
 
 
 def _settle(ending: asyncio.Future[None], failure: Exception | None) -> None:

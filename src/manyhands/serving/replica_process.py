@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -27,8 +28,7 @@ from ..core import ArchiveError, Predictor, RunError, Signature
 from ..distributed import Device, World
 from ..storage import Archive, OutputMismatch, load, require_outputs
 from .dtypes import BY_TORCH, Array
-from .execution import Run, fastest
-from .precision import in_precision
+from .execution import Run, fastest, in_precision
 from .sandbox import Protection, Sandbox, default_memory, kept_environment
 from .scheduling import shorten_slice
 from .slots import Dims, ReplicaSlots, SlotLayout
@@ -46,11 +46,15 @@ LOADING_SECONDS = 120.0
 READING_SPEED = 20e6
 """Assumed lower bound of the disk's read rate, in bytes per second."""
 COMPILING_SECONDS = 900.0
+MAX_LOADING_SECONDS = 7200.0
+"""Seconds that a load may take at most, however large the files are."""
+_MAX_FILES = 1000
+"""Number of files whose sizes count for the time of a load."""
 STARVED_SECONDS = 2.0
 """Total seconds that a loading version waits for a core at idle priority before it is loaded at normal priority."""
 
 
-class Starved(RunError):
+class NoFreeCore(RunError):
     """Raised when a replica that loads at idle priority got no CPU time."""
 
 
@@ -84,10 +88,13 @@ class Exported:
 
     @property
     def patience(self) -> float:
+        found: list[os.stat_result] = []
+        with contextlib.suppress(OSError), os.scandir(self.path) as files:
+            found = [file.stat(follow_symlinks=False) for file in islice(files, _MAX_FILES)]
         # A file with holes takes no longer to read than what it holds.
-        found = [file.lstat() for file in self.path.iterdir() if not file.is_symlink()]
         size = sum(min(one.st_size, 512 * one.st_blocks) for one in found)
-        return LOADING_SECONDS + size / READING_SPEED + (COMPILING_SECONDS if self.compiles else 0)
+        limit = LOADING_SECONDS + size / READING_SPEED + (COMPILING_SECONDS if self.compiles else 0)
+        return min(limit, MAX_LOADING_SECONDS)
 
     def open(self, device: str) -> Predictor:
         return in_precision(load(self.path, device), self.precision)
@@ -308,9 +315,9 @@ def require_rows(signature: Signature) -> None:
         for name, spec in specs.items():
             if spec.dtype not in BY_TORCH or not spec.shape or spec.shape[0] is not None:
                 raise ArchiveError(
-                    f"{what} {name!r} of a served model has rows first, of numbers or bools",
+                    f"{what} {name!r} of a served model must be numbers or bools with the rows first",
                     got=str(spec),
-                    remedy="let predict return a row for each row",
+                    remedy="let predict return one row for each input row",
                 )
 
 
@@ -340,7 +347,7 @@ def quietly(make: Callable[[], Compute]) -> Compute:
     while thread.is_alive():
         thread.join(0.5)
         if thread.is_alive() and waited(thread.native_id) > STARVED_SECONDS:
-            raise Starved(f"no core was free for {STARVED_SECONDS:g} s")
+            raise NoFreeCore(f"no core was free for {STARVED_SECONDS:g} s")
     if isinstance(made[0], BaseException):
         raise made[0]
     return made[0]

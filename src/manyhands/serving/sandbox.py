@@ -5,10 +5,11 @@ environment variables and descriptors that it does not need, capabilities (excep
 model and the libraries (Landlock), network and signals to other processes (Landlock and seccomp), and every system
 call beyond a list of those that computing needs (seccomp). Its memory is limited by a cgroup where one can be made, by
 RLIMIT_DATA on a CPU, and by the server, which ends a replica that grows beyond its limit. RLIMIT_AS is not used: CUDA
-reserves more addresses than there is memory.
+reserves more addresses than there is memory. The number of its threads and processes is limited by a cgroup too.
 
 A model that may be compiled (`compiles=True`) starts a C++ compiler, so its replica may also execute programs that are
-installed, and write in a folder of its own; processes that it starts are in the same sandbox.
+installed, and write files of limited size in a folder of its own. Processes that it starts are in the same sandbox and
+in the same process group; the server kills them and removes the folder when the replica has ended.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ import errno
 import os
 import platform
 import resource
+import secrets
+import signal
 import socket
 import stat
 import struct
@@ -42,6 +45,10 @@ KEPT_PREFIXES = ("LC_", "OMP_", "MKL_", "KMP_", "GOMP_", "CUDA_", "NVIDIA_", "TO
 MIN_MEMORY = 1 << 30
 MEMORY_SHARE = 0.75
 """Share of the free memory that a replica may use if no limit was set."""
+MAX_TASKS = 256 + 4 * (os.cpu_count() or 1)
+"""Threads and processes that a replica may have: pools of torch have a thread per core."""
+MAX_FILE_BYTES = 512 << 20
+"""Size of a file that a replica which compiles may write; precompiled headers take some hundred megabytes."""
 THREAD_SECONDS = 5.0
 CGROUPS = Path("/sys/fs/cgroup")
 
@@ -77,6 +84,7 @@ class Sandbox:
         group: Name of its cgroup, unique on this machine; empty for none.
         cuda_index: The GPU that it computes on, whose driver needs more; None for the CPU.
         compiles: Whether it may start a compiler and write in a temporary folder of its own.
+        folder: That folder, which `clean_up` removes; empty to make one that stays.
         environ: All environment variables that it gets.
     """
 
@@ -85,6 +93,7 @@ class Sandbox:
     group: str = ""
     cuda_index: int | None = None
     compiles: bool = False
+    folder: str = ""
     environ: Mapping[str, str] = field(default_factory=lambda: kept_environment(os.environ))
 
     @property
@@ -101,12 +110,14 @@ class Sandbox:
         protection = Protection()
         _close_all(keep)
         _require_one_thread()
-        folder = tempfile.mkdtemp(prefix="manyhands-compile-") if self.compiles else ""
+        folder = (self.folder or make_folder()) if self.compiles else ""
         _forget_environment(self.environ, folder)
-        self._limit_memory(protection)
+        limited = self._limit_memory(protection)
         os.umask(0o077)
         _prctl(_PR_SET_NO_NEW_PRIVS, 1)
         _drop_capabilities()
+        if self.compiles:
+            self._limit_processes(protection, is_limited="pids" in limited)
         self._enter_landlock(protection, folder)
         if self.uses_cuda:
             # The driver starts threads: after Landlock, which they inherit, and before seccomp, which covers all
@@ -117,19 +128,42 @@ class Sandbox:
         self._enter_seccomp(protection)
         return protection
 
-    def _limit_memory(self, protection: Protection) -> None:
+    def clean_up(self, pid: int) -> None:
+        """Kill what the replica with this process id left when it ended, and remove its cgroup and folder."""
+        # If a process has this id now, the group of the replica had no members, and its number was given away.
+        if self.compiles and pid > 1 and not Path(f"/proc/{pid}").exists():
+            with contextlib.suppress(OSError):
+                os.killpg(pid, signal.SIGKILL)
+        remove_cgroup(self.group, THREAD_SECONDS)
+        if self.folder:
+            remove_folder(Path(self.folder))
+
+    def _limit_processes(self, protection: Protection, *, is_limited: bool) -> None:
+        """Have a process group of its own, which the server can kill, and a limit on the number of processes."""
+        with contextlib.suppress(OSError):
+            os.setpgid(0, 0)
+        if is_limited:
+            return
+        if _limit_tasks_of_user(MAX_TASKS):
+            protection.layers.append("RLIMIT_NPROC")
+        else:
+            protection.missing.append("a cgroup that limits processes")
+
+    def _limit_memory(self, protection: Protection) -> set[str]:
+        """Limit memory, threads and sizes of files; return the names of the cgroup controllers that hold."""
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         with contextlib.suppress(OSError):
             # If the machine still runs out of memory, the kernel kills replicas first.
             Path("/proc/self/oom_score_adj").write_text("1000")
-        if not self.compiles:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
-        if self.group and join_cgroup(self.group, self.memory):
-            protection.layers.append("cgroup")
+        size = MAX_FILE_BYTES if self.compiles else 0
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+        limited = join_cgroup(self.group, {"memory": self.memory, "pids": MAX_TASKS}) if self.group else set()
+        protection.layers.extend(f"cgroup {controller}" for controller in sorted(limited))
         if not self.uses_cuda:
             size = self.memory + _data_bytes()
             resource.setrlimit(resource.RLIMIT_DATA, (size, size))
             protection.layers.append("RLIMIT_DATA")
+        return limited
 
     def _enter_landlock(self, protection: Protection, folder: str) -> None:
         version = landlock_version()
@@ -146,7 +180,9 @@ class Sandbox:
             # The driver sets the names of its threads.
             rights["/proc/self"] = _READ | _WRITE_FILE | _TRUNCATE
         if self.compiles:
-            rights |= dict.fromkeys(_PROGRAMS, _READ | _EXECUTE)
+            # Inductor loads what it compiled for a first time in another interpreter.
+            rights |= dict.fromkeys((*_PROGRAMS, os.path.realpath(sys.executable)), _READ | _EXECUTE)
+            rights |= dict.fromkeys((f"{sys.prefix}/pyvenv.cfg", sysconfig.get_paths()["include"]), _READ)
             rights[folder] = every & ~_IOCTL_DEV
         _restrict(version, every, rights)
         protection.layers.append(f"landlock {version}")
@@ -154,7 +190,8 @@ class Sandbox:
     def _enter_seccomp(self, protection: Protection) -> None:
         architecture = ARCHITECTURES.get(platform.machine())
         names = COMPUTING | (CUDA if self.uses_cuda else set()) | (COMPILING if self.compiles else set())
-        if architecture is None or not _filter(architecture, architecture.program(names, os.getpid())):
+        program = architecture.program(names, os.getpid(), compiles=self.compiles) if architecture is not None else []
+        if architecture is None or not _filter(architecture, program):
             protection.missing.append("seccomp")
         else:
             protection.layers.append("seccomp")
@@ -189,40 +226,141 @@ def landlock_version() -> int:
     return max(0, _syscall(444, None, 0, 1))
 
 
-def join_cgroup(name: str, limit: int) -> bool:
-    """Create a memory cgroup below this process's own and enter it; return whether that was possible."""
-    for folder, file in _own_cgroups():
+def join_cgroup(name: str, limits: Mapping[str, int]) -> set[str]:
+    """Create a cgroup below this process's own and enter it.
+
+    Args:
+        name: Name of the cgroup.
+        limits: Limit by controller: "memory" in bytes, "pids" in threads and processes.
+
+    Returns:
+        The controllers that were possible.
+    """
+    held: set[str] = set()
+    for folder, files in _own_cgroups():
         made = folder / name
+        wanted = {controller: file for controller, file in files.items() if controller in limits.keys() - held}
         try:
+            if not wanted:
+                continue
             made.mkdir()
         except OSError:
             continue
         try:
-            (made / file).write_text(str(limit))
-            (made / "cgroup.procs").write_text(str(os.getpid()))
-        except OSError:
-            with contextlib.suppress(OSError):
-                made.rmdir()
-        else:
-            return True
-    return False
+            limited = {one for one, file in wanted.items() if _set_control(made / file, limits[one])}
+            if limited and _set_control(made / "cgroup.procs", os.getpid()):
+                held |= limited
+        finally:
+            if not held & wanted.keys():
+                with contextlib.suppress(OSError):
+                    made.rmdir()
+    return held
 
 
-def remove_cgroup(name: str) -> None:
-    """Remove the cgroup that a process of this one's group created, once that process has ended."""
-    for folder, _ in _own_cgroups():
-        with contextlib.suppress(OSError):
-            (folder / name).rmdir()
+def remove_cgroup(name: str, seconds: float) -> None:
+    """Kill the processes left in the cgroup that a process of this one's group created, and remove it.
+
+    The kernel keeps it until their new parent has read how they ended, for which this waits some seconds.
+    """
+    for folder, _ in _own_cgroups() if name else ():
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            try:
+                (folder / name).rmdir()
+            except FileNotFoundError:
+                break
+            except OSError:
+                with contextlib.suppress(OSError):
+                    for pid in (folder / name / "cgroup.procs").read_text().split():
+                        os.kill(int(pid), signal.SIGKILL)
+                time.sleep(0.05)
 
 
-def _own_cgroups() -> Iterator[tuple[Path, str]]:
+def _set_control(file: Path, value: int) -> bool:
+    """Write a control file of a cgroup; return whether that was possible. It is never created."""
+    try:
+        fd = os.open(file, os.O_WRONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        os.write(fd, str(value).encode())
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
+    return True
+
+
+_CONTROLS = {"memory": ("memory.limit_in_bytes", "memory.max"), "pids": ("pids.max", "pids.max")}
+"""Control files of the controllers in the first and the second version of cgroups."""
+
+
+def _own_cgroups() -> Iterator[tuple[Path, dict[str, str]]]:
+    """Yield the folders of this process's cgroups, with the control files of limits by controller."""
     with contextlib.suppress(OSError, ValueError):
         for line in Path("/proc/self/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)
-            if controllers == "memory":
-                yield CGROUPS / "memory" / path.lstrip("/"), "memory.limit_in_bytes"
+            if controllers in _CONTROLS:
+                yield CGROUPS / controllers / path.lstrip("/"), {controllers: _CONTROLS[controllers][0]}
             elif not controllers:
-                yield CGROUPS / path.lstrip("/"), "memory.max"
+                yield CGROUPS / path.lstrip("/"), {name: files[1] for name, files in _CONTROLS.items()}
+
+
+def make_folder() -> str:
+    """Create a folder for a replica that compiles."""
+    return tempfile.mkdtemp(prefix="manyhands-compile-")
+
+
+def remove_folder(folder: Path) -> None:
+    """Remove a folder that a hostile process may have filled: folders of any depth, links are not followed.
+
+    Folders inside are moved to the top before they are emptied, so that no path becomes long.
+    """
+    with contextlib.suppress(OSError):
+        while inside := list(os.scandir(folder)):
+            for entry in inside:
+                if not entry.is_dir(follow_symlinks=False):
+                    os.unlink(entry.path)
+                    continue
+                os.chmod(entry.path, 0o700)
+                for child in list(os.scandir(entry.path)):
+                    if child.is_dir(follow_symlinks=False):
+                        os.chmod(child.path, 0o700)
+                        os.rename(child.path, folder / secrets.token_hex(16))
+                    else:
+                        os.unlink(child.path)
+                os.rmdir(entry.path)
+        folder.rmdir()
+
+
+def _limit_tasks_of_user(more: int) -> bool:
+    """Limit the threads and processes of this user to those that it has now and `more`; return whether that holds.
+
+    The kernel applies the limit to what this process starts. It counts tasks of this user that are not visible here,
+    for example in other containers, so that number is found by trying. It exempts root.
+    """
+    if os.getuid() == 0:
+        return False
+    _, hard = resource.getrlimit(resource.RLIMIT_NPROC)
+    most = hard if hard != resource.RLIM_INFINITY else 1 << 22
+    low, high = 0, most
+    while high - low > 1:
+        middle = (low + high) // 2
+        resource.setrlimit(resource.RLIMIT_NPROC, (middle, hard))
+        low, high = (low, middle) if _can_start_thread() else (middle, high)
+    limit = min(low + more, most)
+    resource.setrlimit(resource.RLIMIT_NPROC, (limit, limit))
+    return True
+
+
+def _can_start_thread() -> bool:
+    thread = threading.Thread(target=lambda: None)
+    try:
+        thread.start()
+    except RuntimeError:
+        return False
+    thread.join()
+    return True
 
 
 def _close_all(keep: Collection[int]) -> None:
@@ -258,6 +396,8 @@ def _forget_environment(environ: Mapping[str, str], folder: str) -> None:
     if folder:
         os.environ |= {"TMPDIR": folder, "TORCHINDUCTOR_CACHE_DIR": folder, "TRITON_CACHE_DIR": folder, "HOME": folder}
         os.environ["USER"] = "replica"
+        # Inductor then compiles in this process instead of starting interpreters, which it may not execute.
+        os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
         tempfile.tempdir = folder
     else:
         # Without a writable folder the CUDA cache cannot work.

@@ -29,14 +29,16 @@ class ServingTls:
     def __post_init__(self) -> None:
         if (self.cert is None) != (self.key is None):
             raise SettingsError(
-                "a certificate and its key belong together",
+                "a certificate and its key must be passed together",
                 got=f"cert={self.cert}, key={self.key}",
                 remedy='pass both: cert="server.pem", key="server.key"',
             )
         for name in ("cert", "key", "ca"):
             path = getattr(self, name)
             if path is not None and not path.is_file():
-                raise SettingsError(f"{name} is a file", got=f"{str(path)!r}, which is none", remedy="correct the name")
+                raise SettingsError(
+                    f"{name} must be a file", got=f"{str(path)!r}, which is not a file", remedy="correct the path"
+                )
 
     @classmethod
     def of(cls, cert: str | Path | None, key: str | Path | None, ca: str | Path | None) -> ServingTls | None:
@@ -50,7 +52,7 @@ class ServingTls:
         if self.cert is None:
             raise SettingsError(
                 "a server with TLS needs a certificate",
-                got="a client_ca alone",
+                got="only a client_ca",
                 remedy='pass cert="server.pem", key="server.key"',
             )
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -94,18 +96,18 @@ class ServingTls:
                 context.load_cert_chain(self.cert, self.key, password=_no_password)
         except (ssl.SSLError, OSError, ValueError) as error:
             raise SettingsError(
-                "cert and key are PEM files that belong together, the key without a password",
+                "cert and key must be matching PEM files, with a key without a password",
                 got=f"{self.cert.name if self.cert else ''}: {getattr(error, 'reason', None) or error}",
-                remedy="give the server's certificate, followed by those that signed it, and its own key",
+                remedy="pass the server's certificate, followed by those of its authorities, and its own key",
             ) from None
         try:
             if self.ca is not None:
                 context.load_verify_locations(self.ca)
         except (ssl.SSLError, OSError) as error:
             raise SettingsError(
-                "an authority is a PEM file of certificates",
+                "the certificate authority must be a PEM file of certificates",
                 got=f"{self.ca.name if self.ca else ''}: {getattr(error, 'reason', None) or error}",
-                remedy="give the certificate of whoever signs the other side's",
+                remedy="pass the certificate of the authority that signs the peer's certificate",
             ) from None
 
 
@@ -164,15 +166,19 @@ class Sites:
         host: The address the listener is bound to; it is a valid `Host`, as `localhost` is on a loopback address.
         allowed: Further names a client may use for this server, and origins such as `https://app.example`.
         checks_host: Whether `Host` must be one of these. A listener with a token does not need that: no page has it.
+        takes_pages: Whether pages of the allowed origins may use the listener.
     """
 
-    def __init__(self, host: str, allowed: Sequence[str] = (), *, checks_host: bool = True) -> None:
+    def __init__(
+        self, host: str, allowed: Sequence[str] = (), *, checks_host: bool = True, takes_pages: bool = True
+    ) -> None:
         own = (
             {host.strip("[]").lower(), *LOOPBACK_NAMES} if is_loopback(host) else {host.lower(), gethostname().lower()}
         )
         self._hosts = own | {name.lower() for name in allowed if "://" not in name}
-        self._origins = {name.lower().rstrip("/") for name in allowed if "://" in name}
+        self._origins = {name.lower().rstrip("/") for name in allowed if "://" in name and takes_pages}
         self._checks_host = checks_host
+        self._remedy = "; the operator can allow it: --allow" if takes_pages else " by this listener"
 
     def refusal(self, headers: Mapping[bytes, bytes]) -> tuple[int, str] | None:
         """Return the status and the reason for which a request is refused, or None."""
@@ -183,7 +189,7 @@ class Sites:
         if origin is not None:
             if self._is_own(origin, host):
                 return None
-            return 403, f"requests from the web page {_shown(origin)} are refused; the operator can allow it: --allow"
+            return 403, f"requests from the web page {_shown(origin)} are refused{self._remedy}"
         site = headers.get(b"sec-fetch-site")
         if site is not None and site not in (b"same-origin", b"none"):
             return 403, f"requests from other web pages are refused (Sec-Fetch-Site: {_shown(site)})"

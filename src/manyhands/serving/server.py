@@ -14,13 +14,13 @@ from ..launcher import Engine
 from .app import App
 from .batcher import BatchSettings
 from .catalogue import Catalogue, CatalogueSettings
+from .execution import require_precision
 from .exposition import exposition
 from .folder import VersionPolicy, is_one_model, require_name
 from .grpc_process import GrpcProcess
 from .http import HttpListener, Request
 from .listener_thread import Background, ListenSettings, opened
 from .parsing import Parsing
-from .precision import require_precision
 from .protocols import (
     GRPC,
     REST,
@@ -67,9 +67,11 @@ class ServeSettings(ListenSettings):
         VersionPolicy.parse(self.versions)
         require_precision(self.precision)
         if self.manage_grpc is not None and not 0 <= self.manage_grpc < 65536:
-            raise SettingsError("manage_grpc must be a port", got=self.manage_grpc, remedy="pass manage_grpc=8503")
+            raise SettingsError(
+                "manage_grpc must be a port number", got=self.manage_grpc, remedy="pass for example manage_grpc=8503"
+            )
         if self.poll <= 0:
-            raise SettingsError("poll must be above 0", got=self.poll, remedy="pass seconds")
+            raise SettingsError("poll must be above 0", got=self.poll, remedy="pass a number of seconds")
 
 
 class Repository(OpenInferenceRest):
@@ -103,15 +105,15 @@ class Server(Background):
         root = models if isinstance(models, Path) else None
         if root is not None and not root.is_dir():
             raise SettingsError(
-                "the first argument is a folder of models",
-                got=f"{str(root)!r}, which is none",
-                remedy='export one first: run.export("models/digits")',
+                "the first argument must be a folder of models",
+                got=f"{str(root)!r}, which is not a folder",
+                remedy='export a model first: run.export("models/digits")',
             )
         if root is not None and is_one_model(root):
             raise SettingsError(
-                "the first argument is a folder of models",
-                got=f"{str(root)!r}, which is one model",
-                remedy=f"serve the folder that it is in: {root.absolute().parent}",
+                "the first argument must be a folder of models",
+                got=f"{str(root)!r}, which is a single model",
+                remedy=f"pass the folder that contains it: {root.absolute().parent}",
             )
         given = None if isinstance(models, Path) else _predictors(models)
         self._engine, self._devices = engine, list(devices)
@@ -173,7 +175,7 @@ class Server(Background):
         )
         try:
             await self._listen(public, remote, private)
-            managing.bodies = remote.bodies
+            managing.bodies = desk.bodies = remote.bodies
             if settings.manage_grpc is not None:
                 self.manage_grpc = await opened(managing, settings.manage_host, settings.manage_grpc)
             self._say("starting")
@@ -191,6 +193,7 @@ class Server(Background):
             await remote.close(0)
             await managing.close(0)
             await parsing.close()
+            desk.compressing.shutdown(wait=False, cancel_futures=True)
             await catalogue.stop()
             public.close()
             private.close()
@@ -208,8 +211,8 @@ def _predictors(models: Any) -> dict[str, Predictor]:
         require_name(name)
         if not isinstance(predictor, Predictor):
             raise SettingsError(
-                "what is served is a folder of models, a Predictor, or Predictors by their names",
+                "models must be a folder, a Predictor, or a dict of Predictors by name",
                 got=f"{type(predictor).__name__} as {name!r}",
-                remedy="pass run.predictor(), mh.load(folder), your own class of mh.Predictor, or a folder",
+                remedy="pass run.predictor(), mh.load(folder), a subclass of mh.Predictor, or a folder",
             )
     return whole

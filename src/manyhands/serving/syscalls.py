@@ -32,20 +32,24 @@ COMPUTING = _names(
 CUDA = frozenset(("memfd_create", "ftruncate", "timerfd_create", "timerfd_settime", "fallocate"))
 """Additional system calls that a GPU's driver needs."""
 COMPILING = _names(
-    "execve execveat fork vfork clone unlink unlinkat rename renameat renameat2 mkdir mkdirat rmdir link linkat "
+    "execve execveat fork vfork unlink unlinkat rename renameat renameat2 mkdir mkdirat rmdir link linkat "
     "symlink symlinkat ftruncate truncate fallocate chmod fchmod fchmodat utimensat fsync fdatasync "
-    "copy_file_range sendfile kill tgkill socketpair setpgid setsid fadvise64 fchdir prlimit64 memfd_create"
+    "copy_file_range sendfile fadvise64 fchdir memfd_create"
 )
-"""Additional system calls that a compiler needs."""
+"""Additional system calls that a compiler needs, with any arguments."""
 
 _LOAD, _EQUAL, _ABOVE, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _ALLOW, _KILL, _ERROR = 0x7FFF0000, 0x80000000, 0x00050000
 _CLONE_THREAD = 0x00010000
+_CLONE_ELSEWHERE = 0x7E020000 | 0x00008000
+"""CLONE_NEW*, which make namespaces, and CLONE_PARENT, which makes a child of the parent process."""
 _X32 = 0x40000000
 _OWNERS = (8, 10, 15)
 """Refused fcntl commands: F_SETOWN, F_SETSIG, F_SETOWN_EX, by which the kernel signals another process."""
 _IOCTL_OWNERS = (0x8901, 0x8902, 0x5412)
 """ioctl: FIOSETOWN, SIOCSPGRP; TIOCSTI, which types into a terminal."""
+_STREAMS = tuple(kind | flags for kind in (1, 5) for flags in (0, 0x800, 0x80000, 0x80800))
+"""socketpair: SOCK_STREAM and SOCK_SEQPACKET. A SOCK_DGRAM socket of a pair can send to any Unix socket by its path."""
 _NAMES = (15, 16, 0x53564D41, 23)
 """prctl: PR_SET_NAME, PR_GET_NAME, PR_SET_VMA, PR_CAPBSET_READ."""
 
@@ -57,13 +61,19 @@ class Architecture:
     audit: int
     numbers: Mapping[str, int]
 
-    def program(self, names: Collection[str], pid: int) -> list[bytes]:
-        """Return a filter that allows these calls, and those of `_narrow` with harmless arguments."""
+    def program(self, names: Collection[str], pid: int, *, compiles: bool = False) -> list[bytes]:
+        """Return a filter that allows these calls, and those of `_narrow` with harmless arguments.
+
+        Args:
+            names: System calls that are allowed with any arguments.
+            pid: The process that the filter is for, the only one that may be signalled.
+            compiles: Whether the process may start others.
+        """
         code = [_op(_LOAD, 4), _op(_EQUAL, self.audit, 1, 0), _op(_RETURN, _KILL), _op(_LOAD, 0)]
         code += [_op(_ABOVE, _X32, 0, 1), _refuse(errno.EPERM)]
         for number in sorted(self.numbers[name] for name in names if name in self.numbers):
             code += [_op(_EQUAL, number, 0, 1), _op(_RETURN, _ALLOW)]
-        for name, checks in _narrow(pid).items():
+        for name, checks in (_narrow(pid) | (_narrow_compiling() if compiles else {})).items():
             code += [_op(_EQUAL, self.numbers[name], 0, len(checks)), *checks]
         # glibc then falls back to clone, whose flags a filter can check.
         code += [_op(_EQUAL, self.numbers["clone3"], 0, 1), _refuse(errno.ENOSYS)]
@@ -76,13 +86,34 @@ def _narrow(pid: int) -> dict[str, list[bytes]]:
     return {
         "clone": [_argument(0), _op(_ANY_BIT, _CLONE_THREAD, 0, 1), _op(_RETURN, _ALLOW), _refuse(errno.EPERM)],
         "tgkill": [_argument(0), _op(_EQUAL, pid, 0, 1), _op(_RETURN, _ALLOW), _refuse(errno.EPERM)],
-        "prlimit64": [_argument(2), _op(_EQUAL, 0, 1, 0), _refuse(errno.EPERM), _argument(2, 4), *oneself],
+        "prlimit64": [
+            *(_argument(0), _op(_EQUAL, 0, 1, 0), _refuse(errno.EPERM)),
+            *(_argument(2), _op(_EQUAL, 0, 1, 0), _refuse(errno.EPERM)),
+            *(_argument(2, 4), *oneself),
+        ],
         "sched_setscheduler": [_argument(0), *oneself],
         "sched_setaffinity": [_argument(0), *oneself],
         "setpriority": [_argument(0), _op(_EQUAL, 0, 1, 0), _refuse(errno.EPERM), _argument(1), *oneself],
         "fcntl": [_argument(1), *_none_of(_OWNERS)],
         "ioctl": [_argument(1), *_none_of(_IOCTL_OWNERS)],
         "prctl": [_argument(0), *_one_of(_NAMES)],
+    }
+
+
+def _narrow_compiling() -> dict[str, list[bytes]]:
+    """Return checks by name for a process that starts compilers: processes, but in its own process group.
+
+    The server ends that group with the replica, so leaving it has no effect; compilers that try it see no error.
+    """
+    unheeded = [_op(_RETURN, _ERROR)]
+    return {
+        "clone": [
+            *(_argument(0), _op(_ANY_BIT, _CLONE_ELSEWHERE, 0, 1), _refuse(errno.EPERM)),
+            _op(_RETURN, _ALLOW),
+        ],
+        "setsid": unheeded,
+        "setpgid": unheeded,
+        "socketpair": [_argument(1), *_one_of(_STREAMS)],
     }
 
 

@@ -21,7 +21,9 @@ class Tracing:
             from opentelemetry.sdk.trace import TracerProvider
         except ModuleNotFoundError as error:
             raise SettingsError(
-                "traces need packages of their own", got=f"no {error.name}", remedy="pip install 'manyhands[traces]'"
+                "traces need additional packages",
+                got=f"no {error.name}",
+                remedy="install them with pip install 'manyhands[traces]'",
             ) from None
         self._trace, self._propagate = trace, propagate
         provider: Any = trace.get_tracer_provider()

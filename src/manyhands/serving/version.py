@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
@@ -15,7 +16,7 @@ from ..distributed import Device
 from ..launcher import Engine
 from .batcher import Arrays, Batcher, BatchSettings, Done, Ticket
 from .metrics import VersionMetrics
-from .replica import ServingReplica
+from .replica import MAX_LINE, STARTING, WARMING_UP, ServingReplica, patience
 from .replica_process import PredictorSource
 from .replica_rendezvous import ReplicaRendezvous
 from .slots import SlotLayout
@@ -26,6 +27,8 @@ SLOWEST_RETRY = 30.0
 CALM_SECONDS = 60.0
 """Seconds after which the loss of another replica does not increase the backoff."""
 _SWEEP = 0.05
+_FOLDERS = re.compile(r"(?<![\w.:/])/(?:[^\s/'\"`:,;()<>]+/)+")
+"""The folders of an absolute path, up to the name of the file."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,11 @@ class Version:
         self, model: str, number: int, source: PredictorSource, place: ReplicaPlacement, settings: BatchSettings
     ) -> None:
         self.model, self.number = model, number
-        self.state, self.error = START, ""
+        self.state = START
+        self.error = ""
+        """The stage at which a load failed, for clients; empty if none failed."""
+        self.detail = ""
+        """Why a load failed, for the log and for management: it may hold what the model raised."""
         self.figures = VersionMetrics()
         self.replicas: list[ServingReplica] = []
         self.on_event: Callable[..., None] = lambda kind, **values: None
@@ -54,6 +61,8 @@ class Version:
         self._source, self._place, self._settings = source, place, settings
         self._batcher: Batcher | None = None
         self._signature: Signature | None = None
+        self._stages: dict[Device, str] = {}
+        """The stage that the load of each device's replica has reached."""
         self._losses: dict[Device, tuple[float, float]] = {}
         """Time of the last loss of a device's replica, and the backoff before the next one starts."""
         self._tasks: set[asyncio.Task[None]] = set()
@@ -90,24 +99,47 @@ class Version:
 
         With `quietly` the processes load at idle CPU priority, so that serving versions are not slowed down.
         """
-        self.state, self.error = LOADING, ""
+        self.state, self.error, self.detail = LOADING, "", ""
         try:
             await self._start_all(quietly=quietly)
-            await self.warm_up(self)
+            await self._warm_up()
         except BaseException as error:
-            self.error = str(error).partition("\n")[0] if isinstance(error, ManyhandsError) else ""
+            if isinstance(error, Exception) and not self.error:
+                self.fail(STARTING, error)
             await self.end(patience=0)
             raise
         if self.state == LOADING:
             self.state = AVAILABLE
 
+    def fail(self, stage: str, reason: Exception | str) -> None:
+        """Keep why the load failed: the stage for clients, the reason for the log and for management."""
+        self.error = f"loading failed while {stage}; the server's log has the details"
+        is_ours = isinstance(reason, str | ManyhandsError)
+        self.detail = without_folders(str(reason) if is_ours else f"{type(reason).__name__}: {reason}")
+
+    async def _warm_up(self) -> None:
+        """Compute the recorded requests, within the time that a replica has to load."""
+        limit = await asyncio.to_thread(patience, self._source)
+        try:
+            async with asyncio.timeout(limit):
+                await self.warm_up(self)
+        except TimeoutError:
+            error = RunError(f"the warm-up did not end within {limit:.0f} s")
+            self.fail(WARMING_UP, error)
+            raise error from None
+        except Exception as error:
+            self.fail(WARMING_UP, error)
+            raise
+
     async def _start_all(self, *, quietly: bool) -> None:
         started = await asyncio.gather(
             *(self._start(device, quietly=quietly) for device in self._place.devices), return_exceptions=True
         )
-        for failure in started:
-            if isinstance(failure, BaseException):
-                raise failure
+        for device, outcome in zip(self._place.devices, started, strict=True):
+            if isinstance(outcome, Exception):
+                self.fail(self._stages.get(device, STARTING), outcome)
+            if isinstance(outcome, BaseException):
+                raise outcome
         if self.is_over:
             raise RequestRefused("ABORTED", "it was unloaded while it was loading")
         self._batcher = Batcher(self._settings, list(self.signature.inputs), asyncio.get_running_loop().call_soon)
@@ -157,7 +189,13 @@ class Version:
         """Start a replica and return it when it is ready; from then on this version owns and ends it."""
         sizes = self._settings.sizes or tuple(sorted({1, self._settings.max_rows}))
         place = self._place
-        replica = await ServingReplica.start(place.engine, place.meeting, self._source, device, sizes, quietly=quietly)
+
+        def reach(stage: str) -> None:
+            self._stages[device] = stage
+
+        replica = await ServingReplica.start(
+            place.engine, place.meeting, self._source, device, sizes, quietly=quietly, on_stage=reach
+        )
         self._signature = self._signature or replica.signature
         if replica.signature != self._signature:
             replica.close()
@@ -171,7 +209,7 @@ class Version:
     def _fail(self, detail: str) -> str:
         """Log a model's error under a random number and return a text with only that number for the client."""
         number = secrets.token_hex(4)
-        self.on_event("model_failed", error=number, detail=detail)
+        self.on_event("model_failed", error=number, detail=without_folders(detail))
         return f"{self.model} version {self.number}, error {number} in the server's log"
 
     def _lose(self, replica: ServingReplica) -> None:
@@ -183,7 +221,7 @@ class Version:
 
     async def _replace(self, lost: ServingReplica) -> None:
         reason = await lost.ended()
-        self.on_event("replica_lost", device=str(lost.device), pid=lost.pid, reason=reason.partition("\n")[0])
+        self.on_event("replica_lost", device=str(lost.device), pid=lost.pid, reason=without_folders(reason))
         wait = 0.1
         await asyncio.sleep(self._backoff(lost.device))
         while not self.is_over:
@@ -191,7 +229,7 @@ class Version:
                 # Requests wait for this replica, so it loads at normal priority.
                 replica = await self._start(lost.device, quietly=False)
             except ManyhandsError as error:
-                self.on_event("replica_failed", device=str(lost.device), reason=str(error).partition("\n")[0])
+                self.on_event("replica_failed", device=str(lost.device), reason=without_folders(str(error)))
                 await asyncio.sleep(wait)
                 wait = min(2 * wait, SLOWEST_RETRY)
                 continue
@@ -220,6 +258,16 @@ class Version:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def without_folders(text: str) -> str:
+    """Return the first line of a text that a model may have written, without folders and control characters.
+
+    >>> without_folders("ValueError: bad file '/home/me/build/net.py'")
+    "ValueError: bad file 'net.py'"
+    """
+    line = text.partition("\n")[0][:MAX_LINE]
+    return _FOLDERS.sub("", "".join(c if c.isprintable() else " " for c in line))
 
 
 async def nothing(version: Version) -> None:

@@ -90,7 +90,7 @@ def require_folder(folder: Path, what: str) -> None:
     """Raise SettingsError if a path is not a folder."""
     if not folder.is_dir():
         raise SettingsError(
-            f"{what} is a folder with a file NAME.jsonl for each model",
-            got=f"{str(folder)!r}, which is none",
-            remedy="make it first",
+            f"{what} must be a folder with a file NAME.jsonl for each model",
+            got=f"{str(folder)!r}, which is not a folder",
+            remedy="create it first",
         )

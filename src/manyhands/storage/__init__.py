@@ -1,10 +1,9 @@
 """Checkpoints and exported models: atomic, with digests and versions; training writes, serving reads."""
 
-from .archives import Archive, OutputMismatch, export, load, require_outputs, versions
+from .archives import Archive, OutputMismatch, export, load, require_outputs
 from .checkpoints import Checkpoint, CheckpointStore, check_matches
-from .disk import Disk
 from .optimizers import load_optimizer_state, optimizer_state
-from .tensors import load_state_dict, save_state_dict
+from .tensors import save_state_dict
 from .weights import Weights, check_values, match, open_weights, weights
 
 __all__ = [
@@ -19,12 +18,9 @@ __all__ = [
     "require_outputs",
     "export",
     "load",
-    "versions",
     "save_state_dict",
-    "load_state_dict",
     "Weights",
     "weights",
     "open_weights",
     "match",
-    "Disk",
 ]

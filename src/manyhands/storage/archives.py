@@ -88,7 +88,9 @@ def require_outputs(
         wanted = TensorSpec(came.dtype, spec.shape) if any_dtype else spec
         if not wanted.accepts(answer) or (rows is not None and answer.shape[:1] != (rows,)):
             many = "" if rows is None else f" with {rows} rows"
-            raise OutputMismatch(f"output {name!r} must be {spec}{many}", got=str(came), remedy="export it again")
+            raise OutputMismatch(
+                f"output {name!r} must be {spec}{many}", got=str(came), remedy="export the model again"
+            )
 
 
 def export(
@@ -174,7 +176,7 @@ class _Network(nn.Module):
             raise ArchiveError(
                 "predict(model, *inputs) must work on the examples",
                 got=f"{type(error).__name__} at {user_line(error)} ({str(error)[:200]})",
-                remedy="pass examples as the model takes them",
+                remedy="pass examples that the model accepts",
             ) from error
         self.names = _output_names(answer)
 
@@ -207,7 +209,9 @@ def _examples(inputs: Mapping[str, Tensor], device: torch.device) -> dict[str, T
             raise ArchiveError(f"the example {name!r} must be a tensor with rows", got=shape, remedy="pass a batch")
         sizes[name] = tensor.shape[0]
     if len(set(sizes.values())) != 1:
-        raise ArchiveError("the examples must have the same number of rows", got=sizes, remedy="pass one batch")
+        raise ArchiveError(
+            "the examples must have the same number of rows", got=sizes, remedy="pass examples of one batch"
+        )
     return {name: _two_rows(tensor.detach().to(device)) for name, tensor in inputs.items()}
 
 
@@ -270,7 +274,7 @@ def _require_same_answers(
             _require_close(name, len(batch[0]), want, have)
     for name, tensor in before.items():
         if not torch.equal(tensor.cpu().view(-1).view(torch.uint8), weights[name].view(-1).view(torch.uint8)):
-            raise ArchiveError("a prediction leaves the model as it is", got=f"a change of {name!r}")
+            raise ArchiveError("predict must not change the model", got=f"a change of {name!r}")
 
 
 def _longer(tensor: Tensor, dims: set[int]) -> Tensor:
@@ -296,9 +300,9 @@ def _require_close(name: str, rows: int, want: Tensor, have: Tensor) -> None:
     else:
         got = f"{tuple(have.shape)} instead of {tuple(want.shape)} for {rows} rows in {name!r}"
     raise ArchiveError(
-        "the exported program must answer as the model does",
+        "the exported program must return the same outputs as the model",
         got=got,
-        remedy="take randomness out of predict, and take sizes from the inputs' shapes",
+        remedy="remove randomness from predict, and take sizes from the shapes of the inputs",
     )
 
 
@@ -308,9 +312,9 @@ def _publish(path: Path, weights: Mapping[str, Tensor], texts: Mapping[str, byte
         return _published(Disk(), path, weights, texts)
     except OSError as error:
         raise ArchiveError(
-            "a model is exported into a folder that can be written and has room",
+            "a model must be exported to a folder that can be written and has free space",
             got=f"{path} ({error.strerror or error})",
-            remedy="name another one, or make room there",
+            remedy="choose another folder, or free some space",
         ) from None
 
 
@@ -364,7 +368,7 @@ def _version_folder(path: Path) -> Path:
     found = versions(path)
     if not found:
         raise ArchiveError(
-            "a model folder holds numbered versions",
+            "a model folder must contain numbered versions",
             got=f"none in {path.name!r}",
             remedy="export a model there first",
         )
@@ -379,7 +383,9 @@ def _require_plain_folder(folder: Path) -> None:
     if odd := sorted(names - {*FILES, MANIFEST}):
         raise _unsafe(f"{', '.join(odd[:5])[:200]} beside them")
     if missing := sorted({*FILES, MANIFEST} - names):
-        raise ArchiveError("an exported model has four files", got=f"no {', '.join(missing)}", remedy="copy it again")
+        raise ArchiveError(
+            "an exported model must have four files", got=f"no {', '.join(missing)}", remedy="copy the model again"
+        )
     for name in names:
         entry = folder / name
         if entry.is_symlink() or not entry.is_file():
@@ -399,9 +405,9 @@ def _checked(folder: Path) -> dict[str, bytes]:
     for name, said in files.items():
         if digest_of(folder / name).to_dict() != said:
             raise ArchiveError(
-                "every file must have the digest of the manifest",
-                got=f"another in {name}",
-                remedy="copy it again",
+                "every file must have the digest in the manifest",
+                got=f"another digest of {name}",
+                remedy="copy the model again",
             )
     return texts
 
@@ -410,9 +416,9 @@ def _parsed(name: str, text: bytes) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ArchiveError(f"{name} must be JSON", got=str(error)[:200], remedy="copy it again") from error
+        raise ArchiveError(f"{name} must be JSON", got=str(error)[:200], remedy="copy the model again") from error
     if not isinstance(value, dict):
-        raise ArchiveError(f"{name} must hold an object", got=type(value).__name__)
+        raise ArchiveError(f"{name} must contain a JSON object", got=type(value).__name__)
     _require_shallow(name, value)
     return value
 
@@ -447,7 +453,7 @@ def _require_fitting(signature: Signature, graph: Mapping[str, Any]) -> None:
     gives = len(graph["outputs"]) if isinstance(graph["outputs"], list) else 0
     if (takes, gives) != (len(signature.inputs), len(signature.outputs)):
         raise ArchiveError(
-            f"{SIGNATURE} must fit the program",
+            f"{SIGNATURE} must match the program",
             got=f"{len(signature.inputs)} inputs and {len(signature.outputs)} outputs for {takes} and {gives}",
             remedy="export the model again",
         )
@@ -477,7 +483,7 @@ def _as_archive_errors() -> Iterator[None]:
 def _require_name(name: object) -> None:
     if not isinstance(name, str) or not NAME.fullmatch(name):
         raise ArchiveError(
-            "names are made of letters, digits, dots, dashes and underscores, at most 64 of them",
+            "names must consist of letters, digits, dots, dashes and underscores, at most 64 characters",
             got=repr(name)[:100],
             remedy="rename it",
         )
@@ -487,12 +493,12 @@ def _json(value: object) -> bytes:
     try:
         return json.dumps(value, separators=(",", ":")).encode()
     except (TypeError, ValueError) as error:
-        raise ArchiveError("extra is made of JSON's types", got=str(error), remedy="convert it") from error
+        raise ArchiveError("extra must consist of JSON types", got=str(error), remedy="convert it") from error
 
 
 def _unsafe(what: str) -> ArchiveError:
     return ArchiveError(
-        f"an exported model is {', '.join(FILES)} and {MANIFEST}",
+        f"an exported model must consist of {', '.join(FILES)} and {MANIFEST}",
         got=what,
-        remedy="load only what export wrote",
+        remedy="load only folders that export wrote",
     )

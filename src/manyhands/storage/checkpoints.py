@@ -19,8 +19,7 @@ from torch import Tensor, nn
 
 from ..core import CheckpointError, fields, parse_json, read_file, read_json
 from .disk import Digest, Disk, digest_of, remove_stale, temporary_name
-from .snapshot import Snapshot
-from .tensors import read_tensors, write_tensors
+from .tensors import Snapshot, read_tensors, write_tensors
 
 FORMAT = 1
 MARKER = "COMMITTED"
@@ -186,7 +185,9 @@ class CheckpointStore:
     def _require_claim(self) -> None:
         if not self._holds:
             raise CheckpointError(
-                "one generation of a run writes at a time", got="a later one that has begun", remedy="leave it to that"
+                "only the latest generation of a run may write checkpoints",
+                got="an earlier one",
+                remedy="let the later generation write",
             )
 
     def save(self, checkpoint: Checkpoint, *, score: float | None = None) -> None:
@@ -246,7 +247,7 @@ class CheckpointStore:
                 bad.append(f"{folder.path.name}: {error}")
                 continue
             for text in bad:
-                self._on_notice(f"passed over a corrupt checkpoint and took {folder.path.name} instead; {text}")
+                self._on_notice(f"skipped a corrupt checkpoint and loaded {folder.path.name} instead; {text}")
             return found
         raise self._nothing(step, bad)
 
@@ -255,7 +256,7 @@ class CheckpointStore:
         steps = ", ".join(map(str, self.steps()))
         found = "; ".join(bad) if bad else f"steps {steps}" if steps else describe(self.root)
         return CheckpointError(
-            f"{self.root} must hold {which}", got=found, remedy="pass another folder or step, or start anew"
+            f"{self.root} must contain {which}", got=found, remedy="pass another folder or step, or start a new run"
         )
 
     def _folders(self) -> list[_Folder]:
@@ -274,7 +275,9 @@ class CheckpointStore:
     def _copy(self, checkpoint: Checkpoint, score: float | None) -> _Copy:
         step = checkpoint.step
         if not isinstance(step, int) or not 0 <= step < 10**18:
-            raise CheckpointError("a step is a whole number from 0", got=repr(step), remedy="pass such a step")
+            raise CheckpointError(
+                "a step must be a whole number of at least 0", got=repr(step), remedy="pass such a number"
+            )
         slots, plain = _parted(checkpoint.optimizers)
         tensors = {MODEL: checkpoint.model, OPTIMIZER: slots, RANDOM: checkpoint.random}
         if checkpoint.averages:
@@ -372,7 +375,9 @@ def _require_room(begin: str, number: int, last: int, root: Path) -> None:
     """Raise if the next number does not fit into a file name; counting alone does not reach it."""
     if number > last:
         raise CheckpointError(
-            f"names in {root} are numbered up to {last}", got=f"{begin}{last}", remedy="remove what has that name"
+            f"names in {root} can be numbered up to {last}",
+            got=f"{begin}{last}",
+            remedy="remove the entry of that name",
         )
 
 
@@ -380,7 +385,7 @@ def _require_numbers(model: Mapping[str, Tensor]) -> None:
     """Raise if the model contains NaN, so that it does not become the newest checkpoint; masks may hold infinity."""
     for name, tensor in model.items():
         if tensor.is_floating_point() and bool(tensor.isnan().any()):
-            raise CheckpointError("a network with NaN in it is not saved", got=f"NaN in {name}")
+            raise CheckpointError("a network with NaN is not saved", got=f"NaN in {name}")
 
 
 def check_matches(checkpoint: Checkpoint, model: nn.Module) -> None:
@@ -397,9 +402,9 @@ def check_matches(checkpoint: Checkpoint, model: nn.Module) -> None:
     found = {"missing": missing, "unexpected": unexpected, "of another shape": shapes}
     if texts := [f"{len(names)} {kind} ({_first(names)})" for kind, names in found.items() if names]:
         raise CheckpointError(
-            f"the checkpoint of step {checkpoint.step} must hold the tensors of {type(model).__name__}",
+            f"the checkpoint of step {checkpoint.step} must contain the tensors of {type(model).__name__}",
             got=", ".join(texts),
-            remedy="load it into the model that it was saved from, or start anew in another folder",
+            remedy="load it into the model from which it was saved, or start a new run in another folder",
         )
 
 
@@ -432,7 +437,9 @@ def _read(folder: _Folder) -> Checkpoint:
         for name, said in manifest["files"].items():
             size = (folder.path / name).lstat().st_size
             if size != said["size"] or digest_of(folder.path / name).to_dict() != said:
-                raise CheckpointError("every file must have the digest of the manifest", got=f"another in {name}")
+                raise CheckpointError(
+                    "every file must have the digest in the manifest", got=f"another digest of {name}"
+                )
         state = _object(folder.path / STATE)
         if not fields.holds(state, STATE_FIELDS) or {state["step"], manifest["step"]} != {folder.step}:
             raise CheckpointError(f"{STATE} must describe a checkpoint of its step", got="other fields or steps")
@@ -440,24 +447,24 @@ def _read(folder: _Folder) -> Checkpoint:
     except (OSError, KeyError, TypeError, ValueError) as error:
         if isinstance(error, CheckpointError):
             raise
-        raise CheckpointError("a checkpoint must be whole", got=f"{type(error).__name__}: {error}") from error
+        raise CheckpointError("a checkpoint must be complete", got=f"{type(error).__name__}: {error}") from error
 
 
 def _manifest(path: Path) -> dict[str, Any]:
     text = read_file(path / MANIFEST, JSON_LIMIT)
     if read_file(path / MARKER, JSON_LIMIT) != _marker(hashlib.sha256(text).hexdigest()):
-        raise CheckpointError("the manifest must have the digest of the marker", got="another")
+        raise CheckpointError("the manifest must have the digest in the marker", got="another digest")
     manifest = parse_json(text)
     if not isinstance(manifest, dict) or not fields.holds(manifest, MANIFEST_FIELDS):
         raise CheckpointError(f"{MANIFEST} must list files with their digests", got="other fields")
     if manifest["format"] != FORMAT:
         raise CheckpointError(
-            f"a checkpoint has format {FORMAT}",
+            f"a checkpoint must have format {FORMAT}",
             got=manifest["format"],
-            remedy="read it with the version that wrote it",
+            remedy="read it with the version of manyhands that wrote it",
         )
     if set(manifest["files"]) - {AVERAGES, POLICY} != {MODEL, OPTIMIZER, RANDOM, STATE}:
-        raise CheckpointError("a manifest lists the four files", got=", ".join(manifest["files"]))
+        raise CheckpointError("a manifest must list the four files", got=", ".join(manifest["files"]))
     return dict(manifest)
 
 
@@ -486,7 +493,7 @@ def _parted(optimizers: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, Tens
         state: dict[str, dict[str, Any]] = {}
         for parameter, slot, value in _slots(data["state"], state):
             if "/" in key or "/" in slot:
-                raise CheckpointError("keys of optimizers and slots have no slash", got=f"{key!r}, {slot!r}")
+                raise CheckpointError("keys of optimizers and slots must not contain a slash", got=f"{key!r}, {slot!r}")
             if isinstance(value, Tensor):
                 tensors[f"{key}/{parameter}/{slot}"] = value
             else:
@@ -524,9 +531,9 @@ def _json(value: object) -> bytes:
         return json.dumps(value, separators=(",", ":")).encode()
     except (TypeError, ValueError) as error:
         raise CheckpointError(
-            "the state of a checkpoint is made of JSON's types",
+            "the state of a checkpoint must consist of JSON types",
             got=str(error),
-            remedy="convert it to numbers and texts",
+            remedy="convert it to numbers and strings",
         ) from error
 
 

@@ -56,17 +56,17 @@ def load_optimizer_state(optimizer: Optimizer, names: Mapping[Tensor, str], data
     saved = data["groups"]
     if has_scheduler(optimizer):
         raise CheckpointError(
-            "a run goes on with the schedule of its task",
-            got="an optimizer function that makes a learning-rate scheduler, whose place no checkpoint has",
+            "the learning rate must be scheduled by the task, so that a run can be resumed",
+            got="an optimizer function that creates a learning-rate scheduler, whose state is not in the checkpoint",
             remedy="pass Task(schedule=lambda step, total: ...) instead of the scheduler",
         )
     _require_same_groups(optimizer, names, saved)
     inner, known = _inner(optimizer), data.get("inner", {})
     if inner.keys() != known.keys():
         raise CheckpointError(
-            f"the optimizer keeps {', '.join(inner) or 'no other ones'} inside",
+            f"the checkpoint must contain the inner optimizers {', '.join(inner) or '(none)'}",
             got=f"{', '.join(known) or 'none'} in the checkpoint",
-            remedy="make the optimizer as it was when the checkpoint was saved",
+            remedy="create the optimizer as it was when the checkpoint was saved",
         )
     alike = [one for one in nested_in(optimizer).values() if one.state is optimizer.state]
     _load(optimizer, names, {**data, "state": _slots(data["state"], "", [f"{attribute}:" for attribute in inner])})
@@ -126,9 +126,9 @@ def _plain(key: str, value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(key, item) for item in value]
     raise CheckpointError(
-        f"the hyperparameter {key!r} must be a number, a text or a list of them",
+        f"the hyperparameter {key!r} must be a number, a string or a list of them",
         got=type(value).__name__,
-        remedy="keep such objects outside the optimizer's groups",
+        remedy="keep such objects outside of the optimizer's groups",
     )
 
 
@@ -139,7 +139,7 @@ def _name(parameter: Tensor, names: Mapping[Tensor, str]) -> str:
         raise CheckpointError(
             "every parameter of the optimizer must belong to the model",
             got=f"one of shape {tuple(parameter.shape)} that does not",
-            remedy="make the optimizer from model.parameters()",
+            remedy="create the optimizer from model.parameters()",
         ) from None
 
 
@@ -147,17 +147,17 @@ def _require_same_groups(optimizer: Optimizer, names: Mapping[Tensor, str], save
     current = [[_name(p, names) for p in group["params"]] for group in optimizer.param_groups]
     if len(current) != len(saved):
         raise CheckpointError(
-            f"the optimizer has {len(current)} parameter groups",
-            got=f"{len(saved)} in the checkpoint",
-            remedy="make the optimizer as it was when the checkpoint was saved",
+            f"the checkpoint must have {len(current)} parameter groups, as the optimizer",
+            got=f"{len(saved)}",
+            remedy="create the optimizer as it was when the checkpoint was saved",
         )
     for number, (have, group) in enumerate(zip(current, saved, strict=True)):
         if sorted(have) != sorted(group["params"]):
             odd = sorted(set(have) ^ set(group["params"]))
             raise CheckpointError(
-                f"group {number} of the optimizer must hold the parameters of the checkpoint",
+                f"group {number} of the optimizer must have the parameters of the checkpoint",
                 got=f"{len(odd)} that differ: {', '.join(odd[:5])}",
-                remedy="make the optimizer as it was when the checkpoint was saved",
+                remedy="create the optimizer as it was when the checkpoint was saved",
             )
 
 

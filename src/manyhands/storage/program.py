@@ -125,14 +125,14 @@ def _untraceable(error: Exception) -> ArchiveError:
     text = str(error)
     if any(sign in text for sign in ("Constraints violated", "Suggested fixes", "specializ")):
         return ArchiveError(
-            "the network must take any batch size, and any size where examples differ",
-            got=f"one that fixes it or restricts it: {_brief(text)}",
-            remedy="take sizes from an input's shape, not from a number",
+            "the network must accept any batch size, and any size in which the examples differ",
+            got=f"a fixed or restricted size: {_brief(text)}",
+            remedy="take sizes from the shape of an input, not from a number",
         )
     return ArchiveError(
         "the network and its predict function must be traceable by torch.export",
         got=f"{type(error).__name__} at {user_line(error)} ({_brief(text)})",
-        remedy="keep values inside tensors there: no .item(), no branches on values, no data-sized shapes",
+        remedy="keep values inside tensors there: no .item(), no branches on values, no data-dependent shapes",
     )
 
 
@@ -145,9 +145,7 @@ def _require_pure(exported: ExportedProgram) -> None:
     signature = exported.graph_signature
     changed = [spec.target or spec.arg.name for spec in signature.output_specs if spec.kind != OutputKind.USER_OUTPUT]
     if changed:
-        raise ArchiveError(
-            "a prediction leaves the model as it is", got=f"changes of {', '.join(map(str, changed[:5]))}"
-        )
+        raise ArchiveError("predict must not change the model", got=f"changes of {', '.join(map(str, changed[:5]))}")
 
 
 class _Encoder:
@@ -173,14 +171,14 @@ class _Encoder:
             elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR):
                 found.append({"weight": self._weight(str(spec.target))})
             else:
-                raise ArchiveError("a network is made of tensors", got=f"{spec.kind.name} {spec.target}")
+                raise ArchiveError("a network must consist of tensors", got=f"{spec.kind.name} {spec.target}")
         return found
 
     def _weight(self, target: str) -> str:
         held: Mapping[str, Any] = {**self.exported.constants, **self.exported.state_dict}
         tensor = held[target]
         if not isinstance(tensor, Tensor):
-            raise ArchiveError("constants of a network are tensors", got=f"{target}: {type(tensor).__name__}")
+            raise ArchiveError("constants of a network must be tensors", got=f"{target}: {type(tensor).__name__}")
         # Tied weights are one tensor under two names, and are stored once.
         same = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype) if tensor.numel() else target
         if same not in self._keys:
@@ -240,7 +238,7 @@ class _Encoder:
         for kind in SINGLETONS:
             if isinstance(value, getattr(torch, kind)):
                 return {kind: str(value).removeprefix("torch.")}
-        raise ArchiveError("arguments in a program are numbers and tensors", got=f"{type(value).__name__} {value}")
+        raise ArchiveError("arguments in a program must be numbers and tensors", got=f"{type(value).__name__} {value}")
 
     def _grad(self, args: Any, places: dict[fx.Node, int], nested: dict[fx.Node, fx.GraphModule]) -> Json:
         """Encode a grad-mode region as a plain call, because inference does not differentiate."""
@@ -275,7 +273,7 @@ class _Encoder:
         for node in output.args[0]:
             value = node.meta.get("val") if isinstance(node, fx.Node) else None
             if not isinstance(value, Tensor):
-                raise ArchiveError("a prediction is made of tensors", got=str(node))
+                raise ArchiveError("a prediction must consist of tensors", got=str(node))
             shape = tuple(size if isinstance(size, int) else None for size in value.shape)
             found.append((str(value.dtype).removeprefix("torch."), shape))
         return found
@@ -295,7 +293,7 @@ REGIONS: dict[str, Callable[..., Json]] = {
 def _submodule(module: fx.GraphModule, node: fx.Node) -> fx.GraphModule:
     found = getattr(module, str(node.target), None)
     if not isinstance(found, fx.GraphModule):
-        raise ArchiveError("attributes in a program are graphs", got=f"{node.target}: {type(found).__name__}")
+        raise ArchiveError("attributes in a program must be graphs", got=f"{node.target}: {type(found).__name__}")
     return found
 
 
@@ -307,7 +305,7 @@ def _name_of(node: fx.Node) -> str:
         raise ArchiveError(
             error.rule,
             got=f"{error.got}, at {_origin(node)}",
-            remedy="write it with other operators, or leave it out of predict",
+            remedy="use other operators, or omit it from predict",
         ) from None
 
 
@@ -554,5 +552,5 @@ def _require_fields(data: Json, wanted: set[str], optional: set[str] | None = No
 
 def _malformed(what: str) -> ArchiveError:
     return ArchiveError(
-        "a program holds operators, numbers and references alone", got=what, remedy="export the model again"
+        "a program must consist of operators, numbers and references", got=what, remedy="export the model again"
     )

@@ -45,7 +45,7 @@ class Purity:
         for key in operators.written(function):
             if self.is_held(given.get(key)):
                 raise ArchiveError(
-                    "a prediction leaves the model and its inputs as they are",
+                    "a prediction must not change the model or its inputs",
                     got=f"{name}, which changes a weight or an input in place",
                     remedy="export a model that works on a copy",
                 )
@@ -70,7 +70,7 @@ class Purity:
             # The loader accepts only literal exponents.
             grown = bits[0] * int(str(node.args[1]))
         if grown > MAX_BITS:
-            raise ArchiveError("numbers of a program are sizes", got=f"{name} with a result of up to {grown} bits")
+            raise ArchiveError("numbers in a program must be sizes", got=f"{name} with a result of up to {grown} bits")
         self._bits[node] = grown
 
     def _bits_of(self, value: Any) -> int:

@@ -1,4 +1,4 @@
-"""Tensors in safetensors files: a writer without copies, a validating reader, and plain state dicts."""
+"""Tensors in safetensors files: snapshots, a writer without copies, a validating reader, and plain state dicts."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def encoded(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     if len(text) > HEADER_CAP:
-        raise CheckpointError(f"a tensor file's header must be below {HEADER_CAP} bytes", got=len(text))
+        raise CheckpointError(f"the header of a tensor file must be smaller than {HEADER_CAP} bytes", got=len(text))
     yield len(text).to_bytes(8, "little") + text
     for name in order:
         if tensors[name].numel():
@@ -89,7 +89,7 @@ def raw(tensor: Tensor) -> memoryview:
 def require_storable(name: str, tensor: object) -> Tensor:
     """Return the tensor itself, or raise an error that says why a file cannot hold it."""
     if not isinstance(tensor, Tensor):
-        raise CheckpointError(f"{name!r} must be a tensor", got=type(tensor).__name__, remedy="leave it out")
+        raise CheckpointError(f"{name!r} must be a tensor", got=type(tensor).__name__, remedy="omit it")
     if tensor.layout != torch.strided or type(tensor).__name__ == "DTensor" or tensor.is_meta:
         kind = "on the meta device" if tensor.is_meta else f"{type(tensor).__name__} ({tensor.layout})"
         raise CheckpointError(
@@ -117,7 +117,7 @@ def read_tensors(path: Path, *, follow_links: bool = False) -> dict[str, Tensor]
                 for name, tensor in load_file(file).items()
             }
     except (SafetensorError, OSError, ValueError, RuntimeError) as error:
-        raise CheckpointError(f"{path.name} must be a whole safetensors file", got=str(error)) from error
+        raise CheckpointError(f"{path.name} must be a complete safetensors file", got=str(error)) from error
 
 
 def _pairs_of(path: Path) -> list[str]:
@@ -132,7 +132,7 @@ def save_state_dict(model_state: dict[str, Tensor], path: Path) -> None:
     path = Path(path)
     if path.suffix != ".safetensors":
         raise CheckpointError(
-            "a state dict is written as .safetensors",
+            "a state dict must be written to a .safetensors file",
             got=path.name,
             remedy=f"name it {path.stem}.safetensors",
         )
@@ -146,14 +146,46 @@ def load_state_dict(path: Path) -> dict[str, Tensor]:
     """Read a plain state dict from a `.safetensors` file; pickled files are rejected."""
     path = Path(path)
     if not path.is_file():
-        raise CheckpointError("a state dict is one .safetensors file", got=str(path), remedy="pass its path")
+        raise CheckpointError("a state dict must be one .safetensors file", got=str(path), remedy="pass its path")
     with os.fdopen(open_regular(path, follow_links=True), "rb") as file:
         start = file.read(8)
     if start[:2] in (b"PK", b"\x80\x02", b"\x80\x04", b"\x80\x05"):
         raise CheckpointError(
-            "a state dict is read from .safetensors alone, because a pickle can execute code",
+            "a state dict must be a .safetensors file, because a pickle can execute code",
             got=f"{path.name}, a pickle",
-            remedy="convert it with safetensors where you trust it",
+            remedy="if you trust it, convert it with safetensors",
         )
     # The file may be replaced while these tensors are in use, so they are copied.
     return {name: tensor.clone() for name, tensor in read_tensors(path, follow_links=True).items()}
+
+
+class Snapshot:
+    """CPU buffers, one per name: the first copy allocates them, later ones only copy bytes."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, Tensor] = {}
+
+    def take(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return contiguous CPU copies, valid until the next call; tied tensors become separate tensors."""
+        waiting = False
+        kept = {}
+        with torch.no_grad():
+            for name, tensor in tensors.items():
+                buffer = kept[name] = self._buffer(name, require_storable(name, tensor))
+                buffer.copy_(tensor, non_blocking=tensor.is_cuda)
+                waiting = waiting or tensor.is_cuda
+        self._buffers = kept
+        if waiting:
+            torch.cuda.synchronize()
+        return dict(kept)
+
+    def clear(self) -> None:
+        """Free the buffers."""
+        self._buffers = {}
+
+    def _buffer(self, name: str, tensor: Tensor) -> Tensor:
+        buffer = self._buffers.get(name)
+        if buffer is not None and buffer.shape == tensor.shape and buffer.dtype == tensor.dtype:
+            return buffer
+        # Copies from a GPU into pinned memory need no staging and overlap each other.
+        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from ..core import CheckpointError, FileError, open_regular, opened, read_json
 from .archives import MANIFEST, WEIGHTS, versions
 from .checkpoints import CheckpointStore, describe
-from .tensors import load_state_dict
+from .tensors import load_state_dict, require_storable
 
 SAFE, PICKLED = ".safetensors", (".pt", ".pth", ".bin", ".ckpt")
 FOLDER_FILES = (
@@ -107,7 +107,8 @@ def open_weights(source: Path | Mapping[str, Tensor]) -> Found:
         pickled = _unpickled(source)
         return Found({name: tuple(tensor.shape) for name, tensor in pickled.items()}, lambda: (pickled, {}))
     raise CheckpointError(
-        f"weights are a run, a {SAFE} file, a state dict in {', '.join(PICKLED)}, a Hugging Face or an exported folder",
+        f"weights must be a run, a {SAFE} file, a state dict in {', '.join(PICKLED)}, a Hugging Face folder or an "
+        "exported model",
         got=f"{source}, which {'is another kind of file' if source.exists() else 'does not exist'}",
         remedy="pass one of these",
     )
@@ -131,7 +132,7 @@ def match(shapes: Shapes, model: nn.Module, weights: Weights) -> Match:
     texts = [f"{len(items)} {kind} ({_some(items)})" for kind, items in listed.items() if items]
     if texts and (weights.strict or not fitting):
         raise CheckpointError(
-            f"{weights} must hold the tensors of {type(model).__name__}",
+            f"{weights} must contain the tensors of {type(model).__name__}",
             got=", ".join(texts),
             remedy=_remedy(missing, unexpected, bool(fitting)),
         )
@@ -150,16 +151,16 @@ def check_values(tensors: Mapping[str, Tensor], model: nn.Module) -> None:
     for name, target in held.items():
         if target.is_floating_point() and not tensors[name].is_floating_point():
             raise CheckpointError(
-                "weights are numbers with a point",
+                "weights must be floating-point numbers",
                 got=f"{name} as {tensors[name].dtype}".replace("torch.", ""),
-                remedy="pass weights that are not quantised",
+                remedy="pass weights that are not quantized",
             )
         first = first_names.setdefault(id(target), name)
         if first != name and not torch.equal(tensors[first], tensors[name]):
             raise CheckpointError(
-                f"{first} and {name} are one and the same in this network",
-                got="different values for them",
-                remedy="leave one of them out, or build the network with two",
+                f"{first} and {name} are one tensor in this network, so their values must be equal",
+                got="different values",
+                remedy="omit one of them, or build the network with two tensors",
             )
 
 
@@ -177,7 +178,7 @@ def _open_folder(folder: Path) -> Found:
     name = next((name for name in FOLDER_FILES if (folder / name).is_file()), None)
     if name is None:
         raise CheckpointError(
-            "a folder to start from is a run, an exported model, or a Hugging Face folder with "
+            "a folder of weights must be a run, an exported model, or a Hugging Face folder with "
             + " or ".join(FOLDER_FILES[::2]),
             got=f"{folder}: {describe(folder)}",
             remedy="pass one of these, or a file of weights",
@@ -209,7 +210,9 @@ def _listed(index: Path) -> list[Path]:
         ) from None
     for name in names:
         if not isinstance(name, str) or Path(name).name != name or not os.path.isfile(index.parent / name):
-            raise CheckpointError(f"{index} lists files beside it", got=repr(name), remedy="fetch the whole folder")
+            raise CheckpointError(
+                f"{index} must list files in its own folder", got=repr(name), remedy="download the whole folder"
+            )
     return [index.parent / name for name in names]
 
 
@@ -219,7 +222,7 @@ def _header(path: Path) -> Shapes:
         with opened(path, follow_links=True) as found, safe_open(found, "pt") as file:
             return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError, ValueError) as error:
-        raise CheckpointError(f"{path} must be a whole safetensors file", got=str(error)) from error
+        raise CheckpointError(f"{path} must be a complete safetensors file", got=str(error)) from error
 
 
 def _unpickled(path: Path) -> dict[str, Tensor]:
@@ -235,9 +238,12 @@ def _unpickled(path: Path) -> dict[str, Tensor]:
     for candidate in (*inside, loaded):
         tensors = _tensors(candidate)
         if tensors:
-            return tensors
+            # torch does not check the indices of sparse tensors in a file: computing with them writes to any address.
+            return {name: require_storable(name, tensor) for name, tensor in tensors.items()}
     raise CheckpointError(
-        f"{path} must hold a state dict", got=f"a {type(loaded).__name__} without tensors", remedy="save one"
+        f"{path} must contain a state dict",
+        got=f"a {type(loaded).__name__} without tensors",
+        remedy="save model.state_dict()",
     )
 
 
@@ -246,12 +252,12 @@ def _refused(path: Path, error: Exception) -> CheckpointError:
     held = re.search(r"GLOBAL (\S+)|(\S+) which is not in the allowed", str(error))
     if isinstance(error, pickle.UnpicklingError) and held is not None:
         return CheckpointError(
-            "of a pickle only plain tensors are read, because it can execute code",
+            "only plain tensors are read from a pickle, because it can execute code",
             got=f"{path.name} with {held[1] or held[2]} in it",
-            remedy="where you trust it, save model.state_dict() of it with torch.save or as .safetensors",
+            remedy="if you trust the file, save its model.state_dict() with torch.save or as .safetensors",
         )
     return CheckpointError(
-        f"{path} must be a whole file of torch.save", got=_damage(path), remedy="copy or download it again"
+        f"{path} must be a complete file of torch.save", got=_damage(path), remedy="copy or download it again"
     )
 
 
@@ -276,7 +282,7 @@ def _required_tensors(values: Mapping[str, Any]) -> dict[str, Tensor]:
     if not tensors:
         held = ", ".join(f"{name!r}: {type(value).__name__}" for name, value in list(values.items())[:3])
         raise CheckpointError(
-            "the values of a state dict are tensors", got=f"{{{held}}}", remedy="pass model.state_dict()"
+            "the values of a state dict must be tensors", got=f"{{{held}}}", remedy="pass model.state_dict()"
         )
     return tensors
 
@@ -292,7 +298,7 @@ def _renamed(shapes: Shapes, held: Mapping[str, Tensor], weights: Weights) -> tu
     best, most, notices = asked, len(_fitting(asked, shapes, held)), []
     if len(asked) != len(shapes):
         raise CheckpointError(
-            "rename gives every tensor a name of its own", got=repr(weights.rename), remedy="narrow it"
+            "rename must give every tensor a unique name", got=repr(weights.rename), remedy="restrict it"
         )
     for label, change, at_least in _changes(asked, held):
         changed = {change(name): theirs for name, theirs in asked.items()}

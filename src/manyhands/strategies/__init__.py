@@ -1,44 +1,42 @@
-"""Ways of splitting a network; `realise` builds one rank's replica from a StrategySpec."""
+"""Ways of splitting a network; `make_replica` builds one rank's replica from a StrategySpec."""
 
 from typing import TYPE_CHECKING
 
 from ..sync import with_own_feedback
 from .auto import choice_for, is_undecided, under
-from .batch_stats import BatchStats
 from .build_replica import (
     MAIN,
     Probe,
     in_double,
     lay_out,
+    make_replica,
     optimizers_of,
-    realise,
     require_built,
     require_loss,
 )
 from .deferred import CannotDefer, Deferred, Take, defer
-from .device_marks import on
+from .device_marks import place_on
 from .embedding import Embedding, declaring, first_rows
-from .mirrored import MirroredReplica
 from .offload import AT_ONCE
+from .optimizer_traits import draws_numbers, is_by_element, is_by_tensor, stateless_copy, updates_own_tensors
 from .parameter_server import ServedReplica
 from .partition_drawing import Outline
-from .partition_outline import check_cut, outline
+from .partition_outline import check_partition, outline
 from .pipeline import PipelineReplica
 from .recompute import keep_all, recompute
-from .replica import Replica
-from .skipped_updates import keep_where
-from .split_table import LayerRow, SplitTable, size_text, table_of
+from .replica import Replica, keep_where
+from .split_table import SplitTable, table_of
 
 if TYPE_CHECKING:
     from .tensor import Layout
 
 __all__ = [
-    "on",
+    "place_on",
     "PipelineReplica",
     "Outline",
     "outline",
-    "check_cut",
-    "realise",
+    "check_partition",
+    "make_replica",
     "with_own_feedback",
     "is_undecided",
     "choice_for",
@@ -50,17 +48,18 @@ __all__ = [
     "Probe",
     "in_double",
     "Replica",
-    "MirroredReplica",
+    "draws_numbers",
+    "is_by_element",
+    "is_by_tensor",
+    "stateless_copy",
+    "updates_own_tensors",
     "ServedReplica",
-    "BatchStats",
     "Embedding",
     "first_rows",
     "declaring",
     "keep_where",
     "SplitTable",
-    "LayerRow",
     "table_of",
-    "size_text",
     "Layout",
     "lay_out",
     "recompute",

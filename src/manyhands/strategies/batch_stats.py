@@ -24,7 +24,7 @@ class BatchStats:
     def __init__(self, model: nn.Module | None, world: World) -> None:
         """Patch the model's batch-norm layers; without a model the caller uses `normalise` itself."""
         self._world = world
-        self.is_ghost = False
+        self.is_padding = False
         """Whether this replica's current micro-batch is padding, so that it must not count."""
         self.layers: list[_BatchNorm] = []
         for name, layer in model.named_modules() if model is not None else ():
@@ -47,7 +47,7 @@ class BatchStats:
         *_: Any,
     ) -> Tensor:
         """Compute torch's batch norm in training mode, with statistics over all replicas."""
-        share = 0.0 if self.is_ghost else 1.0
+        share = 0.0 if self.is_padding else 1.0
         y, mean, var, count = _normalise(x, weight, bias, eps, self._world, share)
         if running_mean is not None and running_var is not None:
             _move(running_mean, running_var, mean, var, count, momentum)
@@ -71,7 +71,7 @@ class BatchStats:
             if not uses_batch:
                 return type(layer).forward(layer, x)
             layer._check_input_dim(x)
-            weight = 0.0 if self.is_ghost else 1.0
+            weight = 0.0 if self.is_padding else 1.0
             y, mean, var, count = _normalise(x, layer.weight, layer.bias, layer.eps, self._world, weight)
             if layer.training and layer.track_running_stats:
                 _update_running(layer, mean, var, count)
@@ -117,7 +117,7 @@ class _Normalise(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor, *_: Any) -> Any:
         if torch.is_grad_enabled():
             raise StrategyError(
-                "gradients of gradients do not pass through synchronised batch statistics",
+                "synchronized batch statistics do not support second-order gradients",
                 got="a backward with create_graph=True",
                 remedy='use a layer without batch statistics, such as GroupNorm, or batch_stats="local"',
             )
@@ -144,8 +144,8 @@ class _Normalise(torch.autograd.Function):
 def _require_own_forward(name: str, layer: _BatchNorm) -> None:
     if type(layer).forward not in (_BatchNorm.forward, nn.SyncBatchNorm.forward):
         raise StrategyError(
-            "batch statistics can be synchronised for torch's own BatchNorm layers",
-            got=f"{name}, a {type(layer).__name__} with a forward of its own",
+            "batch statistics can only be synchronized for the BatchNorm layers of torch",
+            got=f"{name}, a {type(layer).__name__} with its own forward",
             remedy='use a BatchNorm and a separate activation, or batch_stats="local"',
         )
 

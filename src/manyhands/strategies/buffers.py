@@ -23,7 +23,15 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ..core import LayoutFree, StrategyError, UsageError, random_state, remember_buffers, restore_random_state
+from ..core import (
+    LayoutFree,
+    StrategyError,
+    UsageError,
+    random_state,
+    remember_buffers,
+    remember_state,
+    restore_random_state,
+)
 from ..distributed import World
 from .local_updates import own_part
 
@@ -151,7 +159,7 @@ def find_rules(model: nn.Module, probe: Probe | None, scope: AbstractContextMana
     if probe is None or not names or not _row_counts(probe):
         return {}
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    states, put_back = random_state(device), remember_buffers(model)
+    states, put_back = random_state(device), remember_state(model)
     rows = _row_counts(probe)
     try:
         with scope, _as_in_training(model):
@@ -168,17 +176,17 @@ def find_rules(model: nn.Module, probe: Probe | None, scope: AbstractContextMana
 
 
 def _two_trials(
-    model: nn.Module, names: Sequence[str], probe: Probe, device: torch.device, cuts: Sequence[int]
+    model: nn.Module, names: Sequence[str], probe: Probe, device: torch.device, splits: Sequence[int]
 ) -> tuple[_Trial, _Trial]:
     """Try ways to split the samples until one works, because a part of one sample may be too small."""
     try:
         put_back = remember_buffers(model)
-        return _Trial.of(model, names, probe, device, cuts[0]), _Trial.of(model, names, probe, device, cuts[0])
+        return _Trial.of(model, names, probe, device, splits[0]), _Trial.of(model, names, probe, device, splits[0])
     except ValueError:
-        if len(cuts) == 1:
+        if len(splits) == 1:
             raise
         put_back()
-        return _two_trials(model, names, probe, device, cuts[1:])
+        return _two_trials(model, names, probe, device, splits[1:])
 
 
 @dataclass
@@ -191,7 +199,7 @@ class _Trial:
     sizes: tuple[int, int]
 
     @classmethod
-    def of(cls, model: nn.Module, names: Sequence[str], probe: Probe, device: torch.device, cut: int) -> _Trial:
+    def of(cls, model: nn.Module, names: Sequence[str], probe: Probe, device: torch.device, split: int) -> _Trial:
         rows = _row_counts(probe)
         draws = LayoutFree(device)
 
@@ -210,8 +218,8 @@ class _Trial:
                 put_back()
 
         old = values()
-        parts = [after(0, cut), after(cut, rows)]
-        made = cls(old, after(0, rows), parts, (cut, rows - cut))
+        parts = [after(0, split), after(split, rows)]
+        made = cls(old, after(0, rows), parts, (split, rows - split))
         with draws.drawing():
             probe(model, lambda batch: batch)
         return made
@@ -256,9 +264,9 @@ def _rule(model: nn.Module, name: str, trials: Sequence[_Trial]) -> BufferRule:
     owner = type(model.get_submodule(name.rpartition(".")[0])).__name__.removeprefix("FSDP")
     raise StrategyError(
         "where a batch is split, a buffer that forward updates must be a mean or a sum over samples",
-        got=f"{name} of {owner}, which two parts of a batch leave otherwise than the batch does",
-        remedy="compute it from such buffers where it is read, use nn.BatchNorm for batch statistics, train on one "
-        'device, or let every replica keep its own by batch_stats="local"',
+        got=f"{name} of {owner}, which differs between a batch and its two halves",
+        remedy="compute it from such buffers where it is read, use nn.BatchNorm for batch statistics, train on "
+        'one device, or let every replica keep its own with batch_stats="local"',
     )
 
 

@@ -23,7 +23,7 @@ from ..core import (
     nested_in,
     parameters_of,
     random_state,
-    remember_buffers,
+    remember_state,
     restore_random_state,
 )
 from ..distributed import World
@@ -51,7 +51,7 @@ MAIN = ""
 """The key of the optimizer if a task has only one."""
 
 
-def realise(
+def make_replica(
     spec: StrategySpec,
     world: World,
     model: nn.Module,
@@ -106,7 +106,7 @@ def _convert_parameters(model: nn.Module, probe: Probe | None) -> None:
     if probe is None or all(parameter.dtype == torch.float32 for parameter in parameters):
         return
     device = parameters[0].device
-    states, put_back = random_state(device), remember_buffers(model)
+    states, put_back = random_state(device), remember_state(model)
     try:
         # An error in the user's code is raised again by the first step.
         with torch.no_grad(), suppress(Exception):
@@ -130,7 +130,7 @@ def _follow_buffers(replica: Replica, rules: Rules) -> None:
     replica.buffers = Buffers(replica.model, mine, world.along(spec.axes, *DATA_AXES))
     if spec.servers and replica.buffers.names:
         raise StrategyError(
-            "on parameter servers a forward leaves the network's buffers as they are",
+            "under parameter servers, forward must not update buffers",
             got=f"{replica.buffers.names[0]}, which is updated from samples",
             remedy="use mh.Mirrored() or mh.Sharded()",
         )
@@ -204,8 +204,9 @@ def _whole_in_a_step(
     from .sharded import taking
 
     if fill is not None:
-        model.to_empty(device=world.device)
+        allocate(model, world.device)
         fill(taking(model))
+        _convert_parameters(model, probe)
     recompute(model, spec.recompute, own_randomness=not spec.deterministic)
     parted, shadows = sharded_optimizers(spec, world, model, make_optimizer)
     replica = OptimizerShardedReplica(spec, world, model, parted, shadows)
@@ -214,10 +215,24 @@ def _whole_in_a_step(
     return replica
 
 
+def allocate(model: nn.Module, device: torch.device) -> None:
+    """Allocate memory for a network on the meta device; parameters and buffers that modules share stay shared."""
+    held: dict[int, list[tuple[dict[str, Any], str]]] = {}
+    for module in model.modules():
+        for own in (module._parameters, module._buffers):
+            for name, tensor in own.items():
+                if tensor is not None:
+                    held.setdefault(id(tensor), []).append((own, name))
+    model.to_empty(device=device)
+    for (first, name), *others in held.values():
+        for own, other in others:
+            own[other] = first[name]
+
+
 def _require_whole_possible(spec: StrategySpec, why: str) -> None:
     if spec.tensor > 1 or isinstance(make_policy(spec.sync), Local):
         raise StrategyError(
-            "shards of a network that is also split by tensor=, or whose replicas run local steps, run the same blocks",
+            "shards of a network with tensor=, or with local steps, must run the same blocks on all ranks",
             got=f"{why}, and {spec}",
             remedy="use mh.Mirrored(), or mh.Sharded() without tensor and with another sync",
         )
@@ -237,30 +252,30 @@ def _in_parts(
     from .sharded import ShardedReplica, shard, shared_stats, taking
 
     stats = shared_stats(model, spec, world)
-    cutting = None
+    sharding = None
     if spec.tensor > 1:
-        from .tensor import Cutting
+        from .tensor import TensorSharding
 
         if layout is None:
             require_loss(spec, probe is not None)
             assert probe is not None
             layout = lay_out(model, spec, world, probe)
-        cutting = Cutting(spec, world, model, layout)
-        cutting.apply(model)
-    scope = ExitStack if cutting is None else cutting.scope
+        sharding = TensorSharding(spec, world, model, layout)
+        sharding.apply(model)
+    scope = ExitStack if sharding is None else sharding.scope
     recompute(model, spec.recompute, own_randomness=not spec.deterministic, scope=scope)
     if spec.shards != 1:
         apart = len(optimizers_of(model, make_optimizer)) > 1
         shard(model, spec, world, apart=apart, compares=probe is None)
     if fill is not None:
-        model.to_empty(device=world.device)
+        allocate(model, world.device)
         fill(taking(model))
     optimizers = optimizers_of(model, make_optimizer)
-    if cutting is None:
+    if sharding is None:
         return ShardedReplica(spec, world, model, optimizers, stats)
     from .tensor import TensorReplica
 
-    return TensorReplica(spec, world, model, optimizers, cutting, stats)
+    return TensorReplica(spec, world, model, optimizers, sharding, stats)
 
 
 def _holding(spec: StrategySpec, world: World, model: nn.Module, probe: Probe | None, layout: Layout | None) -> Holding:
@@ -291,9 +306,9 @@ def require_loss(spec: StrategySpec, has_loss: bool) -> None:
     """Raise if splitting the network needs a loss, because samples are followed up to it, and there is none."""
     if (spec.tensor > 1 or spec.stages != 1) and not has_loss:
         raise StrategyError(
-            "cutting a network needs a loss to follow: a task with loss=, trained by fit",
+            "a strategy that partitions the network needs a task with loss=, trained by mh.fit",
             got=str(spec),
-            remedy="use mh.Mirrored() or mh.Sharded() for steps of one's own",
+            remedy="use mh.Mirrored() or mh.Sharded() for custom training steps",
         )
 
 
@@ -301,28 +316,28 @@ def require_built(spec: StrategySpec) -> None:
     """Raise for combinations of axes that are not supported, and for policies that do not exist or do not fit."""
     if spec.sharding == "optimizer" and (spec.tensor > 1 or isinstance(make_policy(spec.sync), Local)):
         raise StrategyError(
-            'sharding="optimizer" is for replicas that agree in every step, with whole layers',
+            'sharding="optimizer" needs replicas that synchronize in every step, and whole layers',
             got=str(spec),
-            remedy='use sharding="full", or leave tensor and the policy away',
+            remedy='use sharding="full", or omit tensor and the policy',
         )
     policy = make_policy(spec.sync)
     if (spec.shards != 1 or spec.tensor > 1 or spec.stages != 1) and isinstance(policy, Auto):
         raise StrategyError(
-            "a policy is chosen for whole networks only",
+            "a policy can only be chosen automatically for whole networks",
             got=str(spec),
-            remedy='use mh.Mirrored(), or name the policy, sync="bf16" say',
+            remedy='use mh.Mirrored(), or name the policy, for example sync="bf16"',
         )
     if spec.stages != 1:
         _require_pipelined(spec, policy)
     if (spec.shards != 1 or spec.tensor > 1) and policy.between == "hosts":
         raise StrategyError(
-            "hosts of whole networks agree by a policy between them",
+            "a policy between hosts needs a whole network on every host",
             got=str(spec),
-            remedy="with parts of a network, give each host its own: as many shards as it has devices, and replicas",
+            remedy="use as many shards as a host has devices, and replicas over the hosts",
         )
     if (spec.shards != 1 or spec.tensor > 1) and policy.needs_matrices:
         raise StrategyError(
-            f"the policy {policy} needs whole matrices, and such ranks hold parts of them",
+            f"the policy {policy} needs whole matrices on every rank",
             got=str(spec),
             remedy='use mh.Mirrored(), or another policy such as sync="int8"',
         )
@@ -331,27 +346,27 @@ def require_built(spec: StrategySpec) -> None:
 def _require_pipelined(spec: StrategySpec, policy: Policy) -> None:
     if spec.place and (spec.shards != 1 or spec.tensor > 1):
         raise StrategyError(
-            "a part that is placed runs on one device, so its layers and parameters are not cut any further",
+            "a placed part runs on one device, so its layers and parameters cannot be sharded",
             got=str(spec),
-            remedy="leave shards and tensor at 1, or use mh.Pipeline for stages that several devices hold together",
+            remedy="leave shards and tensor at 1, or use mh.Pipeline for stages that several devices share",
         )
     if spec.sharding == "optimizer" and spec.shards != 1:
         raise StrategyError(
-            "shards of a stage hold its parameters, gradients and optimizer state in parts",
+            "a sharded stage must shard its parameters, gradients and optimizer state",
             got=str(spec),
-            remedy='leave sharding away, or use sharding="full"',
+            remedy='omit sharding, or use sharding="full"',
         )
     if spec.servers or isinstance(policy, Local):
         raise StrategyError(
-            "a network that is cut is trained in step: without servers, and without replicas that go apart",
+            "a partitioned network must be synchronized in every step, without parameter servers or local steps",
             got=str(spec),
-            remedy="leave servers at 0, and sync at a policy such as int8",
+            remedy="leave servers at 0, and use a sync policy such as int8",
         )
     if spec.schedule == "zero-bubble" and spec.recompute:
         raise StrategyError(
-            "the zero-bubble schedule takes a backward in halves, which cannot be computed again",
+            "the zero-bubble schedule splits a backward into halves, which cannot be recomputed",
             got=f"recompute={spec.recompute!r}",
-            remedy='leave recompute away, or use schedule="1f1b"',
+            remedy='omit recompute, or use schedule="1f1b"',
         )
 
 
@@ -366,7 +381,7 @@ def optimizers_of(
             raise
         raise TaskError(
             "optimizer must be a function of the model",
-            got=f"one that takes parameters ({error})",
+            got=f"a function of parameters ({error})",
             remedy="write optimizer=lambda model: torch.optim.AdamW(model.parameters())",
         ) from error
     made = joined(made) if isinstance(made, list | tuple) else made
@@ -374,7 +389,7 @@ def optimizers_of(
     for key, optimizer in optimizers.items():
         if not isinstance(optimizer, Optimizer):
             raise TaskError(
-                "the optimizer factory returns a torch optimizer, or a list or a dict of them",
+                "the optimizer function must return a torch optimizer, or a list or a dict of them",
                 got=f"{key + ': ' if key else ''}{type(optimizer).__name__}",
                 remedy="return torch.optim.AdamW(model.parameters())",
             )
@@ -392,19 +407,19 @@ def _require_parameters(model: nn.Module, held: list[Tensor]) -> None:
         raise TaskError(
             "the optimizer must hold a trainable parameter",
             got=f"none of {', '.join(missed[:5])}{' …' if len(missed) > 5 else ''}",
-            remedy="build it from model.parameters()",
+            remedy="create it from model.parameters()",
         )
     foreign = len(known - set(model.parameters()))
     if foreign:
         raise TaskError(
             "the optimizer must hold this model's parameters only",
-            got=f"{foreign} of another",
-            remedy="build it from its argument",
+            got=f"{foreign} of another model",
+            remedy="create it from its argument",
         )
     if len(known) != len(held):
         twice = next(name for name, p in model.named_parameters() if sum(p is one for one in held) > 1)
         raise TaskError(
-            "a parameter belongs to one optimizer",
+            "a parameter must belong to one optimizer only",
             got=f"{twice} in two of them",
             remedy="pass each parameter to one of them",
         )
@@ -417,8 +432,9 @@ def _require_single_gradient(optimizer: Optimizer) -> None:
     if hidden:
         kinds = ", ".join(type(one).__name__ for one in inner.values())
         raise TaskError(
-            "the parameter groups of an optimizer hold all that it updates",
-            got=f"{name}, whose inner optimizers ({kinds}) hold {len(hidden)} parameters that are in no group of it",
+            "the parameter groups of an optimizer must contain all parameters that it updates",
+            got=f"{name}, whose inner optimizers ({kinds}) have {len(hidden)} parameters that are in none of its "
+            "groups",
             remedy=f"return the inner optimizers themselves as a list, [{kinds}]",
         )
     closure = inspect.signature(optimizer.step).parameters.get("closure")
@@ -426,9 +442,9 @@ def _require_single_gradient(optimizer: Optimizer) -> None:
     why = "" if needs_closure or not inner else _failed_step(optimizer)
     if needs_closure or why:
         raise TaskError(
-            "the optimizer must take a step from one gradient",
+            "an optimizer step must need one gradient only",
             got=f"{name}, which computes the loss several times in a step{why and f' ({why})'}",
-            remedy="use for instance torch.optim.AdamW",
+            remedy="use for example torch.optim.AdamW",
         )
 
 
@@ -453,19 +469,21 @@ def _require_sums(model: nn.Module) -> None:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.is_floating_point() and tensor.itemsize == 1:
             raise TaskError(
-                "tensors of a network on several devices must be of a type that collectives can add up",
+                "tensors of a network on several devices must have a dtype that collectives can sum",
                 got=f"{name} of {tensor.dtype}",
-                remedy="keep it in bfloat16 or float32, and narrow it where it is used",
+                remedy="keep it in bfloat16 or float32, and convert it where it is used",
             )
 
 
 def _require_place(model: nn.Module, world: World) -> None:
     if not isinstance(model, nn.Module):
-        raise TaskError("the model factory returns an nn.Module", got=type(model).__name__, remedy="return the network")
+        raise TaskError(
+            "the model function must return an nn.Module", got=type(model).__name__, remedy="return the network"
+        )
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.device.type not in ("cpu", world.device.type):
             raise TaskError(
-                f"the model factory must build on the CPU (it is moved to {world.device})",
+                f"the model function must build on the CPU (it is moved to {world.device})",
                 got=f"{name} on {tensor.device}",
-                remedy="leave .to(device) away",
+                remedy="remove .to(device)",
             )

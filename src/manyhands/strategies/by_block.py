@@ -22,8 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..core import StrategyError, UsageError, as_written, random_state, restore_random_state
-from ..distributed import World
-from ..graph import culprit
+from ..distributed import World, culprit
 from .double_backward import on_gradients
 from .recompute import blocks_of
 
@@ -53,7 +52,7 @@ class SameBlocks:
         found = self._world.all_gather(torch.tensor([index], device=self._world.device)).flatten().tolist()
         if len(set(found)) > 1:
             raise StrategyError(
-                "ranks that share one network run the same blocks of it, whatever their samples are",
+                "ranks that shard one network must run the same blocks of it for all samples",
                 got=", ".join(f"rank {rank} at {self._names[place]}" for rank, place in enumerate(found)),
                 remedy='use sharding="optimizer", which keeps parameters whole, or mh.Mirrored()',
             )
@@ -104,6 +103,9 @@ def _odd_steps(model: nn.Module, probe: Probe, device: torch.device) -> str:
         np.random.set_state(numpy)
     if all_rows != fewer_rows:
         return "which layers it runs depends on the number of samples"
+    converted = next((name.removeprefix(_CONVERTED) for name in all_rows if name.startswith(_CONVERTED)), "")
+    if converted:
+        return f"its forward converts {converted} to another dtype"
     read = next((name.removeprefix(_READ) for name in all_rows if name.startswith(_READ)), "")
     if read:
         return f"the loss reads {read} by itself"
@@ -111,7 +113,7 @@ def _odd_steps(model: nn.Module, probe: Probe, device: torch.device) -> str:
     return f"what a block gathered for forward is needed by a second backward ({line})" if line else ""
 
 
-_GRADIENT, _READ = "gradient ", "read "
+_GRADIENT, _READ, _CONVERTED = "gradient ", "read ", "converted "
 
 
 class _Reads(TorchFunctionMode):
@@ -154,6 +156,7 @@ def _blocks_run(model: nn.Module, probe: Probe, device: torch.device, fewer: int
 
     with ExitStack() as scope:
         twin = _fake_twin(model, mode, device).train()
+        dtypes = {name: parameter.dtype for name, parameter in twin.named_parameters()}
         for name, module in twin.named_modules():
             if any(True for _ in module.parameters(recurse=False)):
                 module.register_forward_pre_hook(lambda _, __, name=name: ran.append(name))
@@ -162,7 +165,8 @@ def _blocks_run(model: nn.Module, probe: Probe, device: torch.device, fewer: int
         scope.enter_context(mode)
         scope.enter_context(_Reads(twin, ran))
         probe(twin, few)
-    return ran
+    changed = (name for name, parameter in twin.named_parameters() if parameter.dtype != dtypes.get(name))
+    return ran + [_CONVERTED + name for name in changed]
 
 
 def _fake_twin(model: nn.Module, mode: FakeTensorMode, device: torch.device) -> nn.Module:

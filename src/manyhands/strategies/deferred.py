@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ..core import random_state, restore_random_state
+from ..core import default_dtype, random_state, restore_random_state
 
 LARGE = 1 << 16
 """Tensors of at least this many bytes are created without values; smaller ones may be read by the function."""
@@ -68,6 +68,13 @@ class _Note:
     written: list[_Ref]
     read: set[int]
     draws: bool
+    default_dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
+    """The default dtype at that time, which the quotient of two integers has, for instance."""
+
+    def run(self, tensor: Callable[[_Ref], Tensor]) -> Any:
+        """Execute the operation on tensors for its refs."""
+        with default_dtype(self.default_dtype):
+            return self.function(*tree_map_only(_Ref, tensor, self.args), **_here(self.kwargs, tensor))
 
     @property
     def keys(self) -> set[int]:
@@ -258,9 +265,9 @@ def _followed(noting: _Noting, wanted: Iterable[int]) -> Iterator[tuple[int, Ten
         if index not in needed:
             if note.draws:
                 # Execute it for its draws only, so that later random numbers are the same.
-                note.function(*tree_map_only(_Ref, _scratch, note.args), **_here(note.kwargs, _scratch))
+                note.run(_scratch)
             continue
-        made = note.function(*tree_map_only(_Ref, tensor, note.args), **_here(note.kwargs, tensor))
+        made = note.run(tensor)
         outs = [leaf for leaf in tree_leaves(made) if isinstance(leaf, Tensor)]
         for ref, out in zip(note.made, outs, strict=True):
             if ref is not None:
@@ -323,5 +330,8 @@ def _empty(model: nn.Module) -> None:
                     if isinstance(tensor, nn.Parameter):
                         without = nn.Parameter(without, requires_grad=tensor.requires_grad)
                     vars(without).update(vars(tensor))
+                    for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+                        if getattr(tensor, hooks, None):
+                            setattr(without, hooks, getattr(tensor, hooks))
                     moved[id(tensor)] = without
                 setattr(module, name, moved[id(tensor)])

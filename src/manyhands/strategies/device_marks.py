@@ -1,4 +1,4 @@
-"""Mark modules with the device they are for, by the `on` block in which they are built."""
+"""Mark modules with the device they are for, by the `place_on` block in which they are built."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _open: list[str] = []
 
 
 @contextmanager
-def on(device: str | int) -> Iterator[None]:
+def place_on(device: str | int) -> Iterator[None]:
     """Place modules that are built inside this block on a device under `mh.Placed()`; no effect otherwise.
 
-    >>> with on("cpu:1"):
+    >>> with place_on("cpu:1"):
     ...     tower = nn.Sequential(nn.Linear(2, 4), nn.Tanh())
     >>> marks_of(nn.Sequential(tower, nn.Linear(4, 1)))
     {'0.0': 'cpu:1', '0.1': 'cpu:1'}
@@ -39,7 +39,7 @@ def on(device: str | int) -> Iterator[None]:
 
 
 def marks_of(model: nn.Module) -> dict[str, str]:
-    """Return the device of every module that was built in an `on` block, by name."""
+    """Return the device of every module that was built in a `place_on` block, by name."""
     return {name: module.__dict__[_MARK] for name, module in model.named_modules() if _MARK in module.__dict__}
 
 

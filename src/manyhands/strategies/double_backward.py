@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from ..core import StrategyError
-from ..graph import calling_line
+from ..distributed import calling_line
 
 
 @contextmanager
@@ -33,7 +33,7 @@ def on_gradients(call: Callable[[str], None]) -> Iterator[None]:
 def refuse_gradients(line: str) -> None:
     """Raise for a loss that calls autograd itself, because no rank has the whole graph."""
     raise StrategyError(
-        "a loss does not call torch.autograd.grad where several ranks compute the network together",
+        "a loss must not call torch.autograd.grad if several ranks compute the network together",
         got=line,
         remedy="use mh.Mirrored() or mh.Sharded()",
     )
@@ -62,7 +62,7 @@ def untraceable() -> Iterator[None]:
 
 def _refuse_own_backward(got: str) -> None:
     raise StrategyError(
-        "a network that is cut is traced, and the trace does not contain a backward written by the user",
+        "a partitioned network is traced, and the trace does not contain a backward written by the user",
         got=got,
         remedy="use mh.Mirrored() or mh.Sharded()",
     )

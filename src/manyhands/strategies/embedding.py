@@ -1,4 +1,7 @@
-"""Embedding: an nn.Embedding whose rows live on the servers under the parameter-server strategy."""
+"""Embedding: an nn.Embedding whose rows live on the servers under the parameter-server strategy.
+
+Every strategy can train it, so it is not in the package `parameter_server`.
+"""
 
 from __future__ import annotations
 
@@ -63,16 +66,20 @@ class Embedding(nn.Embedding):
     ) -> None:
         if others:
             raise TaskError(
-                "a table has rows, dim, optimizer, std and seed",
+                "a table can only have rows, dim, optimizer, std and seed",
                 got=", ".join(f"{name}={value!r}" for name, value in others.items()),
-                remedy="leave it away, or use nn.Embedding, which every worker holds whole",
+                remedy="omit it, or use nn.Embedding, which every worker holds completely",
             )
         for name, value in {"rows": rows, "dim": dim}.items():
             if not isinstance(value, int) or value < 1:
-                raise TaskError(f"{name} of a table must be a whole number of at least 1", got=value, remedy="pass it")
+                raise TaskError(
+                    f"{name} of a table must be a whole number of at least 1", got=value, remedy="pass such a number"
+                )
         if optimizer is not None and optimizer not in OPTIMIZERS:
             raise TaskError(
-                f"rows are trained with one of {', '.join(OPTIMIZERS)}", got=repr(optimizer), remedy="pass one of these"
+                f"the optimizer of a table must be one of {', '.join(OPTIMIZERS)}",
+                got=repr(optimizer),
+                remedy="choose one of them",
             )
         if seed is None:
             seed = 0 if _is_planned() else int(torch.randint(0, 1 << 62, (), device="cpu"))
@@ -166,8 +173,8 @@ def _require_room(rows: int, dim: int) -> None:
         raise TaskError(
             f"a whole table must fit into memory, of which {there / 1e9:.3g} GB are free",
             got=f"{rows} rows of {dim}, {wanted / 1e9:.3g} GB",
-            remedy="train it with mh.ParameterServer(), whose servers hold only rows that are used; "
-            "a network with such a table cannot be evaluated or exported in one process",
+            remedy="train it with mh.ParameterServer(), whose servers hold only the rows that are used; a "
+            "network with such a table cannot be evaluated or exported in one process",
         )
 
 

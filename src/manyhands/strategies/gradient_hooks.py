@@ -90,7 +90,8 @@ def refuse_hooks(hooks: GradientHooks) -> None:
     """Raise for hooks on parameters if no process has a step's complete gradient before the update."""
     if hooks.names:
         raise StrategyError(
-            "on parameter servers parameters have no gradient hooks: a worker has a part of the gradient only",
+            "under parameter servers, parameters must not have gradient hooks, because a worker has a part of "
+            "the gradient only",
             got=f"a hook on {hooks.names[0]}",
             remedy="change the gradient in the optimizer's step, or use mh.Mirrored() or mh.Sharded()",
         )

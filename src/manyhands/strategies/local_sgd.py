@@ -48,9 +48,9 @@ class LocalReplica(Replica):
             for key, group in self.groups.items()
         }
 
-    def ghost(self, is_ghost: bool) -> None:
+    def set_padding(self, is_padding: bool) -> None:
         if self._stats is not None:
-            self._stats.is_ghost = is_ghost
+            self._stats.is_padding = is_padding
 
     def backward(self, objective: Tensor, key: str, *, last: bool) -> None:
         if last and key in self._buckets:
@@ -64,7 +64,7 @@ class LocalReplica(Replica):
         super().finish(key, count)
 
     @property
-    def is_recordable(self) -> bool:
+    def is_capturable(self) -> bool:
         return not self._buckets
 
     @property
@@ -72,7 +72,7 @@ class LocalReplica(Replica):
         return self._stats is None or not self._stats.layers
 
     @property
-    def drifts(self) -> bool:
+    def is_local_sgd(self) -> bool:
         return True
 
     @property
@@ -112,7 +112,7 @@ class LocalReplica(Replica):
 
     def load_policy_state(self, saved: Mapping[str, Tensor]) -> str:
         if not saved:
-            return f"the checkpoint knows nothing of sync={self._policy}: it starts anew"
+            return f"the checkpoint has no state of sync={self._policy}, which starts fresh"
         for agreement in self._agreements.values():
             agreement.take_over(PolicyState.of(saved).share(self.world))
         return ""

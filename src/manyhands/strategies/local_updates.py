@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
-from ..graph import lie_alike
+from ..capture import match_strides
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -27,17 +27,17 @@ BY_ELEMENT = (
 def on_own_parts(optimizer: Optimizer, *, by_element: bool) -> Iterator[None]:
     """Replace an elementwise optimizer's parameters, gradients and state by their local shards inside this context."""
     groups = optimizer.param_groups
-    cut: list[Any] = [
+    sharded: list[Any] = [
         p for group in groups for p in group["params"] if type(p) is not nn.Parameter and hasattr(p, "_local_tensor")
     ]
     hooks = (*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values())
     # A user's hook on the optimizer must see the DTensors.
-    if not cut or not by_element or any(hook is not lie_alike for hook in hooks):
+    if not sharded or not by_element or any(hook is not match_strides for hook in hooks):
         yield
         return
     held, state = [group["params"] for group in groups], optimizer.state
-    own = {parameter: _own(parameter) for parameter in cut}
-    before = {parameter: state.pop(parameter) for parameter in cut if parameter in state}
+    own = {parameter: _own(parameter) for parameter in sharded}
+    before = {parameter: state.pop(parameter) for parameter in sharded if parameter in state}
     for parameter, slots in before.items():
         state[own[parameter]] = {name: own_part(slot) for name, slot in slots.items()}
     for group in groups:
@@ -47,7 +47,7 @@ def on_own_parts(optimizer: Optimizer, *, by_element: bool) -> Iterator[None]:
     finally:
         for group, parameters in zip(groups, held, strict=True):
             group["params"] = parameters
-        for parameter in cut:
+        for parameter in sharded:
             mine = own[parameter]
             if mine in state:
                 known = before.get(parameter, {})

@@ -33,13 +33,13 @@ class MirroredReplica(Replica):
         self._buckets = {key: Buckets(group, world, self._policy) for key, group in self.groups.items()}
         self._stats = BatchStats(model, world) if spec.batch_stats != "local" else None
 
-    def ghost(self, is_ghost: bool) -> None:
+    def set_padding(self, is_padding: bool) -> None:
         if self._stats is not None:
-            self._stats.is_ghost = is_ghost
+            self._stats.is_padding = is_padding
 
-    def riders(self, key: str) -> Tensor | None:
+    def piggybacked(self, key: str) -> Tensor | None:
         self._buckets[key].refresh()
-        return self._buckets[key].riders
+        return self._buckets[key].piggybacked
 
     def backward(self, objective: Tensor, key: str, *, last: bool) -> None:
         if last:
@@ -47,8 +47,8 @@ class MirroredReplica(Replica):
         super().backward(objective, key, last=last)
 
     @property
-    def is_recordable(self) -> bool:
-        return self.world.is_recordable or self.is_local
+    def is_capturable(self) -> bool:
+        return self.world.is_capturable or self.is_local
 
     @property
     def is_local(self) -> bool:
@@ -57,7 +57,7 @@ class MirroredReplica(Replica):
     @property
     def records_exchange(self) -> bool:
         # A policy with a warm-up or error feedback runs different operations in different steps.
-        return self.world.is_recordable and not self._policy.changes_mathematics
+        return self.world.is_capturable and not self._policy.changes_mathematics
 
     @property
     def num_bytes(self) -> int:
@@ -77,7 +77,7 @@ class MirroredReplica(Replica):
         if not self._policy.changes_mathematics:
             return super().load_policy_state(saved)
         if not saved:
-            return f"the checkpoint knows nothing of sync={self._policy}: it starts anew"
+            return f"the checkpoint has no state of sync={self._policy}, which starts fresh"
         for buckets in self._buckets.values():
             buckets.load_state(PolicyState.of(saved))
         return ""

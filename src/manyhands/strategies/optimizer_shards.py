@@ -52,10 +52,10 @@ class Shadows:
     @torch.no_grad()
     def gather(self) -> None:
         """All-gather the shards that other ranks have updated."""
-        cut = [parameter for parameter, shadow in self.of.items() if shadow is not parameter]
-        kinds = {parameter.dtype for parameter in cut}
+        sharded = [parameter for parameter, shadow in self.of.items() if shadow is not parameter]
+        kinds = {parameter.dtype for parameter in sharded}
         for dtype in sorted(kinds, key=str):
-            same = [parameter for parameter in cut if parameter.dtype == dtype]
+            same = [parameter for parameter in sharded if parameter.dtype == dtype]
             longest = [-(-len(p) // self.ranks.size) * (p.numel() // max(1, len(p))) for p in same]
             flat = torch.cat([_padded(self._mine(p).flatten(), size) for p, size in zip(same, longest, strict=True)])
             for rank, row in enumerate(self.ranks.all_gather(flat)):
@@ -98,7 +98,7 @@ class OptimizerShardedReplica(MirroredReplica):
         self.names = {shadows.of[parameter]: name for name, parameter in model.named_parameters()}
 
     @property
-    def is_recordable(self) -> bool:
+    def is_capturable(self) -> bool:
         return False
 
     def update(self, key: str, where: Tensor | None = None) -> None:

@@ -6,7 +6,10 @@ Adafactor's and Muon's, needs whole tensors, and one that draws random numbers n
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+import copy
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -36,6 +39,10 @@ class Traits:
     """Whether the update draws random numbers."""
 
 
+FAILURES = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+"""Errors of an optimizer that cannot handle the tensors it is tried on."""
+NUM_STEPS = 3
+"""Number of steps that show whether an optimizer is elementwise; the first one may be a special case."""
 _known: WeakKeyDictionary[Optimizer, Traits] = WeakKeyDictionary()
 
 
@@ -45,14 +52,11 @@ def traits_of(optimizer: Optimizer) -> Traits:
         # A step of an optimizer with nested ones would update the network itself, so the nested ones are tried instead.
         return Traits()
     if optimizer not in _known:
-        _known[optimizer] = _tried(optimizer)
+        _known[optimizer] = _found_traits(optimizer)
     return _known[optimizer]
 
 
-def _tried(optimizer: Optimizer) -> Traits:
-    # The parameter servers try optimizers in the same way; their package is slow to import.
-    from .served.update import draws_numbers, is_by_element, is_by_tensor
-
+def _found_traits(optimizer: Optimizer) -> Traits:
     states = random_state(torch.device("cpu"))
     try:
         return Traits(is_by_element(optimizer), is_by_tensor(optimizer), draws_numbers(optimizer))
@@ -75,7 +79,7 @@ def require_in_stages(optimizer: Optimizer) -> None:
         if traits.draws or not traits.by_tensor:
             what = "draws random numbers" if traits.draws else "updates a tensor by what others are"
             raise StrategyError(
-                "where ranks hold different parts of a network, an optimizer updates every tensor by itself",
+                "where ranks hold different parts of a network, an optimizer must update every tensor independently",
                 got=f"{type(found).__name__}, which {what}",
                 remedy="use mh.Mirrored() or mh.Sharded(), or an optimizer such as torch.optim.AdamW",
             )
@@ -164,3 +168,118 @@ def _kept(replica: Replica, slot: Any, parameter: nn.Parameter, name: str) -> An
 
 def _is_parted(parameter: Tensor) -> bool:
     return hasattr(parameter, "_local_tensor")
+
+
+def is_by_element(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer updates every element independently, found by trying it."""
+    return all(_agree(optimizer, group, _halves) for group in optimizer.param_groups)
+
+
+def is_by_tensor(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer updates every tensor independently, found by trying it."""
+    return all(_agree(optimizer, group, _alone) for group in optimizer.param_groups)
+
+
+def draws_numbers(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer draws random numbers from torch's generator, found by trying it."""
+    return any(_draws(optimizer, group) for group in optimizer.param_groups)
+
+
+def updates_own_tensors(optimizer: Optimizer) -> bool:
+    """Return whether steps change the tensors in each of an optimizer's groups, found by trying it."""
+    return all(_moves(optimizer, group) for group in optimizer.param_groups)
+
+
+def _moves(optimizer: Optimizer, group: dict[str, Any]) -> bool:
+    """Return whether steps change the tensors in the optimizer's group, or fail on them."""
+    found = _tried(optimizer, group)
+    return found is None or not all(torch.equal(after, before) for before, after in zip(*found, strict=True))
+
+
+def stateless_copy(optimizer: Optimizer) -> Optimizer:
+    """Return another optimizer of the same kind and settings, without state.
+
+    Its attributes, such as a generator or averages, are copies, so its steps do not change the original.
+    """
+    twin: Optimizer = object.__new__(type(optimizer))
+    twin.__dict__.update(optimizer.__dict__)
+    memo = {id(p): p for group in optimizer.param_groups for p in group["params"]} | {id(optimizer): twin}
+    known = vars(Optimizer([torch.zeros(1)], {}))
+    for name, value in optimizer.__dict__.items():
+        if name not in known:
+            # Attributes that cannot be copied, such as an open file, are shared.
+            with contextlib.suppress(Exception):
+                twin.__dict__[name] = copy.deepcopy(value, memo)
+    twin.state = defaultdict(dict)
+    return twin
+
+
+def _draws(optimizer: Optimizer, group: dict[str, Any]) -> bool:
+    """Return whether steps draw numbers from torch's generator."""
+    before = torch.get_rng_state()
+    try:
+        _tried(optimizer, group)
+        return not torch.equal(torch.get_rng_state(), before)
+    finally:
+        torch.set_rng_state(before)
+
+
+def _tried(optimizer: Optimizer, group: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]] | None:
+    """Return matrices before and after a few steps; None if the optimizer cannot handle them."""
+    start, *gradients = _samples()
+    try:
+        return start, _walk(optimizer, group, start, gradients)
+    except FAILURES:
+        return None
+
+
+def _samples() -> list[list[Tensor]]:
+    """Return two matrices, and their gradients in a few steps."""
+    generator = torch.Generator().manual_seed(0)
+    return [list(torch.randn(2, 4, 6, generator=generator, dtype=torch.float64)) for _ in range(NUM_STEPS + 1)]
+
+
+def _halves(tensor: Tensor) -> list[Tensor]:
+    return [tensor.flatten()[:7], tensor.flatten()[7:]]
+
+
+def _alone(tensor: Tensor) -> list[Tensor]:
+    return [tensor]
+
+
+def _agree(optimizer: Optimizer, group: dict[str, Any], split: Callable[[Tensor], list[Tensor]]) -> bool:
+    """Return whether a few steps on parts give the same result as on two whole matrices."""
+    start, *gradients = _samples()
+    try:
+        whole = _walk(optimizer, group, start, gradients)
+        parts = [_walk(optimizer, group, split(start[i]), [split(g[i]) for g in gradients]) for i in range(2)]
+    except FAILURES:
+        return False
+    joined = [torch.cat([tensor.flatten() for tensor in part]) for part in parts]
+    return all(torch.allclose(a.flatten(), b, rtol=1e-9, atol=1e-12) for a, b in zip(whole, joined, strict=True))
+
+
+def _walk(optimizer: Optimizer, group: dict[str, Any], start: list[Tensor], gradients: list[list[Tensor]]) -> Any:
+    parameters = [nn.Parameter(tensor.clone()) for tensor in start]
+    twin = stateless_copy(optimizer)
+    # A schedule may start with a learning rate of 0, which would hide the update.
+    rate = {} if float(group.get("lr", 1.0)) else {"lr": 0.1}
+    twin.param_groups = [{**group, **rate, "params": parameters}]
+    # An optimizer that creates its slots at construction, as Adagrad does, has them only for its own tensors.
+    sample = next((slots for parameter, slots in optimizer.state.items() if slots and parameter.numel()), None)
+    if sample is not None:
+        for parameter in parameters:
+            twin.state[parameter] = {key: _slot_like(value, parameter) for key, value in sample.items()}
+    for step in gradients:
+        for parameter, gradient in zip(parameters, step, strict=True):
+            parameter.grad = gradient.clone()
+        twin.step()
+    return [parameter.detach() for parameter in parameters]
+
+
+def _slot_like(value: Any, parameter: Tensor) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    if value.numel() == 1:
+        return value.clone().double() if value.dim() == 0 else value.clone()
+    return torch.full_like(parameter, float(value.flatten()[0]))

@@ -1,4 +1,8 @@
-"""ParameterServer strategy: the network of a worker or of the coordinator; servers hold its values and update them."""
+"""ParameterServer strategy: the network of a worker or of the coordinator; servers hold its values and update them.
+
+Servers, workers and their coordinator are in the package `parameter_server`; this replica is here because
+`make_replica` builds the replicas of all strategies.
+"""
 
 from __future__ import annotations
 

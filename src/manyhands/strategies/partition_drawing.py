@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .placement import Cut, Placement
+from .placement import Partition, Placement
 from .placement_rules import parameters_of
 from .split_table import SplitTable
 
@@ -40,7 +40,7 @@ class Arrow:
 
 @dataclass(frozen=True)
 class Outline:
-    """Where the pieces of a partitioned network are: `print` it, or `show("cut.svg")`.
+    """Where the pieces of a partitioned network are: `print` it, or `show("partition.svg")`.
 
     >>> box = Box(0, "cpu#0", ("tower_a",), 3, 1200, 0.0)
     >>> print(Outline("placed", (box,), ()))
@@ -117,9 +117,9 @@ class Outline:
         return "\n".join([*lines, "</svg>"])
 
 
-def drawn(title: str, cut: Cut, placement: Placement, devices: Sequence[str]) -> Outline:
+def drawn(title: str, partition: Partition, placement: Placement, devices: Sequence[str]) -> Outline:
     """Return the outline of a partition; `devices` are the device names of the ranks."""
-    works, pieces = cut.works, [piece for piece in cut.pieces if piece.nodes]
+    works, pieces = partition.works, [piece for piece in partition.pieces if piece.nodes]
     sizes = {name: parameter.numel() for name, parameter in placement.model.named_parameters()}
     paths = {piece.index: {works.traced.paths[node.name] for node in piece.nodes} for piece in pieces}
     others = {index: set().union(*(paths[other] for other in paths if other != index)) for index in paths}
@@ -139,7 +139,7 @@ def drawn(title: str, cut: Cut, placement: Placement, devices: Sequence[str]) ->
         )
     places = {piece.index: place for place, piece in enumerate(pieces)}
     crossing: Counter[tuple[int, int]] = Counter()
-    for item in cut.crossings:
+    for item in partition.crossings:
         if item.source.index in places and item.first.index in places and item.name in works.facts.values:
             pair = places[item.source.index], places[item.first.index]
             crossing[pair] += works.facts.values[item.name].num_bytes

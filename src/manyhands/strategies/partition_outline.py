@@ -14,7 +14,7 @@ from ..distributed import Device, NullWorld, groups_along, place_of
 from .partition_drawing import Outline, drawn
 from .pipeline import StagedPlacement, homes_of_stages, named_devices
 from .placed import autocast_of
-from .placement import Placement, calling, placed_homes, require_cuttable
+from .placement import Placement, calling, placed_homes, require_partitionable
 from .placement_rules import check_map, module_names, too_many_stages
 from .recompute import recomputed_by
 from .schedules import stages_per_rank
@@ -57,12 +57,12 @@ def _names(spec: StrategySpec, devices: Sequence[Device]) -> list[str]:
     return [" ".join(str(devices[rank]) for rank in ranks) for ranks in firsts]
 
 
-def check_cut(spec: StrategySpec, model: nn.Module, devices: Sequence[Device], probe: Probe | None) -> None:
+def check_partition(spec: StrategySpec, model: nn.Module, devices: Sequence[Device], probe: Probe | None) -> None:
     """Raise for a partition that is not possible; the network may be on the meta device.
 
     Without a probe, when data is created only in the ranks, checks that need a call of the network happen there.
     """
-    require_cuttable(model)
+    require_partitionable(model)
     recomputed_by(model, spec.recompute)
     named = named_devices(spec, model) if spec.place else {}
     check_map(module_names(model), {pattern: place_of(name, devices[: spec.stages]) for pattern, name in named.items()})

@@ -81,7 +81,7 @@ class Holding:
         """Join the ranks' plain parts of something that is laid out like a parameter."""
         return part
 
-    def cut(self, whole: Tensor, name: str) -> Tensor:
+    def shard_of(self, whole: Tensor, name: str) -> Tensor:
         """Return this rank's plain part of a whole tensor that is laid out like a parameter."""
         return whole
 

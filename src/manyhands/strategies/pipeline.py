@@ -23,7 +23,7 @@ from ..graph import Call, GraphPiece, Works, crossings, in_stages
 from .device_marks import marks_of
 from .piece_runner import Flow, Relay
 from .placed import OutputOnOtherRank, PlacedReplica, autocast_of
-from .placement import Cut, Placement, calling, placed_homes, require_cuttable
+from .placement import Partition, Placement, calling, placed_homes, require_partitionable
 from .placement_rules import able_ranks, balanced, parameters_of
 from .schedules import BACKWARD, FORWARD, INPUTS, bubble, even, merged, stages_per_rank, usable
 
@@ -40,12 +40,11 @@ def place(
     layers: Sequence[str] = (),
 ) -> Placement:
     """Partition a network over the ranks of its group and keep this rank's part; `layers` are not split themselves."""
-    require_cuttable(model)
+    require_partitionable(model)
     if probe is None:
         raise StrategyError(
-            "a network that is cut is trained by a loss that calls it",
-            got="none",
-            remedy="use mh.fit and a task with loss=, or mh.Mirrored() for steps and loops of your own",
+            "a partitioned network needs a loss that calls it",
+            remedy="use mh.fit and a task with loss=, or mh.Mirrored() for custom training loops",
         )
     inner = world.along(spec.axes, "stages")
     scope = autocast_of(spec, world.device)
@@ -99,14 +98,16 @@ class StagedPlacement(Placement):
             found.append("batch statistics are those of a microbatch: microbatches=1 keeps those of the batch")
         return found
 
-    def _pieces(self, works: Works, homes: list[int], wanted: tuple[list[str], list[str]], *, training: bool) -> Cut:
+    def _pieces(
+        self, works: Works, homes: list[int], wanted: tuple[list[str], list[str]], *, training: bool
+    ) -> Partition:
         if not training:
             # Evaluation has no schedule, so a graph that differs from training's is split by where its parameters are.
             return super()._pieces(works, homes, wanted, training=training)
         returned, needed = wanted
         ranks = [stage % self.num_ranks for stage in range(self.num_stages)]
         pieces = in_stages(works, self._stages_of(works), ranks, needed)
-        return Cut(works, pieces, list(crossings(pieces)), returned)
+        return Partition(works, pieces, list(crossings(pieces)), returned)
 
     def _end(self, works: Works, homes: list[int], needed: list[str]) -> int:
         """Return the rank of the last stage, which computes the loss in every schedule."""
@@ -126,7 +127,7 @@ class StagedPlacement(Placement):
             later = [s for s in range(least, self.num_stages) if able is None or s % self.num_ranks in able]
             if not later:
                 raise StrategyError(
-                    "a network in stages reads its layers in the order of its first call",
+                    "a network in stages must call its layers in the order of its first call",
                     got=f"{unit.path or 'the network itself'}, after layers of later stages",
                     remedy="use mh.Placed(), whose pieces may go back and forth",
                 )
@@ -223,12 +224,12 @@ class PipelineReplica(PlacedReplica):
         micro = self._now
         if micro is None:
             return super()._train(call)
-        cut, relay = self.relay_for(call)
+        partition, relay = self.relay_for(call)
         if micro.flow is None:
             micro.flow, micro.relay = self._flow_of(call, micro.number), relay
         result = self._through(relay, micro.flow, micro.stage)
         if self._is_last(micro.stage):
-            return self.answer_of(cut, micro.flow, result)
+            return self.answer_of(partition, micro.flow, result)
         raise OutputOnOtherRank
 
     def _through(self, relay: Relay, flow: Flow, stage: int) -> list[Tensor]:
@@ -300,7 +301,9 @@ class PipelineReplica(PlacedReplica):
         seen = sum(idle for idle, _ in every) / seconds
         expected = bubble(self.spec.schedule, self.inner.size, self.spec.microbatches)
         pipeline = f"{self.inner.size} ranks, {self.spec.microbatches} microbatches, {self.spec.schedule}"
-        return [f"the ranks stood still for {seen:.0%} of a step; by the formula {expected:.0%} ({pipeline})"]
+        return [
+            f"the ranks were idle for {seen:.0%} of a step; the pipeline bubble predicts {expected:.0%} ({pipeline})"
+        ]
 
 
 @dataclass

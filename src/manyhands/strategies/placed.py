@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.optim import Optimizer
 
-from ..core import DATA_AXES, Mean, StrategySpec
+from ..core import DATA_AXES, Mean, StrategySpec, format_bytes
 from ..distributed import World
 from ..graph import Call, DrawCounter
 from ..sync import Buckets, PolicyState, acting, make_policy
@@ -25,9 +25,8 @@ from .mirrored import hash_of
 from .partition_drawing import Outline, drawn
 from .piece_parameters import Holding
 from .piece_runner import Flow, Relay
-from .placement import Cut, Loss, Placement, one_call
+from .placement import Loss, Partition, Placement, one_call
 from .replica import Replica
-from .split_table import size_text
 
 
 def autocast_of(spec: StrategySpec, device: torch.device) -> Callable[[], AbstractContextManager[object]]:
@@ -70,9 +69,9 @@ class PlacedReplica(Replica):
         self._stats = BatchStats(None, data) if spec.batch_stats != "local" and data.size > 1 else None
         self.holding.stats = self._stats
         self._clock = DrawCounter()
-        self._relays: dict[int, tuple[Cut, Relay]] = {}
+        self._relays: dict[int, tuple[Partition, Relay]] = {}
         self.flow: Flow | None = None
-        self._cut: Cut | None = None
+        self._partition: Partition | None = None
         self._has_called = False
         model.forward = MethodType(self._forward(), model)
 
@@ -101,7 +100,7 @@ class PlacedReplica(Replica):
             yield
 
     @property
-    def is_recordable(self) -> bool:
+    def is_capturable(self) -> bool:
         return False
 
     @property
@@ -137,58 +136,58 @@ class PlacedReplica(Replica):
     def _train(self, call: Call) -> Any:
         """Run this rank's part of a training forward; return the output, or raise `OutputOnOtherRank`."""
         self.refresh()
-        cut, relay = self.relay_for(call)
+        partition, relay = self.relay_for(call)
         self.holding.open()
         self.flow = flow = self._flow_of(call, 0)
         for piece in relay.pieces:
             result = relay.forward(flow, piece)
         flow.settle()
         self.buffers.put(flow.buffers)
-        return self.answer_of(cut, flow, result)
+        return self.answer_of(partition, flow, result)
 
-    def answer_of(self, cut: Cut, flow: Flow, result: list[Tensor]) -> Any:
+    def answer_of(self, partition: Partition, flow: Flow, result: list[Tensor]) -> Any:
         """Return the network's output on the rank that has it; raise `OutputOnOtherRank` elsewhere."""
         if self.spec.deterministic:
-            torch.default_generator.manual_seed(flow.start + cut.works.facts.num_draws)
+            torch.default_generator.manual_seed(flow.start + partition.works.facts.num_draws)
         if not self.has_answer:
             raise OutputOnOtherRank
         # Not a leaf tensor, because a loss function may change its input in place.
-        made = {name: tensor.view_as(tensor) for name, tensor in zip(cut.returned, result, strict=True)}
-        return _filled(cut, made)
+        made = {name: tensor.view_as(tensor) for name, tensor in zip(partition.returned, result, strict=True)}
+        return _filled(partition, made)
 
     def _answer(self, call: Call) -> Any:
         """Return the network's output on all ranks of the group, without gradients."""
         self.refresh()
         with torch.no_grad():
-            cut, relay = self.relay_for(call)
+            partition, relay = self.relay_for(call)
             self.holding.open()
             flow = self._flow_of(call, 0)
             for piece in relay.pieces:
                 result = relay.forward(flow, piece)
             made = {}
-            for place, name in enumerate(cut.returned):
-                value = cut.works.facts.values[name]
+            for place, name in enumerate(partition.returned):
+                value = partition.works.facts.values[name]
                 empty = torch.empty(value.shape, dtype=value.dtype, device=self.world.device)
                 made[name] = result[place].contiguous() if self.has_answer else empty
                 self.inner.broadcast(made[name], self.placement.end)
             flow.settle()
             self.holding.shut()
         if self.spec.deterministic:
-            torch.default_generator.manual_seed(flow.start + cut.works.facts.num_draws)
+            torch.default_generator.manual_seed(flow.start + partition.works.facts.num_draws)
         if torch.is_grad_enabled():
             # Code that computes a loss in evaluation mode may check whether it requires a gradient.
             made = {name: tensor.requires_grad_(tensor.is_floating_point()) for name, tensor in made.items()}
-        return _filled(cut, made)
+        return _filled(partition, made)
 
-    def relay_for(self, call: Call) -> tuple[Cut, Relay]:
+    def relay_for(self, call: Call) -> tuple[Partition, Relay]:
         """Return the partition for a call, and this rank's part of running it."""
-        cut = self.placement.cut(call, training=self.model.training and torch.is_grad_enabled())
-        if id(cut) not in self._relays:
+        partition = self.placement.partition(call, training=self.model.training and torch.is_grad_enabled())
+        if id(partition) not in self._relays:
             own = self.buffers.all_names
-            relay = self.placement.relay(cut, self.inner, self._clock, self._substitute, self.holding, own)
-            self._relays[id(cut)] = (cut, relay)
-        self._cut = cut
-        return self._relays[id(cut)]
+            relay = self.placement.relay(partition, self.inner, self._clock, self._substitute, self.holding, own)
+            self._relays[id(partition)] = (partition, relay)
+        self._partition = partition
+        return self._relays[id(partition)]
 
     def refresh(self) -> None:
         """Rebuild the pieces if the network was changed since the last step."""
@@ -204,16 +203,16 @@ class PlacedReplica(Replica):
         normalise = self._stats.normalise if self._stats is not None and is_norm else None
         return self.holding.substitute(node, path) or normalise
 
-    def ghost(self, is_ghost: bool) -> None:
+    def set_padding(self, is_padding: bool) -> None:
         if self._stats is not None:
-            self._stats.is_ghost = is_ghost
+            self._stats.is_padding = is_padding
 
     # -- backward --------------------------------------------------------------------------------------------------
 
     def backward(self, objective: Tensor, key: str, *, last: bool) -> None:
         assert self.flow is not None
-        assert self._cut is not None
-        _, relay = self._relays[id(self._cut)]
+        assert self._partition is not None
+        _, relay = self._relays[id(self._partition)]
         with self.holding.back():
             if self.has_answer:
                 objective.backward()
@@ -341,12 +340,12 @@ class PlacedReplica(Replica):
         if not self._policy.changes_mathematics:
             return super().load_policy_state(saved)
         if not saved:
-            return f"the checkpoint knows nothing of sync={self._policy}: it starts anew"
+            return f"the checkpoint has no state of sync={self._policy}, which starts fresh"
         state = PolicyState.of(saved)
         if not state.is_own:
             mine = state.share(self.outer).feedback
             held = {name for group in self.held.values() for name in group}
-            parts = {name: self.holding.cut(whole, name) for name, whole in mine.items() if name in held}
+            parts = {name: self.holding.shard_of(whole, name) for name, whole in mine.items() if name in held}
             state = PolicyState(parts, state.shared, state.num_steps).own()
         for buckets in self._buckets.values():
             buckets.load_state(state)
@@ -371,7 +370,8 @@ class PlacedReplica(Replica):
             mine = sum(p.numel() * p.element_size() for group in self.held.values() for p in group.values())
             most = max(self.world.gather_objects(mine))
             found.append(
-                f"each stage is held in parts, {' x '.join(together)}: at most {size_text(most)} of parameters a device"
+                f"each stage is held in parts, {' x '.join(together)}: at most {format_bytes(most)} of parameters "
+                "a device"
             )
         return found
 
@@ -394,20 +394,20 @@ class PlacedReplica(Replica):
         self.model.__dict__.pop("forward", None)
 
 
-def _filled(cut: Cut, made: Mapping[str, Tensor]) -> Any:
+def _filled(partition: Partition, made: Mapping[str, Tensor]) -> Any:
     """Return the network's output; unused tensors in it are on the meta device, so that reading them raises."""
     leaves: list[Any] = []
-    for output in cut.works.traced.outputs:
+    for output in partition.works.traced.outputs:
         if not isinstance(output, fx.Node):
             leaves.append(output)
-        elif output.name in cut.works.facts.numbers:
-            leaves.append(cut.works.facts.numbers[output.name])
+        elif output.name in partition.works.facts.numbers:
+            leaves.append(partition.works.facts.numbers[output.name])
         elif output.name in made:
             leaves.append(made[output.name])
         else:
-            value = cut.works.facts.values[output.name]
+            value = partition.works.facts.values[output.name]
             leaves.append(torch.empty(value.shape, dtype=value.dtype, device="meta"))
-    return cut.works.traced.answer.filled(leaves)
+    return partition.works.traced.answer.filled(leaves)
 
 
 def _flat(nested: Mapping[str, Any], path: tuple[str, ...] = ()) -> Any:

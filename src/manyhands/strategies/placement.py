@@ -17,7 +17,16 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..core import Mean, StrategyError, StrategySpec, TaskError, random_state, remember_buffers, restore_random_state
+from ..core import (
+    Attributes,
+    Mean,
+    StrategyError,
+    StrategySpec,
+    TaskError,
+    random_state,
+    remember_buffers,
+    restore_random_state,
+)
 from ..distributed import World
 from ..graph import (
     Call,
@@ -81,11 +90,17 @@ def calling(
         return looks.over(lambda: own(*args, **kwargs))
 
     device = next((p for p in model.parameters() if not p.is_meta), torch.empty(0)).device
-    states, put_back = random_state(device), remember_buffers(model)
+    states, put_back, attributes = random_state(device), remember_buffers(model), Attributes(model)
     model.forward = forward
     try:
         with torch.no_grad(), scope, looks, on_gradients(refuse_gradients), untraceable():
             value = probe(model, lambda batch: batch)
+            if changed := attributes.changed():
+                count = len(calls)
+                restore_random_state(states, device)
+                put_back()
+                _require_no_memory(changed, value, probe(model, lambda batch: batch))
+                del calls[count:]
     except _Seen:
         return Calling(calls[0], False, None)
     except RuntimeError as error:
@@ -97,9 +112,22 @@ def calling(
         del model.forward
         restore_random_state(states, device)
         put_back()
+        attributes.put_back()
     if len(calls) != 1:
         raise one_call(len(calls))
     return Calling(calls[0], isinstance(value, Mean), tuple(sorted(looks.seen)), tuple(looks.reads))
+
+
+def _require_no_memory(changed: list[str], first: Any, second: Any) -> None:
+    """Raise if a second forward with equal inputs gives another loss, because the first one set attributes."""
+    one, two = (loss.total if isinstance(loss, Mean) else loss for loss in (first, second))
+    if isinstance(one, Tensor) and not torch.equal(one, two):
+        raise StrategyError(
+            "a network that is split into stages is traced, and the trace does not contain attributes that one "
+            "forward sets for the next",
+            got=", ".join(changed[:3]),
+            remedy="register it as a buffer (register_buffer), pass it as an input, or use mh.Mirrored()",
+        )
 
 
 class _Seen(Exception):
@@ -109,17 +137,17 @@ class _Seen(Exception):
 def one_call(count: int) -> TaskError:
     """Return the error for a loss that does not call its network exactly once."""
     return TaskError(
-        "under a strategy that cuts the network a loss calls model(...) exactly once",
+        "under a strategy that partitions the network, a loss must call model(...) exactly once",
         got=f"{count} calls",
-        remedy="make one module of what is called apart, or use mh.Mirrored() or mh.Sharded()",
+        remedy="combine the parts that are called separately into one module, or use mh.Mirrored() or mh.Sharded()",
     )
 
 
 def _cannot_read(name: str) -> StrategyError:
     return StrategyError(
-        "what the loss itself reads of a network that is cut must be on every rank, whole and unchanged",
-        got=f"{name}, which is changed by forward or held in parts",
-        remedy="compute with it in forward, which may return it beside its answer",
+        "parameters and buffers that the loss of a partitioned network reads must be whole and unchanged on every rank",
+        got=f"{name}, which forward changes or which is sharded",
+        remedy="compute with it in forward, and return it as an additional output",
     )
 
 
@@ -157,7 +185,7 @@ class _Looks(TorchDispatchMode):
 
 
 @dataclass
-class Cut:
+class Partition:
     """A network in pieces, for calls of one kind and size."""
 
     works: Works
@@ -191,13 +219,13 @@ class Placement:
     rest: int | None = None
     end: int = 0
     """The rank that computes the loss."""
-    first: Cut | None = None
+    first: Partition | None = None
     seconds: list[float] = field(default_factory=list)
     """Measured seconds of each unit of the first partition, if they were requested."""
     _known: dict[bool, list[Any]] = field(default_factory=dict)
     """The settings of the network's modules when it was traced, in training and in evaluation."""
     _traced: dict[Any, TracedGraph] = field(default_factory=dict)
-    _cuts: dict[Any, Cut] = field(default_factory=dict)
+    _partitions: dict[Any, Partition] = field(default_factory=dict)
 
     # -- the first partition ---------------------------------------------------------------------------------------
 
@@ -224,7 +252,7 @@ class Placement:
         for name, _ in (*self.model.named_parameters(), *self.model.named_buffers()):
             self.holders.setdefault(name, {self._default_home(name)})
         self.first = self._pieces(works, homes, wanted, training=True)
-        self._cuts[self._key(self.calling.call, self.model.training)] = self.first
+        self._partitions[self._key(self.calling.call, self.model.training)] = self.first
 
     def _learn_names(self, works: Works, homes: list[int]) -> None:
         """Store the rank of modules whose units are all on one rank, for calls of other kinds."""
@@ -251,15 +279,15 @@ class Placement:
 
     # -- partitions ------------------------------------------------------------------------------------------------
 
-    def cut(self, call: Call, *, training: bool) -> Cut:
+    def partition(self, call: Call, *, training: bool) -> Partition:
         """Return the partition for a call; a new kind of call is traced first."""
         key = self._key(call, training)
-        if key not in self._cuts:
+        if key not in self._partitions:
             works = self._works(call, training, self._trace(call))
             homes = self._homes(works)
             used = self.calling.used if training and call.key == self.calling.call.key else None
-            self._cuts[key] = self._pieces(works, homes, self._wanted(works, used), training=training)
-        return self._cuts[key]
+            self._partitions[key] = self._pieces(works, homes, self._wanted(works, used), training=training)
+        return self._partitions[key]
 
     def refresh(self) -> bool:
         """Drop the traces if the network was changed since, for example by a callback; return whether it was."""
@@ -269,7 +297,7 @@ class Placement:
             return False
         self._known[self.model.training] = now
         self._traced = {key: traced for key, traced in self._traced.items() if key[0] != self.model.training}
-        self._cuts.clear()
+        self._partitions.clear()
         return True
 
     def _settings(self) -> list[Any]:
@@ -283,10 +311,12 @@ class Placement:
     def _homes(self, works: Works) -> list[int]:
         return by_map(works, self.named, self.rest, self.holders)
 
-    def _pieces(self, works: Works, homes: list[int], wanted: tuple[list[str], list[str]], *, training: bool) -> Cut:
+    def _pieces(
+        self, works: Works, homes: list[int], wanted: tuple[list[str], list[str]], *, training: bool
+    ) -> Partition:
         returned, needed = wanted
         pieces = in_pieces(works, homes, self.end, needed)
-        return Cut(works, pieces, list(crossings(pieces)), returned)
+        return Partition(works, pieces, list(crossings(pieces)), returned)
 
     def _key(self, call: Call, training: bool) -> Any:
         return training, call.key, call.shapes, torch.is_autocast_enabled(self.device.type)
@@ -338,7 +368,7 @@ class Placement:
 
     def relay(
         self,
-        cut: Cut,
+        partition: Partition,
         world: World,
         clock: DrawCounter,
         substitute: Callable[[fx.Node, str], Any],
@@ -349,19 +379,19 @@ class Placement:
         blocks = recomputed_by(self.model, self.spec.recompute)
         segments = {
             piece.index: segments_of(
-                cut.works,
+                partition.works,
                 piece,
                 repeated=blocks,
                 substitute=substitute,
                 clock=clock,
                 counts_draws=self.spec.deterministic,
-                returned=cut.returned if piece is cut.pieces[-1] else (),
+                returned=partition.returned if piece is partition.pieces[-1] else (),
                 contexts=lambda: holding.again(selective_contexts() if self.spec.recompute == SELECTIVE else None),
             )
-            for piece in cut.pieces
+            for piece in partition.pieces
             if piece.rank == world.rank
         }
-        traced = cut.works.traced
+        traced = partition.works.traced
         own = {**traced.parameters, **traced.buffers}
         places = {node: _place_of(self.model, name) for node, name in own.items()}
 
@@ -371,9 +401,18 @@ class Placement:
             held, name = places[node]
             return holding.work(held[name])
 
-        in_turn = _changed_buffers(cut.works) & set(buffers_outside_batch_norm(self.model)) - set(own_buffers)
+        in_turn = _changed_buffers(partition.works) & set(buffers_outside_batch_norm(self.model)) - set(own_buffers)
         return Relay(
-            cut.works, cut.pieces, cut.crossings, world, segments, tensor_of, clock, holding.plain, own_buffers, in_turn
+            partition.works,
+            partition.pieces,
+            partition.crossings,
+            world,
+            segments,
+            tensor_of,
+            clock,
+            holding.plain,
+            own_buffers,
+            in_turn,
         )
 
     def drop(self, rank: int) -> None:
@@ -444,14 +483,14 @@ def placed_homes(
     return found
 
 
-def require_cuttable(model: nn.Module) -> None:
+def require_partitionable(model: nn.Module) -> None:
     """Raise for networks without a forward to trace, or with hooks that a trace does not contain."""
     if isinstance(model, nn.ModuleList | nn.ModuleDict):
         raise StrategyError("a network must have a forward", got=type(model).__name__, remedy="wrap it in a module")
     for name, module in model.named_modules():
         if module._backward_hooks or module._backward_pre_hooks:
             raise StrategyError(
-                "a network that is cut is traced, and the trace does not contain backward hooks of modules",
+                "a partitioned network is traced, and the trace does not contain backward hooks of modules",
                 got=f"one on {name or type(module).__name__}",
                 remedy="use mh.Mirrored() or mh.Sharded()",
             )

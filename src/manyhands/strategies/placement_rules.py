@@ -20,7 +20,7 @@ REST = "*"
 """The pattern for everything that no other pattern matches."""
 SECONDS_PER_BYTE = 2e-9
 """Assumed cost of transferring a byte forth and back, if unknown: half a gigabyte per second."""
-MAX_CUTS = 160
+MAX_SPLITS = 160
 BACKWARD = 2.0
 """Assumed ratio of backward to forward time of an operation."""
 
@@ -37,7 +37,7 @@ def check_map(names: Sequence[str], patterns: Mapping[str, int]) -> dict[str, in
         if not named and pattern != REST:
             some = ", ".join(name for name in names if name and name.count(".") < 2)
             raise StrategyError(
-                "every pattern of a map must name a part of the network",
+                "every pattern of a map must match a part of the network",
                 got=f"{pattern!r}, where the parts are {some[:300]}",
                 remedy="correct the pattern",
             )
@@ -45,7 +45,7 @@ def check_map(names: Sequence[str], patterns: Mapping[str, int]) -> dict[str, in
             other = found.get(name)
             if other is not None and other[0] != rank:
                 raise StrategyError(
-                    "a part of the network runs on one device",
+                    "a part of the network must be placed on one device",
                     got=f"{name} on two, by {other[1]!r} and {pattern!r}",
                     remedy="make the patterns narrower",
                 )
@@ -92,7 +92,7 @@ def able_ranks(works: Works, index: int, holders: Mapping[str, set[int]]) -> set
     able = set.intersection(*(holders[name] for name in names))
     if not able:
         raise StrategyError(
-            "what one operation reads must be on one device, as the first call of the network had it",
+            "the tensors that one operation reads must be on one device, as in the first call of the network",
             got=f"{unit.nodes[-1].target} in {unit.path or 'the network itself'}, which reads {', '.join(names[:5])}",
             remedy="give these parts one device with mh.Placed, or compute the same in training and evaluation",
         )
@@ -169,8 +169,8 @@ def balanced(works: Works, seconds: Sequence[float], num_stages: int) -> list[in
         raise too_many_stages(num_stages, layers)
     handed = _handed_bytes(works)
     total = list(accumulate(seconds, initial=0.0))
-    cuts = _candidates(handed, num_stages)
-    bounds = _best_bounds(cuts, total, handed, num_stages)
+    splits = _candidates(handed, num_stages)
+    bounds = _best_bounds(splits, total, handed, num_stages)
     stages = [0] * len(works.units)
     for stage, (start, end) in enumerate(zip([0, *bounds], [*bounds, len(works.units)], strict=True)):
         stages[start:end] = [stage] * (end - start)
@@ -180,9 +180,9 @@ def balanced(works: Works, seconds: Sequence[float], num_stages: int) -> list[in
 def too_many_stages(num_stages: int, layers: int) -> StrategyError:
     """Return the error for more stages than there are layers to put into them."""
     return StrategyError(
-        f"a pipeline of {num_stages} stages needs at least {num_stages} layers to put into them",
+        f"a pipeline of {num_stages} stages needs at least {num_stages} layers",
         got=f"{layers}",
-        remedy=f"ask for at most {layers} stages",
+        remedy=f"use at most {layers} stages",
     )
 
 
@@ -207,20 +207,20 @@ def _handed_bytes(works: Works) -> list[int]:
 def _candidates(handed: Sequence[int], num_stages: int) -> list[int]:
     """Return positions to consider for a split: those that send least, and some spread over the network."""
     inner = range(1, len(handed) - 1)
-    if len(inner) <= MAX_CUTS:
+    if len(inner) <= MAX_SPLITS:
         return list(inner)
-    least = sorted(inner, key=lambda place: handed[place])[: MAX_CUTS // 2]
-    spread = [inner[round(i * (len(inner) - 1) / (MAX_CUTS // 2 - 1))] for i in range(MAX_CUTS // 2)]
+    least = sorted(inner, key=lambda place: handed[place])[: MAX_SPLITS // 2]
+    spread = [inner[round(i * (len(inner) - 1) / (MAX_SPLITS // 2 - 1))] for i in range(MAX_SPLITS // 2)]
     return sorted({*least, *spread})
 
 
-def _best_bounds(cuts: Sequence[int], total: Sequence[float], handed: Sequence[int], num_stages: int) -> list[int]:
+def _best_bounds(splits: Sequence[int], total: Sequence[float], handed: Sequence[int], num_stages: int) -> list[int]:
     """Return the best split positions by dynamic programming over the slowest stage; ties go to fewer bytes."""
     Cost = tuple[float, float]
     best: dict[int, tuple[Cost, list[int]]] = {0: ((0.0, 0.0), [])}
     for stage in range(num_stages):
         is_last = stage == num_stages - 1
-        nexts = [len(total) - 1] if is_last else cuts
+        nexts = [len(total) - 1] if is_last else splits
         new: dict[int, tuple[Cost, list[int]]] = {}
         for end in nexts:
             out = 0.0 if is_last else handed[end] * SECONDS_PER_BYTE

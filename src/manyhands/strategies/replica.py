@@ -10,17 +10,21 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..capture import fuse_on_cpu
 from ..core import StrategySpec, each_of
 from ..distributed import World
-from ..graph import fuse_on_cpu
 from .buffers import Buffers
 from .gradient_hooks import GradientHooks
 from .local_updates import BY_ELEMENT, on_own_parts
 from .optimizer_traits import stepping
-from .skipped_updates import step_where
 
 if TYPE_CHECKING:
     from .partition_drawing import Outline
+
+
+from collections.abc import Iterator, Sequence
+
+from ..capture import CAPTURABLE, skips_on_device
 
 _AS_IT_IS = contextlib.nullcontext()
 
@@ -85,10 +89,10 @@ class Replica:
         """Compute the loss of a micro-batch, or this rank's share of it."""
         return function(self.model, data)
 
-    def ghost(self, is_ghost: bool) -> None:
+    def set_padding(self, is_padding: bool) -> None:
         """Set whether the next micro-batch is a padding micro-batch, whose batch statistics must not count."""
 
-    def riders(self, key: str) -> Tensor | None:
+    def piggybacked(self, key: str) -> Tensor | None:
         """Return space for three numbers that are summed together with the gradients; None: send them separately."""
         return None
 
@@ -100,7 +104,7 @@ class Replica:
             objective.backward(inputs=[p for p in self.groups[key].values() if p.requires_grad])
 
     @property
-    def is_recordable(self) -> bool:
+    def is_capturable(self) -> bool:
         """Whether forward and backward can be captured in a CUDA graph, that is, contain no other collectives."""
         return True
 
@@ -112,10 +116,10 @@ class Replica:
     @property
     def records_exchange(self) -> bool:
         """Whether the all-reduce over the replicas can be captured in a CUDA graph too."""
-        return self.world.is_recordable
+        return self.world.is_capturable
 
     @property
-    def drifts(self) -> bool:
+    def is_local_sgd(self) -> bool:
         """Whether this is local SGD: replicas diverge between synchronizations."""
         return False
 
@@ -270,3 +274,36 @@ class Replica:
     def _parameters_of(self, optimizer: Optimizer) -> dict[str, nn.Parameter]:
         mine = {parameter for group in optimizer.param_groups for parameter in group["params"]}
         return {name: parameter for name, parameter in self.model.named_parameters() if parameter in mine}
+
+
+def step_where(optimizer: Optimizer, flag: Tensor | None) -> None:
+    """Run an optimizer's step if the flag is set; otherwise leave parameters and state unchanged."""
+    if flag is None:
+        optimizer.step()
+    elif flag.device.type != "cpu" and skips_on_device(optimizer):
+        # Fused updates read these two attributes, which torch's gradient scaler sets.
+        optimizer.found_inf, optimizer.grad_scale = (~flag).float(), None  # type: ignore[attr-defined]
+        optimizer.step()
+        del optimizer.found_inf, optimizer.grad_scale  # type: ignore[attr-defined]
+    elif flag.device.type == "cpu" or type(optimizer) not in CAPTURABLE or not optimizer.state:
+        if flag:
+            optimizer.step()
+    else:
+        held = list(_tensors(optimizer))
+        before = [tensor.clone() for tensor in held]
+        optimizer.step()
+        keep_where(flag, held, before)
+
+
+def keep_where(flag: Tensor, tensors: Sequence[Tensor], before: Sequence[Tensor]) -> None:
+    """Keep the current values of tensors if the flag is set; otherwise restore the previous ones."""
+    with torch.no_grad():
+        for tensor, old in zip(tensors, before, strict=True):
+            tensor.copy_(torch.where(flag, tensor, old))
+
+
+def _tensors(optimizer: Optimizer) -> Iterator[Tensor]:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            yield parameter.detach()
+            yield from (slot for slot in optimizer.state[parameter].values() if isinstance(slot, Tensor))

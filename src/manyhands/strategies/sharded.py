@@ -99,8 +99,8 @@ def _require_own(model: nn.Module, roots: Sequence[nn.Module]) -> None:
             other = owners.setdefault(parameter, root)
             if other is not root:
                 raise StrategyError(
-                    "parts of a network that several optimizers train share no parameter where they are sharded",
-                    got=f"one of both {names[other]} and {names[root]}",
+                    "sharded modules of several optimizers must not share a parameter",
+                    got=f"a parameter of both {names[other]} and {names[root]}",
                     remedy='use sharding="optimizer", or mh.Mirrored()',
                 )
 
@@ -121,8 +121,8 @@ def shared_stats(model: nn.Module, spec: StrategySpec, world: World) -> BatchSta
     """Return batch statistics over all ranks that synchronize in every step; None where each rank keeps its own."""
     if spec.batch_stats == "local":
         return None
-    drifts = spec.replicas != 1 and isinstance(make_policy(spec.sync), Local)
-    return BatchStats(model, world.along(spec.axes, *(("shards",) if drifts else DATA_AXES)))
+    is_local_sgd = spec.replicas != 1 and isinstance(make_policy(spec.sync), Local)
+    return BatchStats(model, world.along(spec.axes, *(("shards",) if is_local_sgd else DATA_AXES)))
 
 
 class ShardedReplica(Replica):
@@ -141,9 +141,9 @@ class ShardedReplica(Replica):
         self._policy = make_policy(spec.sync)
         if len(optimizers) > 1 and isinstance(self._policy, Local):
             raise StrategyError(
-                "shards with several optimizers agree in every step",
+                "shards with several optimizers must be synchronized in every step",
                 got=f"sync={spec.sync} and the optimizers {', '.join(optimizers)}",
-                remedy='leave sync away, or use sync="int8" or mh.Mirrored()',
+                remedy='omit sync, or use sync="int8" or mh.Mirrored()',
             )
         self._roots = list(_outermost(model))
         """The modules that gather their parameters when they are called."""
@@ -161,16 +161,16 @@ class ShardedReplica(Replica):
             self._agreement = Agreement(self._policy, self._outer, parameters, model.buffers, own_part)
 
     @property
-    def is_recordable(self) -> bool:
+    def is_capturable(self) -> bool:
         return False
 
     @property
     def is_local(self) -> bool:
         return False
 
-    def ghost(self, is_ghost: bool) -> None:
+    def set_padding(self, is_padding: bool) -> None:
         if self._stats is not None:
-            self._stats.is_ghost = is_ghost
+            self._stats.is_padding = is_padding
 
     def loss(self, function: Callable[[Any, Any], Any], data: Any) -> Any:
         try:
@@ -244,7 +244,7 @@ class ShardedReplica(Replica):
                 parameter.grad = parted(zeros, parameter) if isinstance(parameter, DTensor) else zeros
 
     @property
-    def drifts(self) -> bool:
+    def is_local_sgd(self) -> bool:
         return self._agreement is not None
 
     @property
@@ -355,7 +355,7 @@ class ShardedReplica(Replica):
         if not self._policy.changes_mathematics or self._outer.size == 1:
             return super().load_policy_state(saved)
         if not saved:
-            return f"the checkpoint knows nothing of sync={self._policy}: it starts anew"
+            return f"the checkpoint has no state of sync={self._policy}, which starts fresh"
         state = PolicyState.of(saved).share(self._outer)
         known = {name: held for name, held in state.feedback.items() if name in self.names.values()}
         mine = {name: own_part(self.part_for(held, self._named(name), name)) for name, held in known.items()}
@@ -383,11 +383,13 @@ class ShardedReplica(Replica):
         axes = {axis: self.spec.axes[axis] for axis in self._inner}
         for parameter in self.groups[key].values():
             if parameter.grad is not None:
-                cut: Sequence[str] = ()
+                sharded_axes: Sequence[str] = ()
                 if isinstance(parameter, DTensor):
                     names = parameter.device_mesh.mesh_dim_names or ()
-                    cut = [n for n, place in zip(names, parameter.placements, strict=True) if not place.is_replicate()]
-                yield math.prod(size for axis, size in axes.items() if axis not in cut)
+                    sharded_axes = [
+                        n for n, place in zip(names, parameter.placements, strict=True) if not place.is_replicate()
+                    ]
+                yield math.prod(size for axis, size in axes.items() if axis not in sharded_axes)
 
     def is_finite(self, key: str) -> Tensor:
         fine = [gradient.isfinite().all() for gradient in self._gradients(key)]
@@ -436,8 +438,8 @@ class ShardedReplica(Replica):
 
 def _reads_parts() -> StrategyError:
     return StrategyError(
-        "under shards a loss reads parameters through its network alone, which gathers them when it is called",
-        got="one that computes with parameters by itself",
+        "with shards, a loss must use parameters through the network only, which gathers them when it is called",
+        got="a loss that computes with parameters directly",
         remedy="compute with them in forward, use the optimizer's weight_decay for a penalty, or use mh.Mirrored()",
     )
 

@@ -21,7 +21,7 @@ from ..distributed import World
 from ..graph import Contexts, layer_of
 from .local_updates import own_part
 from .piece_parameters import Holding
-from .tensor import Cutting, Layout, in_tensors, plain, reorder, replicating
+from .tensor import Layout, TensorSharding, in_tensors, plain, reorder, replicating
 
 
 class HeldInParts(Holding):
@@ -31,7 +31,7 @@ class HeldInParts(Holding):
         self._shards, tensor = world.along(spec.axes, "shards"), world.along(spec.axes, "tensor")
         names = tuple(axis for axis in ("shards", "tensor") if axis in spec.axes)
         self._mesh = world.mesh(spec.axes)[names if len(names) > 1 else names[0]]
-        self._cutting = None if layout is None else Cutting(spec, world, model, layout)
+        self._sharding = None if layout is None else TensorSharding(spec, world, model, layout)
         self._layout = layout
         self.layers = () if layout is None else tuple(layout.ways)
         self.notes = () if layout is None else tuple(layout.notes)
@@ -46,8 +46,8 @@ class HeldInParts(Holding):
     # -- between steps ---------------------------------------------------------------------------------------------
 
     def hold(self, model: nn.Module) -> None:
-        if self._cutting is not None:
-            self._cutting.cut(model)
+        if self._sharding is not None:
+            self._sharding.shard(model)
         made: dict[Tensor, nn.Parameter] = {}
         for name, parameter in model.named_parameters():
             if not parameter.is_meta:
@@ -76,10 +76,10 @@ class HeldInParts(Holding):
         rows: Placement = Shard(0)
         placements = [rows]
         if isinstance(inner, DTensor):
-            cut = inner.placements[0]
-            if cut == Shard(0):
+            split = inner.placements[0]
+            if split == Shard(0):
                 rows = _StridedShard(0, split_factor=self._num_tensor)
-            placements = [rows, cut]
+            placements = [rows, split]
         return DTensor.from_local(
             mine, self._mesh, placements, run_check=False, shape=inner.shape, stride=inner.stride()
         )
@@ -98,8 +98,8 @@ class HeldInParts(Holding):
     def copies(self, parameter: nn.Parameter) -> int:
         shards = 1 if self._is_sharded(parameter) else self._shards.size
         inner = self._inner[self._names[parameter]]
-        is_cut = isinstance(inner, DTensor) and not inner.placements[0].is_replicate()
-        return shards * (1 if is_cut else self._num_tensor)
+        is_sharded = isinstance(inner, DTensor) and not inner.placements[0].is_replicate()
+        return shards * (1 if is_sharded else self._num_tensor)
 
     def _is_sharded(self, tensor: Tensor) -> bool:
         return self._shards.size > 1 and tensor.dim() > 0
@@ -107,10 +107,10 @@ class HeldInParts(Holding):
     # -- in a step -------------------------------------------------------------------------------------------------
 
     def scope(self) -> AbstractContextManager[object]:
-        return nullcontext() if self._cutting is None else self._cutting.scope()
+        return nullcontext() if self._sharding is None else self._sharding.scope()
 
     def back(self) -> AbstractContextManager[object]:
-        return nullcontext() if self._cutting is None else replicating()
+        return nullcontext() if self._sharding is None else replicating()
 
     def again(self, contexts: Contexts | None) -> Contexts:
         first, second = super().again(contexts)
@@ -180,9 +180,9 @@ class HeldInParts(Holding):
 
     def _complete(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
         """Return this tensor rank's shards of gradients; partial sums are reduced over the ranks in one collective."""
-        if self._cutting is None:
+        if self._sharding is None:
             return [self.work(p).grad for p in parameters]  # type: ignore[misc]
-        return self._cutting.completed([self.work(p) for p in parameters])
+        return self._sharding.completed([self.work(p) for p in parameters])
 
     def link(self, parameters: Sequence[nn.Parameter]) -> None:
         for parameter in parameters:
@@ -202,12 +202,12 @@ class HeldInParts(Holding):
     # -- layers and other operations -------------------------------------------------------------------------------
 
     def plain(self, tensor: Tensor) -> Tensor:
-        return tensor if self._cutting is None else plain(self._cutting.axis, tensor)
+        return tensor if self._sharding is None else plain(self._sharding.axis, tensor)
 
     def substitute(self, node: fx.Node, path: str) -> Callable[..., Any] | None:
-        if self._layout is None or self._cutting is None:
+        if self._layout is None or self._sharding is None:
             return None
-        axis, layer = self._cutting.axis, layer_of(node)
+        axis, layer = self._sharding.axis, layer_of(node)
         if layer is not None:
             way, stats = self._layout.ways[layer.path], self.stats
 
@@ -242,7 +242,7 @@ class HeldInParts(Holding):
         return self._reordered(whole, gathered, name, back=True)
 
     def _reordered(self, whole: Tensor, like: Any, name: str, *, back: bool = False) -> Tensor:
-        sections = None if self._cutting is None else self._cutting.sections.get(name)
+        sections = None if self._sharding is None else self._sharding.sections.get(name)
         if sections is None or whole.dim() == 0 or not isinstance(like, DTensor):
             return whole
         place = like.placements[-1]
@@ -252,7 +252,7 @@ class HeldInParts(Holding):
         like = self._named(name)
         return self.whole(_like(part.contiguous(), like), name) if isinstance(like, DTensor) else part
 
-    def cut(self, whole: Tensor, name: str) -> Tensor:
+    def shard_of(self, whole: Tensor, name: str) -> Tensor:
         return own_part(self.part_for(whole, self._named(name), name))
 
     def _named(self, name: str) -> Tensor:
@@ -263,9 +263,9 @@ class HeldInParts(Holding):
             return whole
         mine = self._reordered(whole, like, name)
         place = like.placements[-1]
-        if self._cutting is not None and isinstance(place, Shard):
-            mine = mine.narrow(place.dim, *self._cutting.axis.span(mine.shape[place.dim]))
-        if len(like.placements) > (self._cutting is not None) and self._shards.size > 1:
+        if self._sharding is not None and isinstance(place, Shard):
+            mine = mine.narrow(place.dim, *self._sharding.axis.span(mine.shape[place.dim]))
+        if len(like.placements) > (self._sharding is not None) and self._shards.size > 1:
             mine = self._mine(mine)
         return _like(mine.to(like.device, like.dtype).contiguous(), like)
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from ..core import StrategySpec
+from ..core import StrategySpec, format_bytes
 
 if TYPE_CHECKING:
     from .tensor import Layout
@@ -53,7 +53,7 @@ class SplitTable:
         """Return a line for each kind of layer, one for memory and one for communication."""
         named = [
             (f"{row.name} x{row.count}" if row.count > 1 else row.name or "the network's own", row.kind, row.way,
-             size_text(row.whole), size_text(row.held)) for row in self.rows
+             format_bytes(row.whole), format_bytes(row.held)) for row in self.rows
         ]  # fmt: skip
         table = [("layers", "kind", "way", "whole", "a device"), *named]
         widths = [max(len(row[column]) for row in table) for column in range(5)]
@@ -63,13 +63,13 @@ class SplitTable:
             for row in table
         ]  # fmt: skip
         held = {"parameters": self.parameters, "gradients": self.gradients, "optimizer state": self.optimizer}
-        parts = ", ".join(f"{name} {size_text(size)}" for name, size in held.items())
-        lines.append(f"a device holds {size_text(sum(held.values()))}: {parts}")
-        sent = ", ".join(f"{what} {size_text(size)}" for what, size in self.traffic.items())
+        parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in held.items())
+        lines.append(f"a device holds {format_bytes(sum(held.values()))}: {parts}")
+        sent = ", ".join(f"{what} {format_bytes(size)}" for what, size in self.traffic.items())
         if self.spec.num_devices == 1:
-            lines.append('this is one device, which shares with nobody; name more, such as on="cpu*2"')
+            lines.append('this is a single device, so nothing is split; pass several, such as on="cpu*2"')
         else:
-            lines.append(f"a device sends {size_text(sum(self.traffic.values()))} a step: {sent or 'nothing'}")
+            lines.append(f"a device sends {format_bytes(sum(self.traffic.values()))} a step: {sent or 'nothing'}")
         return [*lines, *self.notes]
 
     def __str__(self) -> str:
@@ -99,12 +99,12 @@ def table_of(
     at_rest = {name: held[name][spec.sharding != "optimizer"] for name in held}
     gradients = sum(at_rest[name] for name in trained)
     shards, replicas = spec.axes.get("shards", 1), spec.axes.get("replicas", 1)
-    cut = sum(whole for whole, _ in held.values())
+    num_bytes = sum(whole for whole, _ in held.values())
     traffic: dict[str, int] = {}
     if shards > 1:
         # With micro-batches a stage's parameters are gathered once for all of them.
         rounds = 3 if spec.sharding == "full" and spec.stages == 1 else 2
-        traffic["shards"] = rounds * cut * (shards - 1) // shards
+        traffic["shards"] = rounds * num_bytes * (shards - 1) // shards
     if replicas > 1:
         traffic["replicas"] = 2 * gradients * (replicas - 1) // replicas
     if layout is not None:
@@ -151,16 +151,3 @@ def _rows(
         entry[2] += sum(at_rest[k] for k in mine)
     for (name, kind, way), (count, size, part) in found.items():
         yield LayerRow(name, kind, way, count, size, part)
-
-
-def size_text(count: float) -> str:
-    """Format a number of bytes for the user.
-
-    >>> size_text(3 * 2**30), size_text(1536), size_text(10)
-    ('3.0 GiB', '1.5 KiB', '10 B')
-    """
-    units = ["B", "KiB", "MiB", "GiB", "TiB"]
-    power = 0
-    while count >= 1024 and power < len(units) - 1:
-        count, power = count / 1024, power + 1
-    return f"{count:.0f} B" if power == 0 else f"{count:.1f} {units[power]}"

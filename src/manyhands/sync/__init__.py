@@ -3,13 +3,11 @@
 from .auto import Auto, choose, forecasts, is_open, tell_choice
 from .bucket_exchange import BucketExchange, PolicyState, tell, with_own_feedback
 from .buckets import Buckets
-from .collectives import PolicyCollectives
-from .custom_policies import carrying
 from .hierarchical import acting
 from .links import Links, measure_links
 from .local import DiLoCo, Local, LocalSteps
 from .local_averaging import Agreement, average
-from .policy import POLICIES, AllReduce, Policy, make_policy
+from .policy import POLICIES, AllReduce, Policy, PolicyCollectives, carrying, make_policy
 from .policy_memory import PolicyMemory, key_of
 from .powersgd import PowerSGD
 from .quantized import BF16, FP16, Coded, Int8

@@ -17,12 +17,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from ..core import format_duration
 from ..distributed import NullWorld, Pending, World
 from .bucket_exchange import BucketExchange, PolicyState
-from .collectives import PolicyCollectives
 from .links import Links
 from .local import Local
-from .policy import AllReduce, Policy, make_policy, require
+from .policy import AllReduce, Policy, PolicyCollectives, make_policy, require
 from .policy_memory import PolicyMemory
 
 OVERLAP = 0.4
@@ -196,9 +196,9 @@ def _now(device: torch.device) -> float:
 
 def tell_choice(links: Links, found: list[Forecast], chosen: Forecast, world: World) -> str:
     """Return one line about why a policy was chosen."""
-    shown = ", ".join(f"{f.policy} {1000 * f.seconds:.3g} ms (x {f.price:.3g} steps)" for f in found[:4])
+    shown = ", ".join(f"{f.policy} {format_duration(f.seconds)} (x {f.price:.3g} steps)" for f in found[:4])
     exact = next(f for f in found if isinstance(f.policy, AllReduce))
     if exact not in found[:4]:
-        shown += f", {exact.policy} {1000 * exact.seconds:.3g} ms"
+        shown += f", {exact.policy} {format_duration(exact.seconds)}"
     said = f"sync={chosen.policy} was chosen for links of {links} between {world.size} replicas: a step takes {shown}"
     return said if not chosen.policy.changes_mathematics else f"{said}. {chosen.policy.said}"

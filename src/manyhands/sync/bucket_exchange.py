@@ -9,11 +9,10 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from ..core import TaskError, event
+from ..core import TaskError, event, format_bytes
 from ..distributed import Pending, World
-from .collectives import PolicyCollectives
 from .hierarchical import HierarchicalSum
-from .policy import Policy
+from .policy import Policy, PolicyCollectives
 from .policy_memory import PolicyMemory
 
 STEPS, OWN = "steps", "own"
@@ -214,13 +213,9 @@ def sizes_told(num_bytes: int, num_exact_bytes: int) -> str:
     """Return a text about the bytes that a policy saves.
 
     >>> sizes_told(2000, 10**7)
-    '2 kB a step on the wire instead of 10 MB'
+    '1.95 KiB a step on the wire instead of 9.54 MiB'
     """
-    return f"{_size(num_bytes)} a step on the wire instead of {_size(num_exact_bytes)}"
-
-
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes / 1e6:.3g} MB" if num_bytes >= 1e5 else f"{num_bytes / 1e3:.3g} kB"
+    return f"{format_bytes(num_bytes, 3)} a step on the wire instead of {format_bytes(num_exact_bytes, 3)}"
 
 
 def is_look(count: int) -> bool:
@@ -232,7 +227,7 @@ def _require_real(policy: Policy, parameters: Mapping[str, Tensor]) -> None:
     for name, parameter in parameters.items():
         if not parameter.is_floating_point():
             raise TaskError(
-                f"the policy {policy} takes gradients of real numbers",
+                f"the policy {policy} needs gradients of real numbers",
                 got=f"{name} of {parameter.dtype}",
                 remedy='use sync="allreduce"',
             )

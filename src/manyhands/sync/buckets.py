@@ -100,15 +100,15 @@ class Buckets:
             bucket.course.take_over(state)
 
     @property
-    def riders(self) -> Tensor | None:
+    def piggybacked(self) -> Tensor | None:
         """Return the piggybacked values that are summed with the last bucket; set them before `arm`.
 
         None if their sum would not be exact enough, in a narrow dtype. No policy changes them.
         """
         if not self._buckets:
             return None
-        riders = self._buckets[-1].riders
-        return riders if riders.dtype in (torch.float32, torch.float64) else None
+        piggybacked = self._buckets[-1].piggybacked
+        return piggybacked if piggybacked.dtype in (torch.float32, torch.float64) else None
 
     def arm(self) -> None:
         """Mark the next backward as the last of this step: each bucket is reduced as soon as it is full."""
@@ -173,8 +173,8 @@ class Buckets:
                 return
             if parameter in bucket.ready:
                 raise TaskError(
-                    "a gradient is complete after one backward",
-                    got="one that was added to twice, as reentrant checkpointing does",
+                    "a gradient must be complete after one backward",
+                    got="a gradient that was accumulated twice, as by reentrant checkpointing",
                     remedy="pass use_reentrant=False to torch.utils.checkpoint",
                 )
             bucket.ready.add(parameter)
@@ -202,7 +202,7 @@ class _Bucket:
         sizes = [p.numel() for p in self.parameters]
         parts = [sum(sizes), len(sizes), num_riders]
         self.flat = torch.zeros(sum(parts), dtype=first.dtype, device=first.device)
-        self.gradients, self._used, self.riders = self.flat.split(parts)
+        self.gradients, self._used, self.piggybacked = self.flat.split(parts)
         self._views = [lay_like(p, part) for part, p in zip(self.gradients.split(sizes), self.parameters, strict=True)]
         self.ready: set[Tensor] = set()
         self.course = BucketExchange(policy, world, parameters)
@@ -240,8 +240,7 @@ class _Bucket:
         parts = zip(self.names, self.parameters, self._views, self.is_used, strict=True)
         for name, parameter, view, is_used in parts:
             if is_used:
-                # A forward may have converted the parameter, as routers of mixtures of experts do.
-                parameter.grad = view if view.dtype == parameter.dtype else view.to(parameter.dtype)
+                parameter.grad = view
             else:
                 self.course.give_back(name, view)
 

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from ..distributed import Pending, World
-from .collectives import PolicyCollectives
-from .policy import AllReduce, Policy
+from .policy import AllReduce, Policy, PolicyCollectives
 from .policy_memory import PolicyMemory
 
 

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from ..distributed import Pending
-from .collectives import PolicyCollectives
-from .policy import Policy, make_policy, require
+from .policy import Policy, PolicyCollectives, make_policy, require
 from .policy_memory import PolicyMemory
 
 

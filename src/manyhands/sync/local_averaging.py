@@ -238,7 +238,7 @@ def _by_dtype(tensors: Iterable[Tensor]) -> dict[torch.dtype, list[Tensor]]:
 def _require_real(policy: Local, name: str, parameter: Tensor) -> None:
     if not parameter.is_floating_point():
         raise TaskError(
-            f"the policy {policy} averages parameters of real numbers",
+            f"the policy {policy} needs parameters of real numbers",
             got=f"{name} of {parameter.dtype}",
             remedy='use sync="allreduce"',
         )

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import inspect
 import re
 from abc import ABCMeta, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from ..core import StrategyError, check_policies_by, split_settings
-from ..distributed import Pending
-from .collectives import PolicyCollectives
+from ..distributed import Pending, World
 from .policy_memory import PolicyMemory
 
 POLICIES: dict[str, type[Policy]] = {}
@@ -126,7 +127,7 @@ def make_policy(policy: str | Policy) -> Policy:
         raise StrategyError(
             f"sync must be one of {', '.join(sorted(POLICIES))}",
             got=repr(policy),
-            remedy='write for instance sync="bf16" or sync="topk(0.01)"',
+            remedy='write for example sync="bf16" or sync="topk(0.01)"',
         )
     return _made(kind, match[2] or "")
 
@@ -134,7 +135,7 @@ def make_policy(policy: str | Policy) -> Policy:
 def require(holds: bool, rule: str, got: object) -> None:
     """Raise StrategyError if a policy's setting is invalid."""
     if not holds:
-        raise StrategyError(f"a policy's {rule}", got=repr(got), remedy="correct it")
+        raise StrategyError(f"a policy's {rule}", got=repr(got), remedy="correct its value")
 
 
 def _made(kind: type[Policy], inside: str) -> Policy:
@@ -152,7 +153,7 @@ def _made(kind: type[Policy], inside: str) -> Policy:
 def _unknown(kind: Any, got: str) -> StrategyError:
     known = ", ".join(f.name if not f.kw_only else f"{f.name}=" for f in dataclasses.fields(kind))
     return StrategyError(
-        f"the policy {kind.name} has the settings {known}", got=got, remedy=f"write for instance {_example(kind)}"
+        f"the policy {kind.name} must have the settings {known}", got=got, remedy=f"write for example {_example(kind)}"
     )
 
 
@@ -169,3 +170,54 @@ def _value(text: str) -> Any:
 
 
 check_policies_by(make_policy)
+
+
+class PolicyCollectives:
+    """The collectives of the replicas, for a policy. Each method starts one; the policy waits for it by yielding it."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self.rank, self.size = world.rank, world.size
+        self.num_bytes = 0
+        """Bytes that this replica sent since the counter was reset, assuming ring algorithms."""
+
+    def all_reduce(self, tensor: Tensor) -> Pending:
+        """Start to replace a tensor by its sum over the replicas, in place."""
+        self.num_bytes += 2 * _bytes(tensor) * (self.size - 1) // self.size
+        return self._world.start_all_reduce(tensor)
+
+    def all_gather(self, tensor: Tensor, into: Tensor | None = None) -> tuple[Tensor, Pending]:
+        """Start to gather the tensors of all replicas, stacked in rank order."""
+        self.num_bytes += _bytes(tensor) * (self.size - 1)
+        if into is None:
+            into = torch.empty((self.size, *tensor.shape), dtype=tensor.dtype, device=tensor.device)
+        return into, self._world.start_all_gather(tensor, into)
+
+    def all_to_all(self, tensor: Tensor, into: Tensor | None = None) -> tuple[Tensor, Pending]:
+        """Start to send row r of a tensor to replica r; row r of the result comes from replica r."""
+        self.num_bytes += _bytes(tensor) * (self.size - 1) // self.size
+        into = torch.empty_like(tensor) if into is None else into
+        return into, self._world.start_all_to_all(tensor, into)
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+_OURS = __name__.partition(".")[0]
+
+
+def carrying(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function, wrapped to register the user's custom policies in the process where it runs.
+
+    >>> carrying(max)(1, 2)
+    2
+    """
+    own = [kind for kind in POLICIES.values() if kind.__module__.partition(".")[0] != _OURS]
+    return functools.partial(_with_policies, own, fn) if own else fn
+
+
+def _with_policies(kinds: Sequence[type[Policy]], fn: Callable[..., Any], /, *given: Any, **named: Any) -> Any:
+    for kind in kinds:
+        POLICIES[kind.name.lower()] = kind
+    return fn(*given, **named)

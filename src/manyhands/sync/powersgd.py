@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from ..distributed import Pending
-from .collectives import PolicyCollectives
-from .policy import Policy, require
+from .policy import Policy, PolicyCollectives, require
 from .policy_memory import PolicyMemory, key_of
 
 NEGLIGIBLE = 1e-5

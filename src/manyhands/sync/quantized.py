@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from ..distributed import Pending
-from .collectives import PolicyCollectives
-from .policy import Policy
+from .policy import Policy, PolicyCollectives
 from .policy_memory import PolicyMemory
 
 BLOCK = 256

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from ..distributed import Pending
-from .collectives import PolicyCollectives
-from .policy import Policy, require
+from .policy import Policy, PolicyCollectives, require
 from .policy_memory import PolicyMemory
 
 EARLY, HALVES = 0.25, 10

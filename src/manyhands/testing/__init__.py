@@ -4,8 +4,7 @@ from .contracts import Runner, WorldContract
 from .hosts import NamespaceHost, NamespaceHosts
 from .leaks import ResourceSnapshot, no_leaks
 from .policies import PolicyContract
-from .ports import held_ports
-from .services import ServiceContract
+from .services import ServiceContract, held_ports
 from .threads import Faults, InjectedFault, ThreadWorld, run_threads
 
 __all__ = [

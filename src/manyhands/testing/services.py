@@ -1,4 +1,4 @@
-"""Contract tests for services of engines, given an engine and a device."""
+"""Contract tests for services of engines, given an engine and a device; ports for processes that start later."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import signal
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -104,16 +105,16 @@ class ServiceContract:
         with self.start() as service:
             ours = service.call("fail", DeviceError("a rule", got=1, remedy="a remedy"))
             theirs = service.call("fail", KeyError("the reason"))
-            for call, match in ((service.call("nothing"), "a method of Counter is called, but got nothing"),
+            for call, match in ((service.call("nothing"), "must exist in Counter, but got nothing"),
                                 (service.call("give_lock"), "must be picklable|pickle")):  # fmt: skip
                 with raises((SettingsError, SendError, WorkerFailed), match):
                     call.result(self.seconds)
-            with raises(DeviceError, "a rule, but got 1; a remedy"):
+            with raises(DeviceError, "a rule, but got 1. A remedy"):
                 ours.result(self.seconds)
             with raises(WorkerFailed, "the reason"):
                 theirs.result(self.seconds)
             assert "raise error" in getattr(theirs.exception(), "traceback", "")
-            with raises(SettingsError, "by their public names, but got _secret"):
+            with raises(SettingsError, "must be public, but got _secret"):
                 service.call("_secret")
             with raises(SendError, "must be picklable"):
                 service.call("add", threading.Lock())
@@ -163,3 +164,22 @@ class ServiceContract:
             assert not service.is_alive
             with raises(WorkerFailed, "the service"):
                 deaf.result(self.seconds)
+
+
+@contextlib.contextmanager
+def held_ports(count: int) -> Iterator[list[int]]:
+    """Reserve free loopback ports while a block runs.
+
+    The ports stay bound, and listeners that reuse addresses, as all of manyhands do, can still listen on them. A port
+    that was only looked up may be given to another process before it is used.
+
+    >>> with held_ports(2) as ports:
+    ...     len(set(ports))
+    2
+    """
+    with contextlib.ExitStack() as stack:
+        held = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in held:
+            each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            each.bind(("127.0.0.1", 0))
+        yield [each.getsockname()[1] for each in held]

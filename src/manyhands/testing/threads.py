@@ -139,7 +139,7 @@ class ThreadWorld(World):
                 raise PeerLost("waiting", f"rank {self.rank}", self._meeting.lost or "a peer did not say")
 
     def mesh(self, axes: Mapping[str, int]) -> DeviceMesh:
-        raise UsageError("a mesh needs processes", got="a world of threads", remedy="test it on gloo")
+        raise UsageError("a mesh needs processes", got="a world of threads", remedy="test it with gloo")
 
     def close(self) -> None:
         pass

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ..core import LayoutFree, StrategySpec, Task, mix, seed_all
+from ..core import LayoutFree, Mean, StrategySpec, Task, default_dtype, mix, seed_all
 from ..data import as_source, check_source
-from ..distributed import NullWorld, World
-from ..graph import culprit
+from ..distributed import NullWorld, World, culprit
 from .cause import CallRecorder, Output, Outputs, first_difference, first_not_finite, first_other_output
 from .error_hints import explain_mistake
 from .hand import Hand
@@ -89,6 +88,11 @@ class Record:
     """Machine epsilon of operations that compute in less than float64 in spite of float64 weights; 0 if unknown."""
     outputs: list[Output] = field(default_factory=list)
     """Outputs of modules in the first step, where several ranks compute layers together."""
+
+    @property
+    def draws(self) -> bool:
+        """Whether the steps drew random numbers."""
+        return bool(self.num_draws) or self.strayed
 
     @property
     def tolerance(self) -> Tolerance:
@@ -186,12 +190,13 @@ def take_steps(
     shake: float = 0.0,
     begin: Callable[[int], None] = lambda step: None,
     keeps_outputs: bool = False,
+    draws: bool = True,
 ) -> Record:
     """Take a task's steps on the rows of a plan with layout-free randomness, and return the results.
 
-    `salt` changes random numbers that are not layout-free; `shake` perturbs weights and gradients by a relative amount;
-    `begin` is called before every step. Module outputs are recorded with `keeps_outputs`, and where several ranks
-    compute layers together.
+    `draws` is False if the steps are known to draw no random numbers; `salt` changes those that are not layout-free;
+    `shake` perturbs weights and gradients by a relative amount; `begin` is called before every step. Module outputs
+    are recorded with `keeps_outputs`, and where several ranks compute layers together.
     """
     hand = _TrialHand(world, dataclasses.replace(spec, precision=precision, deterministic=True, capture="off"))
     hand.layout = layout
@@ -208,7 +213,8 @@ def take_steps(
         first = _copied(dict(hand.model.named_parameters())) if world.size == 1 else {}
         source = as_source(task.data, collate=task.collate)
         feed = hand.make_feed(source, check_source(source, task.batch_size), shuffle=task.shuffle, seed=task.seed)
-        learn_draws(hand, task, feed.peek(NUM_SAMPLES))
+        if draws:
+            learn_draws(hand, task, feed.peek(NUM_SAMPLES))
         seed_all(mix(task.seed, hand.rank, salt))
         keeps_outputs |= spec.tensor > 1 and spec.stages == 1 and parts_of(spec) == 1
         outputs = Outputs(hand.model, hand.replica.plain) if keeps_outputs else None
@@ -301,17 +307,6 @@ def _shake(values: Any, amount: float) -> None:
             if value.is_floating_point() and value.layout == torch.strided:
                 noise = torch.randn(value.shape, generator=generator, dtype=torch.float64).to(value.device, value.dtype)
                 value.mul_(1 + amount * noise)
-
-
-@contextlib.contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Set torch's default dtype, so that tensors a network creates match its parameters."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 def _built(make: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module:
@@ -435,6 +430,40 @@ def fails_in_parts(
     return None
 
 
+def not_linear(task: Task, spec: StrategySpec, plan: Plan, whole: Record, world: World) -> Verdict | None:
+    """Return the verdict on a backward that does not scale with the loss; None where it does.
+
+    A worker of parameter servers computes the gradient of its part's mean, a multiple of the part's share in the whole
+    batch's gradient. A hook that clamps gradients, for instance, changes the two differently.
+    """
+    loss, factor = task.loss, float(parts_of(spec))
+    if loss is None or factor == 1:
+        return None
+
+    def multiplied(model: nn.Module, batch: Any) -> Any:
+        value = loss(model, batch)
+        return Mean(value.total * factor, value.count) if isinstance(value, Mean) else value * factor
+
+    def first_gradients(task: Task) -> dict[str, Tensor]:
+        return take_steps(world, task, StrategySpec(), plan[:1], precision=whole.precision).steps[0].gradients
+
+    try:
+        # Clipping by the norm, which is not proportional either, applies to the sum over all workers.
+        unclipped = whole.steps[0].gradients if task.clip is None else first_gradients(task.replace(clip=None))
+        scaled = first_gradients(task.replace(loss=multiplied, clip=None))
+    except Exception:
+        # A loss of another form; what matters raises in the comparison of parts.
+        return None
+    relative = 1e-6 if whole.precision == "fp64" else 1e-2
+    for name, gradient in unclipped.items():
+        error, size = (scaled[name] / factor - gradient).abs().max(), gradient.abs().max()
+        if error > relative * size + 1e-12:
+            why = "its backward is not proportional to the loss: a hook or an autograd.Function clamps gradients, say"
+            remedy = "change gradients in the optimizer's step, or use mh.Mirrored()"
+            return Verdict("different", spec, f"the gradient of {name}", float(error / size), why, remedy)
+    return None
+
+
 def failed_in_parts(spec: StrategySpec, error: Exception) -> Verdict:
     """Return the verdict on an error that occurs on a part of a batch but not on the whole."""
     why = f"it raises {type(error).__name__}: {error}, on a part of the batch, at {culprit(error)}"
@@ -504,7 +533,7 @@ def _same_everywhere(parts: Record, verdict: Verdict) -> Verdict:
     if not differing:
         return verdict
     name = differing[0].split(" ")[0]
-    why, remedy = f"it is not equal on every replica: {', '.join(differing)}; nothing synchronises it", BUFFER
+    why, remedy = f"it is not equal on every replica: {', '.join(differing)}; nothing synchronizes it", BUFFER
     if name in parts.steps[0].weights:
         why = f"updates are not equal on every replica: {', '.join(differing[:5])}"
         remedy = "let the optimizer draw no random numbers, and change parameters in its step alone"
@@ -516,7 +545,7 @@ def _same_everywhere(parts: Record, verdict: Verdict) -> Verdict:
 RANDOM = "the step draws random numbers from a generator of its own, which differ on every replica"
 SAMPLES = (
     "use an operation of each sample by itself (LayerNorm or GroupNorm in place of batch statistics), torch's own "
-    "BatchNorm, whose statistics are synchronised, or a strategy that does not split batches"
+    "BatchNorm, whose statistics are synchronized, or a strategy that does not split batches"
 )
 BUFFER = "make its update a mean over samples, keep it out of forward, or use a strategy that does not split batches"
 MICRO = (
@@ -544,15 +573,17 @@ def _reason(
     if spec.tensor > 1 and not _differs_in_parts(task, spec, plan, whole, alone):
         return _of_tensor_ranks(task, spec, plan, whole, parts, found, alone)
     cause = "" if task.loss is None else _cause(task, spec, plan[: found.step + 1], whole.precision, alone)
-    unsynchronised = [
+    unsynchronized = [
         item for item in parts.steps[found.step].differing if item.split(" ")[0] in whole.steps[0].buffers
     ]
-    if unsynchronised and not (cause and found.what.startswith("the gradient")):
-        return f"a buffer is not synchronised over the replicas: {', '.join(unsynchronised)}", BUFFER
+    if unsynchronized and not (cause and found.what.startswith("the gradient")):
+        return f"a buffer is not synchronized over the replicas: {', '.join(unsynchronized)}", BUFFER
     if cause and " of " in cause.split(" at ")[0]:
         return f"{cause} looks at other samples of the batch", SAMPLES
     if cause:
         return f"{cause} is not: a loss must be a mean over the batch's samples, or mh.mean(total, count)", LOSS
+    if found.what.startswith("the gradient") and (scaled := not_linear(task, spec, plan, whole, alone)) is not None:
+        return scaled.why, scaled.remedy
     return _of_the_strategy(spec, found, task)
 
 

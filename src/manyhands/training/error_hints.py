@@ -25,26 +25,26 @@ def explain_mistake(error: BaseException, data: Any, ids: Any = None, step: int 
     if target:
         value = int(target[1])
         raise DataError(
-            "a target is the number of a class, from 0 up to the number of outputs less one",
+            "a target must be the index of a class, from 0 to the number of outputs minus one",
             got=f"{value} in {_rows_with(data, value, ids)}{where}",
-            remedy=f"give the last layer at least {value + 1} outputs, number the classes from 0, "
-            f"or pass ignore_index={value} if it stands for no class",
+            remedy=f"give the last layer at least {value + 1} outputs, number the classes from 0, or pass "
+            f"ignore_index={value} if it marks samples without a class",
         ) from error
     wide = [
         f"{path} of {leaf.dtype}" for path, leaf in _leaves(data) if leaf.dtype in (torch.float64, torch.complex128)
     ]
     if wide and isinstance(error, RuntimeError) and _DTYPES.search(str(error)):
         raise DataError(
-            "inputs have the type of the network's parameters, float32 by default",
+            "inputs must have the dtype of the network's parameters, float32 by default",
             got=f"{', '.join(wide)}{where} ({error})",
             remedy="convert the data, x.astype('float32') or x.float(), or train with precision=\"fp64\"",
         ) from error
     index = _INDEX.search(str(error)) if isinstance(error, IndexError) else None
     if index:
         raise DataError(
-            "an index into an embedding is below its number of rows, and not negative",
+            "an index into an embedding must be non-negative and below its number of rows",
             got=f"{_ranges(data)}{where} ({error})",
-            remedy="give the embedding more rows, or look for ids that stand for padding or for nothing",
+            remedy="give the embedding more rows, or check for ids that mark padding",
         ) from error
 
 

@@ -58,9 +58,10 @@ def predict(hand: Hand, task: Task, feed: Feed) -> dict[str, Tensor | list[Tenso
 def _require_rows(name: str, value: Tensor, num: int) -> None:
     if value.shape[:1] < (num,):
         raise DataError(
-            "a prediction has a row for each row of the data",
+            "predict must return one row for each row of the data",
             got=f"{name!r} of shape {tuple(value.shape)} for {num} rows",
-            remedy="pass rows as one array, or a tuple of arrays with the same rows, and let predict keep them first",
+            remedy="pass rows as one array, or a tuple of arrays with the same rows, and let predict keep the "
+            "rows first",
         )
 
 
@@ -74,10 +75,10 @@ def _in_order(parts: list[Tensor], order: Tensor) -> Tensor | list[Tensor]:
 def _batches(hand: Hand, feed: Feed) -> Iterator[Batch]:
     """Yield one epoch of batches; layers with batch statistics must know of padding rows even in evaluation."""
     for batch in feed.epoch(Cursor()):
-        hand.replica.ghost(batch.num_samples == 0)
+        hand.replica.set_padding(batch.num_samples == 0)
         hand.draw_for(batch, salt=1)
         yield batch
-    hand.replica.ghost(False)
+    hand.replica.set_padding(False)
 
 
 def _full(tensor: Tensor) -> Tensor:

@@ -45,11 +45,10 @@ from ..strategies import (
     is_undecided,
     keep_all,
     keep_where,
-    realise,
+    make_replica,
     under,
 )
-from .gather_rows import gather_rows
-from .loss_totals import BatchShare, Tally
+from .loss_totals import BatchShare, Tally, gather_rows
 from .progress import make_view
 from .snapshot import restore_snapshot, share, take_snapshot
 from .spans import Spans
@@ -151,7 +150,7 @@ class Hand:
         >>> net = nn.Linear(2, 1)
         >>> model, optimizer = hand.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
         """
-        self.realise(model, lambda _: optimizer)
+        self.make_replica(model, lambda _: optimizer)
         return self.model, optimizer
 
     def build(self, task: Task, look: Callable[[nn.Module], None] | None = None) -> None:
@@ -170,7 +169,7 @@ class Hand:
             )
         source = as_source(task.data, collate=task.collate)
         probe = self.probe(task.loss, source, check_source(source, task.batch_size))
-        self.realise(model, task.make_optimizer, probe, look, None if deferred is None else deferred.fill)
+        self.make_replica(model, task.make_optimizer, probe, look, None if deferred is None else deferred.fill)
         _built.add(model)
         self.clip = task.clip
         self.skips = task.not_finite == "skip"
@@ -191,7 +190,7 @@ class Hand:
         try:
             return defer(task.model)
         except CannotDefer as reason:
-            self.notice(f"every rank makes the whole network before it is cut, because {reason}")
+            self.notice(f"every rank builds the whole network before it is sharded, because {reason}")
             return None
 
     def probe(self, compute: Callable[[nn.Module, Any], Any] | None, source: Source, batch_size: int) -> Probe | None:
@@ -220,7 +219,7 @@ class Hand:
         with contextlib.closing(self.make_feed(source, batch_size, shuffle=False)) as feed:
             return feed.peek(num_samples)
 
-    def realise(
+    def make_replica(
         self,
         model: nn.Module,
         make_optimizer: Callable[[nn.Module], Any],
@@ -229,7 +228,7 @@ class Hand:
         fill: Callable[[Take], None] | None = None,
     ) -> None:
         """Build the replica: apply the strategy to a network and create its optimizer; `fill` loads missing values."""
-        self._replica = realise(self.spec, self.world, model, make_optimizer, probe, look, self.layout, fill)
+        self._replica = make_replica(self.spec, self.world, model, make_optimizer, probe, look, self.layout, fill)
         self.spec = self._replica.spec
         for text in self._replica.notes:
             self.notice(text)
@@ -264,7 +263,7 @@ class Hand:
     def replica(self) -> Replica:
         """The network and optimizers as this rank holds them; raises `TaskError` before `setup`."""
         if self._replica is None:
-            raise TaskError("a hand needs a network first", got="none", remedy="call hand.setup(model, optimizer)")
+            raise TaskError("the hand has no network yet", remedy="call hand.setup(model, optimizer) first")
         return self._replica
 
     @property
@@ -389,7 +388,7 @@ class Hand:
 
     def _begin_part(self) -> None:
         """Prepare the replica and its buffers for the next micro-batch; must run before its forward pass."""
-        self.replica.ghost(self.part.is_ghost)
+        self.replica.set_padding(self.part.is_padding)
         if self.replica.buffers:
             self.replica.buffers.begin()
 
@@ -398,7 +397,7 @@ class Hand:
         current = self.batch
         if current is None or (batch is not None and batch is not current.data):
             raise TaskError(
-                "hand.accumulate takes what hand.batches gave last",
+                "hand.accumulate needs the batch that hand.batches returned last",
                 got=type(batch).__name__,
                 remedy="pass that batch",
             )
@@ -448,19 +447,19 @@ class Hand:
         tally = self._tallies.get(key)
         if tally is None:
             replica = self.replica
-            tally = self._tallies[key] = Tally(replica.group, speaks=replica.speaks, drifts=replica.drifts)
+            tally = self._tallies[key] = Tally(replica.group, speaks=replica.speaks, is_local_sgd=replica.is_local_sgd)
         elif tally.is_sent:
             raise TaskError(
-                "a step has one backward per micro-batch",
+                "a step can have only one backward per micro-batch",
                 got="a second one before hand.step()",
-                remedy="add the losses, or cut the batch with hand.accumulate",
+                remedy="add the losses, or split the batch with hand.accumulate",
             )
         return tally
 
     def send(self, tally: Tally, key: Key = MAIN) -> None:
         """Send the step's loss totals to the other replicas, once all its micro-batches are added."""
         self.heed()
-        tally.send(self._vote, self.replica.riders(key))
+        tally.send(self._vote, self.replica.piggybacked(key))
 
     def heed(self) -> None:
         """Turn a stop request into a vote that is sent with the next step."""
@@ -496,9 +495,9 @@ class Hand:
         tally = self._tallies.pop(key, None)
         if tally is None:
             raise TaskError(
-                "hand.step follows hand.backward",
+                "hand.step must follow hand.backward",
                 got="no backward before it",
-                remedy="call hand.backward(loss)",
+                remedy="call hand.backward(loss) first",
             )
         tally.receive()
         self.replica.finish(key, tally.count)
@@ -525,7 +524,7 @@ class Hand:
 
     def note(self, key: Key = MAIN) -> None:
         """Account for a completed step: under local SGD, store its totals and synchronize if that is due."""
-        if self.replica.drifts:
+        if self.replica.is_local_sgd:
             self._keep(key)
         if self._choosing is not None and key == next(iter(self.replica.groups)):
             self._choosing.tick()
@@ -560,7 +559,7 @@ class Hand:
 
         Validation, checkpoints and the end of `fit` do so; a custom training loop must call it before it evaluates.
         """
-        if not self.replica.drifts or (self.replica.agrees and self._joined_at == self.num_steps):
+        if not self.replica.is_local_sgd or (self.replica.agrees and self._joined_at == self.num_steps):
             return
         self._due = list(self.replica.groups)
         self.meet()
@@ -604,7 +603,7 @@ class Hand:
         """
         if key not in self.replica.groups:
             known = ", ".join(map(repr, self.replica.groups))
-            raise TaskError(f"the optimizers are {known}", got=repr(key), remedy="name one of these")
+            raise TaskError(f"the optimizer must be one of {known}", got=repr(key), remedy="choose one of them")
         if callable(loss):
             for data in self.accumulate():
                 with self.scope():
@@ -613,8 +612,8 @@ class Hand:
         else:
             if self.batch is not None and len(self.batch.sizes) > 1:
                 raise StrategyError(
-                    "under accumulate a step's losses are computed per micro-batch",
-                    got="a loss that is computed already",
+                    "with accumulate, a loss must be computed per micro-batch",
+                    got="a loss that is already computed",
                     remedy="pass a function: hand.minimize(lambda part: loss(hand.model, part), key)",
                 )
             self.backward(loss, key)
@@ -624,7 +623,7 @@ class Hand:
     @property
     def is_look(self) -> bool:
         """Whether losses and votes are read after this step; the same answer on every replica."""
-        if self._replica is not None and self._replica.drifts:
+        if self._replica is not None and self._replica.is_local_sgd:
             return self._replica.agrees
         return self.num_steps % self.look_every == 0
 
@@ -734,7 +733,9 @@ class Hand:
             self._stores[root] = CheckpointStore(
                 root,
                 keep=keep,
-                on_error=lambda error: self.notice(f"a checkpoint could not be written, training goes on: {error}"),
+                on_error=lambda error: self.notice(
+                    f"a checkpoint could not be written, but training continues: {error}"
+                ),
                 on_notice=self.notice,
             )
         return self._stores[root]

@@ -35,9 +35,8 @@ from .patience import Patience, PatienceState, check_patience
 from .recovery import Marker, RecoveryState, Rollback, as_loss, eased, is_sound, recall, resized
 from .sample_randomness import guess_notice, learn_draws
 from .sampling import NoSampler, Sampler
-from .schedule import follow_schedule
 from .snapshot import restore_snapshot
-from .stepping import Stepper
+from .stepping import Stepper, follow_schedule
 from .stragglers import Stopwatch
 from .trial import NUM_SAMPLES, try_halves, try_loss, try_metrics
 from .verify import is_split, refuse, require_whole_statistics, verdict_event, verify, why_not
@@ -51,7 +50,7 @@ MAX_RECENT = 10_000
 _GOOD, _PART = "\0good", "\0part"
 MANY = 8
 """Up to this many replicas, every step's per-replica losses are reported; with more, only those of some steps."""
-WORTH_A_WORD = 1.0
+INPUT_WAIT_WARNING_SECONDS = 1.0
 """Seconds of waiting for data above which the user gets a notice."""
 COMPARE_EVERY = 1000
 """Steps between two comparisons of the replicas."""
@@ -144,7 +143,9 @@ def check_schedule(task: Task, num_steps: int | None) -> None:
     """Raise `TaskError` where the task has a schedule but the number of steps is unknown."""
     if task.schedule is not None and num_steps is None:
         raise TaskError(
-            "a schedule needs the number of steps", got="a stream of unknown length", remedy="pass steps= to fit"
+            "a schedule needs to know the number of steps",
+            got="a stream of unknown length",
+            remedy="pass steps= to fit",
         )
 
 
@@ -291,7 +292,7 @@ class TrainingLoop:
         check_schedule(task, self.total)
         if task.ema is not None and self.total is not None and self.total * (1 - task.ema) < 1:
             reach = f"ema={task.ema} looks back about {1 / (1 - task.ema):.0f} steps and the run has {self.total}"
-            hand.notice(f"{reach}: the average stays near the first weights; a smaller ema follows faster")
+            hand.notice(f"{reach}: the average stays near the initial weights; use a smaller ema")
         valid = None
         if task.valid is not None:
             held = as_source(task.valid, collate=task.collate)
@@ -303,7 +304,7 @@ class TrainingLoop:
             self.begin()
             self.report_start()
         else:
-            self.go_on()
+            self.recover()
         return feed, valid
 
     def timed_build(self, make: Callable[[], nn.Module]) -> nn.Module:
@@ -314,6 +315,11 @@ class TrainingLoop:
         finally:
             self.seconds_to_build = time.perf_counter() - began
 
+    @property
+    def clock(self) -> Callable[[], float]:
+        """A clock for work on this rank's device; on a CPU other programs do not count."""
+        return time.thread_time if self.hand.device.type == "cpu" else time.perf_counter
+
     def ease(self, batch_size: int) -> None:
         """With fewer replicas than planned, use more micro-batches instead of larger ones, which might not fit."""
         hand = self.hand
@@ -322,7 +328,8 @@ class TrainingLoop:
             return
         if any(isinstance(layer, _BatchNorm) for layer in hand.model.modules()):
             hand.notice(
-                "batch statistics need micro-batches as they were: replicas take more rows at a time than before"
+                "batch statistics need micro-batches of the same size, so replicas process more rows at a time "
+                "than before"
             )
         else:
             hand.spec = spec
@@ -334,7 +341,7 @@ class TrainingLoop:
             start_from(self.hand, self.job.start_from)
         return resumed
 
-    def go_on(self) -> None:
+    def recover(self) -> None:
         """Resume after ranks failed or joined: from the memory of a rank, else from the last checkpoint."""
         hand, recent, kept = self.hand, [], self.kept
         saved = max(hand.world.gather_objects(hand.store(self.path).steps())[0], default=0)
@@ -378,12 +385,12 @@ class TrainingLoop:
         checkpoint = self.marker.checkpoint(self.ending or self.state())
         if checkpoint is not None:
             self.kept.checkpoint, self.kept.recent = checkpoint, list(self.reporter.recent)
-        elif self.hand.is_midway and not self.hand.replica.drifts:
+        elif self.hand.is_midway and not self.hand.replica.is_local_sgd:
             self.kept.checkpoint = None
 
     def keep_agreed(self) -> None:
         """Under local SGD, store the last synchronized state: after a failure all replicas resume from it."""
-        if self.hand.replica.drifts and self.hand.replica.agrees:
+        if self.hand.replica.is_local_sgd and self.hand.replica.agrees:
             self.marker.mark()
             checkpoint = self.marker.checkpoint(self.state())
             if checkpoint is not None:
@@ -397,7 +404,7 @@ class TrainingLoop:
         if since <= gave_way_at:
             again = f"again, after the run had gone back from step {gave_way_at}"
             raise LossNotFinite(f"{what}, {again}; {self.reporter.suspicion(hand.num_steps)}")
-        hand.notice(f"{what}: the run goes back to its last good state")
+        hand.notice(f"{what}: the run is rolled back to its last good state")
         # If only some replicas' state is not finite, the others keep theirs as the source; else all roll back.
         sound = hand.world.gather_objects(is_sound(hand))
         is_kept = sound[hand.world.rank] and not all(sound)
@@ -438,7 +445,7 @@ class TrainingLoop:
         learn_draws(hand, task, batch)
         self.verify()
         if task.metrics and task.valid is None:
-            hand.notice("metrics are measured on valid=, which this task does not have")
+            hand.notice("metrics are not computed, because the task has no valid=")
         if hand.size > feed.batch_size:
             hand.notice(f"a batch has {feed.batch_size} samples for {hand.size} replicas: some of them are idle")
         if (
@@ -446,7 +453,9 @@ class TrainingLoop:
             and not hand.spec.deterministic
             and any(isinstance(layer, _DropoutNd) and layer.p > 0 for layer in model.modules())
         ):
-            hand.notice("dropout draws other numbers on every replica, so losses differ a little from one device's")
+            hand.notice(
+                "dropout draws different numbers on every replica, so losses differ slightly from those of one device"
+            )
 
     def try_on(self, model: nn.Module, batch: Any = None) -> None:
         """Try the loss and the metrics on a network that is not split."""
@@ -457,12 +466,12 @@ class TrainingLoop:
             batch = hand.peek(source, check_source(source, task.batch_size), NUM_SAMPLES)
         with evaluating(model):
             if task.loss is not None:
-                began = time.perf_counter()
+                began = self.clock()
                 told = [try_loss(task, model, batch)]
-                first = time.perf_counter() - began
+                first = self.clock() - began
                 try_loss(task, model, batch)
                 # The first call may include torch's one-time initialization.
-                self.seconds_per_row = min(first, time.perf_counter() - began - first) / first_dim(batch)
+                self.seconds_per_row = min(first, self.clock() - began - first) / first_dim(batch)
                 self.not_verified = self.why_not_verified(model)
                 splits = is_split(self.split)
                 if self.job.verify and (self.not_verified or not splits):
@@ -543,12 +552,14 @@ class TrainingLoop:
             different.remove(text)
             name = text.split(" ")[0]
             if name not in self.noticed:
-                self.hand.notice(f"the buffer {name} is not synchronised over the replicas: the first one's is used")
+                self.hand.notice(
+                    f"the buffer {name} is not synchronized over the replicas: that of the first replica is used"
+                )
             self.noticed.add(name)
         if different:
             raise ReplicasDiffer(
                 f"after step {self.hand.num_steps} the replicas differ in {', '.join(different[:5])}: a parameter was "
-                "changed outside of the optimizer, a buffer is not synchronised, or memory was corrupted"
+                "changed outside of the optimizer, a buffer is not synchronized, or memory was corrupted"
             )
 
     def end_epoch(self, epoch: int, valid_feed: Feed | None) -> None:
@@ -581,7 +592,7 @@ class TrainingLoop:
 
     def tell_limit(self, feed: Feed) -> None:
         """Report once what limits the speed of the steps, if it is not compute."""
-        if feed.waited > WORTH_A_WORD and feed.limit not in ("compute", self.limit):
+        if feed.waited > INPUT_WAIT_WARNING_SECONDS and feed.limit not in ("compute", self.limit):
             self.limit = feed.limit
             self.hand.notice(feed.said())
 
@@ -642,7 +653,7 @@ class TrainingLoop:
             self.hand.notice(text)
         drawn = self.hand.replica.outline()
         if drawn is not None:
-            self.reporter.report(event("cut", **asdict(drawn)))
+            self.reporter.report(event("partition", **asdict(drawn)))
         parameters = sum(p.numel() for p in self.hand.model.parameters())
         self.reporter.report(
             event(
@@ -739,7 +750,7 @@ class _Reporter:
         self.report(event("skipped", step=step))
         if self.num_skipped == 1:
             self.skipped_since = step
-            self._hand.notice(f"step {step} was left out: its gradient is not finite{blame}")
+            self._hand.notice(f"step {step} was skipped: its gradient is not finite{blame}")
 
     def _blame(self, step: int, values: dict[str, float], part: float) -> str:
         """Describe which ranks and samples are not finite; a collective, run for the first skipped step of a row."""

@@ -1,8 +1,12 @@
-"""The loss of one step over all replicas and micro-batches, and the stop vote that is reduced with it."""
+"""The loss of one step over all replicas and micro-batches, and the stop vote that is reduced with it.
+
+Losses in which samples depend on each other gather the rows of all replicas, with gradients.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +26,7 @@ class BatchShare:
     last: bool = True
 
     @property
-    def is_ghost(self) -> bool:
+    def is_padding(self) -> bool:
         """Whether the micro-batch consists of padding rows, computed only to take part in the collectives."""
         return self.size == 0
 
@@ -30,8 +34,8 @@ class BatchShare:
 class Tally:
     """Sums losses over micro-batches; one all-reduce sums them, their count and the stop vote over the replicas."""
 
-    def __init__(self, world: World, *, speaks: bool = True, drifts: bool = False) -> None:
-        self._world, self._speaks, self._drifts = world, speaks, drifts
+    def __init__(self, world: World, *, speaks: bool = True, is_local_sgd: bool = False) -> None:
+        self._world, self._speaks, self._is_local_sgd = world, speaks, is_local_sgd
         self._num_samples = 1
         self._totals: list[Tensor] = []
         self._sizes: list[int] = []
@@ -49,25 +53,25 @@ class Tally:
         self._sizes.append(part.size)
         if isinstance(loss, Mean):
             self.counts_tokens = True
-            weight = 0.0 if part.is_ghost else 1.0
+            weight = 0.0 if part.is_padding else 1.0
             self._totals.append(loss.total.detach() * weight)
             self._token_counts.append(loss.count * weight)
-            return loss.total * weight if part.is_ghost else loss.total
+            return loss.total * weight if part.is_padding else loss.total
         _require_scalar(loss)
         self._num_samples = part.total
-        is_whole = part.size == part.total and not self._drifts
+        is_whole = part.size == part.total and not self._is_local_sgd
         self._totals.append(loss.detach() if is_whole else loss.detach() * part.size)
         self._plain_counts.append(1.0 if is_whole else part.size)
         return loss if is_whole else loss * (part.size / part.total)
 
-    def send(self, vote: Tensor, riders: Tensor | None) -> None:
-        """Copy the numbers into the gradients' bucket (`riders`), or start an all-reduce of their own."""
+    def send(self, vote: Tensor, piggybacked: Tensor | None) -> None:
+        """Copy the numbers into the gradients' bucket (`piggybacked`), or start an all-reduce of their own."""
         self.is_sent = True
-        if self._world.size == 1 and not self._drifts:
+        if self._world.size == 1 and not self._is_local_sgd:
             return
-        if riders is not None:
-            riders.copy_(self._numbers(vote, riders.dtype))
-            self._travelling = riders
+        if piggybacked is not None:
+            piggybacked.copy_(self._numbers(vote, piggybacked.dtype))
+            self._travelling = piggybacked
             return
         self._travelling = self._numbers(vote, torch.float64)
         self._pending = self._world.start_all_reduce(self._travelling)
@@ -106,7 +110,7 @@ class Tally:
 
         Under local SGD a replica's gradient is the mean over its own samples.
         """
-        if self._drifts:
+        if self._is_local_sgd:
             assert self._travelling is not None
             learnt = self._travelling[1] / (1 if self.counts_tokens else self._num_samples)
             return torch.where(learnt > 0, learnt, torch.ones_like(learnt))
@@ -146,13 +150,40 @@ class Tally:
 def _require_scalar(loss: object) -> None:
     if not isinstance(loss, Tensor):
         raise TaskError(
-            "a loss returns a scalar tensor or mh.mean(total, count)",
+            "a loss must return a scalar tensor or mh.mean(total, count)",
             got=type(loss).__name__,
             remedy="return the loss tensor",
         )
     if loss.dim() != 0:
         raise TaskError(
-            "a loss is a scalar, the mean over the batch's samples",
+            "a loss must be a scalar, the mean over the samples of the batch",
             got=f"a tensor of shape {tuple(loss.shape)}",
             remedy="end it with .mean(), or return mh.mean(losses.sum(), count)",
         )
+
+
+def gather_rows(world: World, rows: Tensor) -> Tensor:
+    """Concatenate the rows of all replicas; their numbers of rows may differ."""
+    return rows if world.size == 1 else _gather(rows, world)
+
+
+def _gather(*args: Any) -> Tensor:
+    return _Gather.apply(*args)  # type: ignore[no-untyped-call, no-any-return]
+
+
+class _Gather(torch.autograd.Function):
+    """Gather with rows padded to the longest replica; backward all-reduces gradients and keeps this replica's rows."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, world: World) -> Tensor:
+        sizes = world.all_gather(torch.tensor([len(rows)], device=rows.device)).flatten().tolist()
+        padded = rows.new_zeros(max(sizes), *rows.shape[1:])
+        padded[: len(rows)] = rows
+        ctx.world, ctx.start, ctx.stop = world, sum(sizes[: world.rank]), sum(sizes[: world.rank + 1])
+        return torch.cat([part[:size] for part, size in zip(world.all_gather(padded), sizes, strict=True)])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        gradient = gradient.contiguous().clone()
+        ctx.world.all_reduce(gradient)
+        return gradient[ctx.start : ctx.stop], None

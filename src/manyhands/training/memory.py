@@ -22,11 +22,11 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
-from ..core import ManyhandsError, Mean, OutOfMemory, SettingsError, StrategyError, Task
+from ..core import ManyhandsError, Mean, OutOfMemory, SettingsError, StrategyError, Task, format_bytes
 from ..data import Batch, first_dim, split
 from ..distributed import Device, World
 from ..graph import Life, kept_bytes, largest_sum, lives
-from ..strategies import keep_all, recompute, size_text
+from ..strategies import keep_all, recompute
 from .hand import Hand
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
@@ -41,7 +41,7 @@ MAPPED_FROM, MAPPED_AT_LAST = 1 << 17, 1 << 25
 """The initial value of glibc's mmap threshold, and the one it grows to by itself."""
 NUM_NAMED = 5
 """Number of modules that an account names."""
-ROOM = 0.7
+USABLE_SHARE = 0.7
 """The share of memory that a step is planned to use; later batches and checkpoints need the rest."""
 
 
@@ -58,17 +58,17 @@ def parse_bytes(text: str | int) -> int:
     number = float(found[1]) if found else 0.0
     if found is None or isinstance(text, bool) or (found[3] and not found[2]) or number <= 0:
         raise SettingsError(
-            "an amount of memory is a number of bytes above zero",
+            "an amount of memory must be a number of bytes above zero",
             got=repr(text),
-            remedy='write it as "8GiB" or "500MB"',
+            remedy='write for example "8GiB" or "500MB"',
         )
     unit = found[2].lower()
     count = int(number * (_BINARY[unit] if found[3] else _UNITS[unit]))
     if count < LEAST:
         raise SettingsError(
-            f"an amount of memory is at least {size_text(LEAST)}",
-            got=f"{text!r}, which is {size_text(count)}",
-            remedy='write the unit too, such as "8GiB"',
+            f"an amount of memory must be at least {format_bytes(LEAST)}",
+            got=f"{text!r}, which is {format_bytes(count)}",
+            remedy='include the unit, such as "8GiB"',
         )
     return count
 
@@ -155,7 +155,9 @@ def _limited_cuda(device: torch.device, memory: int) -> Iterator[None]:
     total = torch.cuda.get_device_properties(device).total_memory
     if memory > total:
         raise SettingsError(
-            f"{device} has {size_text(total)}", got=f"memory={size_text(memory)}", remedy="pass less, or nothing"
+            f"memory must not exceed that of {device}, {format_bytes(total)}",
+            got=f"memory={format_bytes(memory)}",
+            remedy="pass a smaller amount, or omit it",
         )
     before = torch.cuda.get_per_process_memory_fraction(device)
     torch.cuda.empty_cache()
@@ -230,15 +232,18 @@ class Account:
     def lines(self) -> list[str]:
         """Return one line of text per part."""
         parts = {"parameters": self.parameters, "gradients": self.gradients, "optimizer state": self.optimizer}
-        lines = [f"{name:<16} {size_text(size):>10}" for name, size in parts.items()]
+        lines = [f"{name:<16} {format_bytes(size):>10}" for name, size in parts.items()]
         if not self.activations:
             return [*lines, "activations      could not be measured"]
-        whole = size_text(sum(self.activations.values()))
+        whole = format_bytes(sum(self.activations.values()))
         largest = list(self.activations.items())[:NUM_NAMED]
-        named = ", ".join(f"{name or 'outside of the network'} {size_text(size)}" for name, size in largest)
+        named = ", ".join(f"{name or 'outside of the network'} {format_bytes(size)}" for name, size in largest)
         more = f", {len(self.activations) - NUM_NAMED} more" if len(self.activations) > NUM_NAMED else ""
         lines.append(f"{'activations':<16} {whole:>10} for {self.rows} rows: {named}{more}")
-        return [*lines, f"{'working memory':<16} {size_text(self.working):>10} besides, while forward and backward run"]
+        return [
+            *lines,
+            f"{'working memory':<16} {format_bytes(self.working):>10} in addition, during forward and backward",
+        ]
 
 
 def held_now(device: torch.device) -> int:
@@ -389,7 +394,7 @@ def _without_statistics(model: nn.Module) -> Iterator[None]:
 def remedies(hand: Hand, task: Task, batch: Batch, held: Account, memory: int) -> list[str]:
     """Return options with which the step would fit and the memory they would take, as lines of text."""
     found = []
-    if held.fixed > ROOM * memory:
+    if held.fixed > USABLE_SHARE * memory:
         found += _sharded(hand, held, memory)
     if held.fixed > memory:
         return [*found, "no batch: parameters, gradients and optimizer state alone are more than there is"]
@@ -413,7 +418,7 @@ def _sharded(hand: Hand, held: Account, memory: int) -> list[str]:
     if hand.spec.shards != 1 or hand.spec.tensor * hand.spec.stages > 1:
         return []
     devices = 2
-    while held.total / devices > ROOM * memory:
+    while held.total / devices > USABLE_SHARE * memory:
         devices *= 2
     return [_line(f"mh.Sharded({devices})", held.total // devices, memory) + f" on each of {devices} devices"]
 
@@ -422,7 +427,7 @@ def _accumulate(hand: Hand, fixed: int, peak: int, rows: int, memory: int) -> in
     """Return the smallest number of micro-batches with which the step fits; None where even single rows do not."""
     now = hand.spec.accumulate
     for parts in range(2, rows + 1):
-        if fixed + peak / parts <= ROOM * memory:
+        if fixed + peak / parts <= USABLE_SHARE * memory:
             return now * parts
     return None
 
@@ -442,7 +447,7 @@ def _recomputed(hand: Hand, task: Task, batch: Batch, held: Account, memory: int
     total = held.fixed + again[1]
     found = [_line('recompute="blocks"', total, memory)]
     accumulate = _accumulate(hand, held.fixed, again[1], held.rows, memory)
-    if total > ROOM * memory and accumulate is not None:
+    if total > USABLE_SHARE * memory and accumulate is not None:
         share = again[1] * hand.spec.accumulate // accumulate
         found.append(_line(f'recompute="blocks", accumulate={accumulate}', held.fixed + share, memory))
     return found
@@ -450,8 +455,9 @@ def _recomputed(hand: Hand, task: Task, batch: Batch, held: Account, memory: int
 
 def _line(what: str, total: int, memory: int) -> str:
     """Return a line for an option and its memory; also says where it is tight, as later batches may need more."""
-    verdict = "" if total <= ROOM * memory else ", which is tight" if total <= memory else ", which is still too much"
-    return f"{what:<20} about {size_text(total)}{verdict}"
+    verdict = ", which is tight" if total <= memory else ", which is still too much"
+    verdict = "" if total <= USABLE_SHARE * memory else verdict
+    return f"{what:<20} about {format_bytes(total)}{verdict}"
 
 
 # -- out-of-memory errors ----------------------------------------------------------------------------------------------
@@ -486,14 +492,14 @@ def explain_memory(error: BaseException, hand: Hand, task: Task, batch: Batch, l
     head = f"step {hand.num_steps + 1} did not fit into the memory of {place}"
     options = remedies(hand, task, batch, held, memory)
     _free(hand.device)
-    texts = [head, f"a step holds about {size_text(held.total)}, and there is room for {size_text(memory)}:"]
+    texts = [head, f"a step holds about {format_bytes(held.total)}, and there is room for {format_bytes(memory)}:"]
     texts += [f"  {line}" for line in held.lines()]
     texts += ["what would help:", *(f"  {line}" for line in options)]
     raise OutOfMemory("\n".join(texts)) from None
 
 
 def _spelled(amount: str) -> str:
-    return size_text(int(amount.split()[0])) if amount.split()[-1].startswith("byte") else amount
+    return format_bytes(int(amount.split()[0])) if amount.split()[-1].startswith("byte") else amount
 
 
 def _where(error: BaseException) -> str:

@@ -17,10 +17,10 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ..core import Mean, OutOfMemory, StrategyError, StrategySpec, Task
+from ..core import Mean, OutOfMemory, StrategyError, StrategySpec, Task, format_bytes
 from ..data import map_leaves
 from ..graph import Life, kept_bytes, largest_sum, lives
-from ..strategies import AT_ONCE, SplitTable, in_double, keep_all, recompute, size_text, table_of
+from ..strategies import AT_ONCE, SplitTable, in_double, keep_all, recompute, table_of
 from .explain import few_samples, slots_of, without_values
 from .repeated_blocks import KEPT, RepeatedBlocks, rows_of, shortened
 
@@ -30,7 +30,7 @@ SHARDED = 1.15
 """Step time with sharded parameters, which are gathered in addition to the gradient reduction."""
 OFFLOADED = 2.0
 """Step time with gradients and optimizer state offloaded to the host and back."""
-ROOM = 0.9
+USABLE_SHARE = 0.9
 """The share of memory that is planned for; the allocator and non-tensor memory need the rest."""
 NUM_ROWS = 2
 
@@ -56,18 +56,18 @@ def fit_in(
     if spec.precision == "fp64":
         model = in_double(model)
     choices = sorted(_choices(task, model, spec, num_devices, host), key=lambda choice: choice.cost)
-    best = next((choice for choice in choices if choice.bytes <= ROOM * memory), None)
+    best = next((choice for choice in choices if choice.bytes <= USABLE_SHARE * memory), None)
     if best is None:
         least = min(choices, key=lambda choice: choice.bytes)
         raise OutOfMemory(
-            f"nothing fits into {ROOM:.0%} of {size_text(memory)}: the least is {least.spec} with about "
-            f"{size_text(least.bytes)} a device; use more devices, a smaller batch or network, or precision=bf16"
+            f"nothing fits into {USABLE_SHARE:.0%} of {format_bytes(memory)}: the least is {least.spec} with about "
+            f"{format_bytes(least.bytes)} a device; use more devices, a smaller batch or network, or precision=bf16"
         )
-    taken = f"about {size_text(best.bytes)} of {size_text(memory)} on each device"
+    taken = f"about {format_bytes(best.bytes)} of {format_bytes(memory)} on each device"
     plain = choices[0]
     if best is plain:
         return best.spec, [f"{best.spec} takes {taken}"]
-    return best.spec, [f"{best.spec} takes {taken}; {plain.spec} would take {size_text(plain.bytes)}"]
+    return best.spec, [f"{best.spec} takes {taken}; {plain.spec} would take {format_bytes(plain.bytes)}"]
 
 
 def _choices(task: Task, model: nn.Module, spec: StrategySpec, num_devices: int, host: int) -> Iterator[MemoryOption]:
@@ -97,7 +97,7 @@ def _kept(spec: StrategySpec, table: SplitTable, host: int) -> Iterator[tuple[st
     gradients, alone = copies * table.gradients, spec.num_parts == 1
     if "optimizer" not in spec.offloaded:
         yield spec.offload, table.parameters + gradients + table.optimizer, 1.0
-    if "optimizer" in spec.offloaded or (host and table.optimizer + gradients * alone <= ROOM * host):
+    if "optimizer" in spec.offloaded or (host and table.optimizer + gradients * alone <= USABLE_SHARE * host):
         # During an update of some parameters, their gradients, optimizer state and temporaries are on the device.
         visiting = min(table.parameters, AT_ONCE) * (3 + table.optimizer / max(1, table.parameters))
         held = table.parameters + (0 if alone else gradients) + int(visiting)

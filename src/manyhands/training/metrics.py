@@ -117,7 +117,7 @@ class Meter(ABC):
         raise TaskError(
             f"the metric {self.name!r} must compute a number, or a dict of numbers",
             got=f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__,
-            remedy="reduce it, for instance with average='macro'",
+            remedy="reduce it, for example with average='macro'",
         )
 
 
@@ -134,9 +134,10 @@ class DeclaredMeter(Meter):
         if isinstance(batch, (tuple, list)) and len(batch) > 1:
             return outputs, batch[1]
         raise TaskError(
-            f"the metric {self.name!r} takes predictions and targets, which are outputs and batch[1] of (x, y) batches",
+            f"the metric {self.name!r} needs predictions and targets, which are outputs and batch[1] of (x, y) batches",
             got=f"a batch that is a {type(batch).__name__}",
-            remedy=f'say what it takes: metrics={{"{self.name}": (metric, lambda outputs, batch: (outputs, ...))}}',
+            remedy="pass a function that selects them: "
+            f'metrics={{"{self.name}": (metric, lambda outputs, batch: (outputs, ...))}}',
         )
 
     @property
@@ -158,7 +159,8 @@ class DeclaredMeter(Meter):
         if bool(((scores >= 0) & (scores <= 1)).all()):
             return ""
         return (
-            f"the metric {self.name!r} gets numbers beyond 0 and 1: {kind} guesses for every batch anew whether they "
+            f"the metric {self.name!r} gets values outside of 0 to 1: {kind} decides for every batch separately "
+            "whether they "
             "are logits, so another split may change it; give it probabilities, with predict= or in a pair"
         )
 
@@ -276,9 +278,9 @@ def _meters(name: str, given: Any, device: torch.device) -> Iterator[Meter]:
         return
     if not _is_object(metric):
         raise TaskError(
-            f"the metric {name!r} must be a function of (outputs, batch), or make an object with update and compute",
+            f"the metric {name!r} must be a function of (outputs, batch), or return an object with update and compute",
             got=f"{'a pair with ' if arguments else ''}a {type(metric).__name__}",
-            remedy="make such an object in it, or take two arguments",
+            remedy="return such an object from it, or accept two arguments",
         )
     kind = DeclaredMeter if hasattr(metric, "_reductions") else OwnMeter
     yield kind(name, metric, arguments, device)
@@ -361,5 +363,5 @@ def _require_joinable(meters: Sequence[Meter], num_replicas: int) -> None:
             raise TaskError(
                 f"a metric must be combinable over {num_replicas} replicas",
                 got=f"{meter.name!r}: {meter.obstacle}",
-                remedy="give it a merge(other) or declare how its states are reduced, leave it out, or use one replica",
+                remedy="give it a merge(other), declare how its states are reduced, omit it, or use one replica",
             )

@@ -41,13 +41,13 @@ def part_snapshot(
     state: dict[str, Any],
 ) -> Checkpoint:
     """Return this rank's part of all that a run needs to resume: copies on the CPU, without collectives."""
-    cut: list[str] = []
+    sharded: list[str] = []
     joins = True
 
     def copied(path: str, tensor: Tensor) -> Tensor:
         nonlocal joins
         if hasattr(tensor, "placements"):
-            cut.append(path)
+            sharded.append(path)
             joins = joins and all(place.is_shard(0) for place in tensor.placements)
         return _local(tensor).detach().to("cpu", copy=True)
 
@@ -78,7 +78,7 @@ def part_snapshot(
             "state": state,
             "place": hand.world.rank % num_places(hand.spec),
             "shape": list(shape_of(hand.spec)),
-            "cut": cut,
+            "sharded": sharded,
             "joins": joins and hand.spec.tensor * hand.spec.stages == 1,
         },
     )
@@ -87,7 +87,7 @@ def part_snapshot(
 @torch.no_grad()
 def restore_part(hand: Hand, part: Checkpoint) -> dict[str, Any]:
     """Load a part into a rank that holds the same part of the network; return the loop's state."""
-    replica, cut = hand.replica, set(part.state["cut"])
+    replica, sharded = hand.replica, set(part.state["sharded"])
     parameters = {name: parameter for parameter, name in replica.names.items()}
     for name, tensor in (*_parameters(hand).items(), *hand.model.named_buffers()):
         if not tensor.is_meta:
@@ -100,7 +100,7 @@ def restore_part(hand: Hand, part: Checkpoint) -> dict[str, Any]:
         saved = part.optimizers[key]
         slots = {
             name: {
-                slot: _laid_out(value, parameters[name]) if f"{key}/{name}/{slot}" in cut else value
+                slot: _laid_out(value, parameters[name]) if f"{key}/{name}/{slot}" in sharded else value
                 for slot, value in values.items()
             }
             for name, values in saved["state"].items()
@@ -112,10 +112,10 @@ def restore_part(hand: Hand, part: Checkpoint) -> dict[str, Any]:
 def joined(parts: Sequence[Checkpoint]) -> Checkpoint:
     """Concatenate the parts, in order, to a whole checkpoint; each part has a range of rows."""
     first = parts[0]
-    cut = set(first.state["cut"])
+    sharded = set(first.state["sharded"])
 
     def whole(path: str, values: Sequence[Any]) -> Any:
-        return torch.cat(list(values)) if path in cut else values[0]
+        return torch.cat(list(values)) if path in sharded else values[0]
 
     def wholes(prefix: str, several: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         return {name: whole(f"{prefix}/{name}", [one[name] for one in several]) for name in several[0]}

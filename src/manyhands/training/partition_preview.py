@@ -13,7 +13,7 @@ from torch import nn
 from ..core import StrategySpec, Task, random_state, restore_random_state
 from ..data import Feed, as_source, check_source
 from ..distributed import Device
-from ..strategies import Outline, check_cut, in_double, outline
+from ..strategies import Outline, check_partition, in_double, outline
 from .explain import layout_of, slots_of, without_values
 
 NUM_ROWS = 4
@@ -25,7 +25,7 @@ def check_pieces(task: Task, spec: StrategySpec, devices: Sequence[Device]) -> N
     if spec.stages == 1:
         return
     model = without_values(task) or _built(task)
-    check_cut(spec, _as_wide(model, spec), devices, _probe(task, spec, NUM_ROWS))
+    check_partition(spec, _as_wide(model, spec), devices, _probe(task, spec, NUM_ROWS))
 
 
 def outline_of(task: Task, spec: StrategySpec, devices: Sequence[Device]) -> Outline:

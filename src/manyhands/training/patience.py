@@ -35,20 +35,24 @@ class Patience:
     def __post_init__(self) -> None:
         if not isinstance(self.name, str):
             raise SettingsError(
-                "Patience watches a name", got=repr(self.name), remedy='write mh.Patience("valid_loss")'
+                "the first argument of Patience must be a name",
+                got=repr(self.name),
+                remedy='write for example mh.Patience("valid_loss")',
             )
         if isinstance(self.epochs, bool) or not isinstance(self.epochs, int) or self.epochs < 1:
             raise SettingsError(
-                "Patience waits a whole number of epochs, at least 1",
+                "epochs of Patience must be a whole number of at least 1",
                 got=repr(self.epochs),
-                remedy=f"write mh.Patience({self.name!r}, 5)",
+                remedy=f"write for example mh.Patience({self.name!r}, 5)",
             )
         if self.mode not in ("auto", "min", "max"):
             raise SettingsError(
-                "the mode of Patience is auto, min or max", got=repr(self.mode), remedy='write mode="min"'
+                "mode of Patience must be auto, min or max", got=repr(self.mode), remedy='write for example mode="min"'
             )
         if not self.min_delta >= 0:
-            raise SettingsError("min_delta is at least 0", got=self.min_delta, remedy="leave it out, or write 0.001")
+            raise SettingsError(
+                "min_delta must be at least 0", got=self.min_delta, remedy="omit it, or write for example 0.001"
+            )
         if self.mode == "auto":
             object.__setattr__(self, "mode", _usual_mode(self.name))
 
@@ -63,7 +67,9 @@ class Patience:
         epochs, _, mode = rest.partition(":")
         if not name or not epochs.isdecimal():
             raise SettingsError(
-                "patience is written NAME:EPOCHS or NAME:EPOCHS:MODE", got=repr(text), remedy="write valid_loss:5"
+                "patience must be written NAME:EPOCHS or NAME:EPOCHS:MODE",
+                got=repr(text),
+                remedy="write for example valid_loss:5",
             )
         return cls(name, int(epochs), mode or "auto")
 
@@ -139,9 +145,9 @@ def as_patience(stop: Patience | Sequence[Patience] | None) -> tuple[Patience, .
     for one in several:
         if not isinstance(one, Patience):
             raise SettingsError(
-                "stop is an mh.Patience or a list of them",
+                "stop must be an mh.Patience or a list of them",
                 got=type(one).__name__,
-                remedy='pass stop=mh.Patience("valid_loss", 5)',
+                remedy='pass for example stop=mh.Patience("valid_loss", 5)',
             )
     return tuple(several)
 
@@ -175,9 +181,9 @@ def _value(patience: Patience, values: Mapping[str, float]) -> float:
 def _never_measured(name: str, known: Sequence[str], more: str = "") -> SettingsError:
     close = difflib.get_close_matches(name, known, n=3)
     return SettingsError(
-        f"Patience watches what is measured: {', '.join(known) or 'nothing yet'}{more}",
+        f"Patience needs the name of a measured value: {', '.join(known) or 'nothing yet'}{more}",
         got=repr(name),
-        remedy=f"did you mean {' or '.join(close)}?" if close else "name one of these",
+        remedy=f"did you mean {' or '.join(close)}?" if close else "choose one of them",
     )
 
 
@@ -186,5 +192,5 @@ def _usual_mode(name: str) -> str:
     if bool(words & _LOW) != bool(words & _HIGH):
         return "min" if words & _LOW else "max"
     raise SettingsError(
-        "whether more is better must be known", got=repr(name), remedy=f'write mh.Patience({name!r}, mode="max")'
+        "the direction of a metric must be known", got=repr(name), remedy=f'write mh.Patience({name!r}, mode="max")'
     )

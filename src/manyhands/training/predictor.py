@@ -24,17 +24,17 @@ def inputs_of(task: Task, batch: Any) -> dict[str, Any]:
         missing = [name for name in names if name not in batch]
         if missing:
             raise TaskError(
-                f"predict's inputs are taken from the batch, which has {', '.join(map(str, batch))}",
+                f"the inputs of predict must be keys of the batch, which has {', '.join(map(str, batch))}",
                 got=", ".join(missing),
-                remedy="name predict's parameters after the batch's keys",
+                remedy="name the parameters of predict after these keys",
             )
         return {name: batch[name] for name in names}
     elements = batch if isinstance(batch, (tuple, list)) else (batch,)
     if len(names) > len(elements):
         raise TaskError(
-            f"predict takes its inputs from the batch's {len(elements)} elements",
+            f"predict can have at most as many inputs as the batch has elements, {len(elements)}",
             got=f"{len(names)} inputs",
-            remedy="take fewer",
+            remedy="use fewer inputs",
         )
     return dict(zip(names, elements, strict=False))
 
@@ -57,9 +57,9 @@ def named(outputs: Any) -> dict[str, Tensor]:
     if isinstance(outputs, Mapping) and all(isinstance(value, Tensor) for value in outputs.values()):
         return dict(outputs)
     raise TaskError(
-        "predict returns a tensor or a dict of tensors",
+        "predict must return a tensor or a dict of tensors",
         got=type(outputs).__name__,
-        remedy="pick the tensors to answer with",
+        remedy="select the tensors to return",
     )
 
 

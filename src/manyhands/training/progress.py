@@ -13,8 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from ..core import Event
-from ..strategies import size_text
+from ..core import Event, format_bytes
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _COLOURS = {
@@ -170,13 +169,13 @@ def said(entry: Event) -> str:
     if entry["kind"] == "lost":
         return f"rank {entry['rank']} on {entry['host']} {entry['reason']}"
     if entry["kind"] == "recovered":
-        return f"goes on from step {entry['step']} with {entry['size']} replicas, from {entry['source']}"
+        return f"resumed from step {entry['step']} with {entry['size']} replicas, from {entry['source']}"
     if entry["kind"] == "split":
         return "\n".join(["where everything goes", *entry["lines"]])
     if entry["kind"] == "used" and entry["rank"] == 0:
-        parts = ", ".join(f"{name} {size_text(entry[name])}" for name in ("parameters", "optimizer"))
+        parts = ", ".join(f"{name} {format_bytes(entry[name])}" for name in ("parameters", "optimizer"))
         whole = "its process, torch and all," if entry["device"] == "cpu" else "all in all"
-        return f"the first device really held {parts}; {whole} {size_text(entry['peak'])} at most"
+        return f"the first device really held {parts}; {whole} {format_bytes(entry['peak'])} at most"
     if entry["kind"] == "verdict" and entry["why"] == "nothing is split":
         return ""
     return str(entry["text"]) if entry["kind"] in ("notice", "straggler", "hang", "verdict") else ""

@@ -158,8 +158,8 @@ def recall(hand: Hand, kept: RecoveryState, at_least: int) -> Recalled | None:
     recent = [entry for entry in kept.recent if world.seat.heard < entry[0] <= step]
     told = world.gather_objects(recent)[sources[0]]
     # Of two ranks at the same step one may have ended its epoch already: all resume from the first source's position.
-    stood = None if wanted[0] not in held else {key: held[wanted[0]].state[key] for key in ("cursors", "state")}
-    stands = world.gather_objects(stood)[sources[0]]
+    positions = None if wanted[0] not in held else {key: held[wanted[0]].state[key] for key in ("cursors", "state")}
+    positions = world.gather_objects(positions)[sources[0]]
     live = world.gather_objects(None if kept.checkpoint is None else _offer(kept.checkpoint))
     fits = shape == shape_of(hand.spec)
     parts: list[Any] = []
@@ -181,7 +181,7 @@ def recall(hand: Hand, kept: RecoveryState, at_least: int) -> Recalled | None:
     source_text = names if set(wanted) <= set(live) else "copies that ranks keep of each other's parts"
     if fits:
         mine = parts[world.rank % len(parts)]
-        mine = dataclasses.replace(mine, state={**mine.state, **stands})
+        mine = dataclasses.replace(mine, state={**mine.state, **positions})
         return Recalled(mine, source_text, told, is_part=True)
     if not all(part.state["joins"] for part in parts):
         return None
@@ -217,14 +217,14 @@ def resized(spec: StrategySpec, size: int) -> StrategySpec:
     group = (spec.num_devices or 1) // (spec.replicas or 1)
     if size % group == 0:
         return dataclasses.replace(spec, replicas=size // group)
-    cut = spec.tensor * spec.stages
-    if size % cut:
+    per_replica = spec.tensor * spec.stages
+    if size % per_replica:
         raise StrategyError(
-            f"{spec} needs a multiple of {cut} ranks (tensor x stages)",
-            got=f"{size}, since others were lost",
-            remedy="resume the run where there are enough devices, or with another strategy",
+            f"{spec} needs a multiple of {per_replica} ranks (tensor x stages)",
+            got=f"{size} after other ranks failed",
+            remedy="resume the run with enough devices, or with another strategy",
         )
-    return dataclasses.replace(spec, replicas=1, shards=size // cut)
+    return dataclasses.replace(spec, replicas=1, shards=size // per_replica)
 
 
 def eased(spec: StrategySpec, full: StrategySpec, batch_size: int) -> StrategySpec:

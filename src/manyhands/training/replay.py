@@ -24,9 +24,8 @@ from .loop import CHECKPOINTS
 from .loss_totals import BatchShare, Tally
 from .run import Run
 from .sample_randomness import learn_draws
-from .schedule import follow_schedule
 from .snapshot import restore_snapshot
-from .stepping import take_step
+from .stepping import follow_schedule, take_step
 from .trial import NUM_SAMPLES
 
 CLOSE = {"fp64": 1e-6, "fp32": 1e-3, "bf16": 5e-2}
@@ -240,7 +239,9 @@ def _recorded(run: Run, step: int) -> float:
     losses = run.losses
     if not 1 <= step <= len(losses):
         raise SettingsError(
-            f"{run.name} has steps 1 to {len(losses)}", got=step, remedy=f"write {run.path}@{max(1, len(losses))}"
+            f"the step of {run.name} must be between 1 and {len(losses)}",
+            got=step,
+            remedy=f"write for example {run.path}@{max(1, len(losses))}",
         )
     return losses[step - 1]
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core import remember_buffers
+from ..core import remember_state
 
 PLAIN = (int, float, str, bytes, bool, type(None))
 
@@ -58,8 +58,7 @@ def _remembered(held: Any) -> Iterator[Callable[[], None]]:
         yield functools.partial(setattr, held, "cell_contents", content)
         held = content
     if isinstance(held, nn.Module):
-        yield remember_buffers(held)
-        yield from (_attributes(part) for part in held.modules())
+        yield remember_state(held)
     elif isinstance(held, list | dict | set):
         yield _container(held)
     elif not isinstance(held, (*PLAIN, type, FunctionType, Tensor)) and hasattr(held, "__dict__"):

@@ -189,8 +189,7 @@ class Run:
         """Return the task that was trained; raise if the run was opened without it."""
         if self.task is None:
             raise TaskError(
-                "this needs the task that was trained",
-                got="a run opened without it",
+                "this needs the task that was trained, but the run was opened without it",
                 remedy="open it with mh.Run(path, task)",
             )
         return self.task
@@ -233,12 +232,14 @@ def read_record(folder: Path) -> dict[str, Any]:
         record = read_json(folder / RECORD, RECORD_LIMIT)
     except FileNotFoundError:
         raise CheckpointError(
-            f"a run is a folder with a {RECORD}", got=str(folder), remedy="name a folder under runs/"
+            f"a run must be a folder with a {RECORD}", got=str(folder), remedy="pass a folder under runs/"
         ) from None
     except (OSError, FileError) as error:
         raise CheckpointError(f"{folder / RECORD} must be readable", got=str(error)) from None
     if not fields.holds(record, fields.RECORD_FIELDS):
-        raise CheckpointError(f"{folder / RECORD} must describe a run", got="missing fields, or fields of other types")
+        raise CheckpointError(
+            f"{folder / RECORD} must be a record of a run", got="missing fields, or fields of other types"
+        )
     return record
 
 
@@ -256,7 +257,7 @@ def _require_folder(folder: Path) -> None:
     for path in (folder, *folder.parents):
         if path.exists() and not path.is_dir():
             raise SettingsError(
-                "save_pretrained writes a folder", got=f"{path}, which is a file", remedy="name another folder"
+                "save_pretrained needs a folder", got=f"{path}, which is a file", remedy="choose another path"
             )
 
 
@@ -279,7 +280,7 @@ def as_weights(start_from: Any, folder: str | Path = "runs") -> Weights | None:
     else:
         is_network = isinstance(start_from, nn.Module)
         raise CheckpointError(
-            "start_from is a run, a path of weights, or a state dict",
+            "start_from must be a run, a path of weights, or a state dict",
             got=type(start_from).__name__,
             remedy="pass its .state_dict()" if is_network else "pass one of these",
         )
@@ -291,7 +292,7 @@ def as_weights(start_from: Any, folder: str | Path = "runs") -> Weights | None:
 def _require_path(source: Path | Mapping[str, Tensor], given: Any, folder: Path) -> None:
     if isinstance(source, Path) and not source.exists() and (folder / given / RECORD).exists():
         raise CheckpointError(
-            "start_from takes a path", got=f"{str(given)!r}, a run's name", remedy=f"pass {str(folder / given)!r}"
+            "start_from needs a path", got=f"{str(given)!r}, the name of a run", remedy=f"pass {str(folder / given)!r}"
         )
 
 
@@ -302,9 +303,9 @@ def _make(folder: Path, *, exist_ok: bool = False) -> None:
         raise
     except OSError as error:
         raise SettingsError(
-            "what is trained is kept in a folder that can be written",
+            "runs must be saved in a folder that can be written",
             got=f"{folder.parent} ({error.strerror})",
-            remedy="name another one: folder=, or --folder",
+            remedy="choose another one with folder=, or --folder",
         ) from None
 
 
@@ -316,20 +317,20 @@ def new_folder(folder: str | Path, name: str | None, default: str, resume: bool,
     root = Path(folder)
     if name is not None and (not name.replace("-", "").replace("_", "").replace(".", "").isalnum() or len(name) > 64):
         raise SettingsError(
-            "a run's name has letters, digits, - _ and . only (at most 64)",
+            "the name of a run must consist of letters, digits, - _ and ., at most 64 characters",
             got=repr(name),
-            remedy="rename it",
+            remedy="choose another name",
         )
     if resume:
         if name is None:
-            raise SettingsError("resume needs the run's name", got="none", remedy='pass name="..."')
+            raise SettingsError("resume needs the name of the run", remedy='pass name="..."')
         if may_begin:
             _make(root / name, exist_ok=True)
         if not (root / name).is_dir():
             raise SettingsError(
-                f"what is resumed must be there; {root} has {_some_of(root)}",
+                f"a run to resume must exist; {root} has {_some_of(root)}",
                 got=repr(name),
-                remedy="name one of these, or begin it without resume; resume='auto', or --go-on, does either",
+                remedy='choose one of these, or pass resume="auto" to start it if it does not exist',
             )
         return root / name
     chosen = name or default
@@ -340,9 +341,9 @@ def new_folder(folder: str | Path, name: str | None, default: str, resume: bool,
             continue
         return root / f"{chosen}{suffix}"
     raise SettingsError(
-        "what was trained is never overwritten",
+        "an existing run is never overwritten",
         got=f"{root / chosen}, which exists",
-        remedy="pass resume=True to go on, or another name",
+        remedy="pass resume=True to resume it, or another name",
     )
 
 

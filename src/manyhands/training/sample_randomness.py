@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..core import LayoutFree, Task, UsageError, random_state, remember_buffers, restore_random_state
+from ..core import LayoutFree, Task, UsageError, random_state, remember_state, restore_random_state
 from ..data import first_dim, split
 from .hand import Hand
 
@@ -26,7 +26,7 @@ def learn_draws(hand: Hand, task: Task, batch: Any) -> None:
     if few == more:
         return
     loss, states = task.loss, random_state(hand.device)
-    put_back = remember_buffers(hand.model)
+    put_back = remember_state(hand.model)
 
     def compute(count: int) -> None:
         failure: Exception | None = None

@@ -77,7 +77,7 @@ class Sampler:
         """Account for a step: report a finished sample, and start the next one where due."""
         if self._window is not None:
             sample, self._window = self._window.close(), None
-            self._hand.world.line.report(told(self._hand.world, sample))
+            self._hand.world.line.report(profile_event(self._hand.world, sample))
         if self._hand.num_steps % self._every == self._every - 1:
             self._window = StepTimer(self._hand, self._feed)
 
@@ -101,7 +101,7 @@ class NoSampler(Sampler):
         pass
 
 
-def told(world: World, sample: Sample) -> Event:
+def profile_event(world: World, sample: Sample) -> Event:
     """Return a sample as an event, with the peak of the device's memory."""
     peak = torch.cuda.max_memory_allocated(world.device) if world.device.type == "cuda" else 0
     seconds = {name: round(value, 9) for name, value in sample.seconds.items()}

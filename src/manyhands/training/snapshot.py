@@ -139,7 +139,7 @@ def restore_snapshot(hand: Hand, checkpoint: Checkpoint) -> dict[str, Any]:
     check_matches(checkpoint, hand.model)
     if set(checkpoint.optimizers) != set(replica.optimizers):
         raise CheckpointError(
-            f"the checkpoint has optimizers {sorted(checkpoint.optimizers)}",
+            f"the task must have the optimizers of the checkpoint, {sorted(checkpoint.optimizers)}",
             got=sorted(replica.optimizers),
             remedy="resume with the task that wrote it",
         )
@@ -194,9 +194,9 @@ def _changes(checkpoint: Checkpoint, hand: Hand) -> Iterator[str]:
     for name in ("precision", "deterministic", "accumulate", "batch_stats", "sync", "recompute"):
         default = getattr(StrategySpec(), name)
         if before.get(name, default) != now.get(name, default):
-            yield f"the run goes on with {name}={now.get(name, default)}; it had {before.get(name, default)}"
+            yield f"the run continues with {name}={now.get(name, default)}; it had {before.get(name, default)}"
     if checkpoint.averages and hand.averages is None:
-        yield "the run goes on without the average of its weights, because the task has no ema now"
+        yield "the run continues without the average of its weights, because the task has no ema now"
 
 
 def _mapped(function: Callable[[Any], Any], kind: type = Tensor) -> Callable[[Any], Any]:

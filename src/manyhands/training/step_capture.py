@@ -7,23 +7,33 @@ uncaptured.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..core import random_state, remember_buffers, restore_random_state
-from ..data import Batch, ResidentBatch, map_leaves, tensors
-from ..graph import CannotRecord, Phase, Recording, Statics, ValueWatch, make_capturable, rehearsing, shape_of
+from ..capture import (
+    CapturedGraphs,
+    CaptureError,
+    Phase,
+    StaticInputs,
+    ValueWatch,
+    make_capturable,
+    rehearsing,
+    shape_of,
+)
+from ..core import random_state, remember_state, restore_random_state
+from ..data import Batch, ResidentBatch, map_leaves, split, tensors
 from ..strategies import MAIN, PipelineReplica
 from .hand import Hand
-from .loss_totals import Tally
-from .pipeline_step import compute_in_stages
+from .loss_totals import BatchShare, Tally
 from .step_variants import Loss, Ways
 
 NUM_PLAIN = 2
@@ -52,8 +62,8 @@ def compute(hand: Hand, loss: Loss, batch: Batch) -> None:
 class _Made:
     """A captured step for one batch shape, and the tensors it writes its results to."""
 
-    statics: Statics
-    recording: Recording
+    statics: StaticInputs
+    captured: CapturedGraphs
     tally: Tally
     losses: dict[str, Tensor]
     good: Tensor | None
@@ -81,12 +91,12 @@ class StepCapture:
         """By batch shape: the parameters that its rehearsal used."""
         self._is_whole = not any(reasons)
         """Whether the optimizer's update is captured too."""
-        if not hand.replica.is_recordable:
+        if not hand.replica.is_capturable:
             self._give_up("batch statistics are exchanged over gloo inside the network")
         elif hand.replica.buffers:
             self._give_up("forward updates buffers, whose values come from all parts of a batch")
         elif not self._is_whole:
-            hand.notice(f"the update runs by itself, outside of the recording: {next(filter(None, reasons))}")
+            hand.notice(f"the update runs by itself, outside of the captured graph: {next(filter(None, reasons))}")
 
     def take(self, batch: Batch, shape: Hashable) -> str:
         """Take a step; return "replayed" or "rehearsed", or "" if the caller must take it uncaptured."""
@@ -131,7 +141,7 @@ class StepCapture:
             return ""
         if seen <= NUM_PLAIN or len(self._made) >= MAX_RECORDINGS or not self._pays():
             return ""
-        return self._rehearse(batch, shape) if seen == NUM_PLAIN + 1 else self._record(shape, batch)
+        return self._rehearse(batch, shape) if seen == NUM_PLAIN + 1 else self._capture_graph(shape, batch)
 
     def _pays(self) -> bool:
         """Return whether enough steps are left, as a capture costs about as much as a few steps."""
@@ -144,7 +154,7 @@ class StepCapture:
         watch = self._watch = ValueWatch(hand.model, self._task_loss, hand.optimizers.values(), self._settings)
         hooked = watch.hooked() or next(iter(hand.replica.hooks.names), "")
         if hooked:
-            self._give_up(f"{hooked} has hooks, which only run when a step is run as it is written")
+            self._give_up(f"{hooked} has hooks, which only run in eager steps")
             return ""
         state = _Keepsake(hand)
         try:
@@ -159,7 +169,7 @@ class StepCapture:
                     phase.run()
                 hand.note()
                 hand.meet()
-        except CannotRecord as reason:
+        except CaptureError as reason:
             state.restore()
             hand.take(batch)
             self._give_up(str(reason))
@@ -199,8 +209,8 @@ class StepCapture:
             hand.update()
             hand.end_step(before[0])
 
-        middle = [Phase(exchange, recorded=False)] if is_deferred else []
-        return [Phase(forth_and_back), *middle, Phase(update, recorded=self._is_whole)]
+        middle = [Phase(exchange, captured=False)] if is_deferred else []
+        return [Phase(forth_and_back), *middle, Phase(update, captured=self._is_whole)]
 
     @contextmanager
     def _in_parts(self, *, is_deferred: bool, usage: Any = None) -> Iterator[None]:
@@ -219,8 +229,8 @@ class StepCapture:
         decay = None if hand.averages is None else hand.averages.decay
         return {"hand.clip": hand.clip, "hand.skips": hand.skips, "the decay of the average": decay}
 
-    def _record(self, shape: Hashable, batch: Batch) -> str:
-        hand, statics = self._hand, Statics(_input(batch), map_leaves, tensors)
+    def _capture_graph(self, shape: Hashable, batch: Batch) -> str:
+        hand, statics = self._hand, StaticInputs(_input(batch), map_leaves, tensors)
         self._hold_rates()
         standing = _standing(batch, statics)
         hand.take(standing)
@@ -228,8 +238,8 @@ class StepCapture:
         is_deferred = not hand.replica.records_exchange
         try:
             with self._in_parts(is_deferred=is_deferred, usage=self._usage.get(shape)):
-                recording = Recording(self._phases(standing, shape, is_deferred=is_deferred), self._pool)
-        except CannotRecord as reason:
+                captured = CapturedGraphs(self._phases(standing, shape, is_deferred=is_deferred), self._pool)
+        except CaptureError as reason:
             hand.num_steps = num_steps
             state.restore()
             hand.take(batch)
@@ -237,10 +247,10 @@ class StepCapture:
             return ""
         hand.num_steps = num_steps
         if not self._made:
-            self._announce(recording, self._ways.compiles(shape))
+            self._announce(captured, self._ways.compiles(shape))
         made = _Made(
             statics=statics,
-            recording=recording,
+            captured=captured,
             tally=hand.recorded_tally(),
             losses=dict(hand.losses),
             good=hand.good,
@@ -261,15 +271,15 @@ class StepCapture:
         made.statics.load(_input(batch))
         num_steps = hand.num_steps
         if self._is_whole:
-            with hand.during("recorded"):
-                made.recording.replay()
+            with hand.during("captured"):
+                made.captured.replay()
         else:
             hand.reopen(made.tally)
             with (
-                hand.during("recorded"),
+                hand.during("captured"),
                 self._in_parts(is_deferred=not hand.replica.records_exchange, usage=made.usage),
             ):
-                made.recording.replay()
+                made.captured.replay()
             made.losses, made.good = dict(hand.losses), hand.good
         hand.num_steps = num_steps + 1
         hand.follow(made.tally, made.losses, made.good)
@@ -300,7 +310,7 @@ class StepCapture:
         if self._num_changes > MAX_CHANGES:
             self._give_up(f"{changed} changes again and again, in Python")
         else:
-            self._hand.notice(f"{changed} has changed: the step is recorded anew")
+            self._hand.notice(f"{changed} has changed: the step is captured again")
 
     def _plain_loss(self, batch: Batch, is_compiled: bool) -> float | None:
         """Return the uncaptured loss of a batch without side effects; None where it cannot be computed or compared."""
@@ -322,20 +332,20 @@ class StepCapture:
         close = CLOSE[self._hand.spec.precision] * (10 if is_compiled else 1)
         if math.isfinite(expected) and not math.isclose(expected, found, rel_tol=close, abs_tol=close):
             self._give_up(
-                f"the recorded step gave a loss of {found:.6g} where the program gives {expected:.6g}: "
+                f"the captured step gave a loss of {found:.6g} where the program gives {expected:.6g}: "
                 "something in it changes from step to step, in Python"
             )
 
     def _give_up(self, reason: str) -> None:
         self._has_given_up = True
         self.forget()
-        self._hand.notice(f"the step runs as it is written, not from a recording: {reason}")
+        self._hand.notice(f"the step runs eagerly, not as a CUDA graph: {reason}")
 
-    def _announce(self, recording: Recording, is_compiled: bool) -> None:
+    def _announce(self, captured: CapturedGraphs, is_compiled: bool) -> None:
         compiled = "compiled, and " if is_compiled else ""
-        aside = "over gloo" if not self._hand.world.is_recordable else f"by sync={self._hand.spec.sync}"
-        graphs = {1: "recorded as one CUDA graph", 2: f"recorded as two CUDA graphs around the exchange {aside}"}
-        around = graphs[recording.num_graphs] if self._is_whole else "recorded up to its update"
+        aside = "over gloo" if not self._hand.world.is_capturable else f"by sync={self._hand.spec.sync}"
+        graphs = {1: "captured as one CUDA graph", 2: f"captured as two CUDA graphs around the exchange {aside}"}
+        around = graphs[captured.num_graphs] if self._is_whole else "captured up to its update"
         self._hand.notice(f"the step is {compiled}{around}")
 
 
@@ -344,7 +354,7 @@ class _Keepsake:
 
     def __init__(self, hand: Hand) -> None:
         self._hand = hand
-        self._put_back = remember_buffers(hand.model)
+        self._put_back = remember_state(hand.model)
         self._random = random_state(hand.device)
 
     def drew(self) -> bool:
@@ -369,7 +379,7 @@ def _input(batch: Batch) -> Any:
     return batch.index if isinstance(batch, ResidentBatch) else batch.data
 
 
-def _standing(batch: Batch, statics: Statics) -> Batch:
+def _standing(batch: Batch, statics: StaticInputs) -> Batch:
     """Return the batch backed by static input tensors; device-resident arrays are indexed inside the graph."""
     if isinstance(batch, ResidentBatch):
         return ResidentBatch(batch.resident, statics.data, batch.sizes, batch.global_sizes, batch.ids, batch.cursor)
@@ -384,3 +394,41 @@ def _is_audit(count: int) -> bool:
 def _pool() -> Any:
     """Return a memory pool that CUDA graphs share; None without a GPU, where phases are run directly."""
     return torch.cuda.graph_pool_handle() if torch.cuda.is_available() else None
+
+
+def compute_in_stages(hand: Hand, replica: PipelineReplica, loss: Callable[[Any, Any], Any], data: Any) -> None:
+    """Compute the losses of all pipeline micro-batches, weighted by their samples, and their gradients."""
+    whole = hand.part
+    micros = _Micros(hand, replica, loss, data)
+    replica.run(len(micros.sizes), micros)
+    if whole.last:
+        replica.buffers.combine()
+        hand.send(micros.tally)
+
+
+class _Micros:
+    """The pipeline micro-batches of the data that a replica computes at a time."""
+
+    def __init__(self, hand: Hand, replica: PipelineReplica, loss: Callable[[Any, Any], Any], data: Any) -> None:
+        self._hand, self._replica, self._loss, self._total = hand, replica, loss, hand.part.total
+        self.sizes = replica.sizes(hand.part.size)
+        self._parts = split(data, self.sizes) if len(self.sizes) > 1 else [data]
+        self._starts = [hand.start + before for before in accumulate(self.sizes, initial=0)]
+        self.tally = hand.open_tally()
+        if not replica.has_answer:
+            self.tally.add(replica.nothing(), BatchShare(0, self._total))
+
+    def loss(self, micro: int) -> Any:
+        self._hand.select(self._starts[micro], self.sizes[micro])
+        with self._hand.during("forward"), self._hand.scope():
+            return self._replica.loss(self._loss, self._parts[micro])
+
+    def weigh(self, micro: int, loss: Any) -> Tensor:
+        return self.tally.add(loss, BatchShare(self.sizes[micro], self._total))
+
+    @contextlib.contextmanager
+    def scope(self, micro: int) -> Iterator[None]:
+        self._hand.select(self._starts[micro], self.sizes[micro])
+        # Recomputed activations must draw the same random numbers as the first forward pass.
+        with self._hand.during("backward"), self._hand.drawing():
+            yield

@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from ..graph import has_convolutions, lay_out, stop_compilers
+from ..capture import has_convolutions, lay_out, stop_compilers
+from ..core import format_duration
 from .hand import Hand
 
 Loss = Callable[[Any, Any], Any]
@@ -163,7 +164,7 @@ class Ways:
         self.settle()
         self._way = self._best
         if len(self.seconds) > 1:
-            told = ", ".join(f"{way} {1000 * s:.3g} ms" for way, s in self.seconds.items() if math.isfinite(s))
+            told = ", ".join(f"{way} {format_duration(s)}" for way, s in self.seconds.items() if math.isfinite(s))
             self._hand.notice(f"a step is executed {self._best} from here on ({told})")
 
     # -- entering and leaving a variant ---------------------------------------------------------------------------

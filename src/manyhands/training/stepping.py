@@ -1,4 +1,4 @@
-"""Take training steps, plainly or from CUDA graphs, in the variant that is fastest here."""
+"""Take training steps, plainly or from CUDA graphs, in the fastest variant, with the scheduled learning rates."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ import time
 from collections.abc import Callable, Hashable
 from typing import Any
 
-from ..core import Task
+from torch import Tensor
+
+from ..core import Task, groups_of
 from ..data import Batch
 from ..strategies import MAIN
 from .hand import Hand
 from .step_capture import StepCapture, compute, shape_of_batch
 from .step_variants import Ways
 
-RECORDING = ("cuda",)
+CAPTURE_DEVICES = ("cuda",)
 """Types of devices on which steps can be captured."""
 
 
@@ -39,13 +41,13 @@ class Stepper:
     def __init__(self, hand: Hand, task: Task, total: int | None) -> None:
         self._hand, self._task = hand, task
         self._ways: Ways | None = None
-        self._recorder: StepCapture | None = None
-        records = hand.device.type in RECORDING and hand.spec.capture != "off" and not hand.spec.offload
+        self._capture: StepCapture | None = None
+        captures = hand.device.type in CAPTURE_DEVICES and hand.spec.capture != "off" and not hand.spec.offload
         if task.loss is not None:
             self._ways = Ways(hand, task.loss, total)
-            self._recorder = StepCapture(hand, task.loss, self._ways, total) if records else None
-        elif records:
-            hand.notice("a task with a step of its own is run as it is written, not from a recording")
+            self._capture = StepCapture(hand, task.loss, self._ways, total) if captures else None
+        elif captures:
+            hand.notice("a task with step= is executed eagerly, and not captured")
 
     def take(self, batch: Batch) -> None:
         """Take one step."""
@@ -64,23 +66,41 @@ class Stepper:
             taken = self._take(batch, shape, self._ways)
         # Without the time spent waiting for other ranks, which no variant changes.
         seconds = time.perf_counter() - began - (self._hand.world.waited - waited)
-        if self._ways.tick(shape, taken == "replayed", seconds) and self._recorder is not None:
-            self._recorder.forget()
+        if self._ways.tick(shape, taken == "replayed", seconds) and self._capture is not None:
+            self._capture.forget()
 
     def _take(self, batch: Batch, shape: Hashable, ways: Ways) -> str:
-        taken = self._recorder.take(batch, shape) if self._recorder is not None else ""
+        taken = self._capture.take(batch, shape) if self._capture is not None else ""
         if not taken:
             take_step(self._hand, self._task, batch, ways.loss_for(shape))
         return taken
 
     def look_again(self) -> None:
         """Check for changed constants of captured steps, after user code ran between two steps."""
-        if self._recorder is not None:
-            self._recorder.look_again()
+        if self._capture is not None:
+            self._capture.look_again()
 
     def close(self) -> None:
         """Free captured steps, and stop what other variants left running."""
-        if self._recorder is not None:
-            self._recorder.forget()
+        if self._capture is not None:
+            self._capture.forget()
         if self._ways is not None:
             self._ways.close()
+
+
+def follow_schedule(hand: Hand, task: Task, total: int | None, before: float | None = None) -> float | None:
+    """Set the learning rates of the next step, unless its factor equals `before`; return the factor."""
+    if task.schedule is None:
+        return None
+    assert total is not None
+    factor = task.schedule(hand.num_steps, total)
+    if factor == before:
+        return factor
+    for optimizer in hand.optimizers.values():
+        for group in groups_of(optimizer):
+            base = group.setdefault("initial_lr", float(group["lr"]))
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(base * factor)
+            else:
+                group["lr"] = base * factor
+    return factor

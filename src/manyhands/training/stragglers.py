@@ -6,7 +6,7 @@ import statistics
 import time
 from dataclasses import dataclass, field
 
-from ..core import Event, event
+from ..core import Event, event, format_duration
 
 WINDOW_STEPS = 20
 WINDOW_SECONDS = 0.5
@@ -88,8 +88,8 @@ class Stragglers:
             replica.is_flagged = True
             others = statistics.median(r.seconds for number, r in self._replicas.items() if number != rank)
             text = (
-                f"rank {rank} on {replica.host} is slow: its work takes {1e3 * replica.seconds:.3g} ms a step, "
-                f"that of the others {1e3 * others:.3g} ms, and all wait for it"
+                f"rank {rank} on {replica.host} is slow: its work takes {format_duration(replica.seconds)} a step, "
+                f"that of the others {format_duration(others)}, and all wait for it"
             )
             return [event("straggler", text=text, **told)]
         if replica.num_slow == 0 and replica.is_flagged:

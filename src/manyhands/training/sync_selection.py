@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..core import event
+from ..core import event, format_duration
 from ..strategies import choice_for
 
 if TYPE_CHECKING:
@@ -82,6 +82,6 @@ class Choosing:
         windows = steps[: self._window], steps[self._window : 2 * self._window]
         taken = max(hand.world.gather_objects(min(map(mean, windows))))
         if taken > self._exact:
-            told = f"a step took {1000 * taken:.3g} ms, an exact one {1000 * self._exact:.3g} ms"
-            hand.notice(f"sync={hand.spec.sync} is no faster here: {told}; the run goes on with exact sums")
+            told = f"a step took {format_duration(taken)}, an exact one {format_duration(self._exact)}"
+            hand.notice(f"sync={hand.spec.sync} is no faster here: {told}; the run continues with exact sums")
             hand.follow_policy("allreduce")

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ..core import Mean, Task, TaskError, UsageError, random_state, restore_random_state
+from ..core import Mean, Task, TaskError, UsageError, random_state, remember_state, restore_random_state
 from ..data import first_dim, split
 from ..distributed import NullWorld, World
 from .error_hints import explain_mistake
@@ -48,7 +48,7 @@ def try_halves(task: Task, model: nn.Module, batch: Any, *, refuses: bool) -> st
 
 def _tried(model: nn.Module, batch: Any, look: Callable[[], str]) -> str:
     device = next((p for p in model.parameters() if not p.is_meta), torch.empty(0)).device
-    states = random_state(device)
+    states, put_back = random_state(device), remember_state(model)
     try:
         return look()
     except UsageError:
@@ -59,6 +59,7 @@ def _tried(model: nn.Module, batch: Any, look: Callable[[], str]) -> str:
         return f"the loss could not be tried in evaluation mode ({type(error).__name__}: {error})"
     finally:
         restore_random_state(states, device)
+        put_back()
 
 
 def _require_finite(task: Task, model: nn.Module, batch: Any) -> str:
@@ -69,7 +70,7 @@ def _require_finite(task: Task, model: nn.Module, batch: Any) -> str:
         raise TaskError(
             "the loss must be finite at the start",
             got=whole,
-            remedy="look at the inputs, the initial weights and log/sqrt/÷ in it",
+            remedy="check the inputs, the initial weights, and log, sqrt and divisions in the loss",
         )
     return ""
 
@@ -140,8 +141,8 @@ def _require_gradient(loss: Any) -> None:
     if isinstance(objective, torch.Tensor) and not objective.requires_grad:
         raise TaskError(
             "a loss must depend on the model's trainable parameters",
-            got="one without a gradient",
-            remedy="look for .detach(), .item(), torch.no_grad() or a frozen model in it",
+            got="a loss without a gradient",
+            remedy="check for .detach(), .item(), torch.no_grad() or a frozen model",
         )
 
 

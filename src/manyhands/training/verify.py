@@ -6,7 +6,9 @@ cannot be compared, the run starts and its record says that it is not verified, 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +38,7 @@ from .check import (
     fails_in_parts,
     has_batch_stats,
     judge,
+    not_linear,
     parts_of,
     plan_of,
     take_steps,
@@ -82,8 +85,9 @@ def require_whole_statistics(model: nn.Module, spec: StrategySpec) -> None:
         if has_batch_stats(part):
             whose = "a worker's part" if spec.servers else "a micro-batch"
             raise TaskError(
-                "batch statistics are those of the whole batch, as on one device",
-                got=f"{name or 'the network'}, a {type(part).__name__}, whose statistics under {spec} are of {whose}",
+                "batch statistics must be those of the whole batch, as on one device",
+                got=f"{name or 'the network'}, a {type(part).__name__}, whose statistics under {spec} are those "
+                f"of {whose}",
                 remedy=_LOCAL if spec.servers else MICRO,
             )
 
@@ -136,7 +140,7 @@ class _Trial:
         if "verdict" in told:
             return Verdict(spec=self.spec, **told["verdict"])
         try:
-            parts = self._split(told["plan"], told["precision"])
+            parts = self._split(**told["steps"])
         except UsageError as error:
             return Verdict("not verified", self.spec, why=f"a copy of the network could not be split: {error}")
         except Exception as error:
@@ -144,12 +148,18 @@ class _Trial:
                 # Other ranks may wait in a collective, so this rank must fail.
                 raise
             return failed_in_parts(self.spec, error)
-        verdict = self._judge(told["plan"], parts) if self.world.is_first else {}
+        verdict = self._judge(told["steps"]["plan"], parts) if self.world.is_first else {}
         return Verdict(spec=self.spec, **self.world.gather_objects(verdict)[0])
 
     def _begin(self, seconds_per_row: float, seconds_to_build: float) -> dict[str, Any]:
         """Choose rows and take the whole steps, in float64 if the network supports it."""
         parts = parts_of(self.spec)
+        if MOST_SECONDS / 2 < 3 * seconds_to_build < 10 * MOST_SECONDS:
+            # The first build may include imports and downloads. An error is reported by the next build.
+            began = time.perf_counter()
+            with contextlib.suppress(Exception):
+                self.task.model()
+                seconds_to_build = min(seconds_to_build, time.perf_counter() - began)
         affordable = int((MOST_SECONDS - 3 * seconds_to_build) / max(seconds_per_row, 1e-9) / 12)
         if affordable < 2 * parts:
             why = f"a trial of {2 * parts} samples takes longer than {MOST_SECONDS:g} s; mh.check compares them"
@@ -160,9 +170,13 @@ class _Trial:
                 plan = plan_of(self.task, self.spec, min(MOST_ROWS, affordable))
                 self.whole = take_steps(self.alone, self.task, StrategySpec(), plan, precision=precision)
                 failed = None
-                if self.world.size > 1:
+                if self.spec.servers:
+                    failed = not_linear(self.task, self.spec, plan, self.whole, self.alone)
+                if failed is None and self.world.size > 1:
                     failed = fails_in_parts(self.task, self.spec, plan, self.whole, self.alone)
-                return {"verdict": _plain(failed)} if failed is not None else {"plan": plan, "precision": precision}
+                if failed is not None:
+                    return {"verdict": _plain(failed)}
+                return {"steps": {"plan": plan, "precision": precision, "draws": self.whole.draws}}
             except DataError:
                 raise
             except Exception as error:
@@ -170,14 +184,14 @@ class _Trial:
                 why = f"a copy of the network could not be trained on one device ({type(error).__name__}: {error})"
         return {"verdict": {"outcome": "not verified", "why": why}}
 
-    def _split(self, plan: list[list[int]], precision: str) -> Record:
+    def _split(self, plan: list[list[int]], precision: str, draws: bool) -> Record:
         if self.spec.servers:
             spec = StrategySpec(accumulate=parts_of(self.spec), recompute=self.spec.recompute)
-            return take_steps(self.alone, self.task, spec, plan, precision=precision)
+            return take_steps(self.alone, self.task, spec, plan, precision=precision, draws=draws)
         spec = dataclasses.replace(
             self.spec, sync="allreduce", offload="" if self.world.size == 1 else self.spec.offload
         )
-        return take_steps(self.world, self.task, spec, plan, precision=precision, layout=self.layout)
+        return take_steps(self.world, self.task, spec, plan, precision=precision, layout=self.layout, draws=draws)
 
     def _judge(self, plan: list[list[int]], parts: Record) -> dict[str, Any]:
         assert self.whole is not None

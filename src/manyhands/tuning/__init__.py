@@ -2,14 +2,14 @@
 
 from .driver import Budget, Driver, Rules, TrialsFailed, as_json, described, proposed, require_same
 from .executors import Executor, InProcessExecutor, Processes
-from .journal import JOURNAL, Journal, read_journal
+from .journal import Journal, read_journal
 from .mapping import ItemsFailed, map_items
-from .objective import Objective, as_objectives, check_objectives
-from .searching import SEARCHERS, Constraint, Searcher, make_searcher
+from .objective import Objective, as_objectives
+from .searching import Constraint, Searcher, make_searcher
 from .space import Range, Space, as_space, check_space, choice, integers, loguniform, parse_range, uniform
 from .stopping import ASHA, Hyperband, Median, Stopping, as_stopping
 from .study import TRIALS, Study
-from .trial import FAILED, FINISHED, RUNNING, STOPPED, Trial
+from .trial import Trial
 from .trial_work import TrialRunner
 from .vectorized_trials import Stacked, stack_size
 from .view import StudyView, make_study_view
@@ -17,10 +17,6 @@ from .view import StudyView, make_study_view
 __all__ = [
     "Study",
     "Trial",
-    "RUNNING",
-    "FINISHED",
-    "STOPPED",
-    "FAILED",
     "uniform",
     "loguniform",
     "integers",
@@ -32,10 +28,8 @@ __all__ = [
     "parse_range",
     "Objective",
     "as_objectives",
-    "check_objectives",
     "Searcher",
     "Constraint",
-    "SEARCHERS",
     "make_searcher",
     "Stopping",
     "ASHA",
@@ -43,7 +37,6 @@ __all__ = [
     "Median",
     "as_stopping",
     "Journal",
-    "JOURNAL",
     "TRIALS",
     "read_journal",
     "Rules",

@@ -22,7 +22,7 @@ from .journal import Journal
 from .objective import Objective
 from .searching import Constraint, Searcher
 from .space import Space
-from .stopping import GO_ON, PAUSE, STOP, Stopping, ToTheEnd
+from .stopping import CONTINUE, PAUSE, STOP, Stopping, ToTheEnd
 from .trial import FAILED, FINISHED, STOPPED, Trial
 from .trial_work import TrialOutcome, TrialRunner, TrialWork
 
@@ -53,9 +53,11 @@ class Budget:
         for name in ("trials", "seconds", "cost", "price"):
             value = getattr(self, name)
             if value is not None and not value > 0:
-                raise SettingsError(f"{name} must be above 0", got=value, remedy=f"pass {name}=... or leave it away")
+                raise SettingsError(f"{name} must be above 0", got=value, remedy=f"pass {name}=..., or omit it")
         if self.cost is not None and self.price is None:
-            raise SettingsError("a cost needs the price of a device's hour", got="none", remedy="pass price=2.5")
+            raise SettingsError(
+                "a cost limit needs the price of a device per hour", remedy="pass for example price=2.5"
+            )
 
     def seconds_for(self, num_devices: int) -> float | None:
         """Return the seconds that the study may take on this number of devices; None for no limit."""
@@ -244,7 +246,7 @@ class Driver:
         if verdict == STOP:
             self._end(trial, STOPPED, "it was worse than the others' median")
             return
-        if verdict == GO_ON:
+        if verdict == CONTINUE:
             self._due.append(trial)
         else:
             self._waiting.add(trial.number)
@@ -314,9 +316,9 @@ def proposed(searcher: Searcher, constraint: Constraint | None, number: int, tri
         if constraint is None or constraint(dict(params)):
             return params
     raise SettingsError(
-        f"the constraint must let some of the space through; of {MAX_DRAWS} proposals it took none",
-        got=str(params),
-        remedy="loosen it, or mend the space",
+        "the constraint must accept some of the proposals",
+        got=f"{MAX_DRAWS} rejected ones, such as {params}",
+        remedy="relax it, or change the space",
     )
 
 
@@ -343,7 +345,7 @@ def require_same(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     for name, value in now.items():
         if before.get(name) != value:
             raise SettingsError(
-                f"a study goes on with the {name} it was begun with, {before.get(name)}",
+                f"a resumed study must have the {name} with which it was started, {before.get(name)}",
                 got=str(value),
-                remedy="pass the same, or another name for a new study",
+                remedy="pass the same value, or another name for a new study",
             )

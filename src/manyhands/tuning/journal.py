@@ -59,11 +59,11 @@ class Journal:
         except BlockingIOError:
             os.close(self._file)
             raise SettingsError(
-                "one program at a time works on a study",
-                got=f"{folder}, which another one holds",
+                "only one program at a time can work on a study",
+                got=f"{folder}, which another program uses",
                 remedy="wait for it to end",
             ) from None
-        self._size = _cut(self._file, folder / DAMAGED)
+        self._size = _truncate(self._file, folder / DAMAGED)
         self._synced_at = 0.0
         self._is_synced = True
         self._who = f"manyhands-{os.getpid()}"
@@ -146,7 +146,7 @@ class Journal:
     def _unwritable(self, error: OSError) -> RunError:
         return RunError(
             f"the study's journal {self.path} cannot be written: {error.strerror or error}; what was written before is "
-            "kept: free some space, and go on with the study's name and resume"
+            "kept: free some space, and resume the study by its name"
         )
 
 
@@ -222,9 +222,9 @@ def _tell_lost_trials(path: Path, lines: Sequence[_Line]) -> None:
     numbers = ", ".join(str(line.number) for line in damaged[:10]) + (", ..." if len(damaged) > 10 else "")
     if num_lost > 0 and num_lost != len(unknown):
         raise CheckpointError(
-            f"results in {path} must belong to trials that it begins",
+            f"results in {path} must belong to trials that it contains",
             got=f"{num_lost} trials without a beginning, and damaged lines {numbers or 'none'}",
-            remedy="restore the journal from a copy, or begin a study of another name",
+            remedy="restore the journal from a copy, or start a study with another name",
         )
     for line in unknown if num_lost > 0 else ():
         line.creates = True
@@ -258,7 +258,7 @@ def _take(trial: Trial, fact: Mapping[str, Any]) -> None:
     trial.metrics, trial.reason, trial.is_feasible = fact["metrics"], fact["reason"], fact["feasible"]
 
 
-def _cut(file: int, damaged: Path) -> int:
+def _truncate(file: int, damaged: Path) -> int:
     """Cut off an unfinished last line, keep a copy of it, and return the length of the complete lines."""
     size = os.fstat(file).st_size
     whole = size

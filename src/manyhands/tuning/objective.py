@@ -26,9 +26,9 @@ class Objective:
         name, colon, mode = text.partition(":")
         if not name or (colon and mode not in ("min", "max")):
             raise SettingsError(
-                "an objective is written NAME, NAME:min or NAME:max",
+                "an objective must be written NAME, NAME:min or NAME:max",
                 got=repr(text),
-                remedy="write for instance valid_accuracy:max",
+                remedy="write for example valid_accuracy:max",
             )
         if not colon:
             try:
@@ -53,10 +53,14 @@ def as_objectives(objective: str | Sequence[str]) -> tuple[Objective, ...]:
     """Parse one or several objectives."""
     texts = [objective] if isinstance(objective, str) else list(objective)
     if not texts or not all(isinstance(text, str) for text in texts):
-        raise SettingsError("an objective is a name, or a list of them", got=repr(objective), remedy='"valid_loss"')
+        raise SettingsError(
+            "an objective must be a name, or a list of names",
+            got=repr(objective),
+            remedy='pass for example "valid_loss"',
+        )
     made = tuple(Objective.parse(text) for text in texts)
     if len({one.name for one in made}) < len(made):
-        raise SettingsError("every objective is named once", got=", ".join(texts), remedy="leave one away")
+        raise SettingsError("every objective must be named once", got=", ".join(texts), remedy="omit one of them")
     return made
 
 
@@ -68,11 +72,13 @@ def check_objectives(objectives: Sequence[Objective], task: Task) -> None:
         except SettingsError as error:
             known = error.rule.partition(": ")[2]
             raise SettingsError(
-                f"an objective is something that the task measures: {known}", got=repr(one.name), remedy=error.remedy
+                f"an objective must be something that the task measures: {known}",
+                got=repr(one.name),
+                remedy=error.remedy,
             ) from None
 
 
 def never_reported(name: str, known: Sequence[str]) -> SettingsError:
     """Return the error for an objective that a trial did not measure."""
     shown = ", ".join(known) or "nothing"
-    return SettingsError(f"the objective must be measured by every trial, which gave {shown}", got=repr(name))
+    return SettingsError(f"every trial must measure the objective; one reported {shown}", got=repr(name))

@@ -28,15 +28,19 @@ def write_plot(journal: Path, kind: str, objectives: Sequence[str], target: Path
     try:
         import plotly  # noqa: F401
     except ImportError:
-        raise SettingsError("plots need plotly", got="none", remedy="pip install 'manyhands[tune]'") from None
+        raise SettingsError(
+            "plots need plotly, which is not installed", remedy="install it with pip install 'manyhands[tune]'"
+        ) from None
     storage = _read_only(optuna, journal)
     study = optuna.load_study(study_name=None, storage=storage)
     if len([trial for trial in study.get_trials(deepcopy=False) if trial.state.name == "COMPLETE"]) < MIN_TRIALS:
-        raise SettingsError("a plot needs two finished trials", got="fewer", remedy="run more of them")
+        raise SettingsError("a plot needs at least two finished trials", got="fewer", remedy="run more trials")
     options: dict[str, Any] = {}
     if kind == "front":
         if len(objectives) < 2:
-            raise SettingsError("a front is of two objectives or three", got=len(objectives), remedy="plot the history")
+            raise SettingsError(
+                "a Pareto front needs two or three objectives", got=len(objectives), remedy="plot the history"
+            )
         options["target_names"] = list(objectives)
     elif len(objectives) > 1:
         options.update(target=lambda trial: trial.values[0], target_name=objectives[0])

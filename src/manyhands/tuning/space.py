@@ -41,7 +41,11 @@ class Uniform(Range):
     def __post_init__(self) -> None:
         _require_bounds(self.low, self.high, "loguniform" if self.log else "uniform")
         if self.log and self.low <= 0:
-            raise SettingsError("loguniform begins above 0", got=self.low, remedy="write mh.uniform, or a small bound")
+            raise SettingsError(
+                "the lower bound of loguniform must be above 0",
+                got=self.low,
+                remedy="use mh.uniform, or a small positive bound",
+            )
 
     def at(self, share: float) -> float:
         if self.log:
@@ -69,10 +73,12 @@ class Integers(Range):
     def __post_init__(self) -> None:
         for bound in (self.low, self.high):
             if isinstance(bound, bool) or not isinstance(bound, int):
-                raise SettingsError("the bounds of integers are whole numbers", got=bound, remedy="write mh.uniform")
+                raise SettingsError("the bounds of integers must be whole numbers", got=bound, remedy="use mh.uniform")
         _require_bounds(self.low, self.high, "integers")
         if self.log and self.low < 1:
-            raise SettingsError("integers with log begin at 1 or above", got=self.low, remedy="leave log away")
+            raise SettingsError(
+                "the lower bound of integers with log must be at least 1", got=self.low, remedy="omit log"
+            )
 
     def at(self, share: float) -> int:
         low, high = self._ends()
@@ -104,20 +110,20 @@ class Choice(Range):
 
     def __post_init__(self) -> None:
         if len(self.values) < 1:
-            raise SettingsError("a choice has values", got="none", remedy="write mh.choice(128, 256)")
+            raise SettingsError("mh.choice needs at least one value", remedy="write for example mh.choice(128, 256)")
         for value in self.values:
             if not isinstance(value, float | int | str | bool | None):
                 raise SettingsError(
-                    "a choice is among numbers, texts, bools and None",
+                    "the values of mh.choice must be numbers, strings, bools or None",
                     got=f"a {type(value).__name__}",
-                    remedy="name it, and look the name up in the task function",
+                    remedy="use a name, and look up the value in the task function",
                 )
             if value != value:
-                raise SettingsError(
-                    "a choice is among values that can be told apart", got=value, remedy="leave it away"
-                )
+                raise SettingsError("the values of mh.choice must be comparable", got=value, remedy="omit this value")
         if len({(type(value), value) for value in self.values}) < len(self.values):
-            raise SettingsError("a choice has every value once", got=self.values, remedy="leave the others away")
+            raise SettingsError(
+                "the values of mh.choice must be different", got=self.values, remedy="omit the duplicates"
+            )
 
     def at(self, share: float) -> Value:
         return self.values[min(len(self.values) - 1, int(share * len(self.values)))]
@@ -191,9 +197,9 @@ def parse_range(text: str) -> Range:
         if isinstance(error, SettingsError):
             raise
     raise SettingsError(
-        "a range is written uniform:LOW..HIGH, loguniform:LOW..HIGH, integers:LOW..HIGH or choice:A,B,C",
+        "a range must be written uniform:LOW..HIGH, loguniform:LOW..HIGH, integers:LOW..HIGH or choice:A,B,C",
         got=repr(text),
-        remedy="write for instance lr=loguniform:1e-4..1e-1",
+        remedy="write for example lr=loguniform:1e-4..1e-1",
     )
 
 
@@ -201,9 +207,9 @@ def as_space(space: Any) -> dict[str, Range]:
     """Return a space from a dict of ranges; a list of values becomes a choice."""
     if not isinstance(space, Mapping) or not space:
         raise SettingsError(
-            "a space is a dict of the task's parameters and what they may be",
+            "a space must be a dict of the task's parameters and their ranges",
             got=type(space).__name__ if not isinstance(space, Mapping) else "an empty one",
-            remedy='pass {"lr": mh.loguniform(1e-4, 1e-1)}',
+            remedy='pass for example {"lr": mh.loguniform(1e-4, 1e-1)}',
         )
     made: dict[str, Range] = {}
     for name, one in space.items():
@@ -213,9 +219,9 @@ def as_space(space: Any) -> dict[str, Range]:
             one = Choice(tuple(one))
         if not isinstance(one, Range):
             raise SettingsError(
-                f"what {name!r} may be is mh.uniform, mh.loguniform, mh.integers, mh.choice or a list",
+                f"the range of {name!r} must be mh.uniform, mh.loguniform, mh.integers, mh.choice or a list",
                 got=repr(one),
-                remedy="write one of these",
+                remedy="use one of these",
             )
         made[str(name)] = one
     return made
@@ -225,13 +231,15 @@ def check_space(space: Space, task: Task | Callable[..., Any], params: Mapping[s
     """Return the task's function; raises for unknown names and for parameters both fixed and searched."""
     if isinstance(task, Task) or not callable(task):
         raise SettingsError(
-            "tuning varies the parameters of a function that makes a Task",
+            "mh.tune needs a function that returns a Task, whose parameters it varies",
             got=type(task).__name__,
             remedy="write def task(lr: float = 1e-3) -> mh.Task: ... and pass task",
         )
     both = sorted(set(space) & set(params))
     if both:
-        raise SettingsError("a parameter is fixed or searched", got=f"{both[0]!r} in both", remedy="leave one away")
+        raise SettingsError(
+            "a parameter must be either fixed or searched", got=f"{both[0]!r} in both", remedy="omit one of them"
+        )
     known = inspect.signature(task).parameters
     takes_any = any(item.kind is inspect.Parameter.VAR_KEYWORD for item in known.values())
     for name, one in space.items():
@@ -241,7 +249,7 @@ def check_space(space: Space, task: Task | Callable[..., Any], params: Mapping[s
         # A float for an integer parameter would make every trial fail.
         if isinstance(one, Uniform) and name in known and known[name].annotation in (int, "int"):
             got = f"mh.{'log' * one.log}uniform"
-            raise SettingsError(f"{name} is a whole number of the task", got=got, remedy="write mh.integers")
+            raise SettingsError(f"{name} must be a whole number in the task", got=got, remedy="use mh.integers")
     middle = {name: one.at(0.5) for name, one in space.items()}
     typed(task, {**params, **middle})
     for name, one in space.items():
@@ -256,7 +264,9 @@ def _between(low: float, high: float, share: float) -> float:
 
 def _require_bounds(low: float, high: float, name: str) -> None:
     if not (math.isfinite(low) and math.isfinite(high)) or not low < high:
-        raise SettingsError(f"{name} goes from low to high", got=f"{low} to {high}", remedy="turn or mend the bounds")
+        raise SettingsError(
+            f"{name} needs a lower and a higher bound", got=f"{low} and {high}", remedy="swap or correct the bounds"
+        )
 
 
 def _read(word: str) -> Value:

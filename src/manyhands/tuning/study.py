@@ -35,14 +35,14 @@ class Study:
         self.path, self.task, self.stopped = Path(path), task, stopped
         if not (self.path / JOURNAL).exists():
             raise CheckpointError(
-                f"a study is a folder with a {JOURNAL}", got=str(path), remedy="name a folder under studies/"
+                f"a study must be a folder with a {JOURNAL}", got=str(path), remedy="pass a folder under studies/"
             )
         self.record, read = read_journal(self.path)
         if not self.record:
             raise CheckpointError(
-                "a study's journal begins with what it searches for",
-                got=f"{path}, which was left before that",
-                remedy="tune with its name and resume",
+                "the journal of a study must contain its objective",
+                got=f"{path}, which was interrupted before it was written",
+                remedy="run mh.tune with its name and resume=True",
             )
         # The journal has the fixed parameters too, but only as JSON.
         self._params = self.record.get("params", {}) if params is None else dict(params)
@@ -68,9 +68,9 @@ class Study:
         """Return the best finished trials by the first objective, best first."""
         if not self.finished:
             raise SettingsError(
-                "a study has a best trial once one has finished",
-                got=f"{len(self.trials)} trials, none of them",
-                remedy="look at study.trials for the reasons",
+                "a study has no best trial before one has finished",
+                got=f"{len(self.trials)} trials, none of which has finished",
+                remedy="see study.trials for the reasons",
             )
         first = self.objectives[0]
         return sorted(self.finished, key=lambda trial: (first.cost(trial.value), trial.number))[:num]
@@ -96,7 +96,7 @@ class Study:
         folder = self.path / TRIALS / f"{chosen.number:05d}"
         if not folder.exists():
             raise CheckpointError(
-                "a study keeps the runs of its best trials",
+                "only the runs of a study's best trials are kept",
                 got=f"trial {chosen.number}, which is not among them",
                 remedy="tune with a larger keep=",
             )
@@ -109,7 +109,8 @@ class Study:
             import pandas
         except ImportError:
             raise SettingsError(
-                "a dataframe needs pandas", got="none", remedy="pip install 'manyhands[tune]'"
+                "a dataframe needs pandas, which is not installed",
+                remedy="install it with pip install 'manyhands[tune]'",
             ) from None
         rows = [
             {
@@ -128,7 +129,9 @@ class Study:
     def plot(self, kind: str = "history", path: str | Path | None = None) -> Path:
         """Write a plot as HTML: "history", "parallel", "importance", "contour", "slice" or "front"; return its path."""
         if kind not in KINDS:
-            raise SettingsError(f"a plot is one of {', '.join(KINDS)}", got=repr(kind), remedy="name one of these")
+            raise SettingsError(
+                f"a plot must be one of {', '.join(KINDS)}", got=repr(kind), remedy="choose one of them"
+            )
         target = self.path / f"{kind}.html" if path is None else Path(path)
         write_plot(self.path / JOURNAL, kind, [one.name for one in self.objectives], target)
         return target

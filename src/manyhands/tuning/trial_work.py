@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ..core import (
+    EVENTS,
     Event,
     EventLog,
     LossNotFinite,
@@ -26,7 +27,7 @@ from ..core import (
     typed,
 )
 from ..distributed import Device, DirectChannel, NullWorld, World
-from ..training import EVENTS, RECORD, Callback, Hand, Job, train
+from ..training import RECORD, Callback, Hand, Job, train
 from .objective import Objective, check_objectives
 
 SAVE_SECONDS = 2.0
@@ -142,7 +143,7 @@ class TrialRunner:
             return {str(name): float(value) for name, value in values.items()}
         except (TypeError, ValueError):
             raise TaskError(
-                "a function to tune returns a Task, a number, or a dict of numbers",
+                "a function to tune must return a Task, a number, or a dict of numbers",
                 got=repr(made)[:80],
                 remedy="return one of these",
             ) from None

@@ -131,10 +131,12 @@ class Stacked(Executor):
                 for number, (work, _) in enumerate(chosen):
                     self._begin(shelf, number, work)
             elif self._must_stack and not group.is_broken:
-                raise SettingsError("execution='stacked' needs tasks that stack", got=group.reason, remedy="leave it")
+                raise SettingsError(
+                    "execution='stacked' needs tasks that can be stacked", got=group.reason, remedy="omit execution"
+                )
             else:
                 if not group.is_broken:
-                    self._say(f"trials run one by one: {group.reason}")
+                    self._say(f"trials are not stacked: {group.reason}")
                 self._single.extend(work for work, _ in chosen)
 
     def _make_room(self) -> None:
@@ -238,16 +240,16 @@ def stack_size(task: Task, device: Device, limit: int | None, *, must_stack: boo
     if looked_at.reason:
         if must_stack and not looked_at.is_broken:
             raise SettingsError(
-                "execution='stacked' needs tasks that stack", got=looked_at.reason, remedy="leave it away"
+                "execution='stacked' needs tasks that can be stacked", got=looked_at.reason, remedy="omit execution"
             )
-        return 1, f"trials run one by one: {looked_at.reason}"
+        return 1, f"trials are not stacked: {looked_at.reason}"
     most = min(SIZES[-1], limit or SIZES[-1])
     if most < SIZES[0] and not must_stack:
         return 1, ""
     measured = _measured(task, device, most)
     best = measured(most)
     if best < LEAST_GAIN and not must_stack:
-        return 1, f"trials run one by one: {most} stacked would do {best:.2f} times as much"
+        return 1, f"trials are not stacked: {most} stacked would do {best:.2f} times as much"
     size = next((size for size in SIZES if measured(size) >= ENOUGH * best), most)
     size = max(1, min(size, most))
     return size, f"{size} trials at a time as one program, measured {measured(size):.1f} times as fast as one by one"

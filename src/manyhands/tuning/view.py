@@ -11,6 +11,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from ..core import format_rough_duration
 from ..training import sparkline
 from .objective import Objective
 from .trial import FAILED, FINISHED, RUNNING, STOPPED, Trial
@@ -65,7 +66,7 @@ class StudyView:
             shown = ", ".join(f"{name}={_short(value)}" for name, value in self._best.params.items())
             text += f"; best {self._objectives[0].name} {self._best.value:.4g} (trial {self._best.number}: {shown})"
         left = self._seconds_left()
-        return text if left is None else f"{text}; about {_duration(left)} left"
+        return text if left is None else f"{text}; about {format_rough_duration(left)} left"
 
     def _seconds_left(self) -> float | None:
         """Return the estimated seconds left; None until as many trials are measured as run at the same time."""
@@ -165,13 +166,3 @@ def _num_measured(trials: Sequence[Trial]) -> int:
 
 def _short(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def _duration(seconds: float) -> str:
-    """
-    >>> _duration(75)
-    '1 min'
-    """
-    if seconds < 60:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 3600 else f"{seconds / 3600:.1f} h"

@@ -67,7 +67,9 @@ def build(task: Task, dtype: torch.dtype | None = None) -> Built:
     kind = update_for(optimizer)
     if kind is None:
         got = type(optimizer).__name__
-        raise TaskError(f"stacked optimizers are {KNOWN}", got=got, remedy="use one of these, or train it by itself")
+        raise TaskError(
+            f"optimizers of stacked tasks must be {KNOWN}", got=got, remedy="use one of these, or train the task alone"
+        )
     _require_no_hooks(model, optimizer)
     names = {parameter: name for name, parameter in model.named_parameters()}
     held = tuple(tuple(names[parameter] for parameter in group["params"]) for group in optimizer.param_groups)
@@ -104,9 +106,9 @@ def _require_no_hooks(model: nn.Module, optimizer: Any) -> None:
         hooked.append(f"the step of {type(optimizer).__name__}")
     if hooked:
         raise TaskError(
-            "a stacked network has no hooks on its gradients or its optimizer",
-            got=f"one on {hooked[0]}",
-            remedy="leave it out, or train the task by itself",
+            "a stacked network must not have hooks on its gradients or its optimizer",
+            got=f"a hook on {hooked[0]}",
+            remedy="remove it, or train the task alone",
         )
 
 
@@ -159,9 +161,9 @@ def averaged(built: Built) -> dict[str, Tensor]:
 def _require_ready(model: nn.Module) -> None:
     if any(isinstance(parameter, nn.UninitializedParameter) for parameter in model.parameters()):
         raise TaskError(
-            "a stacked network has all its parameters from the start",
+            "a stacked network must have all its parameters from the start",
             got="lazy layers",
-            remedy="give their sizes, or train it by itself",
+            remedy="pass the sizes of its layers, or train the task alone",
         )
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
-from ..graph import stop_compilers
+from ..capture import stop_compilers
 from .program import Program
 from .stack import Stack
 

@@ -68,17 +68,17 @@ def groups(tasks: Sequence[Task]) -> list[TaskGroup]:
 def check_stackable(task: Task) -> None:
     """Raise for a task that cannot be a member of an ensemble."""
     if task.loss is None:
-        raise TaskError("a stacked task has a loss", got="a step of its own", remedy="train it by itself")
+        raise TaskError("a stacked task must have a loss", got="a task with step=", remedy="train it alone")
     if task.weights is not None:
         raise TaskError(
-            "a stacked task begins with the values of its model function", got="weights=", remedy="train it by itself"
+            "a stacked task must start with the values of its model function", got="weights=", remedy="train it alone"
         )
     source = as_source(task.data, collate=task.collate)
     if not lies_in_memory(source):
         raise TaskError(
-            "the data of a stacked task are arrays in memory",
-            got=source.name if task.collate is None else f"{source.name} with a collate of its own",
-            remedy="pass tensors or arrays, or train it by itself",
+            "the data of a stacked task must be arrays in memory",
+            got=source.name if task.collate is None else f"{source.name} with a custom collate",
+            remedy="pass tensors or arrays, or train it alone",
         )
 
 
@@ -87,7 +87,7 @@ def difference_between(first: Built, second: Built) -> str:
     if first.model is second.model:
         raise TaskError(
             "the model function must build a new network each time",
-            got=f"one and the same {type(first.model).__name__} for two tasks",
+            got=f"the same {type(first.model).__name__} for two tasks",
             remedy=f"write model=lambda: {type(first.model).__name__}(...)",
         )
     return (

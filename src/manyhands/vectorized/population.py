@@ -110,7 +110,11 @@ class Population:
     def evaluate(self) -> list[dict[str, float]]:
         """Return the loss and metrics of every member on the task's `valid`, as `valid_loss`, `valid_…`."""
         if self.members[0].task.valid is None:
-            raise TaskError("members are measured on valid=", got="tasks without it", remedy="give them valid=")
+            raise TaskError(
+                "evaluating members needs validation data",
+                got="tasks without valid=",
+                remedy="pass valid= to the tasks",
+            )
         found = self._measured(list(range(len(self.members))))
         return [found[number] for number in range(len(self.members))]
 
@@ -139,9 +143,9 @@ class Population:
             self._way.replace(member, task)
         except CannotStack as reason:
             raise TaskError(
-                "members that are computed together are replaced by tasks that stack",
-                got=f"one that does not: {reason}",
-                remedy="train it in a population of its own",
+                "a stacked member can only be replaced by a task that stacks with the others",
+                got=f"a task that does not: {reason}",
+                remedy="train it in another population",
             ) from reason
         self.members[member] = VectorizedMember(task)
 
@@ -175,7 +179,11 @@ class Population:
 
     def _member(self, number: int) -> VectorizedMember:
         if not 0 <= number < len(self.members):
-            raise UsageError(f"members are 0 to {len(self.members) - 1}", got=number, remedy="name one of them")
+            raise UsageError(
+                f"the number of a member must be between 0 and {len(self.members) - 1}",
+                got=number,
+                remedy="choose one of them",
+            )
         return self.members[number]
 
     # -- rounds ---------------------------------------------------------------------------------------------------
@@ -240,10 +248,10 @@ class Population:
 
 def _require_one_device(spec: StrategySpec, num_tasks: int) -> None:
     if num_tasks == 0:
-        raise UsageError("a population has members", got="no tasks", remedy="pass at least one")
+        raise UsageError("a population needs at least one task", remedy="pass one or more tasks")
     if (spec.replicas, spec.shards, spec.tensor, spec.stages, spec.accumulate) != (1,) * 5 or spec.servers:
         raise UsageError(
-            "a population lives on one device, and its batches are not cut",
+            "a population runs on one device, with whole batches",
             got=str(spec),
-            remedy="pass a strategy with precision and capture alone",
+            remedy="pass a strategy with precision and capture only",
         )

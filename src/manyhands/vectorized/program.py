@@ -8,8 +8,11 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
 from ..core import LayoutFree, Mean, StrategySpec, Task, TaskError, stacked_keys
 from ..training import answers as predicted
@@ -19,7 +22,6 @@ from .build import Built
 from .convolutions import GROUPED, Unfolded
 from .dropout_rates import given_chances
 from .member_training import CannotStack
-from .precision import Cast
 from .recurrent import Unrolled
 from .stack import (
     AVERAGES,
@@ -179,6 +181,7 @@ class Program:
     def scope(self) -> Iterator[None]:
         """Set the precision and the kernels for stacked tensors inside this context."""
         with contextlib.ExitStack() as held:
+            held.enter_context(_quiet_fallback())
             held.enter_context(Folded())
             held.enter_context(Unrolled())
             if self.unfolds:
@@ -256,11 +259,22 @@ def pair_of(loss: Any) -> tuple[Tensor, Tensor | None]:
     total, count = loss if isinstance(loss, tuple) else (loss, None)
     if not isinstance(total, Tensor) or total.dim() != 1:
         raise TaskError(
-            "a loss is a scalar, the mean over the batch's samples",
+            "a loss must be a scalar, the mean over the samples of the batch",
             got=f"a tensor of shape {tuple(total.shape[1:])}" if isinstance(total, Tensor) else type(total).__name__,
             remedy="end it with .mean(), or return mh.mean(losses.sum(), count)",
         )
     return total, count
+
+
+@contextlib.contextmanager
+def _quiet_fallback() -> Iterator[None]:
+    """Silence torch's request to report operators without a batching rule to its authors, which every step repeats."""
+    functorch: Any = torch._C._functorch
+    functorch._set_vmap_fallback_warning_enabled(False)
+    try:
+        yield
+    finally:
+        functorch._set_vmap_fallback_warning_enabled(True)
 
 
 def _real(tensor: Tensor) -> Tensor:
@@ -284,3 +298,38 @@ def _keep_where(good: Tensor, stack: Stack, before: dict[Key, Tensor]) -> None:
     """Restore members whose step is skipped; selected and not multiplied by zero, since values may not be finite."""
     for key, tensor in stack.tensors.items():
         tensor.copy_(torch.where(good.view(-1, *[1] * (tensor.dim() - 1)), tensor, before[key]))
+
+
+_NARROW = {F.linear, torch.conv1d, torch.conv2d, torch.conv3d}
+_NARROW |= {torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d}
+_WIDE = {torch.softmax, torch.log_softmax, Tensor.softmax, Tensor.log_softmax, F.softmax, F.log_softmax, F.layer_norm}
+_WIDE |= {F.cross_entropy, F.nll_loss, F.binary_cross_entropy_with_logits, F.mse_loss, F.l1_loss, F.smooth_l1_loss}
+_WIDE |= {F.huber_loss, F.kl_div}
+
+
+class Cast(TorchFunctionMode):
+    """Cast the inputs of layers to `dtype`, and those of losses and softmax to float32, as autocast does.
+
+    >>> inputs, weights, bias = torch.randn(3, 4, 5), torch.randn(3, 2, 5), torch.randn(3, 2)
+    >>> with torch.autocast("cpu", torch.bfloat16), Cast(torch.bfloat16):
+    ...     torch.func.vmap(F.linear)(inputs, weights, bias).dtype
+    torch.bfloat16
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._dtype = dtype
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _NARROW or func in _WIDE:
+            dtype = self._dtype if func in _NARROW else torch.float32
+            args, kwargs = pytree.tree_map(lambda value: _cast(value, dtype), (args, kwargs))
+        return func(*args, **kwargs)
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    is_meant = isinstance(value, Tensor) and value.is_floating_point() and value.dtype is not torch.float64
+    return value.to(dtype) if is_meant else value

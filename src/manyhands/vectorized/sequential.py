@@ -167,8 +167,8 @@ class OneByOne(MemberTraining):
         found = self._alone[0].num_steps_in_epoch
         if found is None:
             raise UsageError(
-                "members are measured after every pass over the data",
-                got="a stream, which does not tell its length",
+                "members are evaluated after every epoch, which needs data of known length",
+                got="a stream",
                 remedy="pass a dataset with a length",
             )
         return found

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..capture import CapturedGraphs, CaptureError, Phase, has_convolutions, rehearsing
 from ..core import OutOfMemory, StrategySpec
 from ..data import Resident
-from ..graph import CannotRecord, Phase, Recording, has_convolutions, rehearsing
 from .compiling import CannotCompile, Compiled
 from .convolutions import ALL, GROUPED, THIN
 from .program import Program
@@ -38,7 +38,7 @@ class _Made:
     factors: Tensor
     losses: Tensor
     round: Tensor
-    recording: Recording
+    captured: CapturedGraphs
 
 
 class Rounds:
@@ -47,13 +47,13 @@ class Rounds:
     def __init__(self, program: Program, data: Resident, spec: StrategySpec, notice: Callable[[str], None]) -> None:
         capture, deterministic = spec.capture, spec.deterministic
         self._program, self._data, self._notice = program, data, notice
-        self._records = program.device.type == "cuda" and capture != "off"
+        self._captures = program.device.type == "cuda" and capture != "off"
         self._made: dict[Hashable, _Made] = {}
         self._seen: dict[Hashable, int] = {}
         self._pool = self._new_pool()
-        self._is_recording = self._is_plain = False
+        self._is_capturing = self._is_plain = False
         self._compiles = capture == "compile"
-        self._may_compile = self._records and capture == "auto" and not deterministic
+        self._may_compile = self._captures and capture == "auto" and not deterministic
         self._plain_seconds = 0.0
         self._has_convolutions, self._is_settled = has_convolutions(program.model), deterministic
         self._compiled = Compiled(program)
@@ -93,12 +93,12 @@ class Rounds:
         key = (block.ids.shape[1:], block.shared)
         losses = torch.empty(block.ids.shape[:2], dtype=torch.float64, device=block.ids.device)
         start = 0
-        while start < block.num_rounds and not self._is_recorded(key):
+        while start < block.num_rounds and not self._is_captured(key):
             losses[start] = self._round(stack, block, start, factors, key)
             start += 1
             self.losses = losses[:start]
         if start < block.num_rounds:
-            made = self._made.get(key) or self._record(stack, block, key)
+            made = self._made.get(key) or self._capture_graph(stack, block, key)
             if made is not None:
                 rest = block.num_rounds - start
                 made.ids[:rest].copy_(block.ids[start:])
@@ -123,19 +123,19 @@ class Rounds:
 
     # -- one round ------------------------------------------------------------------------------------------------
 
-    def _is_recorded(self, key: Hashable) -> bool:
+    def _is_captured(self, key: Hashable) -> bool:
         """Return whether the next round may be run as a captured CUDA graph."""
-        return self._records and self._seen.get(key, 0) > NUM_PLAIN
+        return self._captures and self._seen.get(key, 0) > NUM_PLAIN
 
     def _round(self, stack: Stack, block: Block, number: int, factors: Tensor, key: Hashable) -> Tensor:
         seen = self._seen[key] = self._seen.get(key, 0) + 1
         ids, factor = block.ids[number], factors[number]
-        if not self._records or seen != NUM_PLAIN + 1:
+        if not self._captures or seen != NUM_PLAIN + 1:
             return self._whole(stack, ids, factor, block.shared)
         try:
             with rehearsing():
                 return self._whole(stack, ids, factor, block.shared)
-        except CannotRecord as error:
+        except CaptureError as error:
             # The user's code synchronizes with the device before the update, so the stack is unchanged.
             self._give_up(error)
             return self._whole(stack, ids, factor, block.shared)
@@ -150,7 +150,7 @@ class Rounds:
                 with self._program.trying_kernels():
                     losses.append(self._step(part, ids[start:stop], factor[start:stop], shared))
             except torch.OutOfMemoryError as error:
-                if self._is_recording:
+                if self._is_capturing:
                     raise
                 self._halve(stop - start, error)
                 continue
@@ -220,12 +220,12 @@ class Rounds:
         """Replay a captured round; if many rounds are left, test whether compiled ones are faster."""
         if not self._may_compile:
             for _ in range(count):
-                made.recording.replay()
+                made.captured.replay()
             return
         torch.cuda.synchronize()
         began = time.perf_counter()
         for _ in range(count):
-            made.recording.replay()
+            made.captured.replay()
         torch.cuda.synchronize()
         seconds = (time.perf_counter() - began) / count
         if not self._compiles and seconds * left > WORTH_SECONDS:
@@ -239,7 +239,7 @@ class Rounds:
 
     # -- CUDA graphs ----------------------------------------------------------------------------------------------
 
-    def _record(self, stack: Stack, block: Block, key: Hashable) -> _Made | None:
+    def _capture_graph(self, stack: Stack, block: Block, key: Hashable) -> _Made | None:
         ids = torch.zeros_like(block.ids[:1]).repeat(most_rounds(block.ids[0].numel()), 1, 1)
         factors = torch.ones(ids.shape[:2], dtype=torch.float64, device=ids.device)
         losses = torch.zeros_like(factors)
@@ -251,18 +251,18 @@ class Rounds:
             losses.index_copy_(0, number, loss.double().unsqueeze(0))
             number.add_(1)
 
-        self._is_recording = True
+        self._is_capturing = True
         try:
-            recording = Recording([Phase(run)], self._pool)
-        except CannotRecord as error:
+            captured = CapturedGraphs([Phase(run)], self._pool)
+        except CaptureError as error:
             self._give_up(error)
             return None
         finally:
-            self._is_recording = False
-        self._made[key] = _Made(ids, factors, losses, number, recording)
+            self._is_capturing = False
+        self._made[key] = _Made(ids, factors, losses, number, captured)
         return self._made[key]
 
-    def _give_up(self, error: CannotRecord) -> None:
-        self._records = False
+    def _give_up(self, error: CaptureError) -> None:
+        self._captures = False
         self.forget()
-        self._notice(f"steps are not recorded: {error}")
+        self._notice(f"steps are not captured: {error}")

@@ -9,7 +9,18 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ..core import LayoutFree, OutOfMemory, StrategySpec, Task, TaskError, UsageError
+from ..core import (
+    LayoutFree,
+    OutOfMemory,
+    StrategySpec,
+    Task,
+    TaskError,
+    UsageError,
+    random_state,
+    remember_buffers,
+    restore_random_state,
+)
+from ..data import Resident, map_leaves
 from ..distributed import Device
 from .build import Built, build, row_of
 from .dropout_rates import chances
@@ -18,7 +29,6 @@ from .grouping import check_stackable, difference_between
 from .member import VectorizedMember
 from .member_training import CannotStack, MemberTraining
 from .program import Program
-from .sample_randomness import learn_draws
 from .shared_feed import Block, SharedFeed
 from .stack import Row, Stack
 from .stacked_steps import Rounds
@@ -224,9 +234,9 @@ class StackedTraining(MemberTraining):
         found = difference_between(self._built[0], built)
         if found:
             raise TaskError(
-                "members of a population have the same structure",
+                "members of a population must have the same structure",
                 got=f"member {number}, where {found}",
-                remedy="manyhands.vectorized.groups(tasks) says which of them go together",
+                remedy="call manyhands.vectorized.groups(tasks) to see which of them can be stacked",
             )
 
     def _look_at_numbers(self, *new: Task) -> None:
@@ -261,3 +271,36 @@ def _stacking(work: Callable[[], Result]) -> Result:
         raise CannotStack(why) from error
     except Exception as error:
         raise CannotStack(said_of(error)) from error
+
+
+MOST_ROWS = 5
+
+
+def learn_draws(draws: LayoutFree, program: Program, data: Resident, batch_size: int) -> None:
+    """Compute the loss in training mode with two batch sizes, as `fit` does; buffers and generators are restored."""
+    loss, model = program.task.loss, program.model
+    assert loss is not None
+    more = min(MOST_ROWS, batch_size)
+    few = max(1, more - 2)
+    if few == more:
+        return
+    batch = data.fetch(torch.arange(more, device=program.device))
+    put_back = remember_buffers(model)
+    states, before, is_random = random_state(program.device), draws.num_draws, False
+
+    def compute(count: int) -> None:
+        nonlocal is_random
+        with program.scope():
+            loss(model, map_leaves(lambda leaf: leaf[:count], batch))
+        is_random = is_random or draws.num_draws > before
+
+    try:
+        draws.learn(compute, few, more)
+        program.is_random = is_random or draws.strayed or bool(draws.drew_on_host())
+    except UsageError:
+        raise
+    except Exception:
+        return  # an error in the user's code is raised again in the first step
+    finally:
+        put_back()
+        restore_random_state(states, program.device)

@@ -46,8 +46,8 @@ def fill(member: VectorizedMember, row: Row, built: Built, state: Mapping[str, A
     odd = sorted(set(own) ^ set(model)) or [name for name in own if own[name].shape != model[name].shape]
     if odd:
         raise CheckpointError(
-            "a member's state must be of its own network",
-            got=f"{', '.join(odd[:3])} differ",
+            "the state of a member must match its network",
+            got=f"different {', '.join(odd[:3])}",
             remedy="use its own state",
         )
     held = {_source(name, built, row_names(row)): tensor for name, tensor in model.items()}

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..core import LayoutFree, Mean, StrategySpec, TaskError, UsageError, stacked_keys
 from ..data import Resident, as_source, in_memory
-from ..graph import culprit
+from ..distributed import culprit
 from .build import CPU, Built, row_of
 from .program import FIRST_PASS, Program, pair_of
 from .stack import BUFFERS, PARAMETERS, SEED, STEP, Stack
@@ -41,14 +41,14 @@ def try_stacked(built: Built) -> None:
         raise
     except Exception as error:
         raise TaskError(
-            "a stacked loss is computed for many networks at once",
+            "a stacked loss must be computable for many networks at once (torch.vmap)",
             got=said_of(error),
-            remedy="avoid .item(), branches on values and layers without a rule for vmap, or train it by itself",
+            remedy="avoid .item(), branches on values and layers without a vmap rule, or train it alone",
         ) from error
     drawn = draws.drew_on_host()
     if drawn:
         raise TaskError(
-            "members of a stack draw their own random numbers",
+            "members of a stack must draw their own random numbers",
             got=f"numbers from {drawn}, which would be the same for all",
             remedy="draw them with torch",
         )
@@ -67,7 +67,7 @@ def _copied(model: nn.Module) -> nn.Module:
         return copy.deepcopy(model)
     except Exception as error:
         raise TaskError(
-            "a stacked network can be copied", got=f"one that cannot ({error})", remedy="train it by itself"
+            "a stacked network must be copyable", got=f"an error when it is copied ({error})", remedy="train it alone"
         ) from error
 
 
@@ -102,7 +102,7 @@ def _alone(built: Built, draws: LayoutFree, keys: Tensor, batch: Any) -> tuple[T
 
 def _refuse(got: str) -> None:
     raise TaskError(
-        "a network computes the same in a stack and alone",
+        "a network must compute the same results in a stack and alone",
         got=f"{got} for the same samples",
-        remedy="train it by itself, and look for what samples of other members could change",
+        remedy="train it alone, and check whether samples of other members can change its results",
     )

@@ -11,9 +11,9 @@ import * as runs from "./pages/runs.js";
 import * as serving from "./pages/serving.js";
 import * as studies from "./pages/studies.js";
 import * as study from "./pages/study.js";
-import * as teams from "./pages/teams.js";
+import * as ensembles from "./pages/ensembles.js";
 
-const PAGES = { runs, compare, studies, teams, plans, profiles, serving, cluster };
+const PAGES = { runs, compare, studies, ensembles, plans, profiles, serving, cluster };
 const INNER = { run: "runs", study: "studies", log: "serving" };
 const VIEWS = { ...PAGES, run, study, log };
 const PAUSE = 700;

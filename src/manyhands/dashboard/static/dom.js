@@ -116,7 +116,7 @@ export function empty(...text) {
 
 // What a page of one thing shows where there is no such thing.
 export function missing(noun, id, page) {
-  return [h("h1", {}, id || "Nothing"), empty(`There is no ${noun} of this name in the folders that are shown. `, link(page, [], "What there is"))];
+  return [h("h1", {}, id || "Nothing"), empty(`There is no ${noun} of this name in the folders that are shown. `, link(page, [], "Show all"))];
 }
 
 // What a pointer was put down on must still be there when it is lifted, or the click is lost: news wait as long.

@@ -1,9 +1,9 @@
 // Drawings that are no curves: stacked bars, a time line, parallel coordinates, a network in pieces.
 import { bytes, h, moment, number, plural, s, seconds, value } from "./dom.js";
 
-const MEANING = { compute: 2, forward: 2, recorded: 2, backward: 5, sync: 4, communication: 4, input: 6, copy: 1, optimizer: 0, save: 3, validation: 1, idle: 7 };
+const MEANING = { compute: 2, forward: 2, captured: 2, backward: 5, sync: 4, communication: 4, input: 6, copy: 1, optimizer: 0, save: 3, validation: 1, idle: 7 };
 
-// A bar for every row, cut into parts: rows are [name, {part: amount}].
+// A bar for every row, split into parts: rows are [name, {part: amount}].
 export function bars(label, rows, { format = seconds, names = null } = {}) {
   const parts = names ?? [...new Set(rows.flatMap(([, amounts]) => Object.keys(amounts)))];
   const total = Math.max(1e-12, ...rows.map(([, amounts]) => parts.reduce((sum, part) => sum + (amounts[part] ?? 0), 0)));
@@ -83,18 +83,18 @@ export function scaleOf(axis, trials) {
   return { place: (one) => (typeof one === "number" ? Math.min(1, Math.max(0, (bend(one) - bend(low)) / span)) : 0), ticks: values.length || axis.low !== undefined ? [[number(high, 3), 1], [number(low, 3), 0]] : [] };
 }
 
-// A network that is cut: a row for every device, pieces in the order in which they run, arrows for what crosses.
-export function pieces(cut) {
+// A partitioned network: a row for every device, pieces in the order in which they run, arrows for what crosses.
+export function pieces(partition) {
   const [width, height, gap] = [200, 66, 40];
-  const ranks = [...new Set(cut.boxes.map((box) => box.rank))].sort((a, b) => a - b);
+  const ranks = [...new Set(partition.boxes.map((box) => box.rank))].sort((a, b) => a - b);
   const ends = new Map();
-  const spots = cut.boxes.map((box, place) => {
+  const spots = partition.boxes.map((box, place) => {
     const x = Math.max(110 + place * (width / 2 + gap), (ends.get(box.rank) ?? 0) + gap / 2);
     ends.set(box.rank, x + width);
     return [x, 16 + ranks.indexOf(box.rank) * (height + gap)];
   });
   const all = [Math.max(...spots.map(([x]) => x)) + width + 20, 16 + ranks.length * (height + gap)];
-  const arrows = cut.arrows.map((arrow) => {
+  const arrows = partition.arrows.map((arrow) => {
     const [[x1, y1], [x2, y2]] = [spots[arrow.source], spots[arrow.to]];
     const down = y2 > y1;
     const [fromY, toY] = [y1 + (down ? height : 0), y2 + (down ? 0 : height)];
@@ -104,14 +104,14 @@ export function pieces(cut) {
       s("text", { x: (fromX + toX) / 2, y: (fromY + toY) / 2 + 4, class: "over", "text-anchor": "middle" }, bytes(arrow.num_bytes)),
     ];
   });
-  const boxes = cut.boxes.map((box, place) => {
+  const boxes = partition.boxes.map((box, place) => {
     const [x, y] = spots[place];
     const names = box.parts.length > 3 ? `${box.parts.slice(0, 2).join(", ")} … ${box.parts.at(-1)}` : box.parts.join(", ") || "between modules";
     const lines = [names, plural(box.num_operations, "operation"), `${plural(box.num_parameters, "parameter")}${box.seconds ? `, ${seconds(box.seconds)}` : ""}`];
     return s("g", {}, s("title", {}, box.parts.join(", ")), s("rect", { x, y, width, height, rx: 6, class: "box" }), lines.map((text, line) => s("text", { x: x + 8, y: y + 18 + 19 * line, class: line ? "soft" : null }, text.slice(0, 32))));
   });
-  const named = ranks.map((rank, row) => s("text", { x: 4, y: 16 + row * (height + gap) + height / 2 }, cut.boxes.find((box) => box.rank === rank).device.slice(0, 16)));
-  const said = cut.boxes.map((box) => `${box.parts.join(", ") || "between modules"} on ${box.device}`).join("; ");
+  const named = ranks.map((rank, row) => s("text", { x: 4, y: 16 + row * (height + gap) + height / 2 }, partition.boxes.find((box) => box.rank === rank).device.slice(0, 16)));
+  const said = partition.boxes.map((box) => `${box.parts.join(", ") || "between modules"} on ${box.device}`).join("; ");
   const tip = s("defs", {}, s("marker", { id: "tip", markerWidth: 8, markerHeight: 8, refX: 7, refY: 3, orient: "auto" }, s("path", { d: "M0,0 L7,3 L0,6 z", class: "tip" })));
-  return wide("The network in pieces", s("svg", { width: all[0], height: all[1], role: "img", "aria-label": `The network in pieces: ${said}` }, tip, boxes, arrows, named));
+  return wide("Partition of the network", s("svg", { width: all[0], height: all[1], role: "img", "aria-label": `Partition of the network: ${said}` }, tip, boxes, arrows, named));
 }

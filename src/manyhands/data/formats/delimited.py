@@ -52,7 +52,7 @@ class CsvFormat(TableFormat):
         too_long = np.flatnonzero(np.diff(rows) > MAX_ROW_BYTES)
         if len(too_long):
             raise damaged(path, int(too_long[0]), f"more than {MAX_ROW_BYTES} bytes")
-        blocks = np.array([*_cuts(rows), len(rows) - 1], np.int64)
+        blocks = np.array([*_block_starts(rows), len(rows) - 1], np.int64)
         return FileShard(path, num_bytes, blocks, rows[blocks], np.diff(rows[blocks]))
 
     def settled(self, paths: Sequence[str]) -> CsvFormat:
@@ -130,7 +130,7 @@ def _known(kind: str) -> str:
 
 def _arrow_type(arrow: Any, kind: str) -> Any:
     if kind.endswith("[]"):
-        raise DataError("a CSV file has one value in each place", got=repr(kind), remedy="leave the [] out")
+        raise DataError("a CSV column cannot contain lists", got=repr(kind), remedy="omit the []")
     special = {"str": arrow.string(), "bytes": arrow.binary(), "bool": arrow.bool_()}
     return special[kind] if kind in special else arrow.from_numpy_dtype(kind)
 
@@ -139,7 +139,7 @@ def _delimiter(path: str) -> str:
     return "\t" if path.lower().endswith(".tsv") else ","
 
 
-def _cuts(rows: Ids) -> Iterator[int]:
+def _block_starts(rows: Ids) -> Iterator[int]:
     """Yield the first row of every block: of some thousand rows or about a megabyte, at least one row."""
     first, num_rows = 0, len(rows) - 1
     while first < num_rows:

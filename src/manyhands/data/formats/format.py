@@ -81,14 +81,14 @@ def damaged(path: str, row: int, reason: object, row_name: str = "row") -> DataE
     return DataError(
         f"every {row_name} of {path} must be readable",
         got=f"{reason} at {row_name} {row}",
-        remedy=f"mend the file, or leave it out; a {row_name} is counted from 0",
+        remedy=f"repair the file, or omit it; {row_name}s are counted from 0",
     )
 
 
 def unreadable_file(path: str, what: str, error: object) -> DataError:
     """Return the error for a file that cannot be read at all."""
     return DataError(
-        f"{path} must be {what}", got=error, remedy="mend it, leave it out, or pass format= if it is another one"
+        f"{path} must be {what}", got=error, remedy="repair it, omit it, or pass format= if it has another format"
     )
 
 
@@ -97,7 +97,7 @@ def missing_columns(path: str, wanted: Types, known: list[str]) -> None:
     missing = [name for name in wanted if name not in known]
     if missing:
         raise DataError(
-            f"the columns of {path} are {', '.join(map(repr, known))}",
+            f"columns of {path} must be among {', '.join(map(repr, known))}",
             got=", ".join(map(repr, missing)),
             remedy="correct columns=",
         )
@@ -116,7 +116,7 @@ def check_types(columns: Types) -> None:
     for name, kind in columns.items():
         if kind and not KNOWN_TYPE.fullmatch(kind):
             raise DataError(
-                'a column is of type "float32", "int64", "bool", "str", "bytes" or the like, with [] for lists',
+                'the type of a column must be "float32", "int64", "bool", "str", "bytes" or similar, with [] for lists',
                 got=f"{kind!r} for {name!r}",
                 remedy='write columns={"x": "float32", "tokens": "int64[]"}',
             )
@@ -130,9 +130,8 @@ def pyarrow(name: str = "") -> ModuleType:
         return import_module(f"pyarrow.{name}" if name else "pyarrow")
     except ImportError as error:
         raise DataError(
-            "Parquet and CSV files are read with pyarrow",
-            got="none",
-            remedy="pip install 'manyhands[files]'",
+            "reading Parquet and CSV files needs pyarrow",
+            remedy="install it with pip install 'manyhands[files]'",
         ) from error
 
 

@@ -55,7 +55,7 @@ def _crc32c() -> Callable[[bytes], int]:
         import google_crc32c
     except ImportError as error:
         raise DataError(
-            "TFRecord files are checked with google-crc32c", got="none", remedy="pip install 'manyhands[files]'"
+            "reading TFRecord files needs google-crc32c", remedy="install it with pip install 'manyhands[files]'"
         ) from error
     return google_crc32c.value  # type: ignore[no-any-return]
 

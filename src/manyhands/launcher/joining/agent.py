@@ -12,7 +12,7 @@ from ...distributed import address_towards, interface_of, this_host
 from ..engine import OnEvent, OnOutput, RunningJob
 from ..processes import Hearer, LocalProcesses, Process, turn
 from ..rendezvous import RendezvousInfo
-from ..zygote_handle import ZygoteHandle
+from ..zygote import ZygoteHandle
 from .channel import Channel, JoinTimeouts, Message, ProtocolError
 from .handshake import JoinRefused
 from .probing import answer

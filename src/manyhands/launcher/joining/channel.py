@@ -255,17 +255,17 @@ def _written(message: Message) -> bytes:
     """Return the encoded message; if it is too long, long texts lose their middle."""
     body = json.dumps(message, default=str).encode()
     if len(body) > MAX_MESSAGE:
-        body = json.dumps(_cut(message), default=str).encode()
+        body = json.dumps(_truncated(message), default=str).encode()
     if len(body) > MAX_MESSAGE:
         raise RunError(f"a message between hosts ({message['kind']}) has {len(body)} bytes; {MAX_MESSAGE} are allowed")
     return body
 
 
-def _cut(value: Any) -> Any:
+def _truncated(value: Any) -> Any:
     if isinstance(value, dict):
-        return {name: _cut(one) for name, one in value.items()}
+        return {name: _truncated(one) for name, one in value.items()}
     if isinstance(value, list | tuple):
-        return [_cut(one) for one in value]
+        return [_truncated(one) for one in value]
     if isinstance(value, str) and len(value) > MAX_TEXT:
         half = MAX_TEXT // 2
         return f"{value[:half]} … {len(value) - 2 * half} characters … {value[-half:]}"

@@ -92,7 +92,11 @@ class HostFacts:
         except (TypeError, ValueError, KeyError, OverflowError):
             good = False
         if not good:
-            raise SettingsError("a host says its name, versions, clock and devices", got="something else", remedy="")
+            raise SettingsError(
+                "a joining host must send its name, versions, clock and devices",
+                got="an invalid message",
+                remedy="install the same version of manyhands on every host",
+            )
         return facts
 
     def placed(self) -> list[Device]:
@@ -149,7 +153,7 @@ class HostVerifier:
     def refuse(self, code: Refusal, reason: str) -> SettingsError:
         """Send the host the reason for the refusal; return it as an error."""
         self.channel.send("refused", code=code, reason=reason)
-        return SettingsError(f"{self.channel.peer} was not taken in: {reason}")
+        return SettingsError(f"{self.channel.peer} was not admitted to the job: {reason}")
 
     def accept(self) -> JoinToken:
         """Accept the host, prove that this side knows the token too, and return the host's pass for rejoining."""
@@ -177,7 +181,9 @@ def introduce(channel: Channel, token: JoinToken, mine: HostFacts, known: JoinTo
     key = next((key for key in keys if key.accepts(answer["proof"], *parts)), None)
     if key is None:
         raise SettingsError(
-            "the first host must know the token too", got="one that does not", remedy="look who listens there"
+            "the first host must have the same token",
+            got="a host that does not have it",
+            remedy="check which program listens at this address",
         )
     _seal(channel, key, hello["nonce"], nonce, is_first=False)
     channel.start_beating()

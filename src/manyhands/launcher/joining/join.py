@@ -64,7 +64,9 @@ class Join:
     def __post_init__(self) -> None:
         parse_endpoint(self.address)
         if not isinstance(self.hosts, int) or self.hosts < 1:
-            raise SettingsError("hosts is a whole number of at least 1", got=self.hosts, remedy="pass hosts=2 or more")
+            raise SettingsError(
+                "hosts must be a whole number of at least 1", got=self.hosts, remedy="pass hosts=2 or more"
+            )
 
     def gather(self, num_wanted: int | None, timeout: float, say: Callable[[str], None]) -> JoinedHosts:
         """Wait until all hosts have joined; return them as this host sees them."""
@@ -86,7 +88,7 @@ class Join:
                 raise SettingsError(
                     taken.rule,
                     got=taken.got,
-                    remedy="start one command per host; several on one machine can be tried with --join 127.0.0.1:PORT",
+                    remedy="run one command per host; to try several on one machine, use --join 127.0.0.1:PORT",
                 ) from None
             # On loopback all hosts are on this machine, and the program that started first runs the coordinator.
             beside = replace(facts, host=f"{facts.host}-{os.getpid()}")
@@ -213,7 +215,7 @@ class Other(JoinedHosts):
                 if self._first.taken is not None and error.code == "token":
                     raise SettingsError(
                         self._first.taken.rule,
-                        got="one that a job with another token holds",
+                        got="a port of a job with another token",
                         remedy="give both commands the same --token-file, or choose another port",
                     ) from None
                 raise
@@ -225,10 +227,10 @@ class Other(JoinedHosts):
                     raise SettingsError(
                         "the first host must be reachable",
                         got=f"{self._first} ({error})",
-                        remedy="start the same command there, and look at the address and the network",
+                        remedy="run the same command there, and check the address and the network",
                     ) from None
                 if not told:
-                    self._say(f"{self._first} does not answer yet; trying for {self._timeout:.0f} s")
+                    self._say(f"{self._first} does not answer yet; retrying for {self._timeout:.0f} s")
                 told = True
                 time.sleep(0.3)
 
@@ -254,7 +256,7 @@ class Other(JoinedHosts):
         try:
             message = self._channel.wait_for(*kinds, "over", seconds=min(TELL_SECONDS, self._timeout))
         except TimeoutError:
-            self._say(f"{self._facts.host} has joined, and waits until {self._first} begins")
+            self._say(f"{self._facts.host} has joined, and waits for {self._first} to start")
             message = self._channel.wait_for(*kinds, "over", seconds=self._timeout)
         if message["kind"] == "over":
             raise RunError(f"the first host has ended the job: {message['reason']}")

@@ -89,7 +89,7 @@ class JoinListener:
                 raise SettingsError(
                     f"{self._num_hosts} hosts must join within {seconds:.0f} s",
                     got=f"{len(self.present) + 1} ({here})",
-                    remedy="start the same command on the others, or ask for fewer with --hosts",
+                    remedy="run the same command on the other hosts, or use a smaller --hosts",
                 )
             if waited > TELL_SECONDS and not told:
                 told = True
@@ -97,7 +97,7 @@ class JoinListener:
                 missing = self._num_hosts - 1 - len(self.present)
                 self._say(
                     f"waiting at {where} for {missing} more of {self._num_hosts} hosts, for {seconds:.0f} s; "
-                    f"here is {here}: start the same command on the others"
+                    f"this host is {here}; run the same command on the others"
                 )
 
     def greet(self, kind: str, **values: Any) -> None:
@@ -179,7 +179,7 @@ class JoinListener:
             self._passes[facts.host] = challenge.accept()
             place = RemoteHost(challenge.channel, facts)
             self.present.append(place)
-            self._say(f"{facts.host} has joined, {len(names) + 1} of {self._num_hosts} hosts are here")
+            self._say(f"{facts.host} has joined, {len(names) + 1} of {self._num_hosts} hosts are connected")
             for kind, values in self.greetings:
                 place.channel.send(kind, **values)
             self.on_arrival(place)
@@ -227,7 +227,7 @@ class HostsConductor(Coordinator):
         self._meeting.close()
 
     def _arrive(self, place: RemoteHost) -> None:
-        self._say(event("notice", text=f"{place.host} is here: it is taken in"))
+        self._say(event("notice", text=f"{place.host} has joined the job"))
         self._attend(place)
 
     def _attend(self, place: RemoteHost) -> None:

@@ -59,9 +59,9 @@ class JoinTls(NoTls):
                     side.do_handshake()
         except ssl.SSLError as error:
             raise SettingsError(
-                f"{self.folder / CERTIFICATE} must be valid now, for both sides, and signed as {SIGNER} says",
+                f"{self.folder / CERTIFICATE} must be valid now, for both sides, and signed by {SIGNER}",
                 got=_reason(error),
-                remedy="make or renew it, with the same signer on every host",
+                remedy="create or renew it, with the same certificate authority on every host",
             ) from None
 
     def cover(self, sock: socket.socket, limits: JoinTimeouts, *, is_first: bool) -> Bare:
@@ -77,18 +77,18 @@ class JoinTls(NoTls):
         try:
             if (self.folder / KEY).stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
                 raise SettingsError(
-                    "a private key is its owner's alone",
-                    got=f"{self.folder / KEY}, which others can read",
-                    remedy=f"run chmod 600 {self.folder / KEY}, or make a new one if somebody may have read it",
+                    "a private key must be readable by its owner only",
+                    got=f"{self.folder / KEY}, which other users can read",
+                    remedy=f"run chmod 600 {self.folder / KEY}, or create a new key if another user may have read it",
                 )
             context.load_cert_chain(self.folder / CERTIFICATE, self.folder / KEY, password="")
             context.load_verify_locations(self.folder / SIGNER)
         except OSError as error:
             said = _reason(error) if isinstance(error, ssl.SSLError) else error.strerror
             raise SettingsError(
-                f"TLS needs {FOLDER}, in PEM",
+                f"TLS needs {FOLDER}, in PEM format",
                 got=f"{self.folder} ({said})",
-                remedy="make them as docs/clusters.md shows",
+                remedy="create them as docs/clusters.md shows",
             ) from None
         if is_first:
             context.num_tickets = 0
@@ -172,23 +172,23 @@ class Tunnel(Bare):
         if not speaks_first:
             return NotTls(f"{self._peer} was not taken in: it does not use TLS")
         return _refusal(
-            "all hosts of a job join with TLS, or none does",
+            "either all hosts of a job must use TLS, or none of them",
             got=f"{self._peer} without it",
-            remedy="start the first host with tls= too, or leave it away here",
+            remedy="start the first host with tls= too, or omit it here",
         )
 
     def _refused(self, error: ssl.SSLError) -> JoinRefused:
         """Return the error: this side rejected the other's certificate, or the other side rejected this one's."""
         if isinstance(error, ssl.SSLCertVerificationError):
             return _refusal(
-                f"the certificate of {self._peer} must be valid now, and signed as {SIGNER} says",
+                f"the certificate of {self._peer} must be valid now, and signed by {SIGNER}",
                 got=_reason(error),
-                remedy="give every host certificates of one signer, and renew them in time",
+                remedy="give all hosts certificates of one certificate authority, and renew them in time",
             )
         return _refusal(
             f"{self._peer} must accept this host's certificate",
-            got=f"{_reason(error)!r} from there",
-            remedy="give every host certificates of one signer, and renew them in time",
+            got=f"{_reason(error)!r}",
+            remedy="give all hosts certificates of one certificate authority, and renew them in time",
         )
 
 

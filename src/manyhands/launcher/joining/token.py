@@ -51,7 +51,7 @@ def write_token(path: Path, hours: float | None = None) -> None:
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except OSError as error:
         raise SettingsError(
-            "a token is written to a new file", got=f"{path} ({error.strerror})", remedy="name another one"
+            "a token must be written to a new file", got=f"{path} ({error.strerror})", remedy="choose another path"
         ) from None
     limit = "" if hours is None else f"{_EXPIRES}{int(time.time() + hours * 3600)}\n"
     with os.fdopen(file, "w") as text:
@@ -65,9 +65,10 @@ def token_here(file: str) -> JoinToken:
     text = os.environ.get(TOKEN_VARIABLE, "").strip()
     if len(text) < MIN_LENGTH:
         raise SettingsError(
-            f"hosts that join share a token of at least {MIN_LENGTH} characters, in a file or in {TOKEN_VARIABLE}",
-            got=f"one of {len(text)}" if text else "none",
-            remedy=f"run export {TOKEN_VARIABLE}=$(openssl rand -hex 32) before they start, the same value on all",
+            f"joining hosts need a shared token of at least {MIN_LENGTH} characters, in a file or in {TOKEN_VARIABLE}",
+            got=f"{len(text)} characters" if text else "no token",
+            remedy=f"run export {TOKEN_VARIABLE}=$(openssl rand -hex 32) before they start, with the same value "
+            "on all hosts",
         )
     return JoinToken(text.encode())
 
@@ -79,18 +80,18 @@ def read_token(path: Path) -> JoinToken:
         mode = path.stat().st_mode
         words = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise SettingsError("joining needs a file with a token", got=f"{path} ({error})", remedy=make) from None
+        raise SettingsError("joining needs a readable token file", got=f"{path} ({error})", remedy=make) from None
     if mode & (stat.S_IRWXG | stat.S_IRWXO):
         raise SettingsError(
-            "a token's file is its owner's alone",
+            "a token file must be readable by its owner only",
             got=f"{path} with mode {stat.S_IMODE(mode):o}",
-            remedy=f"run chmod 600 {path}, or make a new one if somebody may have read it",
+            remedy=f"run chmod 600 {path}, or create a new token if another user may have read it",
         )
     if not words or len(words[0].strip()) < MIN_LENGTH:
-        raise SettingsError(f"a token has at least {MIN_LENGTH} characters", got=f"fewer in {path}", remedy=make)
+        raise SettingsError(f"a token must have at least {MIN_LENGTH} characters", got=f"fewer in {path}", remedy=make)
     limits = [word.removeprefix(_EXPIRES) for word in words[1:] if word.startswith(_EXPIRES)]
     if limits and not limits[0].isdecimal():
-        raise SettingsError("a token expires at a number of seconds", got=repr(limits[0]), remedy=make)
+        raise SettingsError("the expiry of a token must be a number of seconds", got=repr(limits[0]), remedy=make)
     token = JoinToken(words[0].strip().encode(), float(limits[0]) if limits else None)
     if token.is_expired:
         raise SettingsError(

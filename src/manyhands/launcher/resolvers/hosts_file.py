@@ -42,7 +42,9 @@ class HostsFile(Resolver):
         if len(here) != 1:
             got = "none of " + ", ".join(map(str, hosts)) if not here else ", ".join(str(hosts[i]) for i in here)
             raise SettingsError(
-                f"{self.name} names this machine once", got=got, remedy="write its name or an address of it there, once"
+                f"{self.name} must name this machine exactly once",
+                got=got,
+                remedy="write its name or its address on exactly one line",
             )
         return ResolvedCluster(
             source=self.name,
@@ -58,7 +60,7 @@ class HostsFile(Resolver):
             lines = self.path.read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise SettingsError(
-                "a hosts file must be readable text", got=str(error), remedy="correct its name"
+                "a hosts file must be readable text", got=str(error), remedy="correct its path"
             ) from None
         found = []
         for number, line in enumerate(lines, 1):
@@ -69,11 +71,13 @@ class HostsFile(Resolver):
             slots = match and (match["slots"] or match["colon"])
             if match is None or slots == "0":
                 raise SettingsError(
-                    "a line of a hosts file is a host, host:4 or host slots=4",
+                    "a line of a hosts file must be HOST, HOST:4 or HOST slots=4",
                     got=f"{text!r} in line {number} of {self.path}",
                     remedy="correct that line",
                 )
             found.append(Host(match["name"], int(slots) if slots else None))
         if not found:
-            raise SettingsError("a hosts file names hosts", got=f"none in {self.path}", remedy="write a host per line")
+            raise SettingsError(
+                "a hosts file must name at least one host", got=f"none in {self.path}", remedy="write one host per line"
+            )
         return found

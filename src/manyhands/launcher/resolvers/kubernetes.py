@@ -22,9 +22,8 @@ class Kubernetes(Resolver):
         address = environ.get("PET_MASTER_ADDR") or environ.get("MASTER_ADDR", "")
         if not address:
             raise SettingsError(
-                "pods meet at MASTER_ADDR",
-                got="none",
-                remedy="give the job a Master replica" if is_kubeflow else "name the first pod in MASTER_ADDR",
+                "pods need MASTER_ADDR for the rendezvous",
+                remedy="give the job a Master replica" if is_kubeflow else "set MASTER_ADDR to the first pod",
             )
         _require_one_master(environ)
         num_hosts = _num_pods(environ) if is_kubeflow else number(environ, NUM_HOSTS)
@@ -44,7 +43,7 @@ def _num_pods(environ: Environ) -> int:
     text = environ["PET_NNODES"]
     if not text.isdecimal():
         raise SettingsError(
-            "PET_NNODES is a number of pods", got=repr(text), remedy="leave elasticPolicy away: hosts may come and go"
+            "PET_NNODES must be a fixed number of pods", got=repr(text), remedy="remove elasticPolicy from the job"
         )
     return int(text)
 
@@ -58,7 +57,7 @@ def _require_one_master(environ: Environ) -> None:
     mine, theirs = environ.get("MASTER_ADDR"), environ.get("PET_MASTER_ADDR")
     if mine and theirs and mine != theirs:
         raise SettingsError(
-            "a cluster has one master",
+            "a cluster must have one master",
             got=f"MASTER_ADDR={mine} and PET_MASTER_ADDR={theirs}",
-            remedy="take MASTER_ADDR out of the pod's template",
+            remedy="remove MASTER_ADDR from the pod template",
         )

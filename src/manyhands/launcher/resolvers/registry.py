@@ -33,7 +33,9 @@ def understood(environ: Environ | None = None) -> ResolvedCluster | None:
         present = [resolver for resolver in present if resolver.name.lower() == chosen.lower()]
         if not present:
             names = ", ".join(resolver.name for resolver in RESOLVERS)
-            raise SettingsError(f"{CHOICE} is one of {names}, and in the environment", got=chosen, remedy="correct it")
+            raise SettingsError(
+                f"{CHOICE} must be one of {names}, and set in the environment", got=chosen, remedy="correct its value"
+            )
     if not present:
         return None
     first, *others = (resolver.read(given) for resolver in present)
@@ -54,7 +56,7 @@ def _require_agreement(inner: ResolvedCluster, outer: ResolvedCluster) -> None:
         )
     if outer.num_hosts == inner.num_hosts > 1 and _differ(inner.address, outer.address):
         raise SettingsError(
-            "a cluster has one master",
+            "a cluster must have one master",
             got=f"{inner.address} by {inner.source} and {outer.address} by {outer.source}",
             remedy=remedy,
         )

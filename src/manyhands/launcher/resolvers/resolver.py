@@ -44,9 +44,9 @@ class Standing:
     def __post_init__(self) -> None:
         if min(self.size, self.local_size) < 1:
             raise SettingsError(
-                "a job has at least one rank, and one on every host",
+                "a job must have at least one rank on every host",
                 got=f"{self.size} ranks, {self.local_size} on this host",
-                remedy="see how the ranks were started",
+                remedy="check how the ranks were started",
             )
 
 
@@ -119,11 +119,11 @@ def number(environ: Environ, *names: str, default: int | None = None) -> int:
             if not text.isdecimal() or len(text) > MOST_DIGITS:
                 digits = f" of at most {MOST_DIGITS} digits" if text.isdecimal() else ""
                 rule, got = f"{name} is a whole number{digits}", repr(environ[name][:80])
-                raise SettingsError(rule, got=got, remedy="correct it")
+                raise SettingsError(rule, got=got, remedy="correct its value")
             return int(text)
     if default is None:
         raise SettingsError(
-            f"{' or '.join(names)} must be set", got="none", remedy="set it, or start the program without a scheduler"
+            f"{' or '.join(names)} must be set", remedy="set it, or start the program without a scheduler"
         )
     return default
 
@@ -136,7 +136,7 @@ def port_of(environ: Environ, default: int = DEFAULT_PORT, name: str = "MASTER_P
     """
     port = number(environ, name, default=default)
     if not 0 < port < 65536:
-        raise SettingsError(f"{name} lies between 1 and 65535", got=port, remedy="choose another port")
+        raise SettingsError(f"{name} must be between 1 and 65535", got=port, remedy="choose another port")
     return port
 
 
@@ -149,7 +149,7 @@ def named(count: int, names: Mapping[int, str], num_devices: int | None) -> tupl
 def _require_few(count: int) -> None:
     if count > MOST_HOSTS:
         raise SettingsError(
-            f"a job has at most {MOST_HOSTS:,} hosts", got=f"{count:,}", remedy="correct the scheduler's variables"
+            f"a job can have at most {MOST_HOSTS:,} hosts", got=f"{count:,}", remedy="correct the scheduler's variables"
         )
 
 
@@ -157,30 +157,30 @@ def _require_numbers(cluster: ResolvedCluster) -> None:
     source, count, standing = cluster.source, cluster.num_hosts, cluster.standing
     if not 0 <= cluster.here < count:
         raise SettingsError(
-            f"{source} numbers {count} host{'s' * (count != 1)} from 0",
+            f"{source} must number the {count} host{'s' * (count != 1)} from 0",
             got=f"number {cluster.here}",
-            remedy="see that every host was given its own number",
+            remedy="check that every host has its own number",
         )
     if standing is None:
         return
     if not 0 <= standing.rank < standing.size:
         raise SettingsError(
-            f"{source} numbers {standing.size} ranks from 0",
+            f"{source} must number the {standing.size} ranks from 0",
             got=f"rank {standing.rank}",
-            remedy="see how ranks were numbered",
+            remedy="check how the ranks were numbered",
         )
     if not 0 <= standing.local_rank < standing.local_size:
         raise SettingsError(
-            f"{source} numbers the {standing.local_size} ranks of a host from 0",
+            f"{source} must number the {standing.local_size} ranks of a host from 0",
             got=f"local rank {standing.local_rank} on {cluster.host}",
-            remedy="see how ranks were numbered",
+            remedy="check how the ranks were numbered",
         )
     told = cluster_size(cluster.hosts)
     if told is not None and told != standing.size:
         raise SettingsError(
-            f"{source}'s hosts have {standing.size} ranks together",
+            f"{source}'s hosts must have {standing.size} ranks in total",
             got=f"{told} ({', '.join(f'{host} {host.num_devices}' for host in cluster.hosts)})",
-            remedy="start the missing ranks, or ask for fewer",
+            remedy="start the missing ranks, or use fewer",
         )
 
 
@@ -196,9 +196,9 @@ def _require_distinct(source: str, hosts: Sequence[Host]) -> None:
         text = str(host)
         if host.name and text in seen:
             raise SettingsError(
-                f"{source} names every host once",
+                f"{source} must name every host once",
                 got=f"{text} twice",
-                remedy="take one away, or give it a port of its own" if host.port else "take one of them away",
+                remedy="remove one of them, or give it a different port" if host.port else "remove one of them",
             )
         seen.add(text)
 
@@ -212,7 +212,7 @@ def expand(text: str) -> list[str]:
     names = [name for part in re.findall(r"(?:\[[^\]]*\]|[^,\[\]])+", text.strip()) for name in _expanded(part)]
     if not names or text.count("[") != text.count("]"):
         raise SettingsError(
-            "a list of hosts is written like node[01-03,07],login1", got=repr(text), remedy="correct the list"
+            "a list of hosts must be written like node[01-03,07],login1", got=repr(text), remedy="correct the list"
         )
     return names
 
@@ -233,7 +233,7 @@ def _numbers(text: str) -> list[str]:
         match = re.fullmatch(rf"(\d{{1,{MOST_DIGITS}}})(?:-(\d{{1,{MOST_DIGITS}}}))?", piece.strip())
         if match is None or int(match[2] or match[1]) < int(match[1]):
             raise SettingsError(
-                "a range of hosts is written like [01-03,07]", got=f"[{text}]", remedy="correct the list"
+                "a range of hosts must be written like [01-03,07]", got=f"[{text}]", remedy="correct the list"
             )
         first, last = int(match[1]), int(match[2] or match[1])
         _require_few(len(found) + last + 1 - first)

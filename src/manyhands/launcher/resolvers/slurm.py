@@ -71,9 +71,7 @@ def _names(environ: Environ) -> list[str]:
     for name in _LISTS:
         if environ.get(name):
             return expand(environ[name])
-    raise SettingsError(
-        "SLURM tells the hosts of a job", got="no SLURM_JOB_NODELIST", remedy="start the command with srun"
-    )
+    raise SettingsError("SLURM_JOB_NODELIST must be set", remedy="start the command with srun")
 
 
 def _tasks_per_node(environ: Environ, num_hosts: int, num_tasks: int) -> list[int]:
@@ -83,13 +81,17 @@ def _tasks_per_node(environ: Environ, num_hosts: int, num_tasks: int) -> list[in
     for piece in text.split(",") if text else []:
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", piece.strip())
         if match is None:
-            raise SettingsError("tasks per node are written like 2(x3),1", got=repr(text), remedy="see SLURM's options")
+            raise SettingsError(
+                "tasks per node must be written like 2(x3),1",
+                got=repr(text),
+                remedy="check the options of the SLURM job",
+            )
         counts += [int(match[1])] * int(match[2] or 1)
     if not counts and num_tasks % num_hosts == 0:
         counts = [num_tasks // num_hosts] * num_hosts
     if len(counts) != num_hosts:
         raise SettingsError(
-            f"SLURM tells how many tasks each of {num_hosts} hosts has",
+            f"SLURM must set the number of tasks of each of the {num_hosts} hosts",
             got=repr(text) if text else f"{num_tasks} tasks",
             remedy="pass --ntasks-per-node",
         )

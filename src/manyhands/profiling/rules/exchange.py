@@ -5,8 +5,8 @@ from __future__ import annotations
 from statistics import median
 from typing import TYPE_CHECKING
 
+from ...core import format_bytes, format_duration
 from ..advice import Advice
-from ..formatting import duration, size
 
 if TYPE_CHECKING:
     from ..profile import Profile
@@ -36,8 +36,8 @@ def slow_rank(profile: Profile) -> Advice | None:
     phase = max(longer, key=lambda name: longer[name])
     return Advice(
         name="slow rank",
-        evidence=f"rank {worst.rank} on {worst.host} needs {duration(worst.work)} for its own work in a step, the "
-        f"others {duration(usual)}; most of the difference is in {phase}, and all wait for it",
+        evidence=f"rank {worst.rank} on {worst.host} needs {format_duration(worst.work)} for its own work in a step, "
+        f"the others {format_duration(usual)}; most of the difference is in {phase}, and all wait for it",
         cure="see what else runs on its device, or leave it out; where it must stay, "
         "mh.ParameterServer(backup=1) or sync=mh.sync.LocalSteps(8) do not wait for it in every step",
         gain=profile.seconds / max(usual + profile.transfer, 1e-9),
@@ -53,11 +53,12 @@ def hot_parameter(profile: Profile) -> Advice | None:
     if share < HOT or hot.bytes < HEAVY:
         return None
     evidence = (
-        f"{hot.name} has {share:.0%} of the bytes that replicas exchange ({size(hot.bytes)} of {size(hot.total)}), "
+        f"{hot.name} has {share:.0%} of the bytes that replicas exchange "
+        f"({format_bytes(hot.bytes, 3)} of {format_bytes(hot.total, 3)}), "
         f"and {profile.transfer / profile.seconds:.0%} of a step is waiting for exchanges"
     )
     cure = (
-        "cut it over the devices with mh.TensorParallel() or mh.Sharded(), or send it small: sync=mh.sync.PowerSGD(4)"
+        "shard it over the devices with mh.TensorParallel() or mh.Sharded(), or compress it: sync=mh.sync.PowerSGD(4)"
     )
     left = 0.5
     if hot.rows is not None and hot.rows < SPARSE:
@@ -76,13 +77,13 @@ def exposed_communication(profile: Profile) -> Advice | None:
     if len(profile.ranks) < 2 or share < EXPOSED or profile.spec.get("stages", 1) > 1:
         return None
     sent = max(one.sent for one in profile.ranks)
-    amount = f", {size(sent)} a rank" if sent else ""
+    amount = f", {format_bytes(sent, 3)} a rank" if sent else ""
     if profile.spec.get("servers"):
         return _exposed_to_servers(profile, share)
     fewer = "; so much of it that fewer replicas may be faster: mh.plan(task) tells" if share > SETTLED else ""
     return Advice(
         name="exposed communication",
-        evidence=f"{share:.0%} of a step, {duration(profile.transfer)}, is waiting for exchanges{amount}",
+        evidence=f"{share:.0%} of a step, {format_duration(profile.transfer)}, is waiting for exchanges{amount}",
         cure="send less: sync=mh.sync.BF16() halves it, sync=mh.sync.LocalSteps(8) exchanges once in eight steps "
         f"(both change the mathematics), and a larger batch exchanges less often{fewer}",
         gain=1 / (1 - share / 2),
@@ -93,10 +94,13 @@ def _exposed_to_servers(profile: Profile, share: float) -> Advice:
     spec = profile.spec
     cure = f"more servers share the work, servers={2 * spec['servers']}"
     if spec.get("staleness", 0) == 0:
-        cure += "; mh.ParameterServer(staleness=2) lets workers go on meanwhile (it changes the mathematics)"
+        cure += (
+            "; mh.ParameterServer(staleness=2) lets workers continue during an exchange (this changes the mathematics)"
+        )
     return Advice(
         name="exposed communication",
-        evidence=f"{share:.0%} of a step, {duration(profile.transfer)}, is waiting for pulls, pushes and other workers",
+        evidence=f"{share:.0%} of a step, {format_duration(profile.transfer)}, is waiting for pulls, pushes and "
+        "other workers",
         cure=f"{cure}; mh.Embedding for large tables, and a larger batch, exchange less",
         gain=1 / (1 - share / 2),
     )

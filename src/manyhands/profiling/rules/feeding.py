@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from ...core import format_duration
 from ..advice import Advice
-from ..formatting import duration
 
 if TYPE_CHECKING:
     from ..profile import Profile
@@ -31,7 +31,7 @@ def starved_input(profile: Profile) -> Advice | None:
     wanted = workers + max(1, math.ceil(waited / max(rest, 1e-9)))
     return Advice(
         name="starved input",
-        evidence=f"{share:.0%} of a step, {duration(waited)}, is waiting for data, which {readers}",
+        evidence=f"{share:.0%} of a step, {format_duration(waited)}, is waiting for data, which {readers}",
         cure=f"read it ahead with Task(workers={min(wanted, 16)}), or make a sample cheaper to read",
         gain=(rest + waited) / max(rest, 1e-9),
     )
@@ -44,7 +44,7 @@ def slow_copy(profile: Profile) -> Advice | None:
         return None
     return Advice(
         name="slow copy",
-        evidence=f"{share:.0%} of a step, {duration(profile.phases['copy'])}, is copying or casting its batch",
+        evidence=f"{share:.0%} of a step, {format_duration(profile.phases['copy'])}, is copying or casting its batch",
         cure="keep data in a smaller type (uint8, bf16) and convert it in the network",
         gain=1 / (1 - share / 2),
     )
@@ -60,7 +60,7 @@ def tiny_batch(profile: Profile) -> Advice | None:
     if gain < SMALL:
         return None
     samples = f"{profile.batch_size} sample{'s' * (profile.batch_size != 1)}"
-    evidence = f"a step of {samples} takes {duration(usual)}, one of {rows} {duration(seconds)}"
+    evidence = f"a step of {samples} takes {format_duration(usual)}, one of {rows} {format_duration(seconds)}"
     watched = first.watched
     if watched is not None and watched.busy is not None:
         evidence += f", and the device is busy {watched.busy:.0%} of the time"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ...core import format_bytes
 from ..advice import Advice
-from ..formatting import size
 
 if TYPE_CHECKING:
     from ..profile import Profile
@@ -27,11 +27,12 @@ def tight_memory(profile: Profile) -> Advice | None:
     kind = max(kinds, key=lambda name: kinds[name])
     cures = {
         "activations": 'compute them again: recompute="blocks", or take half a batch at a time: accumulate=2',
-        "optimizer state": 'cut it over the replicas: sharding="optimizer"',
+        "optimizer state": 'shard it over the replicas: sharding="optimizer"',
     }
     return Advice(
         name="tight memory",
-        evidence=f"a step holds {size(total)} of {size(fullest.device_memory)}, most of it {kind}, {size(kinds[kind])}",
-        cure=cures.get(kind, "cut parameters and gradients over the devices: mh.Sharded()"),
-        saves=f"about {size(kinds[kind] / 2)} less",
+        evidence=f"a step holds {format_bytes(total, 3)} of {format_bytes(fullest.device_memory, 3)}, "
+        f"most of it {kind}, {format_bytes(kinds[kind], 3)}",
+        cure=cures.get(kind, "shard parameters and gradients over the devices: mh.Sharded()"),
+        saves=f"about {format_bytes(kinds[kind] / 2, 3)} less",
     )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ...core import format_duration
 from ..advice import Advice
-from ..formatting import duration
 
 if TYPE_CHECKING:
     from ..profile import Profile
@@ -29,7 +29,8 @@ def many_threads(profile: Profile) -> Advice | None:
     return Advice(
         name="too many threads",
         evidence=f"rank {worst.rank} computes with {worst.threads} threads on {worst.cores} "
-        f"core{'s' * (worst.cores != 1)}; with {worst.cores} a step took {duration(then)} instead of {duration(now)}",
+        f"core{'s' * (worst.cores != 1)}; with {worst.cores} a step took {format_duration(then)} "
+        f"instead of {format_duration(now)}",
         cure=f"remove torch.set_num_threads, or set OMP_NUM_THREADS={worst.cores}",
         gain=now / then,
     )
@@ -71,7 +72,7 @@ def costly_update(profile: Profile) -> Advice | None:
         return None
     return Advice(
         name="costly update",
-        evidence=f"{share:.0%} of a step, {duration(profile.phases['optimizer'])}, is the optimizer's update",
+        evidence=f"{share:.0%} of a step, {format_duration(profile.phases['optimizer'])}, is the optimizer's update",
         cure="pass fused=True to the optimizer, or accumulate more samples between updates with a larger batch",
         gain=1 / (1 - share / 2),
     )
@@ -80,12 +81,12 @@ def costly_update(profile: Profile) -> Advice | None:
 def idle_between(profile: Profile) -> Advice | None:
     """Advise if much of the time is neither data nor network."""
     share = profile.share("idle")
-    if share < IDLE or profile.share("recorded"):
+    if share < IDLE or profile.share("captured"):
         return None
     return Advice(
         name="idle between steps",
-        evidence=f"{share:.0%} of a step, {duration(profile.phases['idle'])}, is spent outside of the network, its "
-        "exchanges and its update",
+        evidence=f"{share:.0%} of a step, {format_duration(profile.phases['idle'])}, is spent outside of the network, "
+        "its exchanges and its update",
         cure="look at callbacks and at code that runs between steps; where steps are very short, take larger batches",
         gain=1 / (1 - share),
     )

@@ -6,7 +6,7 @@ The signature maps features to inputs: a feature per input name, with as many nu
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,22 +18,28 @@ from ..http import BadRequest
 Features = Mapping[str, Sequence[Any]]
 
 
-def rows_of(examples: Sequence[Features], context: Features, signature: Signature) -> dict[str, Array]:
-    """Return the arrays of some examples; features in the context apply to all of them."""
+def rows_of(examples: Sequence[Features], context: Features, signature: Signature, most: int) -> dict[str, Array]:
+    """Return the arrays of some examples, of at most `most` numbers; features in the context apply to all of them.
+
+    The context makes the arrays larger than their message, so their size is checked before they are made.
+    """
     if not examples:
         raise BadRequest(400, "Input is empty.")
+    num = len(examples) * sum(math.prod(size or 0 for size in spec.shape[1:]) for spec in signature.inputs.values())
+    if num > most:
+        raise BadRequest(413, f"examples may have {most} numbers together with their context, but got {num}")
     return {name: _column(name, spec, examples, context) for name, spec in signature.inputs.items()}
 
 
-def classes_of(outputs: Mapping[str, Array], signature: Signature) -> list[list[tuple[str, float]]]:
-    """Return the classes of each row with their scores; a class is named by its number."""
+def classes_of(outputs: Mapping[str, Array], signature: Signature) -> Iterator[list[tuple[str, float]]]:
+    """Return the classes of each row with their scores, made row by row; a class is named by its number."""
     scores = _only(outputs, signature, "scores")
     if scores.ndim != 2:
         raise RequestRefused(
             "FAILED_PRECONDITION",
             f"to classify, a row's output must be its scores, but it has the shape {scores.shape}",
         )
-    return [[(str(number), float(score)) for number, score in enumerate(row)] for row in scores]
+    return ([(str(number), float(score)) for number, score in enumerate(row)] for row in scores)
 
 
 def values_of(outputs: Mapping[str, Array], signature: Signature) -> list[float]:

@@ -8,8 +8,9 @@ import resource
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import grpc
 import grpc.aio
@@ -17,20 +18,25 @@ from google.protobuf.message import DecodeError
 
 from ...core import RequestRefused
 from ..batcher import Arrays, Ticket
+from ..grpc_connections import GrpcConnections
 from ..http import BadRequest
 from ..limits import Bodies, Limits
 from ..security import AccessToken, ServingTls
 from ..version import Version
-from .messages import require_light
+from .messages import outline, require_light
 from .protocol import KEY, NOT_HERE, STATUS, TRACE, InferenceGateway
 
 Method = Callable[[Any, Any], Awaitable[Any]]
+SMALL_BYTES = 1 << 20
+"""Maximum bytes of a message without tensors. A larger message is decoded only if the model that it names is served."""
+SMALL_ANSWER = 1 << 14
+"""Maximum bytes of an answer that is not counted while its client reads it: the number of calls limits these."""
 SHED_SECONDS = 0.05
 """Seconds between two checks of the memory that unfinished messages take."""
 KEEPALIVE_SECONDS, HANDSHAKE_SECONDS = 60, 5
 """Seconds of silence before a keep-alive ping, and for a client's handshake."""
 IDLE_SECONDS = 10.0
-"""Maximum seconds that a connection may be idle. gRPC evicts none for a newer one, but clients reconnect."""
+"""Maximum seconds that a connection may be idle; clients reconnect."""
 
 
 class GrpcService(ABC):
@@ -39,6 +45,8 @@ class GrpcService(ABC):
     name: str
     managing: Collection[str] = ()
     """The methods that change what is served; only a management listener has them."""
+    addressed: ClassVar[Mapping[str, tuple[int, ...]]] = {}
+    """Methods whose messages contain tensors, each with the numbers of the fields that say which model is asked."""
 
     def __init__(self, desk: InferenceGateway) -> None:
         self.desk = desk
@@ -46,6 +54,13 @@ class GrpcService(ABC):
     @abstractmethod
     def methods(self) -> Mapping[str, tuple[Method, Any, Any]]:
         """Return by name: the function, the class of its requests and that of its responses."""
+
+    def require_served(self, request: Any, context: Any) -> None:
+        """Raise RequestRefused if a request names a model that is not served; only its addressed fields are set.
+
+        Services with addressed methods must override it.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must override require_served")
 
     async def ask(
         self, context: Any, version: Version, inputs: Arrays, seconds: float | None = None, priority: int = 0
@@ -176,21 +191,25 @@ class GrpcListener:
         """Handler of every method that no service has."""
         self._server: Any = None
         self._receiving = Receiving(limits)
-        self._watching: asyncio.Task[None] | None = None
+        self._watching: list[asyncio.Task[None]] = []
         self._num_calls = 0
 
-    async def open(self, host: str, port: int) -> int:
-        """Start listening and return the port; raises OSError if it cannot be bound."""
-        self._server = grpc.aio.server(options=_options(self._limits))
+    async def open(self, host: str, port: int, *, is_reserved: bool = False) -> int:
+        """Start listening and return the port; raises OSError if it cannot be bound.
+
+        A port that is reserved is shared with the socket that reserves it.
+        """
+        most = _most_connections(self._limits)
+        self._server = grpc.aio.server(options=_options(self._limits, 2 * most, is_reserved=is_reserved))
         for service in self._services:
             handlers = {
                 name: grpc.stream_unary_rpc_method_handler(
                     self._guarded(
                         f"/{service.name}/{name}",
-                        parsing(method, asked) if self._manages or name not in service.managing else None,
+                        Decoder(service, name, self._limits) if self._manages or name not in service.managing else None,
                     )
                 )
-                for name, (method, asked, _) in service.methods().items()
+                for name in service.methods()
             }
             self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service.name, handlers),))
         if self.others is not None:
@@ -204,15 +223,17 @@ class GrpcListener:
         except RuntimeError as error:
             raise OSError(str(error)) from None
         await self._server.start()
-        self._watching = asyncio.ensure_future(self._receiving.watch())
+        per_network = max(1, most * self._limits.connections_per_address // self._limits.connections)
+        connections = GrpcConnections(found, most, per_network)
+        self._watching = [asyncio.ensure_future(each.watch()) for each in (self._receiving, connections)]
         return found
 
     async def close(self, patience: float) -> None:
         """Stop accepting calls and let those in flight finish."""
         if self._server is not None:
             await self._server.stop(patience)
-        if self._watching is not None:
-            self._watching.cancel()
+        for task in self._watching:
+            task.cancel()
 
     def _guarded(self, path: str, method: Method | None) -> Method:
         """Wrap a method of bytes: refusals become status codes, calls are logged; None is a management method."""
@@ -227,6 +248,7 @@ class GrpcListener:
                     request = await self._receiving.read(context)
                     with self.bodies.holding(len(request)):
                         answer = await method(request, context)
+                    self._hold_answer(len(answer), context)
                 status = 200
                 return answer
             except asyncio.CancelledError:
@@ -250,6 +272,12 @@ class GrpcListener:
 
         return run
 
+    def _hold_answer(self, num: int, context: Any) -> None:
+        """Count the bytes of an answer until its client has read it; raises RequestRefused if there are too many."""
+        if num > SMALL_ANSWER:
+            self.bodies.take(num)
+            context.add_done_callback(lambda _: self.bodies.give_back(num))
+
     @contextlib.contextmanager
     def _counted(self) -> Iterator[None]:
         if self._num_calls >= self._limits.calls:
@@ -267,14 +295,19 @@ class GrpcListener:
             raise RequestRefused("UNAUTHENTICATED", self._token.reason)
 
 
-def _options(limits: Limits) -> list[tuple[str, int]]:
+def _most_connections(limits: Limits) -> int:
+    """Return the number of connections that stay; for a moment there may be twice as many."""
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return max(1, min(limits.connections, files - 256) // 4)
+
+
+def _options(limits: Limits, connections: int, *, is_reserved: bool) -> list[tuple[str, int]]:
     return [
         ("grpc.max_receive_message_length", limits.body),
         ("grpc.max_send_message_length", -1),
-        ("grpc.so_reuseport", 0),
+        ("grpc.so_reuseport", int(is_reserved)),
         ("grpc.max_concurrent_streams", limits.streams),
-        ("grpc.max_allowed_incoming_connections", max(1, min(limits.connections, files - 256) // 4)),
+        ("grpc.max_allowed_incoming_connections", connections),
         ("grpc.max_metadata_size", limits.head // 2),
         ("grpc.absolute_max_metadata_size", limits.head),
         ("grpc.max_connection_idle_ms", int(min(limits.idle, IDLE_SECONDS) * 1000)),
@@ -284,16 +317,58 @@ def _options(limits: Limits) -> list[tuple[str, int]]:
     ]
 
 
-def parsing(method: Method, asked: Any) -> Method:
-    """Wrap a method to parse its request; errors are the client's, which gRPC itself would report as internal."""
+@dataclass(frozen=True)
+class MessageRule:
+    """Checks of a method's messages that need no decoding.
 
-    async def run(request: bytes, context: Any) -> Any:
-        require_light(request, asked)
-        try:
-            message = asked.FromString(request)
-        except DecodeError:
-            raise RequestRefused("INVALID_ARGUMENT", f"the message is no {asked.DESCRIPTOR.name}") from None
-        answer = await method(message, context)
+    Attributes:
+        name: The name of the message.
+        most: The maximum number of bytes.
+        addressed: The numbers of the fields that say which model is asked; empty for a message without tensors.
+    """
+
+    name: str
+    most: int
+    addressed: tuple[int, ...]
+
+    def require_size(self, num: int) -> None:
+        """Raise RequestRefused for a message that is too large for its method."""
+        if num > self.most:
+            raise RequestRefused(
+                "RESOURCE_EXHAUSTED", f"a {self.name} may have {self.most} bytes, but got {num}; send a smaller one"
+            )
+
+    def outline(self, message: bytes) -> bytes | None:
+        """Return the fields of a large message that say which model is asked; None for a small message."""
+        return outline(message, self.addressed, self.name) if len(message) > SMALL_BYTES else None
+
+
+class Decoder:
+    """A method of bytes: checks and decodes its message, calls the service's method and encodes the answer."""
+
+    def __init__(self, service: GrpcService, name: str, limits: Limits) -> None:
+        self._service = service
+        self._method, self._asked, _ = service.methods()[name]
+        addressed = service.addressed.get(name, ())
+        most = limits.body if addressed else min(limits.body, SMALL_BYTES)
+        self.rule = MessageRule(self._asked.DESCRIPTOR.name, most, addressed)
+
+    async def __call__(self, request: bytes, context: Any) -> bytes:
+        self.rule.require_size(len(request))
+        outlined = self.rule.outline(request)
+        if outlined is not None:
+            self.require_served(outlined, context)
+        answer = await self._method(self._decoded(request), context)
         return bytes(answer.SerializeToString())
 
-    return run
+    def require_served(self, outlined: bytes, context: Any) -> None:
+        """Raise RequestRefused if a message names a model that is not served; takes its addressed fields."""
+        self._service.require_served(self._decoded(outlined), context)
+
+    def _decoded(self, message: bytes) -> Any:
+        """Decode a message; errors are the client's, which gRPC itself would report as internal."""
+        require_light(message, self._asked)
+        try:
+            return self._asked.FromString(message)
+        except DecodeError:
+            raise RequestRefused("INVALID_ARGUMENT", f"the message is no {self.rule.name}") from None

@@ -43,7 +43,7 @@ class Management(RestProtocol):
         task.add_done_callback(self._tasks.discard)
 
     def state(self) -> dict[str, Any]:
-        """Everything that is served, with figures."""
+        """Everything that is served, with figures. Other threads may call it while models are loaded."""
         catalogue = self.desk.catalogue
         return {
             "ready": self.desk.is_ready and catalogue.is_ready,
@@ -52,9 +52,9 @@ class Management(RestProtocol):
                     "name": model.name,
                     "current": model.current.number if model.current is not None else None,
                     "labels": model.labels,
-                    "versions": [_described(model.versions[number]) for number in sorted(model.versions)],
+                    "versions": [_described(version) for _, version in sorted(model.versions.items())],
                 }
-                for model in catalogue.models.values()
+                for model in list(catalogue.models.values())
             ],
             "splits": {name: [vars(share) for share in shares] for name, shares in catalogue.splits.items()},
         }
@@ -141,7 +141,7 @@ def _described(version: Version) -> dict[str, Any]:
     return {
         "version": version.number,
         "state": version.state,
-        "error": version.error,
+        "error": version.detail,
         "requests": dict(figures.codes),
         "latency": figures.latency.copy(),
         "batches": figures.batches.num,

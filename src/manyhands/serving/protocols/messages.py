@@ -6,7 +6,7 @@ They live in a pool of their own, so a client library in the same program is not
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
@@ -28,6 +28,8 @@ _SCALARS = {
 Table = Mapping[str, Sequence[str]]
 _SURELY_LIGHT, MAX_PARTS, MAX_NUMBERS = 16 << 10, 8192, 1 << 19
 """Bytes up to which a message is parsed unchecked; maximum parts of larger ones, and numbers in lists."""
+MAX_OUTLINE = 16 << 10
+"""Maximum bytes of the fields that say which model a message asks."""
 _FIXED = {_Field.TYPE_FLOAT: 4, _Field.TYPE_DOUBLE: 8}
 
 
@@ -81,6 +83,16 @@ def require_light(data: bytes, asked: Any) -> None:
         _Walk(asked.DESCRIPTOR.name).over(memoryview(data), asked.DESCRIPTOR)
 
 
+def outline(data: bytes, kept: Collection[int], name: str) -> bytes:
+    """Return a message with only some of its fields, by their numbers; the others are skipped and never decoded.
+
+    >>> Point = make_messages("shown", {"Point": ["x 1 int64", "names 2 *string"]})["Point"]
+    >>> outline(Point(x=150, names=["a" * 1000]).SerializeToString(), [1], "Point")
+    b'\\x08\\x96\\x01'
+    """
+    return _Walk(name).outline(memoryview(data), kept)
+
+
 class _Walk:
     """Walk over the tags of a message and its nested messages, and count parts and numbers."""
 
@@ -89,17 +101,35 @@ class _Walk:
 
     def over(self, data: memoryview, descriptor: Any) -> None:
         """Walk over one message."""
-        position, size, fields = 0, len(data), descriptor.fields_by_number
+        fields = descriptor.fields_by_number
+        for number, _, content in self._fields(data):
+            if len(content):
+                self._look_into(content, fields.get(number))
+
+    def outline(self, data: memoryview, kept: Collection[int]) -> bytes:
+        """Return the fields of some numbers, in their order."""
+        found = bytearray()
+        for number, whole, _ in self._fields(data):
+            if number in kept:
+                if len(found) + len(whole) > MAX_OUTLINE:
+                    rule = f"the fields of a {self._name} that name a model may have {MAX_OUTLINE} bytes"
+                    raise RequestRefused("INVALID_ARGUMENT", f"{rule}, but got more")
+                found += whole
+        return bytes(found)
+
+    def _fields(self, data: memoryview) -> Iterator[tuple[int, memoryview, memoryview]]:
+        """Yield every field's number, its bytes, and its content, which is empty for a single number."""
+        position, size = 0, len(data)
         while position < size:
             self._count(1, 0)
+            start = position
             tag, position = self._varint(data, position)
-            kind = tag & 7
+            kind, content = tag & 7, data[:0]
             if kind == 2:
                 length, position = self._varint(data, position)
                 if length > size - position:
                     raise self._broken()
-                if length:
-                    self._look_into(data[position : position + length], fields.get(tag >> 3))
+                content = data[position : position + length]
                 position += length
             elif kind == 0:
                 _, position = self._varint(data, position)
@@ -107,6 +137,7 @@ class _Walk:
                 position += 8 if kind == 1 else 4
             else:
                 raise self._broken()
+            yield tag >> 3, data[start:position], content
 
     def _look_into(self, data: memoryview, field: Any) -> None:
         if field is None or field.type in (_Field.TYPE_BYTES, _Field.TYPE_STRING):

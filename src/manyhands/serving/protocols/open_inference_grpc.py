@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Coroutine, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -159,6 +159,7 @@ class OpenInferenceGrpc(GrpcService):
 
     name = "inference.GRPCInferenceService"
     managing = ("RepositoryModelLoad", "RepositoryModelUnload")
+    addressed: ClassVar[Mapping[str, tuple[int, ...]]] = {"ModelInfer": (1, 2)}
 
     def methods(self) -> Mapping[str, tuple[Method, Any, Any]]:
         found: dict[str, Method] = {
@@ -177,6 +178,9 @@ class OpenInferenceGrpc(GrpcService):
         return {
             name: (method, MESSAGES[f"{name}Request"], MESSAGES[f"{name}Response"]) for name, method in found.items()
         }
+
+    def require_served(self, request: Any, context: Any) -> None:
+        self._find(request.model_name, request.model_version, key_of(context))
 
     def _find(self, name: str, version: str, key: bytes = b"") -> Version:
         try:

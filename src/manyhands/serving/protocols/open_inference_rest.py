@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import gzip
-import json
 import math
 import re
-import zlib
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import metadata
@@ -20,12 +17,24 @@ from ...core import RequestRefused, Signature, TensorSpec
 from ..batcher import Ticket
 from ..catalogue import Catalogue
 from ..dtypes import BY_TORCH, Array, fits, from_numbers
-from ..http import BadRequest, Body, Request
+from ..http import JSON, BadRequest, Body, Request
 from ..model import Unknown
 from ..parsing import INLINE
 from ..version import Version
+from .answer_text import array_pieces
 from .heads import MAX_BYTES, RequestedOutputs, RequestHeads
-from .protocol import KEY, NOT_HERE, TRACE, InferenceGateway, RestProtocol, dump_json, parse_json, require_method, shown
+from .protocol import (
+    KEY,
+    NOT_HERE,
+    TRACE,
+    Answer,
+    InferenceGateway,
+    RestProtocol,
+    dump_json,
+    parse_json,
+    require_method,
+    shown,
+)  # fmt: skip
 
 PATH = re.compile(
     r"/v2/models/(?P<name>[^/]+)(?:/versions/(?P<version>[^/]+))?(?:/(?P<verb>infer|ready|config|stats))?/?"
@@ -34,8 +43,6 @@ EXTENSIONS = ["binary_tensor_data", "model_repository", "schedule_policy", "stat
 HEADER = b"inference-header-content-length"
 BINARY = b"application/octet-stream"
 MAX_ID = 1024
-_COMPRESS = 16 << 10
-"""Bytes from which responses are compressed."""
 
 
 class OpenInferenceRest(RestProtocol):
@@ -124,7 +131,7 @@ class OpenInferenceRest(RestProtocol):
             if ticket.refusal is not None:
                 self.refuse(request, ticket.refusal)
             else:
-                answer(request, version, ticket.outputs, wanted)
+                self._answer(request, version, ticket.outputs, wanted)
 
         request.cancel = self.desk.ask(
             version,
@@ -135,6 +142,27 @@ class OpenInferenceRest(RestProtocol):
             then=then,
             parent=request.headers.get(TRACE, b""),
         )
+
+    def _answer(
+        self, request: Request, version: Version, outputs: Mapping[str, Array], wanted: RequestedOutputs
+    ) -> None:
+        """Send the requested outputs, with binary data after the JSON."""
+        arrays = {name: np.ascontiguousarray(outputs[name]) for name in wanted.outputs}
+        blobs = [array for name, array in arrays.items() if is_binary(name, version, wanted)]
+        shapes = tuple([array.shape for array in arrays.values()])
+        text = wanted.texts.get(shapes)
+
+        def finish(text: bytes) -> Answer:
+            if not blobs:
+                return text, JSON, b""
+            if len(blobs) == len(arrays):
+                wanted.keep(shapes, text)
+            extra = b"Inference-Header-Content-Length: %d\r\n" % len(text)
+            return b"".join([text, *(array.data for array in blobs)]), BINARY, extra
+
+        pieces = text_pieces(version, wanted, arrays) if text is None else (text,)
+        num = sum(array.size for array in arrays.values()) - sum(blob.size for blob in blobs)
+        self.answer_pieces(request, pieces, num, finish=finish, coding=coding_of(request))
 
 
 @dataclass(frozen=True)
@@ -519,47 +547,31 @@ def _whole(name: str, value: object) -> int:
     return value
 
 
-def answer(request: Request, version: Version, outputs: Mapping[str, Array], wanted: RequestedOutputs) -> None:
-    """Send the requested outputs, with binary data after the JSON."""
-    arrays = [np.ascontiguousarray(outputs[name]) for name in wanted.outputs]
-    shapes = tuple([array.shape for array in arrays])
-    text, blobs = wanted.texts.get(shapes), arrays
-    if text is None:
-        text, blobs = _written(version, wanted, arrays)
-        if len(blobs) == len(arrays):
-            wanted.keep(shapes, text)
-    if blobs:
-        extra = b"Inference-Header-Content-Length: %d\r\n" % len(text)
-        _send(request, b"".join([text, *(array.data for array in blobs)]), BINARY, extra)
-    else:
-        _send(request, text, b"application/json", b"")
+def is_binary(name: str, version: Version, wanted: RequestedOutputs) -> bool:
+    """Whether an output is sent as binary data: as requested, and always where JSON has no such numbers."""
+    return wanted.outputs[name] or BY_TORCH[version.signature.outputs[name].dtype].open in ("FP16", "BF16")
 
 
-def _written(version: Version, wanted: RequestedOutputs, arrays: Iterable[Array]) -> tuple[bytes, list[Array]]:
-    """Return a response's JSON, and the arrays that follow it as binary data."""
-    listed, blobs, is_plain = [], [], True
-    for (name, binary), array in zip(wanted.outputs.items(), arrays, strict=True):
-        kind = BY_TORCH[version.signature.outputs[name].dtype]
-        entry: dict[str, Any] = {"name": name, "datatype": kind.open, "shape": list(array.shape)}
-        if binary or kind.open in ("FP16", "BF16"):
-            entry["parameters"] = {"binary_data_size": array.nbytes}
-            blobs.append(array)
-        else:
-            entry["data"] = array.reshape(-1)
-            is_plain = is_plain and (array.dtype.kind != "f" or bool(np.isfinite(array).all()))
-        listed.append(entry)
+def text_pieces(version: Version, wanted: RequestedOutputs, arrays: Mapping[str, Array]) -> Iterator[bytes]:
+    """Yield a response's JSON."""
     head: dict[str, Any] = {"model_name": version.model, "model_version": str(version.number)}
     if wanted.id:
         head["id"] = wanted.id
-    value = {**head, "outputs": listed}
-    # Only Python's own encoder supports NaN and Infinity.
-    return dump_json(value) if is_plain else json.dumps(value, default=np.ndarray.tolist).encode(), blobs
+    yield dump_json(head)[:-1] + b',"outputs":['
+    for number, (name, array) in enumerate(arrays.items()):
+        kind = BY_TORCH[version.signature.outputs[name].dtype]
+        entry: dict[str, Any] = {"name": name, "datatype": kind.open, "shape": list(array.shape)}
+        if is_binary(name, version, wanted):
+            entry["parameters"] = {"binary_data_size": array.nbytes}
+            yield (b"," if number else b"") + dump_json(entry)
+        else:
+            yield (b"," if number else b"") + dump_json(entry)[:-1] + b',"data":'
+            yield from array_pieces(array.reshape(-1), kind)
+            yield b"}"
+    yield b"]}"
 
 
-def _send(request: Request, body: bytes, kind: bytes, extra: bytes) -> None:
-    accepted = request.headers.get(b"accept-encoding", b"") if len(body) > _COMPRESS else b""
-    if b"gzip" in accepted:
-        body, extra = gzip.compress(body, 1), extra + b"Content-Encoding: gzip\r\n"
-    elif b"deflate" in accepted:
-        body, extra = zlib.compress(body, 1), extra + b"Content-Encoding: deflate\r\n"
-    request.answer(200, body, kind, extra)
+def coding_of(request: Request) -> bytes:
+    """Return the compression that a client accepts, b"gzip" or b"deflate"; empty for none."""
+    accepted = request.headers.get(b"accept-encoding", b"")
+    return next((coding for coding in (b"gzip", b"deflate") if coding in accepted), b"")

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import math
 import time
+import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import orjson
@@ -15,10 +18,12 @@ import orjson
 from ...core import RequestRefused
 from ..batcher import Arrays, Ticket
 from ..catalogue import Catalogue
-from ..http import BadRequest, Body, Request
-from ..limits import Limits
+from ..http import JSON, BadRequest, Body, Request
+from ..limits import Bodies, Limits
 from ..parsing import INLINE, Parsing
+from ..scheduling import restore_slice
 from ..version import Version
+from .answer_text import PIECE
 
 STATUS = {
     "INVALID_ARGUMENT": 400,
@@ -34,6 +39,8 @@ STATUS = {
     "UNAVAILABLE": 503,
     "DEADLINE_EXCEEDED": 504,
 }
+COMPRESS = 16 << 10
+"""Bytes from which responses are compressed."""
 TRACE = b"traceparent"
 KEY = b"x-manyhands-key"
 """Header whose value selects the share of a traffic split, always the same for equal values."""
@@ -50,6 +57,10 @@ class InferenceGateway:
 
     def __init__(self, catalogue: Catalogue, limits: Limits, timeout: float, parsing: Parsing) -> None:
         self.catalogue, self.limits, self.timeout, self.parsing = catalogue, limits, timeout, parsing
+        self.bodies = Bodies(limits.bodies)
+        """Bytes of requests that the server holds."""
+        self.compressing = ThreadPoolExecutor(1, "manyhands-compressing", restore_slice)
+        """Compresses large answers; the thread starts with the first of them."""
         self.record: Callable[[Version, Arrays], None] | None = None
         """Records requests for a warm-up."""
         self.trace: Callable[[Version, int, str, float, bytes], None] | None = None
@@ -99,6 +110,23 @@ class InferenceGateway:
         return cancel
 
 
+Answer = tuple[bytes, bytes, bytes]
+"""A body, its kind, and more header lines."""
+
+
+def _plain(text: bytes) -> Answer:
+    return text, JSON, b""
+
+
+def compressed(answer: Answer, coding: bytes) -> Answer:
+    """Return an answer compressed with b"gzip" or b"deflate"; a small one, or without a coding, as it is."""
+    body, kind, extra = answer
+    if not coding or len(body) <= COMPRESS:
+        return answer
+    packed = gzip.compress(body, 1) if coding == b"gzip" else zlib.compress(body, 1)
+    return packed, kind, extra + b"Content-Encoding: " + coding + b"\r\n"
+
+
 class RestHandler(ABC):
     """Base of handlers of HTTP requests."""
 
@@ -131,7 +159,53 @@ class RestProtocol(RestHandler):
         if len(text) <= INLINE:
             then(work(*args))
             return
-        task = asyncio.ensure_future(self._read(request, len(text), then, work, *args))
+        self._start(request, self._read(request, len(text), then, work, *args))
+
+    def answer_pieces(
+        self,
+        request: Request,
+        pieces: Iterable[bytes],
+        num: int,
+        *,
+        finish: Callable[[bytes], Answer] = _plain,
+        coding: bytes = b"",
+    ) -> None:
+        """Answer a request with a text of so many numbers, in pieces; `finish` makes the answer of the whole text.
+
+        A text of many numbers is written between other requests, and its bytes count as bytes of the request until
+        it is sent. A large answer is compressed on another thread. The coding is b"gzip", b"deflate" or b"".
+        """
+        if num <= PIECE:
+            answer = finish(b"".join(pieces))
+            if not coding or len(answer[0]) <= INLINE:
+                request.answer(200, *compressed(answer, coding))
+                return
+            finish, pieces = lambda text: answer, ()
+        self._start(request, self._answer_pieces(request, pieces, finish, coding))
+
+    async def _answer_pieces(
+        self, request: Request, pieces: Iterable[bytes], finish: Callable[[bytes], Answer], coding: bytes
+    ) -> None:
+        try:
+            listed: list[bytes] = []
+            for piece in pieces:
+                request.hold(len(piece))
+                listed.append(piece)
+                await asyncio.sleep(0)
+            answer = finish(b"".join(listed))
+            listed.clear()
+            if coding:
+                loop, thread = asyncio.get_running_loop(), self.desk.compressing
+                answer = await loop.run_in_executor(thread, compressed, answer, coding)
+            request.answer(200, *answer)
+        except RequestRefused as refusal:
+            self.refuse(request, refusal)
+        except Exception as error:
+            answer_failure(request, error)
+
+    def _start(self, request: Request, work: Coroutine[Any, Any, None]) -> None:
+        """Run the rest of a request as a task, which is cancelled if the client disconnects."""
+        task = asyncio.ensure_future(work)
         request.cancel = lambda: cancel(task)
         self._reading.add(task)
         task.add_done_callback(self._reading.discard)

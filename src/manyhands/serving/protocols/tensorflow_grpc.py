@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -29,6 +30,12 @@ class PredictionService(GrpcService):
     """`tensorflow.serving.PredictionService`."""
 
     name = "tensorflow.serving.PredictionService"
+    addressed: ClassVar[Mapping[str, tuple[int, ...]]] = {
+        "Predict": (1,),
+        "Classify": (1,),
+        "Regress": (1,),
+        "MultiInference": (1,),
+    }
 
     def methods(self) -> Mapping[str, tuple[Method, Any, Any]]:
         return {
@@ -43,12 +50,20 @@ class PredictionService(GrpcService):
             ),
         }  # fmt: skip
 
+    def require_served(self, request: Any, context: Any) -> None:
+        self._find(
+            _require_tasks(request.tasks).model_spec if hasattr(request, "tasks") else request.model_spec, context
+        )
+
     async def _predict(self, request: Any, context: Any) -> Any:
         version = self._find(request.model_spec, context)
         if len(request.output_filter) > len(version.signature.outputs):
             most, got = len(version.signature.outputs), len(request.output_filter)
             raise BadRequest(400, f"output_filter may have {most} names, but got {got}")
-        outputs = await self.ask(context, version, read_inputs(request, version, self.desk.limits.body))
+        shapes = read_shapes(request, version, self.desk.limits.body)
+        # One value may represent all elements, so arrays can be larger than their message.
+        with self.desk.bodies.holding(max(0, num_bytes(shapes, version) - request.ByteSize())):
+            outputs = await self.ask(context, version, read_inputs(request, version, shapes))
         wanted = list(request.output_filter) or list(outputs)
         for name in wanted:
             if name not in outputs:
@@ -60,21 +75,22 @@ class PredictionService(GrpcService):
 
     async def _classify(self, request: Any, context: Any) -> Any:
         version, outputs = await self._examples(request.model_spec, request.input, context)
-        return MESSAGES["ClassificationResponse"](result=_classification(version, outputs), model_spec=_spec(version))
+        result = await _classification(version, outputs)
+        return MESSAGES["ClassificationResponse"](result=result, model_spec=_spec(version))
 
     async def _regress(self, request: Any, context: Any) -> Any:
         version, outputs = await self._examples(request.model_spec, request.input, context)
-        return MESSAGES["RegressionResponse"](result=_regression(version, outputs), model_spec=_spec(version))
+        return MESSAGES["RegressionResponse"](result=await _regression(version, outputs), model_spec=_spec(version))
 
     async def _multi_inference(self, request: Any, context: Any) -> Any:
         """Answer several tasks from one computation."""
         first = _require_tasks(request.tasks)
         version, outputs = await self._examples(first.model_spec, request.input, context)
-        return MESSAGES["MultiInferenceResponse"](
-            results=[
-                {"model_spec": _spec(version), **METHODS[task.method_name](version, outputs)} for task in request.tasks
-            ]
-        )
+        answer = MESSAGES["MultiInferenceResponse"]()
+        for task in request.tasks:
+            field, work = METHODS[task.method_name]
+            answer.results.add(model_spec=_spec(version), **{field: await work(version, outputs)})
+        return answer
 
     async def _metadata(self, request: Any, context: Any) -> Any:
         if not request.HasField("model_spec"):
@@ -101,7 +117,8 @@ class PredictionService(GrpcService):
         kind = asked.WhichOneof("one") or "example_list"
         listed = getattr(asked, kind)
         shared = _features(listed.context) if kind == "example_list_with_context" else {}
-        rows = rows_of([_features(example) for example in listed.examples], shared, version.signature)
+        examples = [_features(example) for example in listed.examples]
+        rows = rows_of(examples, shared, version.signature, self.desk.limits.values)
         return version, await self.ask(context, version, rows)
 
     def _find(self, spec: Any, context: Any) -> Version:
@@ -139,21 +156,31 @@ def _features(example: Any) -> Features:
     return found
 
 
-def _classification(version: Version, outputs: Mapping[str, Array]) -> dict[str, Any]:
-    rows = classes_of(outputs, version.signature)
-    return {"classifications": [{"classes": [{"label": n, "score": score} for n, score in row]} for row in rows]}
+async def _classification(version: Version, outputs: Mapping[str, Array]) -> Any:
+    """Make the classes of all rows, in steps between which other requests are handled."""
+    result, num = MESSAGES["ClassificationResult"](), 0
+    for row in classes_of(outputs, version.signature):
+        classes = result.classifications.add().classes
+        for label, score in row:
+            classes.add(label=label, score=score)
+            num += 1
+            if num % STEP == 0:
+                await asyncio.sleep(0)
+    return result
 
 
-def _regression(version: Version, outputs: Mapping[str, Array]) -> dict[str, Any]:
-    return {"regressions": [{"value": value} for value in values_of(outputs, version.signature)]}
+async def _regression(version: Version, outputs: Mapping[str, Array]) -> Any:
+    return MESSAGES["RegressionResult"](
+        regressions=[{"value": value} for value in values_of(outputs, version.signature)]
+    )
 
 
-METHODS = {
-    "tensorflow/serving/classify": lambda version, outputs: {
-        "classification_result": _classification(version, outputs)
-    },
-    "tensorflow/serving/regress": lambda version, outputs: {"regression_result": _regression(version, outputs)},
+METHODS: dict[str, tuple[str, Callable[[Version, Mapping[str, Array]], Awaitable[Any]]]] = {
+    "tensorflow/serving/classify": ("classification_result", _classification),
+    "tensorflow/serving/regress": ("regression_result", _regression),
 }
+STEP = 1024
+"""Number of classes that are made in one turn of the event loop, which takes a millisecond."""
 FIELD = "signature_def"
 
 
@@ -172,21 +199,43 @@ def _described(specs: Mapping[str, TensorSpec]) -> dict[str, Any]:
     }
 
 
-def read_inputs(request: Any, version: Version, limit: int) -> dict[str, Array]:
-    """Return the arrays of a request."""
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+def read_shapes(request: Any, version: Version, limit: int) -> Shapes:
+    """Return the shapes of a request's arrays, which have at most `limit` bytes together when they are decoded.
+
+    Nothing is allocated for them.
+    """
     specs = version.signature.inputs
     if set(request.inputs) != set(specs):
         raise BadRequest(
             400, f"the inputs are {{{', '.join(specs)}}}, but got {{{', '.join(sorted(request.inputs))[:200]}}}"
         )
-    arrays = {name: _read(name, request.inputs[name], spec, limit) for name, spec in specs.items()}
-    rows = {len(array) for array in arrays.values()}
+    shapes = {name: _shape(name, request.inputs[name], spec) for name, spec in specs.items()}
+    rows = {shape[0] for shape in shapes.values()}
     if len(rows) > 1 or rows == {0}:
         raise BadRequest(400, f"all inputs have the same number of rows, but got {sorted(rows)}")
-    return arrays
+    num = num_bytes(shapes, version)
+    if num > limit:
+        raise BadRequest(400, f"the inputs may have {limit} bytes together, but got shapes of {num} bytes")
+    return shapes
 
 
-def _read(name: str, proto: Any, spec: TensorSpec, limit: int) -> Array:
+def num_bytes(shapes: Shapes, version: Version) -> int:
+    """Return the bytes of arrays with these shapes."""
+    specs = version.signature.inputs
+    return sum(math.prod(shape) * BY_TORCH[specs[name].dtype].numpy.itemsize for name, shape in shapes.items())
+
+
+def read_inputs(request: Any, version: Version, shapes: Shapes) -> dict[str, Array]:
+    """Return the arrays of a request, whose shapes have been checked."""
+    return {
+        name: _read(name, request.inputs[name], spec, shapes[name]) for name, spec in version.signature.inputs.items()
+    }
+
+
+def _shape(name: str, proto: Any, spec: TensorSpec) -> tuple[int, ...]:
     kind = BY_TORCH[spec.dtype]
     if proto.dtype != kind.number:
         came = BY_NUMBER[proto.dtype].tensorflow if proto.dtype in BY_NUMBER else str(proto.dtype)
@@ -194,9 +243,11 @@ def _read(name: str, proto: Any, spec: TensorSpec, limit: int) -> Array:
     shape = tuple(dim.size for dim in proto.tensor_shape.dim)
     if any(size < 0 for size in shape) or not fits(shape, spec):
         raise BadRequest(400, f"input '{name}' must be {spec}, but got {TensorSpec(spec.dtype, shape)}")
-    num = math.prod(shape)
-    if num * kind.numpy.itemsize > limit:
-        raise BadRequest(400, f"input '{name}' may have {limit} bytes, but got a shape of {num * kind.numpy.itemsize}")
+    return shape
+
+
+def _read(name: str, proto: Any, spec: TensorSpec, shape: tuple[int, ...]) -> Array:
+    kind, num = BY_TORCH[spec.dtype], math.prod(shape)
     if proto.tensor_content:
         if len(proto.tensor_content) != num * kind.numpy.itemsize:
             wanted = num * kind.numpy.itemsize

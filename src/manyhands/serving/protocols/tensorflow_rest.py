@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import lru_cache
 from typing import Any
 
-import numpy as np
-
 from ...core import RequestRefused, Signature, TensorSpec
 from ..batcher import Ticket
-from ..dtypes import BY_TORCH, Array, fits, from_numbers, to_numbers
+from ..dtypes import BY_TORCH, Array, fits, from_numbers
 from ..http import BadRequest, Request
 from ..version import Version
+from .answer_text import array_pieces, list_pieces, row_pieces
 from .examples import classes_of, rows_of, values_of
 from .protocol import KEY, TRACE, RestProtocol, dump_json, parse_json, require_method, shown
 from .rows import LARGEST, SMALLEST, fast_rows
@@ -24,7 +22,7 @@ PATH = re.compile(
     r"(?:(?P<metadata>/metadata)|:(?P<verb>predict|classify|regress))?"
 )
 SIGNATURE = "serving_default"
-Write = Callable[[Mapping[str, Array]], bytes]
+Write = Callable[[Mapping[str, Array]], Iterator[bytes]]
 
 
 class TensorflowRest(RestProtocol):
@@ -72,7 +70,8 @@ class TensorflowRest(RestProtocol):
             refusal = ticket.refusal
             if refusal is None:
                 try:
-                    request.answer(200, write(ticket.outputs))
+                    num = sum(array.size for array in ticket.outputs.values())
+                    self.answer_pieces(request, write(ticket.outputs), num)
                 except RequestRefused as error:
                     refusal = error
             if refusal is not None:
@@ -144,7 +143,7 @@ def metadata(version: Version) -> dict[str, Any]:
 def read_text(text: bytes, limit: int, values: int, signature: Signature, verb: str) -> tuple[dict[str, Array], bool]:
     """Return the arrays of a request, and whether they came as rows."""
     value = parse_json(text, limit, values)
-    return parse_predict(value, signature) if verb == "predict" else (parse_examples(value, signature), True)
+    return parse_predict(value, signature) if verb == "predict" else (parse_examples(value, signature, values), True)
 
 
 def writer(signature: Signature, verb: str, by_rows: bool) -> Write:
@@ -153,10 +152,10 @@ def writer(signature: Signature, verb: str, by_rows: bool) -> Write:
         return lambda outputs: _results(classes_of(outputs, signature))
     if verb == "regress":
         return lambda outputs: _results(values_of(outputs, signature))
-    return lambda outputs: answer_of(outputs, signature, by_rows)
+    return lambda outputs: answer_pieces(outputs, signature, by_rows)
 
 
-def parse_examples(value: Any, signature: Signature) -> dict[str, Array]:
+def parse_examples(value: Any, signature: Signature, most: int) -> dict[str, Array]:
     """Return the arrays of a list of examples and their common context."""
     _require_signature(value)
     examples, context = value.get("examples"), value.get("context", {})
@@ -164,15 +163,17 @@ def parse_examples(value: Any, signature: Signature) -> dict[str, Array]:
         raise BadRequest(400, "When calling classify or regress, 'examples' must be a list with at least one element")
     if not all(isinstance(one, dict) for one in (*examples, context)):
         raise BadRequest(400, "Example must be JSON object with the features as keys")
-    return rows_of([_as_lists(one) for one in examples], _as_lists(context), signature)
+    return rows_of([_as_lists(one) for one in examples], _as_lists(context), signature, most)
 
 
 def _as_lists(features: Mapping[str, Any]) -> dict[str, list[Any]]:
     return {name: value if isinstance(value, list) else [value] for name, value in features.items()}
 
 
-def _results(values: Any) -> bytes:
-    return json.dumps({"results": values}, separators=(",", ":")).encode()
+def _results(values: Iterable[Any]) -> Iterator[bytes]:
+    yield b'{"results":'
+    yield from list_pieces(values)
+    yield b"}"
 
 
 def _require_signature(value: Any) -> None:
@@ -241,21 +242,18 @@ def _array(name: str, values: Any, spec: TensorSpec) -> Array:
     return array
 
 
-def answer_of(outputs: Mapping[str, Array], signature: Signature, by_rows: bool) -> bytes:
-    """Return a response by rows or columns, as requested; the name is omitted if there is one output."""
-    arrays = {
-        name: np.ascontiguousarray(to_numbers(array, BY_TORCH[signature.outputs[name].dtype]))
-        for name, array in outputs.items()
-    }
-    finite = all(array.dtype.kind != "f" or bool(np.isfinite(array).all()) for array in arrays.values())
-    halves = any(array.dtype == np.float16 for array in arrays.values())
-    plain = finite and not halves
-    values: Any = arrays if plain else {name: array.tolist() for name, array in arrays.items()}
-    if len(values) == 1:
-        values = next(iter(values.values()))
+def answer_pieces(outputs: Mapping[str, Array], signature: Signature, by_rows: bool) -> Iterator[bytes]:
+    """Yield a response by rows or columns, as requested; the name is omitted if there is one output."""
+    kinds = {name: BY_TORCH[signature.outputs[name].dtype] for name in outputs}
+    yield b'{"predictions":' if by_rows else b'{"outputs":'
+    if len(outputs) == 1:
+        ((name, array),) = outputs.items()
+        yield from array_pieces(array, kinds[name])
     elif by_rows:
-        lists = {name: array.tolist() if plain else array for name, array in values.items()}
-        num = len(next(iter(arrays.values())))
-        values = [{name: column[row] for name, column in lists.items()} for row in range(num)]
-    answer = {"predictions" if by_rows else "outputs": values}
-    return dump_json(answer) if finite else json.dumps(answer).encode()
+        yield from row_pieces(outputs, kinds)
+    else:
+        for number, (name, array) in enumerate(outputs.items()):
+            yield (b"," if number else b"{") + dump_json(name) + b":"
+            yield from array_pieces(array, kinds[name])
+        yield b"}"
+    yield b"}"

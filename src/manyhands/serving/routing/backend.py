@@ -61,9 +61,9 @@ class Address:
         ports = [int(port) for port in (match["ports"] or "8500").split("/")] if match else []
         if match is None or len(ports) == 2 or not all(0 < port < 65536 for port in ports):
             raise SettingsError(
-                "a backend is host:port, the port of its gRPC; HTTP and management are the next two",
+                "a backend must be written HOST:PORT with its gRPC port; HTTP and management use the next two ports",
                 got=repr(text),
-                remedy="write for instance a:8500, or a:8500/8501/8502 where they are others",
+                remedy="write for example a:8500, or a:8500/8501/8502 for other ports",
             )
         first = ports[0]
         return cls(match["host"], *(ports if len(ports) == 3 else (first, first + 1, first + 2)))

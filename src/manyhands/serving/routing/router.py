@@ -43,7 +43,7 @@ class RouteSettings(ListenSettings):
         super().__post_init__()
         self.addresses()
         if self.backend_tls is not None:
-            self.backend_tls.for_client  # noqa: B018 - an authority that cannot be read is told at once
+            self.backend_tls.for_client  # noqa: B018 - an unreadable certificate authority raises at once
 
     def addresses(self) -> list[Address]:
         """Return the parsed addresses of the backends."""
@@ -101,7 +101,9 @@ class Router(Background):
     async def _open(self, fleet: Fleet) -> None:
         """Prepare backends before requests are accepted. Here they are configured and already running."""
         if not self.settings.backends:
-            raise SettingsError("a router has backends", got="none", remedy='pass backends="a:8500,b:8500"')
+            raise SettingsError(
+                "a router needs at least one backend", remedy='pass for example backends="a:8500,b:8500"'
+            )
 
     async def _close(self) -> None:
         """Release what `_open` prepared."""

@@ -44,9 +44,9 @@ class Scaling:
     def __post_init__(self) -> None:
         if not 1 <= self.least <= self.most:
             raise SettingsError(
-                "servers are at least 1, and at most as many as the second number says",
+                "servers must be a range that starts at 1 or more",
                 got=f"{self.least}..{self.most}",
-                remedy='pass servers="1..4"',
+                remedy='pass for example servers="1..4"',
             )
 
     @classmethod
@@ -58,7 +58,9 @@ class Scaling:
         """
         match = _SERVERS.fullmatch(str(text).strip())
         if match is None:
-            raise SettingsError("servers are a number or a range", got=repr(text), remedy='pass servers="1..4"')
+            raise SettingsError(
+                "servers must be a number or a range", got=repr(text), remedy='pass for example servers="1..4"'
+            )
         return cls(least=int(match[1]), most=int(match[2] or match[1]), busy=busy)
 
 

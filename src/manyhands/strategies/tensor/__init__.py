@@ -3,6 +3,16 @@
 from .axis import Axis, in_tensors
 from .glue import plain, replicating
 from .layout import Layout, find_layout
-from .replica import Cutting, TensorReplica, reorder
+from .replica import TensorReplica, TensorSharding, reorder
 
-__all__ = ["Axis", "Layout", "find_layout", "Cutting", "TensorReplica", "in_tensors", "plain", "reorder", "replicating"]
+__all__ = [
+    "Axis",
+    "Layout",
+    "find_layout",
+    "TensorReplica",
+    "TensorSharding",
+    "in_tensors",
+    "plain",
+    "reorder",
+    "replicating",
+]

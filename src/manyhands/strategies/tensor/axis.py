@@ -69,7 +69,7 @@ class Axis:
         return parameter.to_local(grad_placements=[SUM] if sums_gradient else None)
 
 
-def is_cut(tensor: Any, dim: int | None = None) -> TypeGuard[DTensor]:
+def is_sharded(tensor: Any, dim: int | None = None) -> TypeGuard[DTensor]:
     """Return whether a tensor is sharded, along this dim or along any."""
     if not isinstance(tensor, DTensor) or not isinstance(tensor.placements[0], Shard):
         return False

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.overrides import TorchFunctionMode
 
 from ...core import TaskError, attention_weights, without_own_check
-from .axis import WHOLE, Axis, in_tensors, is_cut
+from .axis import WHOLE, Axis, in_tensors, is_sharded
 from .loss import cross_entropy, require_within
 
 SECTIONS = "sections"
@@ -132,7 +132,7 @@ class Glue(TorchFunctionMode):
             return NotImplemented
         axis = self._axis
         dims = (1, 0) if query.dim() == 4 else (0,)
-        dim = next((d for d in dims if any(is_cut(tensor, d) for tensor in tensors)), None)
+        dim = next((d for d in dims if any(is_sharded(tensor, d) for tensor in tensors)), None)
         if dim is not None and any(tensor.shape[dim] % axis.size for tensor in tensors):
             dim = None
         place: Placement = WHOLE if dim is None else Shard(dim)
@@ -166,7 +166,7 @@ class Glue(TorchFunctionMode):
         dim = 1 if input.dim() > 1 else 0
         target = self._axis.whole(target)
         if (
-            not is_cut(input, dim)
+            not is_sharded(input, dim)
             or target.is_floating_point()
             or weight is not None
             or (size_average, reduce)
@@ -200,7 +200,7 @@ class Glue(TorchFunctionMode):
         """Look up the rows that each rank holds, with zeros for the others, and sum the results over the ranks."""
         if sparse and isinstance(weight, DTensor) and weight.requires_grad:
             raise no_sparse_gradients("F.embedding with sparse=True")
-        if not is_cut(weight, 0):
+        if not is_sharded(weight, 0):
             return NotImplemented
         if max_norm is not None or scale_grad_by_freq:
             raise NotImplementedError("an embedding in parts with max_norm or scale_grad_by_freq")
@@ -234,10 +234,10 @@ class Glue(TorchFunctionMode):
         """Multiply local shards of matrices that are sharded along a batch dim, such as heads."""
         if kwargs or not (isinstance(input, Tensor) and isinstance(other, Tensor)) or min(input.dim(), other.dim()) < 2:
             return NotImplemented
-        if not (is_cut(input) or is_cut(other)):
+        if not (is_sharded(input) or is_sharded(other)):
             return NotImplemented
         most = max(input.dim(), other.dim())
-        places = [t.placements[0].dim - t.dim() for t in (input, other) if is_cut(t)]  # type: ignore[attr-defined]
+        places = [t.placements[0].dim - t.dim() for t in (input, other) if is_sharded(t)]  # type: ignore[attr-defined]
         place = min(places)
         if place >= -2 or any(hasattr(tensor, SECTIONS) for tensor in (input, other)):
             return NotImplemented
@@ -251,7 +251,7 @@ class Glue(TorchFunctionMode):
 
     def baddbmm(self, func: Any, input: Tensor, batch1: Tensor, batch2: Tensor, **kwargs: Any) -> Any:
         """Compute a batched matrix product plus a tensor on local shards."""
-        if not (is_cut(batch1, 0) or is_cut(batch2, 0)) or "out" in kwargs:
+        if not (is_sharded(batch1, 0) or is_sharded(batch2, 0)) or "out" in kwargs:
             return NotImplemented
         count = batch1.shape[0]
         local = func(*(self._aligned(tensor, -3, count) for tensor in (input, batch1, batch2)), **kwargs)
@@ -265,7 +265,7 @@ class Glue(TorchFunctionMode):
 
     def linear(self, func: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
         """Apply a replicated weight matrix to a local shard of tokens."""
-        if not is_cut(input) or is_cut(input, -1) or is_cut(weight) or is_cut(bias) or input.dim() < 3:
+        if not is_sharded(input) or is_sharded(input, -1) or is_sharded(weight) or is_sharded(bias) or input.dim() < 3:
             return NotImplemented
         dim = input.placements[0].dim  # type: ignore[attr-defined]
         own = (None if tensor is None else self._axis.whole(tensor, sums_gradient=True) for tensor in (weight, bias))
@@ -274,15 +274,15 @@ class Glue(TorchFunctionMode):
     def einsum(self, func: Any, equation: Any, *operands: Any) -> Any:
         """Compute an einsum on local shards of one sharded index; all-reduce if that index is summed over."""
         given = list(operands[0]) if len(operands) == 1 and isinstance(operands[0], (list, tuple)) else list(operands)
-        if not isinstance(equation, str) or not any(is_cut(tensor) for tensor in given):
+        if not isinstance(equation, str) or not any(is_sharded(tensor) for tensor in given):
             return NotImplemented
         left, arrow, result = equation.replace(" ", "").partition("->")
         terms = left.split(",")
         if "." in equation or not arrow or len(terms) != len(given) or any(hasattr(t, SECTIONS) for t in given):
             return NotImplemented
-        cut = {term[t.placements[0].dim] for term, t in zip(terms, given, strict=True) if is_cut(t)}  # type: ignore[attr-defined]
+        letters = {term[t.placements[0].dim] for term, t in zip(terms, given, strict=True) if is_sharded(t)}  # type: ignore[attr-defined]
         # Prefer an index that is in the result: it needs no sum over the ranks.
-        letter = min(cut, key=lambda each: (each not in result, each))
+        letter = min(letters, key=lambda each: (each not in result, each))
         holders = [(term, tensor) for term, tensor in zip(terms, given, strict=True) if letter in term]
         counts = {tensor.shape[term.index(letter)] for term, tensor in holders}
         if any(term.count(letter) > 1 for term in (*terms, result)) or len(counts) > 1:
@@ -324,7 +324,7 @@ class Glue(TorchFunctionMode):
 
     def by_channel(self, func: Any, input: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Apply pooling or resizing, which work per channel and sample, to the local shard."""
-        if not is_cut(input) or input.placements[0].dim > 1 or input.dim() < 3:  # type: ignore[attr-defined]
+        if not is_sharded(input) or input.placements[0].dim > 1 or input.dim() < 3:  # type: ignore[attr-defined]
             return func(self._axis.whole(input), *args, **kwargs) if isinstance(input, DTensor) else NotImplemented
         dim = input.placements[0].dim  # type: ignore[attr-defined]
         local = func(input.to_local(), *args, **kwargs)
@@ -337,7 +337,7 @@ class Glue(TorchFunctionMode):
     def mean(self, func: Any, input: Tensor, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Any:
         """Compute a mean over a sharded dim as sum / count; torch's mean of means cannot be turned into a sum later."""
         dims = range(input.dim()) if dim is None else [dim] if isinstance(dim, int) else list(dim)
-        if not is_cut(input) or kwargs or not any(is_cut(input, each) for each in dims):
+        if not is_sharded(input) or kwargs or not any(is_sharded(input, each) for each in dims):
             return NotImplemented
         count = inner_size([input.shape[each] for each in dims])
         total = torch.sum(input, list(dims), keepdim=keepdim)
@@ -347,7 +347,7 @@ class Glue(TorchFunctionMode):
         """Compute elementwise losses on local shards; torch's own mean of them has a different gradient there."""
         if not any(isinstance(leaf, DTensor) for leaf in (input, target, *args, *kwargs.values())):
             return NotImplemented
-        if not is_cut(input) or args or not kwargs.keys() <= {"reduction", "beta", "delta"}:
+        if not is_sharded(input) or args or not kwargs.keys() <= {"reduction", "beta", "delta"}:
             return self.on_whole(func, input, target, *args, **kwargs)
         reduction = kwargs.pop("reduction", "mean")
         losses = func(input, self._settle(target), reduction="none", **kwargs)
@@ -358,7 +358,7 @@ class Glue(TorchFunctionMode):
 
     def along(self, func: Any, input: Tensor, dim: int, *args: Any, **kwargs: Any) -> Any:
         """Compute cumulative operations on the whole tensor if it is sharded along their dim."""
-        if not is_cut(input, dim):
+        if not is_sharded(input, dim):
             return NotImplemented
         return func(self._axis.whole(input), dim, *args, **kwargs)
 
@@ -385,9 +385,9 @@ class Glue(TorchFunctionMode):
 def no_sparse_gradients(got: str) -> TaskError:
     """Return the error for a layer whose gradient is sparse."""
     return TaskError(
-        "gradients must be dense where several ranks compute a layer: torch cannot hold parts of sparse ones",
+        "gradients must be dense where several ranks compute a layer, because torch cannot shard sparse ones",
         got=got,
-        remedy="build it with sparse=False and a dense optimizer, torch.optim.Adam say, or use mh.Single()",
+        remedy="build it with sparse=False and a dense optimizer such as torch.optim.Adam, or use mh.Single()",
     )
 
 

@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.utils.parametrize import is_parametrized
 
-from .axis import WHOLE, Axis, in_tensors, is_cut
+from .axis import WHOLE, Axis, in_tensors, is_sharded
 from .glue import OF_LAYER, SECTIONS
 
 Call = Callable[..., Any]
@@ -26,7 +26,7 @@ class LayerSplit(ABC):
     """A way of computing a layer on several ranks."""
 
     name: ClassVar[str]
-    is_cut = True
+    is_sharded = True
     """Whether ranks hold shards of the layer's parameters."""
 
     def __init__(self, layer: nn.Module) -> None:
@@ -128,14 +128,14 @@ class Vocabulary(LayerSplit):
 class Norm(LayerSplit):
     """A norm over the last dim; inputs sharded by sample or token stay sharded during the computation."""
 
-    name, is_cut = "sequence", False
+    name, is_sharded = "sequence", False
 
     def placements(self, layer: nn.Module) -> dict[str, Placement]:
         return {}
 
     def run(self, axis: Axis, layer: nn.Module, call: Call, *args: Any, **kwargs: Any) -> Any:
         inputs = args[0]
-        if not is_cut(inputs, 1) or inputs.dim() != 3:
+        if not is_sharded(inputs, 1) or inputs.dim() != 3:
             return Replicated.run_whole(axis, layer, call, *args, **kwargs)
         shares = {n: axis.local(p, sums_gradient=True) for n, p in layer._parameters.items() if p is not None}
         with _holding(axis, layer, shares):
@@ -147,7 +147,7 @@ class Norm(LayerSplit):
 class Replicated(LayerSplit):
     """A layer that every rank computes completely."""
 
-    name, is_cut = "replicate", False
+    name, is_sharded = "replicate", False
 
     def placements(self, layer: nn.Module) -> dict[str, Placement]:
         return {}
@@ -172,21 +172,21 @@ def ways_for(layer: nn.Module, inputs: Any, axis: Axis) -> LayerSplit | None:
         # A custom forward may read all channels, or use other parameters.
         return Replicated(layer)
     if _is_matrix(layer):
-        if is_cut(inputs, _channel_dim(layer)) and _fits(_breadth(layer), axis):
+        if is_sharded(inputs, _channel_dim(layer)) and _fits(_breadth(layer), axis):
             return RowParallel(layer)
         return ColumnParallel(layer) if _fits(_width(layer), axis) else Replicated(layer)
     if isinstance(layer, _ConvNd):
         divides = layer.groups % axis.size == 0 and not isinstance(layer, _ConvTransposeNd)
-        return Channels(layer) if is_cut(inputs, _channel_dim(layer)) and divides else Replicated(layer)
+        return Channels(layer) if is_sharded(inputs, _channel_dim(layer)) and divides else Replicated(layer)
     if isinstance(layer, nn.Embedding):
         odd = layer.max_norm is not None or layer.scale_grad_by_freq or layer.sparse
         is_table = layer.num_embeddings >= max(layer.embedding_dim, axis.size) and not odd
         return Vocabulary(layer) if is_table else Replicated(layer)
     if isinstance(layer, _NormBase):
-        return Channels(layer) if is_cut(inputs, 1) else Replicated(layer)
+        return Channels(layer) if is_sharded(inputs, 1) else Replicated(layer)
     if isinstance(layer, nn.GroupNorm):
         divides = layer.num_groups % axis.size == 0
-        return Channels(layer) if is_cut(inputs, 1) and divides else Replicated(layer)
+        return Channels(layer) if is_sharded(inputs, 1) and divides else Replicated(layer)
     if isinstance(layer, (nn.LayerNorm, nn.RMSNorm)):
         return Norm(layer) if _is_norm_of_one_dim(layer) else Replicated(layer)
     return Replicated(layer) if isinstance(layer, (nn.RNNBase, nn.Bilinear)) else None
@@ -315,4 +315,4 @@ def is_norm(module: nn.Module) -> bool:
 
 def gathered(result: Any) -> Any:
     """Gather what is sharded along dim 1."""
-    return in_tensors(lambda t: t.redistribute(placements=[WHOLE]) if is_cut(t, 1) and t.dim() == 3 else t, result)
+    return in_tensors(lambda t: t.redistribute(placements=[WHOLE]) if is_sharded(t, 1) and t.dim() == 3 else t, result)

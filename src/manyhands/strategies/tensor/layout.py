@@ -28,13 +28,14 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ...core import Mean, StrategyError, UsageError, remember_buffers
+from ...core import Mean, StrategyError, UsageError, remember_state
 from ..double_backward import on_gradients, refuse_gradients
 from ..recompute import blocks_of
 from .axis import WHOLE, Axis, in_tensors
 from .glue import glued, no_sparse_gradients
 from .heads import AttentionHeads, fits
 from .layers import LayerSplit, Replicated, can_be, gathered, is_norm, way_named, ways_for
+from .operators import missing_operator, registered, run_whole
 
 LOSS = "the loss"
 _UNKNOWN_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
@@ -47,7 +48,9 @@ class Layout:
     ways: dict[str, LayerSplit] = field(default_factory=dict)
     """How each layer is computed, by the layer's name."""
     whole: set[str] = field(default_factory=set)
-    """Modules whose own forward gets whole tensors, because an operation in it cannot run on shards."""
+    """Modules with a forward that gets whole tensors, because an operation in it cannot run on shards."""
+    operators: set[str] = field(default_factory=set)
+    """Operators of a backward that run on whole tensors, because torch cannot run them on shards."""
     blocks: set[str] = field(default_factory=set)
     spreads: bool = True
     """Whether results that would be replicated stay sharded within a block."""
@@ -58,7 +61,7 @@ class Layout:
     def way_of(self, name: str) -> str:
         """Return the name of how a layer is computed; "whole" by default."""
         way = next((way for owner, way in self.ways.items() if name == owner or name.startswith(f"{owner}.")), None)
-        return way.name if way is not None and way.is_cut else "whole"
+        return way.name if way is not None and way.is_sharded else "whole"
 
     def placements(self, model: nn.Module) -> dict[str, Placement]:
         """Return how parameters and buffers are sharded, by name; those not named are replicated."""
@@ -92,7 +95,7 @@ def find_layout(
         for name in layout.whole:
             layout.ways.pop(name, None)
         stack: list[str] = []
-        put_back = None if pretends else remember_buffers(model)
+        put_back = None if pretends else remember_state(model)
         try:
             for decides in (True, False):
                 with _pretending(model, axis, layout, decides=decides, pretends=pretends) as fake:
@@ -108,12 +111,18 @@ def find_layout(
         except Exception as error:
             if isinstance(error, UsageError) or tries > 50:
                 raise
+            if not stack and (operator := missing_operator(error)):
+                layout.notes.append(f"{operator} runs on whole tensors on every rank")
+                run_whole([operator])
+                continue
             _give_way(model, layout, wishes, stack, error)
             continue
         finally:
             if put_back is not None:
                 put_back()
         _note_whole_attention(model, axis, layout)
+        # Other processes, which get the layout, may need an operator that an earlier network made known here.
+        layout.operators |= registered
         return layout
 
 
@@ -142,11 +151,11 @@ def _wishes(model: nn.Module, asked: Mapping[str, str]) -> dict[str, str]:
         fitting = {name: wish for name in names if can_be(wish, model.get_submodule(name))}
         if not fitting:
             raise StrategyError(
-                f"a pattern of layout= must match a layer that can be cut by {wish}"
+                f"a pattern of layout= must match a layer that can be split by {wish}"
                 if names
                 else "a pattern of layout= must match the name of a module",
                 got=f"{pattern!r}" + (f", which matches {', '.join(names[:3])}" if names else ""),
-                remedy="look at the names in dict(model.named_modules())",
+                remedy="see the names in dict(model.named_modules())",
             )
         found |= fitting
     return found
@@ -188,9 +197,9 @@ def _give_way(model: nn.Module, layout: Layout, wishes: dict[str, str], stack: l
         layout.notes.append(f"the network's own lines work on whole tensors on every rank: {reason}")
     else:
         raise StrategyError(
-            "a network must be computable in parts, or its parts as they are",
+            "a network must be computable in parts",
             got=f"{name}: {reason}",
-            remedy="leave tensor= at 1, or look at the error above",
+            remedy="leave tensor= at 1, or correct the error above",
         ) from error
 
 
@@ -217,7 +226,7 @@ def _follow(
 
     def on_sections(layer: nn.Module, sizes: Sequence[int]) -> None:
         way = layout.ways.get(names[layer])
-        if way is not None and way.is_cut and all(size % axis.size == 0 for size in sizes):
+        if way is not None and way.is_sharded and all(size % axis.size == 0 for size in sizes):
             way.sections = list(sizes)
 
     handles = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave)]
@@ -345,7 +354,9 @@ def _decide(
         others = [way_named(kind, layer) for kind in ("column", "row", "vocabulary") if can_be(kind, layer)]
         way = next((other for other in others if not _conflicts(other, layer)), Replicated(layer))
     layout.ways[name] = way
-    cut(model, axis, {key: place for key, place in layout.placements(model).items() if key.startswith(f"{name}.")})
+    shard_parameters(
+        model, axis, {key: place for key, place in layout.placements(model).items() if key.startswith(f"{name}.")}
+    )
 
 
 def _conflicts(way: LayerSplit, layer: nn.Module) -> bool:
@@ -357,7 +368,7 @@ def _conflicts(way: LayerSplit, layer: nn.Module) -> bool:
     return False
 
 
-def cut(model: nn.Module, axis: Axis, placements: Mapping[str, Placement]) -> None:
+def shard_parameters(model: nn.Module, axis: Axis, placements: Mapping[str, Placement]) -> None:
     """Shard tensors that every rank has whole; a tensor shared by several modules stays shared."""
     for name, place in placements.items():
         owner, _, last = name.rpartition(".")
@@ -413,7 +424,7 @@ def _pretending(
                         if id(tensor) not in made:
                             made[id(tensor)] = _stand_in(axis, tensor, fake)
                         own[name] = made[id(tensor)]
-            cut(model, axis, layout.placements(model))
+            shard_parameters(model, axis, layout.placements(model))
             yield fake
         finally:
             for own, before in held:

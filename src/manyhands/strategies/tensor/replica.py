@@ -20,24 +20,26 @@ from ..sharded import ShardedReplica
 from .axis import WHOLE, Axis, in_tensors
 from .glue import glued, plain
 from .layout import Layout, dress
+from .operators import run_whole
 
 
-class Cutting:
+class TensorSharding:
     """A network that is split along the tensor axis: its layout, and the forwards attached to its layers."""
 
     def __init__(self, spec: StrategySpec, world: World, model: nn.Module, layout: Layout) -> None:
         self.axis = Axis(world.mesh(spec.axes)["tensor"])
         self.ranks = world.along(spec.axes, "tensor")
         self.layout = layout
+        run_whole(layout.operators)
         self.sections = self.layout.sections(model)
         self._take_off: Callable[[], None] = _nothing
 
     def apply(self, model: nn.Module) -> None:
         """Replace every parameter by this rank's shard, and let layers compute on shards."""
-        self.cut(model)
+        self.shard(model)
         self._take_off = dress(model, self.axis, self.layout)
 
-    def cut(self, model: nn.Module) -> None:
+    def shard(self, model: nn.Module) -> None:
         """Replace every parameter that has values by this rank's shard."""
         placements = self.layout.placements(model)
         made: dict[Any, nn.Parameter] = {}
@@ -72,11 +74,11 @@ class Cutting:
         found: dict[int, Tensor] = {}
         terms: list[tuple[int, Tensor]] = []
         for place, parameter in enumerate(parameters):
-            gradient, cut = parameter.grad, parameter.placements
-            if cut[0] == WHOLE and gradient.placements[0].is_partial():
+            gradient, placements = parameter.grad, parameter.placements
+            if placements[0] == WHOLE and gradient.placements[0].is_partial():
                 terms.append((place, gradient.to_local()))
             else:
-                found[place] = gradient.redistribute(placements=cut).to_local()
+                found[place] = gradient.redistribute(placements=placements).to_local()
         if terms:
             flat = torch.cat([part.flatten() for _, part in terms])
             self.ranks.all_reduce(flat)
@@ -102,27 +104,27 @@ class TensorReplica(ShardedReplica):
         world: World,
         model: nn.Module,
         optimizers: Mapping[str, Optimizer],
-        cutting: Cutting,
+        sharding: TensorSharding,
         stats: BatchStats | None,
     ) -> None:
         super().__init__(spec, world, model, optimizers, stats)
-        self._cutting = cutting
-        self.notes = cutting.layout.notes
+        self._sharding = sharding
+        self.notes = sharding.layout.notes
 
     @property
     def speaks(self) -> bool:
-        return self._cutting.ranks.is_first
+        return self._sharding.ranks.is_first
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
-        with super().scope(), self._cutting.scope():
+        with super().scope(), self._sharding.scope():
             yield
 
     def plain(self, value: Any) -> Any:
-        return in_tensors(partial(plain, self._cutting.axis), value)
+        return in_tensors(partial(plain, self._sharding.axis), value)
 
     def backward(self, objective: Tensor, key: str, *, last: bool) -> None:
-        with self._cutting.scope():
+        with self._sharding.scope():
             super().backward(objective, key, last=last)
 
     def finish(self, key: str, count: Tensor | None) -> None:
@@ -145,7 +147,7 @@ class TensorReplica(ShardedReplica):
             return
         parts = [parameter.grad.to_local() for parameter in terms]
         flat = torch.cat([part.flatten() for part in parts])
-        self._cutting.ranks.all_reduce(flat)
+        self._sharding.ranks.all_reduce(flat)
         for parameter, part, whole in zip(terms, parts, flat.split([part.numel() for part in parts]), strict=True):
             settings = {"shape": parameter.shape, "stride": parameter.stride()}
             local = whole.view_as(part)
@@ -153,32 +155,32 @@ class TensorReplica(ShardedReplica):
 
     def whole(self, tensor: Tensor, name: str = "") -> Tensor:
         whole = super().whole(tensor, name)
-        sections = self._cutting.sections.get(name)
+        sections = self._sharding.sections.get(name)
         if sections is None or whole.dim() == 0 or not isinstance(tensor, DTensor):
             return whole
-        return reorder(whole, self._dim(tensor), sections, self._cutting.axis.size, back=True)
+        return reorder(whole, self._dim(tensor), sections, self._sharding.axis.size, back=True)
 
     def part_for(self, whole: Tensor, like: Tensor, name: str = "") -> Tensor:
-        sections = self._cutting.sections.get(name)
+        sections = self._sharding.sections.get(name)
         if sections is not None and isinstance(like, DTensor) and whole.shape == like.shape:
-            whole = reorder(whole, self._dim(like), sections, self._cutting.axis.size)
+            whole = reorder(whole, self._dim(like), sections, self._sharding.axis.size)
         return super().part_for(whole, like, name)
 
     @staticmethod
     def _dim(tensor: DTensor) -> int:
         place = tensor.placements[-1]
-        assert isinstance(place, Shard), "sections are of something that is cut"
+        assert isinstance(place, Shard), "only sharded parameters have sections"
         return place.dim
 
     def differences(self) -> list[str]:
         """Return tensors that differ between replicas or between ranks of the tensor axis that should hold the same."""
         named: dict[str, Any] = dict(self.model.named_parameters())
         common = {name: p.to_local() for name, p in named.items() if p.placements[-1] == WHOLE}
-        return [*super().differences(), *self.odd_over(self._cutting.ranks, common, "over the tensor axis")]
+        return [*super().differences(), *self.odd_over(self._sharding.ranks, common, "over the tensor axis")]
 
     def close(self) -> None:
         keep_all(self.model)
-        self._cutting.take_off()
+        self._sharding.take_off()
         super().close()
 
 

@@ -30,7 +30,7 @@ def make_sinks(log_to: LogTo | None) -> list[Sink]:
     names = [str(sink) for sink in sinks if type(sink) in SINKS.values()]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
-        raise SettingsError("a sink is named once", got=f"{twice!r} twice", remedy="leave one of them away")
+        raise SettingsError("a sink must be named once", got=f"{twice!r} twice", remedy="omit one of them")
     for sink in sinks:
         sink.require()
     return sinks

@@ -28,9 +28,8 @@ class WandbSink(NumberSink):
         # Without a key wandb would prompt for one in the terminal in the middle of the run.
         if wandb.setup().settings.mode in ("online", "shared") and not wandb.login(prompt=False, verify=False):
             raise SettingsError(
-                "log_to='wandb' needs an account's key",
-                got="none",
-                remedy="run wandb login, or set WANDB_MODE=offline and send the run later with wandb sync",
+                "log_to='wandb' needs the key of an account",
+                remedy="run wandb login, or set WANDB_MODE=offline and upload the run later with wandb sync",
             )
 
     def start(self, about: About) -> None:

@@ -25,15 +25,22 @@ class CMA(Searcher):
     def __init__(self, space: Space, objectives: Sequence[Objective], seed: int) -> None:
         super().__init__(space, objectives, seed)
         if len(objectives) > 1:
-            raise SettingsError("cma has one objective", got=len(objectives), remedy="use search='tpe'")
+            raise SettingsError(
+                "search='cma' supports only one objective", got=len(objectives), remedy="use search='tpe'"
+            )
         choices = [name for name, one in space.items() if isinstance(one, Choice)]
         if choices or len(space) < 2:
             got = f"{choices[0]!r}, a choice" if choices else "one parameter"
-            raise SettingsError("cma searches two numbers or more", got=got, remedy="use search='tpe'")
+            raise SettingsError(
+                "search='cma' needs at least two numeric parameters", got=got, remedy="use search='tpe'"
+            )
         try:
             import cmaes
         except ImportError:
-            raise SettingsError("cma needs cmaes", got="none", remedy="pip install 'manyhands[tune]'") from None
+            raise SettingsError(
+                "search='cma' needs cmaes, which is not installed",
+                remedy="install it with pip install 'manyhands[tune]'",
+            ) from None
         num = len(space)
         bounds = np.array([[0.0, 1.0]] * num)
         self._cma: Any = cmaes.CMA(mean=np.full(num, 0.5), sigma=0.2, bounds=bounds, seed=seed % 2**32)

@@ -29,7 +29,7 @@ class GridSearch(Searcher):
             raise SettingsError(
                 "the constraint must let some of the space through; of all combinations it took none",
                 got=f"a grid over {', '.join(self._values)}",
-                remedy="loosen it, or mend the space",
+                remedy="relax it, or correct the space",
             )
 
     @property

@@ -110,9 +110,8 @@ def require_optuna() -> Any:
         import optuna
     except ImportError:
         raise SettingsError(
-            "this way of searching needs Optuna",
-            got="none",
-            remedy="pip install 'manyhands[tune]', or search=\"random\"",
+            "this search needs Optuna, which is not installed",
+            remedy="install it with pip install 'manyhands[tune]', or use search=\"random\"",
         ) from None
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     return optuna

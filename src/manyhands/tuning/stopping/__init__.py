@@ -4,7 +4,7 @@ from ...core import SettingsError
 from .asha import ASHA
 from .hyperband import Hyperband
 from .median import Median
-from .stopping import GO_ON, PAUSE, STOP, Stopping, ToTheEnd
+from .stopping import CONTINUE, PAUSE, STOP, Stopping, ToTheEnd
 
 STOPPINGS: dict[str, type[Stopping]] = {"asha": ASHA, "hyperband": Hyperband, "median": Median}
 
@@ -20,4 +20,4 @@ def as_stopping(stop: Stopping | str | None) -> Stopping:
     return STOPPINGS[stop]()
 
 
-__all__ = ["ASHA", "GO_ON", "PAUSE", "STOP", "Hyperband", "Median", "Stopping", "ToTheEnd", "as_stopping"]
+__all__ = ["ASHA", "CONTINUE", "PAUSE", "STOP", "Hyperband", "Median", "Stopping", "ToTheEnd", "as_stopping"]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ...core import SettingsError
 from ..trial import FAILED, Trial
-from .stopping import GO_ON, PAUSE, Cost, Stopping
+from .stopping import CONTINUE, PAUSE, Cost, Stopping
 
 
 @dataclass(frozen=True)
@@ -26,9 +26,9 @@ class ASHA(Stopping):
     def __post_init__(self) -> None:
         if self.factor < 2 or self.first < 1:
             raise SettingsError(
-                "ASHA has a factor of at least 2 and a first rung of at least 1",
+                "mh.ASHA needs a factor of at least 2 and a first rung of at least 1",
                 got=f"factor={self.factor}, first={self.first}",
-                remedy="write mh.ASHA()",
+                remedy="use the defaults: mh.ASHA()",
             )
 
     def rungs(self, number: int, epochs: int) -> list[int]:
@@ -43,7 +43,7 @@ class ASHA(Stopping):
         return self.first
 
     def judge(self, trial: Trial, trials: Sequence[Trial], epochs: int, cost: Cost) -> str:
-        return GO_ON if trial.number in self._best(trials, trial.epochs, trial, epochs, cost) else PAUSE
+        return CONTINUE if trial.number in self._best(trials, trial.epochs, trial, epochs, cost) else PAUSE
 
     def promoted(self, trials: Sequence[Trial], epochs: int, cost: Cost, waiting: set[int]) -> Trial | None:
         """Return the best paused trial on the highest rung from which one may continue."""

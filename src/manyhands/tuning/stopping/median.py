@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ...core import SettingsError
 from ..trial import FAILED, Trial
-from .stopping import GO_ON, STOP, Cost, Stopping
+from .stopping import CONTINUE, STOP, Cost, Stopping
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,6 @@ class Median(Stopping):
             if other is not trial and epoch in other.reports and other.state != FAILED
         ]
         if len(others) < self.others:
-            return GO_ON
+            return CONTINUE
         best = min(cost(value) for value in trial.reports.values())
-        return STOP if best > statistics.median(others) else GO_ON
+        return STOP if best > statistics.median(others) else CONTINUE

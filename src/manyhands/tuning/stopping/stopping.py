@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from ..trial import Trial
 
-GO_ON, PAUSE, STOP = "go on", "pause", "stop"
+CONTINUE, PAUSE, STOP = "continue", "pause", "stop"
 Cost = Callable[[float], float]
 
 
@@ -20,7 +20,7 @@ class Stopping(ABC):
 
     @abstractmethod
     def judge(self, trial: Trial, trials: Sequence[Trial], epochs: int, cost: Cost) -> str:
-        """Return the decision for a trial that has just reached one of its rungs: GO_ON, PAUSE or STOP."""
+        """Return the decision for a trial that has just reached one of its rungs: CONTINUE, PAUSE or STOP."""
 
     def promoted(self, trials: Sequence[Trial], epochs: int, cost: Cost, waiting: set[int]) -> Trial | None:
         """Return a paused trial that should be resumed now, or None."""
@@ -38,4 +38,4 @@ class ToTheEnd(Stopping):
         return [epochs]
 
     def judge(self, trial: Trial, trials: Sequence[Trial], epochs: int, cost: Cost) -> str:
-        return GO_ON
+        return CONTINUE

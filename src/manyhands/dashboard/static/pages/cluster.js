@@ -1,4 +1,4 @@
-// The cluster: hosts, their devices, what runs on each; and a network that is cut, drawn over its devices.
+// The cluster: hosts, their devices, what runs on each; and a partitioned network, drawn over its devices.
 import { bytes, empty, fill, get, h, link, state } from "../dom.js";
 import { pieces } from "../drawings.js";
 
@@ -16,10 +16,10 @@ export function open(host) {
     const running = all.filter((one) => past.checked || one.state === "running" || one.state === "serving");
     const byHost = grouped(running);
     const cards = [...byHost].sort(([a], [b]) => (a < b ? -1 : 1)).map(([name, entries]) => h("section", { class: "card", "aria-label": `Host ${name}` }, h("h2", {}, name), h("div", { class: "devices" }, devices(entries))));
-    fill(hosts, cards.length ? cards : empty("Nothing runs now. Tick the box above for what has ended; whatever ", h("code", {}, "manyhands fit FILE.py"), " starts appears here."));
-    const cut = [...new Map(all.filter((one) => one.cut).sort((a, b) => (b.state === "running") - (a.state === "running") || b.changed - a.changed).map((one) => [one.id, one])).values()].slice(0, MOST_DRAWN);
-    const runs = (await Promise.all(cut.map((one) => get("run", { id: one.id })))).filter((run) => run?.cut);
-    fill(drawn, runs.map((run) => h("section", {}, h("h2", {}, link("run", run.id, run.id), " in pieces ", state(run.state)), pieces(run.cut))));
+    fill(hosts, cards.length ? cards : empty("No runs are active. Tick the box above to show ended runs. Runs that ", h("code", {}, "manyhands fit FILE.py"), " starts appear here."));
+    const partition = [...new Map(all.filter((one) => one.partition).sort((a, b) => (b.state === "running") - (a.state === "running") || b.changed - a.changed).map((one) => [one.id, one])).values()].slice(0, MOST_DRAWN);
+    const runs = (await Promise.all(partition.map((one) => get("run", { id: one.id })))).filter((run) => run?.partition);
+    fill(drawn, runs.map((run) => h("section", {}, h("h2", {}, link("run", run.id, run.id), " partition ", state(run.state)), pieces(run.partition))));
   }
 
   return { title, update };

@@ -20,7 +20,7 @@ export function open(host, [id], store) {
     }
     fill(head, h("h1", {}, log.id, state(log.state)), unreadable(log), facts([log.serving.backends ? ["servers", log.serving.backends.join(", ")] : ["devices", (log.serving.devices ?? []).join(", ")], ["host", log.serving.host], ["HTTP", port(log.serving.http)], ["gRPC", port(log.serving.grpc)], ["since", moment(log.serving.t)]]));
     const { x, rate, refused, p50, p99 } = log.requests;
-    charts.update({ "Requests a second": { curves: x.length ? { "all requests": { x, mean: rate }, refused: { x, mean: refused } } : {}, time: true }, Latency: { curves: x.length ? { p50: { x, mean: p50 }, p99: { x, mean: p99 } } : {}, time: true, format: seconds } });
+    charts.update({ "Requests per second": { curves: x.length ? { "all requests": { x, mean: rate }, refused: { x, mean: refused } } : {}, time: true }, Latency: { curves: x.length ? { p50: { x, mean: p50 }, p99: { x, mean: p99 } } : {}, time: true, format: seconds } });
     const versions = Object.entries(log.versions).flatMap(([model, all]) => Object.entries(all).map(([version, how]) => ({ model, version, how })));
     const splits = Object.entries(log.splits);
     const marks = log.news.map((one) => ({ t: one.t, text: one.text, kind: one.fault ? "fault" : ["version_available", "serving", "routing", "backend_up"].includes(one.kind) ? "good" : "plain" }));
@@ -28,7 +28,7 @@ export function open(host, [id], store) {
       log.serving.backends ? null : [h("h2", {}, "Versions"), table("Versions", [["model", (one) => one.model], ["version", (one) => one.version, { num: true }], ["state", (one) => one.how]], versions)],
       splits.length ? [h("h2", {}, "Splits"), table("Splits", [["name", ([name]) => name], ["shares", ([, shares]) => shares, { wide: true }]], splits)] : null,
       h("h2", {}, "Time line"), marks.length ? timeline("Time line", marks, [], marks[0].t, Math.max(log.changed, marks.at(-1).t)) : null,
-      table("What happened", [["when", (one) => moment(one.t)], ["what", (one) => h("span", { class: one.fault ? "fault" : null }, one.text), { wide: true }]], [...log.news].reverse().slice(0, 200)));
+      table("Events", [["when", (one) => moment(one.t)], ["what", (one) => h("span", { class: one.fault ? "fault" : null }, one.text), { wide: true }]], [...log.news].reverse().slice(0, 200)));
   }
 
   return { title: id ?? title, update };

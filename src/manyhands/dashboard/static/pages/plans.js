@@ -27,7 +27,7 @@ export function open(host, [from]) {
     if (!pick.contains(document.activeElement)) fill(pick, select);
     fill(head, facts([["task", plan.task], ["cluster", plan.cluster], ["batch", number(plan.batch_size)], ["pick", plan.best], ["saturates at", plural(plan.curve.saturates, "device")], ["because of", plan.curve.reason], ["times may be off by", `${Math.round(100 * plan.band)}%`]]), plan.notes.map((note) => h("p", { class: "soft" }, note)));
     chart.update(curves(plan));
-    fill(below, measured(plan), remedies(plan), h("h2", {}, "Ways of splitting"), options(plan));
+    fill(below, measured(plan), remedies(plan), h("h2", {}, "Strategies"), options(plan));
   }
 
   return { title, update };
@@ -44,7 +44,7 @@ function curves(plan) {
   const at = devices.reduce((best, count, place) => (Math.abs(Math.log(count / plan.curve.saturates)) < Math.abs(Math.log(devices[best] / plan.curve.saturates)) ? place : best), 0);
   const found = { predicted: { x: devices, mean: speedup }, perfect: { x: devices, mean: devices, dash: true }, saturation: { x: [plan.curve.saturates], mean: [speedup[at]], points: true, ring: true } };
   const [tried, runs] = [plan.points.filter((one) => one.what.startsWith("tried")), plan.points.filter((one) => !one.what.startsWith("tried"))];
-  if (tried.length) found["tried by the planner"] = dots(tried);
+  if (tried.length) found["measured by the planner"] = dots(tried);
   if (runs.length) found["measured by runs"] = dots(runs);
   return found;
 }
@@ -58,7 +58,7 @@ function measured(plan) {
 function remedies(plan) {
   const found = plan.curve.remedies;
   if (!found.length) return null;
-  return [h("h2", {}, "What would move that point"), table("Remedies", [["what", (one) => one.text, { wide: true }], ["speed here", (one) => `${number(one.gain, 3)}×`, { num: true }], ["saturates at", (one) => number(one.saturates), { num: true }], ["note", (one) => (one.is_lossy ? "changes the mathematics" : "")]], found)];
+  return [h("h2", {}, "What would improve scaling"), table("Remedies", [["what", (one) => one.text, { wide: true }], ["speed here", (one) => `${number(one.gain, 3)}×`, { num: true }], ["saturates at", (one) => number(one.saturates), { num: true }], ["note", (one) => (one.is_lossy ? "changes the mathematics" : "")]], found)];
 }
 
 function options(plan) {
@@ -72,5 +72,5 @@ function options(plan) {
     ["efficiency", (one) => `${Math.round(100 * one.efficiency)}%`, { num: true }],
     ["note", (one) => (one.fits ? one.refused : "does not fit"), { wide: true }],
   ];
-  return table("Ways of splitting", columns, plan.options.slice(0, 40), { row: (one) => ({ class: one.strategy === plan.best ? "chosen" : null }) });
+  return table("Strategies", columns, plan.options.slice(0, 40), { row: (one) => ({ class: one.strategy === plan.best ? "chosen" : null }) });
 }

@@ -29,7 +29,7 @@ export function open(host, [id], store) {
       ["what", (one) => h("span", { class: one.fault ? "fault" : null }, one.kind)],
       ["in words", (one) => one.text, { wide: true }],
     ];
-    fill(news, shown.length ? table("What happened", columns, shown) : h("p", { class: "soft" }, "Nothing to tell."));
+    fill(news, shown.length ? table("Events", columns, shown) : h("p", { class: "soft" }, "No events."));
   }
 
   async function update() {
@@ -43,18 +43,18 @@ export function open(host, [id], store) {
     charts.update({
       Loss: { curves: run.series.losses },
       Metrics: { curves: run.series.metrics },
-      "Steps a second": { curves: run.series.speed },
+      "Steps per second": { curves: run.series.speed },
       "Learning rate": { curves: run.series.rates },
       Logged: { curves: run.series.logged },
     });
     const numbers = Object.keys(run.ranks);
     if (numbers.length) fill(ranks, h("h2", {}, "Ranks"), ...breakdown(run), rankTable(run));
     rankCharts.update({
-      "Own work of a step, by rank": { curves: run.series.pace, format: seconds },
+      "Compute time of a step, by rank": { curves: run.series.pace, format: seconds },
       "Memory, by rank": { curves: run.series.memory, format: bytes, time: true },
     });
     drawLine();
-    fill(below, run.cut ? h("section", { "aria-label": "The network in pieces" }, h("h2", {}, "The network in pieces"), pieces(run.cut)) : null, run.split ? h("section", {}, h("h2", {}, "Which layers go where"), h("pre", { tabindex: "0" }, run.split.lines.join("\n"))) : null, Object.keys(run.servers).length ? h("section", { "aria-label": "Servers" }, h("h2", {}, "Between workers and servers"), facts(exchanged(run.servers))) : null, run.has_plan ? h("p", {}, link("plans", run.id, "The plan that this run follows")) : null, h("details", {}, h("summary", { "data-key": "record" }, "What was asked for"), h("pre", { tabindex: "0" }, JSON.stringify(run.record, null, 2))));
+    fill(below, run.partition ? h("section", { "aria-label": "Partition of the network" }, h("h2", {}, "Partition of the network"), pieces(run.partition)) : null, run.split ? h("section", {}, h("h2", {}, "Placement of layers"), h("pre", { tabindex: "0" }, run.split.lines.join("\n"))) : null, Object.keys(run.servers).length ? h("section", { "aria-label": "Servers" }, h("h2", {}, "Between workers and servers"), facts(exchanged(run.servers))) : null, run.has_plan ? h("p", {}, link("plans", run.id, "The plan that this run follows")) : null, h("details", {}, h("summary", { "data-key": "record" }, "Options of the run"), h("pre", { tabindex: "0" }, JSON.stringify(run.record, null, 2))));
   }
 
   function drawLine() {
@@ -96,8 +96,8 @@ function breakdown(run) {
   const phases = rows((rank) => rank.phases);
   const waits = rows((rank) => Object.fromEntries(WAITS.filter((name) => name in rank.seconds).map((name) => [name, rank.seconds[name]])));
   return [
-    phases.length ? h("div", { class: "card" }, h("h3", {}, "The usual step, by what it does (median of timed steps)"), bars("The usual step by rank", phases)) : null,
-    waits.length ? h("div", { class: "card" }, h("h3", {}, "Where the time went so far"), bars("Time so far by rank", waits)) : null,
+    phases.length ? h("div", { class: "card" }, h("h3", {}, "Typical step by phase (median of timed steps)"), bars("Typical step by rank", phases)) : null,
+    waits.length ? h("div", { class: "card" }, h("h3", {}, "Time so far by phase"), bars("Time so far by rank", waits)) : null,
   ].filter(Boolean);
 }
 
@@ -108,7 +108,7 @@ function exchanged(servers) {
     bytes: (found) => found.map((one) => bytes(one)).join(", "),
     ledger: (found) => found.map((one) => number(one)).join(", "),
   };
-  const names = { staleness: "updates × steps behind", bytes: "bytes by server", ledger: "updates by server" };
+  const names = { staleness: "updates × staleness", bytes: "bytes by server", ledger: "updates by server" };
   return Object.entries(servers).map(([name, one]) => [names[name] ?? name.replaceAll("_", " "), (words[name] ?? value)(one)]);
 }
 
@@ -121,7 +121,7 @@ function rankTable(run) {
     ["memory", ([, rank]) => bytes(rank.memory), { num: true }],
     ...(Object.values(run.ranks).some((rank) => rank.peak) ? [["at the most", ([, rank]) => bytes(rank.peak), { num: true }]] : []),
     ...(Object.values(run.ranks).some((rank) => rank.held.parameters) ? ["parameters", "optimizer"].map((what) => [what, ([, rank]) => bytes(rank.held[what]), { num: true }]) : []),
-    ["note", ([, rank]) => (rank.slow ? h("span", { class: "fault" }, "slow: all wait for it") : "")],
+    ["note", ([, rank]) => (rank.slow ? h("span", { class: "fault" }, "straggler: all ranks wait for it") : "")],
   ];
   return table("Ranks", columns, Object.entries(run.ranks));
 }

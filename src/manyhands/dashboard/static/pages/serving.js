@@ -32,18 +32,18 @@ export function open(host, _, store) {
       ["server", (one) => one.backend],
       ["state", (one) => state(one.up ? "serving" : "lost")],
       ["answers/s", (one) => number(one.series.rate.at(-1), 3), { num: true }],
-      ["under way", (one) => number(one.busy), { num: true }],
+      ["in flight", (one) => number(one.busy), { num: true }],
       ["answered", (one) => number(one.answered), { num: true }],
-      ["asked elsewhere", (one) => number(one.lost), { num: true }],
+      ["retried elsewhere", (one) => number(one.lost), { num: true }],
     ];
     fill(now, servers.filter((server) => server.error).map((server) => h("p", { class: "fault" }, server.error)), versions.length ? table("Versions", columns, versions) : null, backends.length ? table("Servers behind a router", behind, backends) : null);
     const curves = (pick) => Object.fromEntries(versions.filter((one) => one.series.x.length).map((one) => [`${one.model} ${one.version}`, pick(one.series)]));
     const both = Object.fromEntries(versions.filter((one) => one.series.x.length).flatMap((one) => ["p50", "p99"].map((name) => [`${one.model} ${one.version} ${name}`, { x: one.series.x, mean: one.series[name] }])));
     const shared = Object.fromEntries(backends.filter((one) => one.series.x.length).map((one) => [one.backend, { x: one.series.x, mean: one.series.rate }]));
-    const routed = backends.length ? { "Answers a second, by server": { curves: shared, time: true } } : {};
-    charts.update({ ...routed, "Requests a second": { curves: curves((series) => ({ x: series.x, mean: series.rate })), time: true }, Latency: { curves: both, time: true, format: seconds } });
+    const routed = backends.length ? { "Responses per second, by server": { curves: shared, time: true } } : {};
+    charts.update({ ...routed, "Requests per second": { curves: curves((series) => ({ x: series.x, mean: series.rate })), time: true }, Latency: { curves: both, time: true, format: seconds } });
     const logs = [...store.log.values()].filter((log) => log.serves).sort((a, b) => b.changed - a.changed);
-    fill(list, logs.length ? [h("h2", {}, "Logs of servers"), table("Logs of servers", [["log", (log) => link("log", log.id, log.id)], ["state", (log) => state(log.state)], ["changed", (log) => moment(log.changed)]], logs)] : servers.length ? null : empty("Nothing is served. ", h("code", {}, "manyhands dashboard --server http://127.0.0.1:8501"), " shows a running server; ", h("code", {}, "manyhands serve models/ --log logs/first"), " keeps a log."));
+    fill(list, logs.length ? [h("h2", {}, "Logs of servers"), table("Logs of servers", [["log", (log) => link("log", log.id, log.id)], ["state", (log) => state(log.state)], ["changed", (log) => moment(log.changed)]], logs)] : servers.length ? null : empty("No servers yet. ", h("code", {}, "manyhands dashboard --server http://127.0.0.1:8501"), " shows a running server; ", h("code", {}, "manyhands serve models/ --log logs/first"), " keeps a log."));
   }
 
   return { title, update };

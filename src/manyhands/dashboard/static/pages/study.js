@@ -36,7 +36,7 @@ export function open(host, [id], store) {
       ...Object.entries(study.counts).map(([one, count]) => [one, number(count)]),
       [study.objectives.length > 1 ? `best ${name}` : "best", study.best ? number(study.best.values[0]) : null],
       ["best trial", study.best ? `${study.best.number}: ${Object.entries(study.best.params).map(([key, one]) => `${key} ${value(one)}`).join(", ")}` : null],
-      ["beaten by none in all objectives", fronts.map((trial) => trial.number).join(", ")],
+      ["Pareto-optimal trials", fronts.map((trial) => trial.number).join(", ")],
       ["search", study.search], ["stops", study.stop], ["epochs", value(study.about.epochs)],
     ]));
     charts.update({ Course: { curves: course(finished, name, sign), x: "trial" }, "Trials by epoch": { curves: reports(study.trials, sign), x: "epoch" } });

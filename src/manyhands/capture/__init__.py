@@ -1,0 +1,24 @@
+"""Execution of a step: CUDA graph capture, what a captured step may depend on, fused updates, and memory layout."""
+
+from .cuda_graphs import CapturedGraphs, CaptureError, Phase, StaticInputs, rehearsing, shape_of
+from .execution import has_convolutions, lay_out, stop_compilers
+from .optimizers import CAPTURABLE, fuse_on_cpu, make_capturable, match_strides, skips_on_device
+from .value_watch import ValueWatch
+
+__all__ = [
+    "CapturedGraphs",
+    "Phase",
+    "CaptureError",
+    "rehearsing",
+    "StaticInputs",
+    "shape_of",
+    "ValueWatch",
+    "make_capturable",
+    "fuse_on_cpu",
+    "match_strides",
+    "CAPTURABLE",
+    "skips_on_device",
+    "has_convolutions",
+    "lay_out",
+    "stop_compilers",
+]

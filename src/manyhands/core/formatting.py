@@ -1,0 +1,43 @@
+"""Readable texts for numbers of bytes and for times."""
+
+from __future__ import annotations
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def format_bytes(num_bytes: float, digits: int | None = None) -> str:
+    """Return a number of bytes with its unit, with one decimal place, or with a number of significant digits.
+
+    >>> format_bytes(3 * 2**30), format_bytes(1536), format_bytes(10)
+    ('3.0 GiB', '1.5 KiB', '10 B')
+    >>> format_bytes(3 * 2**30, digits=3), format_bytes(1023 * 2**20, digits=3)
+    ('3 GiB', '1023 MiB')
+    """
+    power = 0
+    while num_bytes >= 1024 and power < len(_UNITS) - 1:
+        num_bytes, power = num_bytes / 1024, power + 1
+    if power == 0 or (digits is not None and num_bytes >= 10**digits):
+        return f"{num_bytes:.0f} {_UNITS[power]}"
+    return f"{num_bytes:.1f} {_UNITS[power]}" if digits is None else f"{num_bytes:.{digits}g} {_UNITS[power]}"
+
+
+def format_duration(seconds: float) -> str:
+    """Return a short time with its unit.
+
+    >>> format_duration(0.0123), format_duration(3.2), format_duration(4e-5)
+    ('12.3 ms', '3.2 s', '40 µs')
+    """
+    if seconds >= 1:
+        return f"{seconds:.3g} s"
+    return f"{1e3 * seconds:.3g} ms" if seconds >= 1e-3 else f"{1e6 * seconds:.3g} µs"
+
+
+def format_rough_duration(seconds: float) -> str:
+    """Return a time of seconds to hours, rounded as for an estimate.
+
+    >>> format_rough_duration(12.3), format_rough_duration(75), format_rough_duration(5400)
+    ('12 s', '1 min', '1.5 h')
+    """
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 3600 else f"{seconds / 3600:.1f} h"

@@ -1,0 +1,140 @@
+"""State of a network that a forward may change: buffers and plain attributes, restored after a trial."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+PLAIN = (int, float, str, bytes, bool, type(None))
+
+
+def remember_state(model: nn.Module) -> Callable[[], None]:
+    """Return a function that restores a network's buffers and the plain attributes of its modules."""
+    put_back_buffers, attributes = remember_buffers(model), Attributes(model)
+
+    def put_back() -> None:
+        put_back_buffers()
+        attributes.put_back()
+
+    return put_back
+
+
+def remember_buffers(model: nn.Module) -> Callable[[], None]:
+    """Return a function that restores a network's buffers, also those that were replaced by other tensors since."""
+    import torch
+
+    held = [
+        (m._buffers, name, b, b.clone()) for m in model.modules() for name, b in m._buffers.items() if b is not None
+    ]
+
+    def put_back() -> None:
+        with torch.no_grad():
+            for own, name, buffer, before in held:
+                own[name] = buffer
+                buffer.copy_(before)
+
+    return put_back
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Set torch's default dtype within the context."""
+    import torch
+
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+class Attributes:
+    """The numbers, tensors and containers in attributes of a network's modules, as they were at one time.
+
+    >>> from torch import nn
+    >>> layer = nn.Identity()
+    >>> layer.calls = [1]
+    >>> before = Attributes(layer)
+    >>> layer.calls.append(2)
+    >>> before.changed()
+    ['calls']
+    >>> before.put_back()
+    >>> layer.calls
+    [1]
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        from torch import nn
+
+        self._torchs_own = vars(nn.Module()).keys()
+        # Lazy modules, whose class changes, get their sizes in the first forward.
+        self._modules = [(name, module, type(module)) for name, module in model.named_modules()]
+        self._held = [{name: (value, _copy(value)) for name, value in self._own(m)} for _, m, _ in self._modules]
+
+    def changed(self) -> list[str]:
+        """Return the paths of attributes that were set, changed or deleted since."""
+        return [
+            f"{path}.{name}".removeprefix(".")
+            for (path, module, kind), held in zip(self._modules, self._held, strict=True)
+            for name in {**held, **dict(self._own(module))}
+            if type(module) is kind and not _is_same(vars(module).get(name, self), *held.get(name, (None, self)))
+        ]
+
+    def put_back(self) -> None:
+        """Restore the attributes; those that were not there are deleted."""
+        for (_, module, kind), held in zip(self._modules, self._held, strict=True):
+            if type(module) is not kind:
+                continue
+            for name in [name for name, _ in self._own(module) if name not in held]:
+                del vars(module)[name]
+            for name, (value, before) in held.items():
+                _restore(value, before)
+                vars(module)[name] = value
+
+    def _own(self, module: nn.Module) -> Iterator[tuple[str, Any]]:
+        from torch import Tensor
+
+        for name, value in vars(module).items():
+            if name not in self._torchs_own and isinstance(value, (*PLAIN, Tensor, list, dict, set, tuple)):
+                yield name, value
+
+
+def _copy(value: Any) -> Any:
+    from torch import Tensor
+
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    return value.copy() if isinstance(value, list | dict | set) else value
+
+
+def _restore(value: Any, before: Any) -> None:
+    """Restore the content of a tensor or container in place, because other objects may refer to it."""
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        with torch.no_grad():
+            value.copy_(before)
+    elif isinstance(value, list):
+        value[:] = before
+    elif isinstance(value, dict | set):
+        value.clear()
+        value.update(before)
+
+
+def _is_same(now: Any, value: Any, before: Any) -> bool:
+    import torch
+
+    if now is not value:
+        return isinstance(now, PLAIN) and isinstance(before, PLAIN) and type(now) is type(before) and now == before
+    if isinstance(now, torch.Tensor):
+        return now.is_meta or bool(torch.equal(now.detach(), before))
+    if isinstance(now, list | dict | set):
+        items = (now.values(), before.values()) if isinstance(now, dict) else (now, before)
+        return len(now) == len(before) and all(a is b for a, b in zip(*items, strict=True))
+    return True

@@ -1,0 +1,58 @@
+"""Find the lines of user code in stacks and in the tracebacks of errors."""
+
+from __future__ import annotations
+
+import linecache
+import sysconfig
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+_NOT_THEIRS = (
+    str(Path(__file__).parents[1]),
+    str(Path(torch.__file__).parent),
+    str(Path(torch.__file__).parents[1] / "keras"),
+    sysconfig.get_path("stdlib"),
+    "<",
+)
+
+
+def culprit(error: BaseException) -> str:
+    """Return the innermost line of user code in an error's traceback, as `file.py:12: text`.
+
+    >>> try:
+    ...     exec(compile("x = 1\\nx / 0", "train.py", "exec"))
+    ... except ZeroDivisionError as error:
+    ...     culprit(error)
+    'train.py:2'
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    if not frames:
+        return type(error).__name__
+    return _shown(innermost(frames))
+
+
+def calling_line() -> str:
+    """Return the innermost line of user code in the current stack, as `file.py:12: text`."""
+    return _shown(innermost(traceback.extract_stack()))
+
+
+def _shown(frame: traceback.FrameSummary) -> str:
+    text = (frame.line or linecache.getline(frame.filename, frame.lineno or 0)).strip()
+    place = f"{Path(frame.filename).name}:{frame.lineno}"
+    return f"{place}: {text}" if text else place
+
+
+def caller_lines() -> list[str]:
+    """Return the lines of user code in the current stack, the same on every host that runs it."""
+    frames = [frame for frame, _ in traceback.walk_stack(None)]
+    theirs = [frame for frame in frames if not frame.f_code.co_filename.startswith(_NOT_THEIRS)]
+    return [f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}" for frame in reversed(theirs)]
+
+
+def innermost(frames: Sequence[traceback.FrameSummary]) -> traceback.FrameSummary:
+    """Return the last frame of user code, not of torch, Keras, Python or manyhands; the last frame if there is none."""
+    theirs = [frame for frame in frames if not frame.filename.startswith(_NOT_THEIRS)]
+    return (theirs or frames)[-1]

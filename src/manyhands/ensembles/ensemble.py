@@ -1,0 +1,177 @@
+"""Ensemble: several trained networks that are run as one model, in one program."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..core import DataError, Predictor, Signature, TensorSpec
+from ..storage import export
+from .combination import NUMBERS, Combination, MeanCombination, Vote, as_probabilities, form_of, require_combination
+from .member import Member, named, require_alike
+from .stacked_members import StackedMembers
+from .uncertainty import Calibration, calibration, mutual_information, spread
+
+SPREAD, MUTUAL = "spread", "mutual_information"
+Batches = Sequence[tuple[dict[str, Tensor], Tensor | None]]
+"""Inputs by name, and their labels if there are any."""
+
+
+class CombinationRule:
+    """How the members' predictions are combined: a combination for every output, and optional uncertainties."""
+
+    def __init__(self, combinations: Mapping[str, Combination], uncertainty: bool) -> None:
+        self.combinations, self.uncertainty = dict(combinations), uncertainty
+
+    @classmethod
+    def of(cls, name: str, answers: Mapping[str, Tensor], labels: Tensor | None, uncertainty: bool) -> CombinationRule:
+        """Create the rule of a name for predictions by output, member and row; fit it if it needs labels."""
+        kind = require_combination(name)
+        made: dict[str, Combination] = {}
+        for place, (output, values) in enumerate(answers.items()):
+            form = form_of(values, labels if place == 0 else None)
+            # Only the first output has labels to learn from; integers, such as classes, have no mean.
+            chosen = kind if place == 0 or not kind.needs_data else MeanCombination
+            made[output] = (chosen if values.is_floating_point() else Vote)(len(values), form)
+            if made[output].needs_data:
+                if labels is None:
+                    raise DataError(
+                        f"combine={name!r} is fitted to validation data with labels, but there are none",
+                        remedy="pass valid= to the task, pass data=, or use combine='mean'",
+                    )
+                made[output].fit(values, labels)
+        return cls(made, uncertainty)
+
+    def combined(self, answers: Mapping[str, Tensor], who: Sequence[int] | None = None) -> dict[str, Tensor]:
+        """Return one prediction for every row; `who` are the members that answered, if not all did."""
+        found = {
+            name: rule(answers[name]) if who is None else rule.of_some(answers[name], who)
+            for name, rule in self.combinations.items()
+        }
+        if self.uncertainty:
+            first = next(iter(self.combinations))
+            form = self.combinations[first].form
+            found[SPREAD] = spread(answers[first], form)
+            if form != NUMBERS:
+                found[MUTUAL] = mutual_information(answers[first], form)
+        return found
+
+    def signature(self, member: Signature) -> Signature:
+        """Return the signature of an ensemble whose members have this signature."""
+        outputs = dict(member.outputs)
+        if self.uncertainty:
+            first = next(iter(self.combinations))
+            dtype = outputs[first].dtype
+            outputs[SPREAD] = TensorSpec(dtype, (None,))
+            if self.combinations[first].form != NUMBERS:
+                outputs[MUTUAL] = TensorSpec(dtype, (None,))
+        return Signature(member.inputs, outputs)
+
+
+class Ensemble(Predictor):
+    """Ensemble in one program: a Predictor that is served and exported like any model.
+
+    `ensemble(inputs)` returns predictions in the members' output form; `ensemble.uncertainty(inputs)` measures how far
+    they disagree, and `ensemble.calibration()` how well confidence matches accuracy. `mh.remote_ensemble(ensemble)`
+    runs each member in its own process.
+    """
+
+    def __init__(
+        self,
+        members: Sequence[Member],
+        *,
+        combine: str = "mean",
+        batches: Batches = (),
+        uncertainty: bool = False,
+        devices: Sequence[torch.device] = (),
+    ) -> None:
+        require_alike([member.name for member in members], [member.signature for member in members])
+        self.members, self.combine, self._batches = list(members), combine, batches
+        self._program = self._together()
+        self._names = list(members[0].signature.inputs)
+        if devices:
+            self._program.place(devices)
+        answers, labels = self._on(batches or [(members[0].example, None)])
+        self.rule = CombinationRule.of(combine, answers, labels, uncertainty)
+        self.signature = self.rule.signature(members[0].signature)
+        self.is_stacked = bool(members[0].example) and self._program.settle(self._ordered(members[0].example))
+        """Whether all members are computed as one stacked program, because that is faster."""
+
+    def __repr__(self) -> str:
+        names = ", ".join(member.name for member in self.members)
+        return f"Ensemble of {len(self.members)} ({names}), combined by {self.combine}"
+
+    def run(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        with torch.no_grad():
+            return self.rule.combined(self._program.answer(*self._ordered(inputs)))
+
+    def each(self, inputs: Any) -> dict[str, Tensor]:
+        """Return every member's predictions: by output, member and row."""
+        return self._program.answer(*self._ordered(self.checked(inputs)))
+
+    def uncertainty(self, inputs: Any) -> dict[str, Tensor]:
+        """Return the members' disagreement for every row: their spread, and for classes the mutual information."""
+        answers = self.each(inputs)
+        told = CombinationRule(self.rule.combinations, True).combined(answers)
+        return {name: told[name] for name in (SPREAD, MUTUAL) if name in told}
+
+    def calibration(self, batches: Batches | None = None) -> tuple[Calibration, list[Calibration]]:
+        """Return the calibration of the ensemble and of every member alone, on the validation data."""
+        answers, labels = self._on(self._batches if batches is None else batches)
+        first = next(iter(self.rule.combinations))
+        form = self.rule.combinations[first].form
+        if labels is None or form == NUMBERS:
+            raise DataError(
+                "calibration needs class labels, but the validation data have none",
+                remedy="pass valid= with labels to the task",
+            )
+        together = as_probabilities(self.rule.combinations[first](answers[first]), form)
+        return calibration(together, labels), [calibration(as_probabilities(a, form), labels) for a in answers[first]]
+
+    def export(self, path: str | Path) -> Path:
+        """Write the ensemble as the next version under a folder: all members and their combination in one program."""
+        example = self.members[0].example
+        if not example:
+            raise DataError(
+                "exporting an ensemble needs an example of its inputs, which exported members do not have",
+                remedy="create the ensemble from runs",
+            )
+        extra = {"members": [member.name for member in self.members], "combine": self.combine}
+        network = _Exported(self._together(), self.rule)  # where it is served there may be other devices
+        return export(network, _called, example, Path(path), free=self.members[0].free, extra=extra)
+
+    def _together(self) -> StackedMembers:
+        """Return all members in one program, on the CPU."""
+        return StackedMembers([m.model for m in self.members], [m.predict for m in self.members], named).eval()
+
+    def _ordered(self, inputs: Mapping[str, Tensor]) -> list[Tensor]:
+        return [inputs[name] for name in self._names]
+
+    @torch.no_grad()
+    def _on(self, batches: Batches) -> tuple[dict[str, Tensor], Tensor | None]:
+        """Return all members' predictions for some batches, and the labels."""
+        parts = [self._program.answer(*self._ordered(inputs)) for inputs, _ in batches if inputs]
+        if not parts:
+            raise DataError("an ensemble needs an example of its inputs", remedy="pass data=")
+        labels = [label for _, label in batches]
+        joined = {name: torch.cat([part[name] for part in parts], 1) for name in parts[0]}
+        return joined, None if any(one is None for one in labels) else torch.cat(labels)  # type: ignore[arg-type]
+
+
+class _Exported(nn.Module):
+    """The whole ensemble as one module."""
+
+    def __init__(self, program: StackedMembers, rule: CombinationRule) -> None:
+        super().__init__()
+        self.program, self.rules, self._rule = program, nn.ModuleDict(rule.combinations), rule
+
+    def forward(self, *inputs: Tensor) -> dict[str, Tensor]:
+        return self._rule.combined(self.program(*inputs))
+
+
+def _called(model: nn.Module, *inputs: Tensor) -> Any:
+    return model(*inputs)

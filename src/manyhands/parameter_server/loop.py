@@ -1,0 +1,327 @@
+"""Training with parameter servers: the common training loop, with steps computed by servers and workers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from ..core import StrategyError, StrategySpec, Task, TaskError, each_of, event
+from ..data import Batch, Cursor, Feed, IndexedSource, as_source
+from ..distributed import Device, World
+from ..strategies import MAIN, declaring, optimizers_of
+from ..training import (
+    Hand,
+    Job,
+    NoSampler,
+    RecoveryState,
+    ReplicaResult,
+    Rollback,
+    Sampler,
+    Stepper,
+    TrainingLoop,
+    start_from,
+    without_values,
+)
+from .layout import tables_of
+from .table import kind_of, settings_of
+
+if TYPE_CHECKING:
+    from .coordinator import ServerCoordinator, Start
+    from .roles import ProcessRole
+
+Output = Callable[[int, str, str], None]
+
+
+def train_served(
+    world: World, job: Job, *, devices: Sequence[Device], start: Start | ProcessRole, on_output: Output, timeout: float
+) -> ReplicaResult:
+    """Train with parameter servers; this process is the coordinator, and the devices are the workers'.
+
+    `start` starts a member, or is this process's role in a cluster whose members are started externally.
+    """
+    hand = Hand(world, single_member_spec(job.spec))
+    loop = ServedLoop(hand, job, devices, start, on_output, timeout)
+    try:
+        with declaring():
+            outcome = loop.run()
+        outcome.servers = loop.coordinator.stats.to_dict()
+        return outcome
+    finally:
+        loop.reporter.flush()
+        loop.close()
+        hand.close()
+
+
+def single_member_spec(spec: StrategySpec) -> StrategySpec:
+    """Return a parameter server strategy's spec for a single member."""
+    return replace(spec, replicas=1, backup=0)
+
+
+def check_served(task: Task) -> None:
+    """Raise for tasks that parameter servers cannot train, before any process is started."""
+    _require_transport()
+    if task.step is not None:
+        raise TaskError(
+            "parameter servers train a loss", got="a task with a step of its own", remedy="use mh.Mirrored(), or a loss"
+        )
+    if task.ema is not None:
+        raise TaskError(
+            "parameter servers keep no average of the weights", got=f"ema={task.ema}", remedy="use mh.Mirrored()"
+        )
+    if not callable(task.data) and not isinstance(as_source(task.data, collate=task.collate), IndexedSource):
+        raise StrategyError(
+            "parameter servers hand out samples by number",
+            got="a stream, which can only be read from its beginning",
+            remedy="pass a dataset with a length, or use mh.Mirrored()",
+        )
+
+
+def tables_in(task: Task) -> list[str]:
+    """Return the names of a task's embedding tables whose rows exist on the servers only."""
+    with declaring():
+        model = without_values(task)
+    return [] if model is None else list(tables_of(model))
+
+
+def has_own_optimizer(task: Task) -> bool:
+    """Return whether a task's optimizer is not one of torch's, so that it may behave differently on servers."""
+    model = without_values(task)
+    try:
+        made = {} if model is None else optimizers_of(model, task.optimizer)
+    except Exception:
+        return False
+    members = [member for optimizer in made.values() for member in each_of(optimizer)]
+    return any(not type(member).__module__.startswith("torch.optim") for member in members)
+
+
+def _require_dense(model: nn.Module) -> None:
+    for name, layer in model.named_modules():
+        if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse:
+            raise StrategyError(
+                "gradients of plain layers travel dense to parameter servers",
+                got=f"{name}, a {type(layer).__name__} with sparse=True",
+                remedy="use mh.Embedding(rows, dim), of which only touched rows travel, or sparse=False",
+            )
+
+
+def _lazy_tables(hand: Hand) -> list[str]:
+    """Return tables whose untouched rows Adam would also move on one device; raise for unsupported optimizers."""
+    optimizer, waiting = hand.optimizers[MAIN], []
+    for name, table in tables_of(hand.model).items():
+        settings_of(name, table, optimizer, hand.model)
+        if table.optimizer is None and kind_of(table, optimizer) == "adam":
+            waiting.append(name)
+    return waiting
+
+
+def _require_transport() -> None:
+    try:
+        import zmq  # noqa: F401
+    except ImportError as error:
+        raise StrategyError(
+            "parameter servers need pyzmq", got=str(error), remedy='pip install "manyhands[parameter-server]"'
+        ) from None
+
+
+class ServedLoop(TrainingLoop):
+    """The training loop of the coordinator, whose steps are computed by servers and workers."""
+
+    def __init__(
+        self,
+        hand: Hand,
+        job: Job,
+        devices: Sequence[Device],
+        start: Start | ProcessRole,
+        on_output: Output,
+        timeout: float,
+    ) -> None:
+        super().__init__(hand, job, RecoveryState())
+        self._devices, self._start, self._on_output, self._timeout = devices, start, on_output, timeout
+        self._coordinator: ServerCoordinator | None = None
+        self._refreshed_at = -1
+
+    @property
+    def coordinator(self) -> ServerCoordinator:
+        """The coordinator of servers and workers; available after `try_out`."""
+        assert self._coordinator is not None
+        return self._coordinator
+
+    def close(self) -> None:
+        """End servers and workers."""
+        if self._coordinator is not None:
+            self._coordinator.close()
+
+    def try_out(self, feed: Feed) -> None:
+        from .coordinator import ServerCoordinator, ServerFailed
+
+        if list(self.hand.optimizers) != [MAIN]:
+            raise TaskError(
+                "parameter servers take one optimizer",
+                got=f"{len(self.hand.optimizers)} by name",
+                remedy="return one optimizer with several parameter groups",
+            )
+        _require_dense(self.hand.model)
+        lazy = _lazy_tables(self.hand)
+        line = self.hand.world.line
+        coordinator = ServerCoordinator(self.hand, self.job, self._devices, self._start, line, self._timeout)
+        self._coordinator = coordinator
+        coordinator.on_output = self._on_output
+        self._coordinator.open()
+        self._notify_differences(self.hand.model)
+        if lazy:
+            what = "change only when a batch touches them; Adam on one device moves the others too"
+            self.hand.notice(f"rows of {', '.join(lazy)} {what}")
+        while True:
+            try:
+                return super().try_out(feed)
+            except ServerFailed as lost:
+                self.hand.notice(str(lost))
+                self._begin_again()
+                coordinator.publish()
+
+    @property
+    def split(self) -> StrategySpec:
+        """The strategy by which the work is split over workers; the coordinator's own hand is a single replica."""
+        return self.job.spec
+
+    def why_not_verified(self, model: nn.Module) -> str:
+        tables = ", ".join(tables_of(self.hand.model))
+        return super().why_not_verified(model) or (f"rows of {tables} are on the servers alone" if tables else "")
+
+    def ease(self, batch_size: int) -> None:
+        """Do nothing: the coordinator's own hand computes no samples."""
+
+    def sampling(self, feed: Feed) -> Sampler:
+        """Return no sampler: workers profile and report their own steps."""
+        return NoSampler()
+
+    def prepare(self) -> tuple[Feed, Feed | None]:
+        feeds = super().prepare()
+        if self.hand.num_steps or self.job.start_from is not None:
+            self.coordinator.publish()
+        return feeds
+
+    def train(self, train_feed: Feed, valid_feed: Feed | None, stepper: Stepper) -> None:
+        from .coordinator import ServerFailed
+
+        plan: Any = _Plan(self, train_feed)
+        reason: Exception | None = None
+        while True:
+            try:
+                if reason is not None:
+                    self._go_back(reason)
+                super().train(plan, valid_feed, plan)
+                # The last checkpoint needs the servers' values; here a server failure is still handled.
+                return self.refresh()
+            except (ServerFailed, Rollback) as failure:
+                reason = failure
+
+    def end_epoch(self, epoch: int, valid_feed: Feed | None) -> None:
+        self.refresh()
+        super().end_epoch(epoch, valid_feed)
+        self.hand.world.line.report(event("servers", step=self.hand.num_steps, **self.coordinator.stats.to_dict()))
+
+    def save(self) -> None:
+        self.refresh()
+        super().save()
+
+    def look(self, batch: Batch) -> None:
+        super().look(batch)
+        # Let updates in flight finish first, so that the last checkpoint contains them.
+        self.stopped = self.stopped and self.coordinator.is_settled
+
+    def refresh(self) -> None:
+        """Copy the servers' values into the hand's network, where they are evaluated and saved."""
+        if self._refreshed_at != self.hand.num_steps:
+            with self.hand.timed("save"):
+                self.coordinator.refresh()
+            self._refreshed_at = self.hand.num_steps
+
+    def take(self) -> None:
+        """Take one step with all workers and servers."""
+        hand = self.hand
+        step = self.coordinator.take_step(self._limit())
+        hand.num_steps += 1
+        hand.losses = {MAIN: torch.tensor(step.loss, dtype=torch.float64)}
+        hand.good = torch.tensor(step.is_taken) if hand.skips else None
+
+    def _limit(self) -> int:
+        """Return the step up to which work may be handed out, so that no update is in flight at a checkpoint."""
+        steps = self.job.steps if self.job.steps is not None else math.inf
+        if self.job.save_every and (self.job.spec.staleness is None or self.job.spec.backup):
+            steps = min(steps, (self.hand.num_steps // self.job.save_every + 1) * self.job.save_every)
+        return int(min(steps, 1 << 62))
+
+    def _go_back(self, reason: Exception) -> None:
+        """Restore the last checkpoint after a server failed or no gradient was finite, and refill the servers."""
+        hand = self.hand
+        before = hand.num_steps
+        hand.store(self.path).wait()
+        state = hand.restore(self.path, before=self.kept.goes_before)
+        if state is None:
+            self._begin_again()
+        self.kept.goes_before = None
+        self.reporter.forget()
+        if state is not None:
+            self.take_up(state)
+        hand.notice(f"{reason}; {before - hand.num_steps} steps since the last checkpoint are taken again")
+        source = "its beginning" if state is None else "the last checkpoint"
+        self.reporter.report(event("recovered", step=hand.num_steps, size=len(self._devices), source=source))
+        self._refreshed_at = -1
+        self.coordinator.publish()
+
+    def _begin_again(self) -> None:
+        """Reset network and optimizer to their initial values; an aborted save may have changed them."""
+        from .checkpoints import restore_tables
+
+        hand, first = self.hand, Hand(self.hand.world, self.hand.spec)
+        first.build(self.task)
+        hand.num_steps, hand.cursors = 0, []
+        hand.model.load_state_dict(first.model.state_dict())
+        hand.optimizers[MAIN].load_state_dict(first.optimizers[MAIN].state_dict())
+        restore_tables(hand, first)
+        first.close()
+        hand.seed(self.task.seed)
+        start_from(hand, self.job.start_from)
+
+    def _notify_differences(self, model: nn.Module) -> None:
+        if self.job.spec.followers:
+            self.hand.notice("every server has a follower: twice the servers' memory, and every update is taken twice")
+        if any(isinstance(layer, _BatchNorm) for layer in model.modules()):
+            self.hand.notice("batch statistics are those of each worker's part of a batch, and buffers their average")
+
+
+class _Plan:
+    """Replaces the feed and the stepper: batches without data, and steps that the workers take."""
+
+    waited = 0.0
+    limit = "compute"
+
+    def __init__(self, loop: ServedLoop, feed: Feed) -> None:
+        self._loop, self._feed = loop, feed
+
+    def epoch(self, cursor: Cursor) -> Iterator[Batch]:
+        """Yield the epoch's batches, without data, before they are computed."""
+        self._loop.coordinator.begin_epoch(cursor.epoch, (ids for ids, _ in self._feed.plan(cursor)))
+        for ids, after in self._feed.plan(cursor):
+            yield Batch(None, (len(ids),), (len(ids),), ids, after)
+
+    def take(self, batch: Batch) -> None:
+        """Take one step."""
+        self._loop.take()
+
+    def look_again(self) -> None:
+        """Do nothing: no step is captured here."""
+
+    def close(self) -> None:
+        """Do nothing: there are no resources to free."""
+
+    def said(self) -> str:
+        """Return no text: there is no input limit to report."""
+        return ""

@@ -1,0 +1,256 @@
+"""Members of a job with parameter servers: workers, which compute what the coordinator hands out, and servers."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..core import StrategySpec, Task, mix, seed_all
+from ..data import as_source, check_source
+from ..distributed import World
+from ..strategies import MAIN, declaring
+from ..training import PHASES, Hand, Sample, Spans, by_phase, compute, profile_event
+from .client import ParameterClient, ServersMoved, ServerUnreachable, WorkEnded
+from .layout import Share, cut
+from .loop import single_member_spec
+from .messages import Delivered, EndOfWork, JoinRequest, ServerList, Unreachable, WorkPart, WorkRequest
+from .server import ParameterShardServer, ServerShard
+from .sockets import Caller, ConnectionLost, call_until_reached, new_context
+from .update import needs_whole
+
+OVERLAP_FROM = 0.1
+"""Share of a worker's time spent waiting for values above which it prefetches the next ones."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Membership:
+    """What a member needs to join a job: plain data."""
+
+    task: Task
+    spec: StrategySpec
+    role: str
+    number: int
+    coordinator: str
+    token: bytes = field(repr=False)
+    timeout: float
+    every: int = 0
+    """Every how many steps a worker profiles one; 0 for none."""
+    listens: tuple[str, int] | None = None
+    """Host and port on which a server listens; None for any loopback port."""
+
+    def run(self, world: World) -> dict[str, Any]:
+        """Join the job and work until the coordinator ends it."""
+        with contextlib.suppress(OSError):
+            # The process name that `ps` and `top` show.
+            Path("/proc/self/comm").write_text(f"mh-{self.role}-{self.number}")
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+        threads = torch.get_num_threads()
+        torch.set_num_threads(max(1, cores // max(1, self.spec.replicas or 1)))
+        hand = Hand(world, single_member_spec(self.spec))
+        try:
+            with declaring():
+                hand.build(self.task)
+            return _Worker(self, hand).run() if self.role == "worker" else serve(self, hand)
+        finally:
+            hand.close()
+            # The calling program may continue afterwards.
+            torch.set_num_threads(threads)
+
+
+def shares_of(hand: Hand) -> list[Share]:
+    """Return which server holds which part of a hand's network."""
+    optimizer = hand.optimizers[MAIN]
+    return cut(hand.model, hand.spec.servers, whole=needs_whole(optimizer))
+
+
+def serve(member: Membership, hand: Hand) -> dict[str, Any]:
+    """Run a server or follower that holds one share of the network."""
+    shard = ServerShard(member.number, shares_of(hand)[member.number], hand.model, hand.optimizers[MAIN])
+    listens, leads = member.listens or ("127.0.0.1", 0), member.role == "server"
+    served_by = ParameterShardServer(
+        shard,
+        member.spec,
+        member.coordinator,
+        member.token,
+        member.timeout,
+        listens,
+        leads=leads,
+        on_wait=hand.notice,
+    )
+    return served_by.run()
+
+
+class _Worker:
+    def __init__(self, member: Membership, hand: Hand) -> None:
+        self.member, self.hand, self.task = member, hand, member.task
+        if not hand.model.training:
+            hand.model.train()
+        # Workers must draw different numbers; layout-free ones are derived from the step and the samples.
+        hand.seed(self.task.seed)
+        seed_all(mix(self.task.seed, 1 + member.number))
+        source = as_source(self.task.data, collate=self.task.collate)
+        self.feed = hand.make_feed(
+            source,
+            check_source(source, self.task.batch_size),
+            shuffle=self.task.shuffle,
+            seed=self.task.seed,
+            workers=0,
+        )
+        self._context = new_context()
+        self.coordinator = self._join()
+        self.client = ParameterClient(
+            hand.model, shares_of(hand), member.number, self.coordinator, member.token, member.timeout
+        )
+        self.client.waiting = partial(hand.during, "communication")
+        self.waited = 0.0
+        self.computed = 1e-9
+        self._num_delivered = 0
+
+    def _join(self) -> Caller:
+        """Connect to the coordinator, waiting for it up to the job's timeout."""
+        member = self.member
+        coordinator = call_until_reached(
+            self._context, member.token, member.coordinator, member.timeout, self.hand.notice
+        )
+        coordinator.send(JoinRequest("worker", member.number))
+        return coordinator
+
+    def run(self) -> dict[str, Any]:
+        """Compute the parts that the coordinator hands out until the work ends."""
+        try:
+            with contextlib.suppress(WorkEnded):
+                server_list = None
+                while True:
+                    try:
+                        server_list = self._wait_for_servers(None) if server_list is None else server_list
+                        self.client.connect(server_list)
+                        self._work(server_list)
+                    except ServersMoved as moved:
+                        server_list = moved.server_list
+                    except ServerUnreachable as lost:
+                        server_list = self._report_unreachable(lost.number)
+                    except ConnectionLost:
+                        self._join_again()
+                        server_list = None
+                    self.hand.forget_step()
+            return {"waited": self.waited, "computed": self.computed}
+        finally:
+            self.client.close()
+            self.coordinator.close()
+            self._context.term()
+
+    def _report_unreachable(self, number: int) -> ServerList | None:
+        """Report an unreachable server; return the coordinator's new server list, or None after joining again."""
+        try:
+            self.coordinator.send(Unreachable(number))
+            return self._wait_for_servers(self.member.timeout / 4)
+        except ConnectionLost:
+            self._join_again()
+            return None
+
+    def _join_again(self) -> None:
+        self.client.disconnect()
+        self.coordinator.close()
+        self.coordinator = self.client.coordinator = self._join()
+
+    def _wait_for_servers(self, timeout: float | None) -> ServerList:
+        while True:
+            message, _ = self.coordinator.expect(timeout)
+            if isinstance(message, ServerList):
+                return message
+            if isinstance(message, EndOfWork):
+                raise WorkEnded
+
+    def _work(self, server_list: ServerList) -> None:
+        self.coordinator.send(WorkRequest(server_list.term))
+        while True:
+            with self.hand.during("communication"):
+                message, frames = self.coordinator.expect(None)
+            if isinstance(message, WorkPart) and message.term == server_list.term:
+                self.coordinator.send(self._deliver(message, np.frombuffer(frames[0], np.int64).copy()))
+                self._sample(message.step)
+            elif isinstance(message, ServerList):
+                raise ServersMoved(message)
+            elif isinstance(message, EndOfWork):
+                raise WorkEnded
+
+    def _sample(self, step: int) -> None:
+        """Report the profile of the step since the last delivery, and start the next profile where due."""
+        hand, every = self.hand, self.member.every
+        if hand.spans is not None:
+            spans, hand.spans = hand.spans.end(), None
+            sample = Sample(step, dict.fromkeys(PHASES, 0.0) | by_phase(spans), tuple(spans))
+            hand.world.line.report({**profile_event(hand.world, sample), "rank": self.member.number})
+        self._num_delivered += 1
+        if every and self._num_delivered % every == 0:
+            hand.spans = Spans(hand.device)
+
+    def _deliver(self, part: WorkPart, ids: Any) -> Delivered:
+        """Compute one part and push its gradient to the servers."""
+        hand, client = self.hand, self.client
+        hand.num_steps = part.step
+        if not client.is_pulling:
+            client.begin_pull(part.version)
+        with hand.during("input"):
+            batch = self.feed.read(ids, part.epoch)
+        began = time.perf_counter()
+        if client.receive_values() < part.version:
+            client.begin_pull(part.version)
+            client.receive_values()
+        with hand.during("copy"):
+            client.put_values()
+        self.waited += time.perf_counter() - began
+        began = time.perf_counter()
+        hand.take(batch)
+        assert self.task.loss is not None
+        compute(hand, self.task.loss, batch)
+        self.computed += time.perf_counter() - began
+        tally = hand.recorded_tally()
+        count = float(tally.count) if tally.count is not None else float(batch.num_samples)
+        # A part with count 0 has no mean, and adds nothing to the sum.
+        total = float(tally.loss) * count if count else 0.0
+        weight = 1.0 if tally.counts_tokens else float(batch.num_samples)
+        scale, is_skipped = self._limit(weight / max(count, 1.0)) if part.rates else (1.0, False)
+        with hand.during("communication"):
+            staleness = client.push(part.ticket, scale, part.rates)
+        if not part.rates:
+            staleness = max(0, part.step - client.version)
+        elif self.waited > OVERLAP_FROM * self.computed:
+            # Prefetch values while the worker asks for work and reads the next samples.
+            client.begin_pull(0)
+        hand.forget_step()
+        return Delivered(part.term, part.ticket, total, count, weight, staleness, skipped=is_skipped)
+
+    def _limit(self, scale: float) -> tuple[float, bool]:
+        """Return the factor of a gradient that is an update by itself (mean and clipping), and whether to skip it."""
+        if self.task.clip is None and not self.hand.skips:
+            return scale, False
+        gradients = [p.grad for p in self.hand.model.parameters() if p.grad is not None]
+        norm = scale * total_norm([*gradients, *self.client.row_gradients])
+        if self.hand.skips and not norm < float("inf"):
+            return 0.0, True
+        return scale * clip_factor(norm, self.task.clip), False
+
+
+def total_norm(gradients: list[Tensor]) -> float:
+    """Return the norm of several gradients together."""
+    norms = torch._foreach_norm(gradients) if gradients else []
+    return float(torch.stack([norm.double().cpu() for norm in norms]).norm()) if norms else 0.0
+
+
+def clip_factor(norm: float, limit: float | None) -> float:
+    """Return the factor that clips a gradient of this norm to a limit, by torch's formula.
+
+    >>> clip_factor(2.0, 1.0) < 0.5 < clip_factor(2.0, 1.001)
+    True
+    """
+    return 1.0 if limit is None else min(1.0, limit / (norm + 1e-6))

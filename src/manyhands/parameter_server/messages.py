@@ -1,0 +1,352 @@
+"""Messages between coordinator, parameter servers and workers: small typed structs, with tensors as raw frames."""
+
+from __future__ import annotations
+
+import msgspec
+
+from ..core import RunError
+
+MAX_HEADER = 1 << 24
+"""Maximum bytes of a message without tensors: enough for the optimizer slots of a hundred thousand tensors."""
+MAX_FRAME = 1 << 24
+"""Maximum bytes of one frame, for messages and for chunks of tensors; a larger frame closes the connection."""
+
+
+class Message(msgspec.Struct, forbid_unknown_fields=True):
+    """Base of all messages; decoding validates every field."""
+
+
+class Hello(Message, tag=True):
+    """A member's first message: a nonce for this connection."""
+
+    nonce: bytes
+
+
+class Challenge(Message, tag=True):
+    """The listener's nonce, and its proof that it knows the token."""
+
+    nonce: bytes
+    proof: bytes
+
+
+class Proof(Message, tag=True):
+    """The member's proof that it knows the token."""
+
+    proof: bytes
+
+
+class Welcome(Message, tag=True):
+    """Accept the connection."""
+
+
+class Unauthenticated(Message, tag=True):
+    """Reject a message of a connection that has not proved to know the token."""
+
+
+class JoinRequest(Message, tag=True):
+    """Register a server or a worker with the coordinator; a server includes its listening address."""
+
+    role: str
+    number: int
+    address: str = ""
+    term: int = -1
+    """The term of a server's values, if it reconnects after its connection was lost."""
+
+
+class ServerList(Message, tag=True):
+    """The addresses of the servers. With a new term, requests in flight are dropped and repeated."""
+
+    term: int
+    servers: list[str]
+
+
+class WorkRequest(Message, tag=True):
+    """Request a part of the work, sent by a worker."""
+
+    term: int
+
+
+class WorkPart(Message, tag=True):
+    """A part of the work; the samples' ids follow as a frame."""
+
+    term: int
+    ticket: int
+    epoch: int
+    step: int
+    version: int
+    """The oldest version of the values that the part may be computed with."""
+    rates: list[float]
+    """Learning rates by parameter group, if the worker's push is an update of its own."""
+
+
+class Delivered(Message, tag=True):
+    """Report that all servers have a part's gradient."""
+
+    term: int
+    ticket: int
+    total: float
+    count: float
+    weight: float
+    """Factor of the part's gradient before the sum is divided by the counts of all parts."""
+    staleness: int
+    """Staleness: the number of updates missing in the values that the part was computed with."""
+    skipped: bool = False
+
+
+class EndOfWork(Message, tag=True):
+    """End the work."""
+
+
+class Attach(Message, tag=True):
+    """Offer a worker's shared memory to a server on the same machine: a process, a descriptor, and its contents."""
+
+    worker: int
+    pid: int
+    fd: int
+    size: int
+    cookie: bytes
+
+
+class Attached(Message, tag=True):
+    """Report whether the server could open the shared memory."""
+
+    is_shared: bool
+
+
+class Push(Message, tag=True):
+    """A part's gradient: dense ones in frames or shared memory, then ids and rows of every table."""
+
+    term: int
+    ticket: int
+    version: int
+    """The version of the values that the gradient was computed with."""
+    is_shared: bool
+    unused: list[int]
+    """Numbers of parameters without a gradient."""
+    scale: float = 1.0
+    rates: list[float] = []
+    """Learning rates if the push is an update of its own; empty if the coordinator closes the step."""
+
+
+class Pushed(Message, tag=True):
+    """Report that a gradient was stored or applied; `staleness` is the number of updates it did not include."""
+
+    ticket: int
+    staleness: int
+    is_new: bool
+
+
+class Pull(Message, tag=True):
+    """Request values of at least this version."""
+
+    term: int
+    version: int
+    is_shared: bool
+
+
+class Values(Message, tag=True):
+    """The values of a server's flat buffers."""
+
+    version: int
+
+
+class PullRows(Message, tag=True):
+    """Request rows of a table; their ids follow as a frame."""
+
+    term: int
+    table: int
+    version: int
+
+
+class RowsReply(Message, tag=True):
+    """Answer to `PullRows`; the rows follow as a frame."""
+
+    version: int
+
+
+class TicketWeight(Message):
+    """A ticket of a step: the factor of its gradient, and its share of the step's samples."""
+
+    ticket: int
+    scale: float
+    share: float
+
+
+class Close(Message, tag=True):
+    """Close a step, whose gradient is the sum over these tickets."""
+
+    term: int
+    step: int
+    tickets: list[TicketWeight]
+    rates: list[float]
+    is_measured: bool
+    """Whether the squared norm is requested before the update is applied."""
+
+
+class Summed(Message, tag=True):
+    """The squared norm of a server's part of a step's gradient."""
+
+    term: int
+    step: int
+    square: float
+
+
+class Apply(Message, tag=True):
+    """Apply the update of a step whose norm was requested, scaled by a factor; 0 skips the update."""
+
+    term: int
+    step: int
+    scale: float
+
+
+class WorkerGone(Message, tag=True):
+    """Report that a worker will not come back."""
+
+    worker: int
+
+
+class Save(Message, tag=True):
+    """Request everything that a server holds."""
+
+
+class SlotTensor(Message, tag=True):
+    """An optimizer slot that is not a scalar; its values are in a frame."""
+
+    shape: list[int]
+    dtype: str
+
+
+Slots = dict[str, float | SlotTensor]
+
+
+class ServerState(Message, tag=True):
+    """A server's state: values, and optimizer slots by piece; tables follow as ids, rows and slots."""
+
+    version: int
+    slots: list[Slots]
+    """Slots by piece, then by name."""
+    tables: list[list[str]]
+    """By table: the number of its updates, and the names of its slots."""
+    applied: int
+    """Number of gradients applied since the last load."""
+    wire: int
+    """Bytes exchanged with workers."""
+
+
+class Load(Message, tag=True):
+    """Replace a server's state; the frames are those of `ServerState`."""
+
+    term: int
+    version: int
+    slots: list[Slots]
+    tables: list[list[str]]
+    applied: list[int] = msgspec.field(default_factory=lambda: [0])
+    """The tickets applied: all below the first number, and the others listed."""
+
+
+class Loaded(Message, tag=True):
+    """Report that a server has loaded its state."""
+
+    term: int
+
+
+class NewTerm(Message, tag=True):
+    """Start a new term with the server's current state; a follower that receives it becomes the server."""
+
+    term: int
+
+
+class SetFollower(Message, tag=True):
+    """The address of a server's follower, which the server must fill; empty: the server has no follower any more."""
+
+    address: str
+
+
+class FollowerFilled(Message, tag=True):
+    """Report that the follower at this address has everything that its server acknowledges."""
+
+    address: str
+
+
+class ReplicateMessage(Message, tag=True):
+    """Replicate a message that a server received to its follower, with the same frames."""
+
+    message: Push | Close | Apply | Load
+
+
+class MessageReplicated(Message, tag=True):
+    """Report that the follower has applied the next replicated message."""
+
+
+class Unreachable(Message, tag=True):
+    """Report that a member cannot reach the server of this number, or a server its follower."""
+
+    number: int
+    address: str = ""
+
+
+class Heartbeat(Message, tag=True):
+    """Heartbeat: the request and its answer."""
+
+
+AnyMessage = (
+    Hello
+    | Challenge
+    | Proof
+    | Welcome
+    | Unauthenticated
+    | JoinRequest
+    | ServerList
+    | WorkRequest
+    | WorkPart
+    | Delivered
+    | EndOfWork
+    | Attach
+    | Attached
+    | Push
+    | Pushed
+    | Pull
+    | Values
+    | PullRows
+    | RowsReply
+    | Close
+    | Summed
+    | Apply
+    | Save
+    | ServerState
+    | Load
+    | Loaded
+    | NewTerm
+    | SetFollower
+    | FollowerFilled
+    | ReplicateMessage
+    | MessageReplicated
+    | Unreachable
+    | Heartbeat
+    | WorkerGone
+)
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(AnyMessage)
+
+
+def encode(message: Message) -> bytes:
+    """Encode a message as bytes; raise if it is longer than the receiver accepts."""
+    data = _encoder.encode(message)
+    if len(data) > MAX_HEADER:
+        raise RunError(
+            f"a {type(message).__name__} of {len(data)} bytes is too long, {MAX_HEADER} are allowed; use more servers"
+        )
+    return data
+
+
+def decode(data: bytes | memoryview) -> AnyMessage:
+    """Decode a message; raise `msgspec.DecodeError` if the bytes are not a valid one."""
+    if len(data) > MAX_HEADER:
+        raise msgspec.DecodeError(f"a message has at most {MAX_HEADER} bytes, but got {len(data)}")
+    try:
+        message: AnyMessage = _decoder.decode(data)
+    except (UnicodeDecodeError, RecursionError) as error:
+        # msgspec does not convert errors about text encoding and nesting depth.
+        raise msgspec.DecodeError(f"not a message: {error}") from None
+    return message

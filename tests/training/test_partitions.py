@@ -1,0 +1,115 @@
+"""Cuts that cannot be made are refused before anything starts; those that can are drawn."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor, nn
+
+import manyhands as mh
+from manyhands.core import DeviceError, StrategyError, TaskError
+from tests.strategies.networks import task
+from tests.training.problems import problem
+
+
+class Branching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(12, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        if y.sum() > 0:
+            return y
+        return -y
+
+
+class Overwriting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(12, 8), nn.Linear(8, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x += 1
+        return self.layers(x)
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep the folder `runs`, the default of `fit`, out of the repository."""
+    monkeypatch.chdir(tmp_path)
+
+
+def refused(made: mh.Task, spec: mh.StrategySpec | str, on: str = "cpu*2") -> str:
+    """Return the error and where it was raised: an error of a rank would name the rank."""
+    with pytest.raises((StrategyError, TaskError, DeviceError)) as caught:
+        mh.fit(made, spec, on=on, progress=False)
+    assert caught.value.__cause__ is None or "rank" not in str(caught.value.__cause__)
+    return str(caught.value)
+
+
+def test_unpartitionable_networks_are_rejected_with_the_reason() -> None:
+    deep = task("deep")
+    assert "'tower.*', where the parts are first, blocks" in refused(deep, mh.Placed({"tower.*": 0, "head": 1}))
+    said = refused(deep, mh.Placed({"blocks.*": 0, "blocks.1": 1}))
+    assert "must be placed on one device, but got blocks.1 on two, by 'blocks.*' and 'blocks.1'" in said
+    assert "must be one of cpu#0, cpu#1, but got '2'" in refused(deep, mh.Placed({"blocks.0": 0, "blocks.1": 2}))
+    assert "but got 'cuda:0'" in refused(deep, mh.Placed({"blocks.0": "cuda:0", "blocks.1": 1}))
+    assert "a pipeline of 4 stages needs at least 4 layers, but got 3" in refused(
+        task("mlp"), mh.Pipeline(4), on="cpu*4"
+    )
+    said = refused(deep.replace(model=Branching), mh.Placed({"layer": 1, "*": 0}))
+    assert "may not depend on values" in said
+    assert "test_partitions.py" in said
+    assert "if y.sum() > 0" in said
+    said = refused(deep.replace(model=Overwriting), mh.Pipeline(2))
+    assert "leaves its inputs as they are, but got add_ in place, in the network itself" in said
+    twice = deep.replace(loss=lambda model, batch: (model.first(batch[0])).mean())
+    assert "must call model(...) exactly once, but got 0 calls" in refused(twice, mh.Pipeline(2))
+    assert "a task with loss=" in refused(problem("gan"), mh.Pipeline(2))
+    assert "needs 4 devices (2 replicas x 2 stages), but got 3" in refused(deep, mh.Pipeline(2, replicas=2), on="cpu*3")
+    assert "a multiple of 2 devices, but got 3" in refused(deep, mh.Pipeline(2, replicas=None), on="cpu*3")
+    assert "a placed part runs on one device" in refused(deep, "stages=2,shards=2,place=auto", on="cpu*4")
+    assert "a sharded stage must shard" in refused(deep, "stages=2,shards=2,sharding=optimizer", on="cpu*4")
+    assert "needs 8 devices (2 shards x 2 tensor x 2 stages)" in refused(deep, "fsdp=2,tp=2,pp=2", on="cpu*4")
+    with pytest.raises(StrategyError, match="schedule must be one of"):
+        mh.Pipeline(2, schedule="best")
+    with pytest.raises(StrategyError, match="does not split a batch"):
+        mh.StrategySpec(stages=2, place="auto", microbatches=2)
+
+
+def test_pipeline_loss_that_calls_the_model_twice_is_rejected() -> None:
+    made = task("deep").replace(loss=lambda model, batch: (model(batch[0]) + model(batch[0])).square().mean())
+    with pytest.raises(TaskError, match=r"exactly once, but got 2 calls"):
+        mh.fit(made, mh.Pipeline(2), on="cpu*2", progress=False)
+
+
+def test_partition_is_shown_as_text_svg_and_html(tmp_path: Path, capsys: Any) -> None:
+    found = mh.partition(task("towers"), mh.Placed({"tower_a": 0, "tower_b": 1}), on="cpu*2")
+    found.show()
+    said = capsys.readouterr().out
+    assert "2 devices" in said
+    assert "cpu#1  tower_b" in said
+    for name in ("partition.svg", "cut.html"):
+        found.show(tmp_path / name)
+        assert "tower_a" in (tmp_path / name).read_text()
+    assert str(mh.explain(task("towers"), mh.Placed({"tower_a": 0, "tower_b": 1}), on="cpu*2")) == str(found)
+    staged = mh.partition(task("deep"), mh.Pipeline(2, schedule="interleaved"), on="cpu*2")
+    assert [box.rank for box in staged.boxes] == [0, 1, 0, 1]
+    assert all(box.seconds > 0 for box in staged.boxes)
+    assert "microbatches=1 keeps those of the batch" in str(mh.partition(task("residual"), mh.Pipeline(2), on="cpu*2"))
+    found = mh.partition(task("shifting"), "stages=2", on="cpu*2")
+    assert "with one microbatch the stages take turns" in str(found)
+    assert "the loss itself reads scale: all devices hold that" in str(found)
+
+
+def test_pipeline_and_placed_specs_parse_from_text() -> None:
+    spec = mh.StrategySpec.parse("pp=4,microbatches=16,schedule=gpipe,dp=2")
+    assert spec == mh.Pipeline(4, microbatches=16, schedule="gpipe", replicas=2)
+    placed = mh.Placed({"a.*": "cuda:0", "b": "host2/cuda:1"}, replicas=2)
+    assert mh.StrategySpec.parse(str(placed)) == placed
+    assert str(mh.Placed()) == "stages=all,place=auto"
+    assert mh.StrategySpec.parse("placed").with_devices(3).stages == 3
+    assert (mh.Pipeline(2) * mh.Mirrored(3)).num_devices == 6
