@@ -55,9 +55,10 @@ def freeze() -> None:
 
 def fit(task: mh.Task, folder: Path, *callbacks: mh.Callback, size: int = 2, **options: Any) -> mh.Run:
     strategy = options.pop("strategy", mh.Mirrored(size))
+    options = {"timeout": 60, **options}
     return mh.fit(
         task, strategy, on=f"cpu*{size}", epochs=EPOCHS, folder=folder, name="run", progress=False,
-        callbacks=callbacks, timeout=60, **options,
+        callbacks=callbacks, **options,
     )  # fmt: skip
 
 
@@ -107,22 +108,42 @@ def assert_every_sample_once(folder: Path, run: mh.Run, num_samples: int) -> Non
     assert {step for step, _ in steps} == set(range(1, run.num_steps + 1))
 
 
-def deaf(hand: mh.Hand) -> None:
-    """Waits in a collective, and cannot be woken by its connections."""
+def blocked_in_ours(hand: mh.Hand) -> None:
+    """Block in a collective of the world, where closing its connections has no effect."""
     with hand.world._naming("all_reduce"):  # type: ignore[attr-defined]
         time.sleep(120)
 
 
-def test_rank_blocked_in_collective_is_replaced(engine: Any, tmp_path: Path) -> None:
+def blocked_in_torch(hand: mh.Hand) -> None:
+    """Block in a function of torch.distributed that a torch module called, such as those of fully_shard."""
+    exec(compile("import time; time.sleep(120)", torch.distributed.__file__, "exec"))
+
+
+@pytest.mark.parametrize("block", [blocked_in_ours, blocked_in_torch])
+def test_rank_blocked_in_collective_is_replaced(block: Any, engine: Any, tmp_path: Path) -> None:
     """Gloo may keep waiting although every connection is closed; two other replicas hold the lost state."""
     task, strategy = problem("mlp", "adamw"), mh.Mirrored(3, precision="fp64")
     calm = fit(task, tmp_path / "calm", size=3, strategy=strategy)
-    stuck = Fault(tmp_path, 1, 5, lambda: deaf(stuck.hand))
+    stuck = Fault(tmp_path, 1, 5, lambda: block(stuck.hand))
     run = fit(task, tmp_path / "hit", stuck, Fault(tmp_path, 2, 5, kill), size=3, strategy=strategy)
     assert_same(run, calm)
     assert all("memory" in entry["source"] for entry in recoveries(run))
-    reasons = " ".join(e["reason"] for e in read_events(run.path / "events.jsonl") if e["kind"] == "lost")
-    assert f"ended with exit code {os.EX_TEMPFAIL}" in reasons
+    assert f"ended with exit code {os.EX_TEMPFAIL}" in reasons(run)
+
+
+def test_rank_that_misses_a_whole_rendezvous_is_replaced(engine: Any, tmp_path: Path) -> None:
+    """Rank 1 hangs in user code, where nothing wakes it; the others keep their state and continue without it."""
+    task, strategy = problem("mlp", "adamw"), mh.Mirrored(3, precision="fp64")
+    calm = fit(task, tmp_path / "calm", size=3, strategy=strategy)
+    faults = Fault(tmp_path, 1, 5, lambda: time.sleep(120)), Fault(tmp_path, 2, 5, kill)
+    run = fit(task, tmp_path / "hit", *faults, size=3, strategy=strategy, timeout=12)
+    assert_same(run, calm)
+    assert all("memory of rank 0" in entry["source"] for entry in recoveries(run))
+    assert "did not join the others within 12 s" in reasons(run)
+
+
+def reasons(run: mh.Run) -> str:
+    return " ".join(entry["reason"] for entry in read_events(run.path / "events.jsonl") if entry["kind"] == "lost")
 
 
 def test_frozen_rank_is_terminated_and_replaced(engine: Any, tmp_path: Path) -> None:

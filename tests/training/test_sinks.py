@@ -130,6 +130,10 @@ from tests.training.test_sinks import task
 dispatcher.CLOSE_SECONDS = 90  # however busy the machine is
 run = mh.fit(task, params={"lr": 0.03}, on="cpu", epochs=2, name="both", log_to=["wandb", "mlflow"], progress=False)
 
+# A run's finish() may return before wandb's own process has written the file; this waits for that process.
+from wandb import teardown
+teardown()
+
 def records(path):
     # LevelDB's log format: blocks of 32 KiB, each record with a checksum, its length and its type.
     from wandb.proto import wandb_internal_pb2

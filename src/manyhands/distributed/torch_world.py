@@ -8,8 +8,6 @@ import functools
 import os
 import re
 import secrets
-import socket
-import struct
 import sys
 import threading
 import time
@@ -25,6 +23,7 @@ from ..core import Event, PeerLost, UsageError
 from .authentication import NotAuthentic, ObjectGather, RankKey, SignedStore, confirm
 from .control_channel import ControlChannel
 from .devices import Device
+from .gloo_sockets import break_off, inodes, listening_ports, shut_down
 from .hangs import STALL, STEP, HangReport, Watchman, answer
 from .world import Pending, RankInfo, World, caller_line
 
@@ -38,10 +37,11 @@ _OPS = {
     "min": dist.ReduceOp.MIN,
 }
 
-_PAIR = struct.Struct("@n")
-"""The number of a pair in the format that gloo's listeners read."""
 CONFIRM_SECONDS = 20.0
 """Seconds that a peer may take to prove over a new connection that it is a rank of this job."""
+BLOCKED_SECONDS = 1.0
+"""Seconds that a rank stays in the same collective of shut connections before it counts as blocked."""
+_TORCH_DISTRIBUTED = os.path.dirname(dist.__file__) + os.sep
 PART_BYTES, MAX_PARTS = 1 << 18, 8
 """Size of the chunks in which gloo exchanges large messages, and the maximum number of chunks."""
 
@@ -181,6 +181,7 @@ class TorchWorld(_GroupWorld):
         self._is_nccl = "nccl" in backend and self.device.type == "cuda"
         self._opening: set[int] | None = None
         """The sockets that were open before, while connections are being made."""
+        self._is_closed = False
         line.on_lost(seat.generation, self._abort)
         line.asked = functools.partial(answer, self.diary)
         self._watchman = Watchman(self.diary, STALL * seat.timeout, self._tell_stall)
@@ -188,7 +189,9 @@ class TorchWorld(_GroupWorld):
             self._connect(backend)
         except RuntimeError as error:
             self.close()
-            if not self.is_loss(error):
+            # A peer that never came fails no connection: the others' state is kept for the next rendezvous.
+            is_missing = isinstance(error, dist.DistStoreError) and line.recovers
+            if not is_missing and not self.is_loss(error):
                 raise
             if isinstance(error, NotAuthentic):
                 raise PeerLost("joining", caller_line(), line.lost or str(error)) from error
@@ -240,6 +243,9 @@ class TorchWorld(_GroupWorld):
             with self._naming("mesh"), self._opening_groups() as groups:
                 sizes, names = tuple(axes.values()), tuple(axes)
                 mesh = self._meshes[key] = dist.init_device_mesh(self.device.type, sizes, mesh_dim_names=names)
+                for name in names:
+                    # init_device_mesh has no argument for it, and the default is half an hour.
+                    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=self.seat.timeout), mesh.get_group(name))
                 groups |= {f"mesh {key} {name}": mesh.get_group(name) for name, size in key if size > 1}
         return self._meshes[key]
 
@@ -264,11 +270,11 @@ class TorchWorld(_GroupWorld):
         ranks
         create their groups in the same order, so they use the same round number.
         """
-        before, self._opening = set(_listening_ports()), _inodes()
+        before, self._opening = set(listening_ports()), inodes()
         groups: dict[str, dist.ProcessGroup] = {}
         try:
             yield groups
-            nonces = self._ports.add(self._store, self.seat, set(_listening_ports()) - before)
+            nonces = self._ports.add(self._store, self.seat, set(listening_ports()) - before)
             for name, group in groups.items():
                 if torch.device("cpu") in group._device_types:
                     confirm(self._key, group, name, nonces, min(CONFIRM_SECONDS, self.seat.timeout / 2))
@@ -289,20 +295,16 @@ class TorchWorld(_GroupWorld):
             dist.destroy_process_group()
         # A group that failed during creation has used up a number, so the ranks' group names would differ next time.
         dist.distributed_c10d._world.group_count = 0
+        self._is_closed = True
 
     def _abort(self) -> None:
         """Wake threads that are blocked in a collective: gloo has no abort, but its sockets can be shut down."""
-        for sock in _sockets():
-            with sock, contextlib.suppress(OSError):
-                ends = {sock.getsockname()[1], sock.getpeername()[1]}
-                if ends & self._ports.known:
-                    sock.shutdown(socket.SHUT_RDWR)
+        shut_down(self._ports.known, self.seat.patience)
         if self._opening is not None:
-            _break_off(self._opening, self.seat.size)
+            break_off(self._opening, self.seat.size)
         if self.line.recovers:
             # Gloo sometimes keeps waiting to send until its time limit, although all connections are gone.
-            diary = self.diary
-            late = threading.Timer(self.seat.patience, self._leave_gloo, [diary.number, diary.since, self._opening])
+            late = threading.Timer(self.seat.patience, self._leave_gloo)
             late.daemon = True
             late.start()
         group = dist.group.WORLD
@@ -310,14 +312,32 @@ class TorchWorld(_GroupWorld):
             with contextlib.suppress(RuntimeError):
                 group.abort()
 
-    def _leave_gloo(self, number: int, since: float, opening: set[int] | None) -> None:
-        """Exit the process if it is still blocked in the same operation; the coordinator replaces it."""
-        diary = self.diary
-        waits = diary.operation not in ("", STEP) and (diary.number, diary.since) == (number, since)
-        if waits or (opening is not None and self._opening is opening):
-            told = f"waits in {diary.operation or 'gloo'} though its connections are gone: it is ended, and replaced"
+    def _leave_gloo(self) -> None:
+        """Exit the process if it stays blocked in one collective; the coordinator replaces it."""
+        before = self._blocked_in()
+        time.sleep(BLOCKED_SECONDS)
+        if before and self._blocked_in() == before:
+            told = f"waits in {before[0]} though its connections are gone: it is ended, and replaced"
             print(told, file=sys.stderr, flush=True)
             os._exit(os.EX_TEMPFAIL)
+
+    def _blocked_in(self) -> tuple[object, ...]:
+        """Identify the collective that the computing thread is in; return an empty tuple if it is in none.
+
+        Collectives that torch's own modules call, such as those of `fully_shard`, are not in the diary: their innermost
+        Python frame is one of torch.distributed.
+        """
+        diary = self.diary
+        if self._is_closed:
+            return ()
+        if diary.operation not in ("", STEP):
+            return diary.operation, diary.number, diary.since
+        if self._opening is not None:
+            return "gloo", id(self._opening)
+        frame = sys._current_frames().get(diary.thread)
+        if frame is None or not frame.f_code.co_filename.startswith(_TORCH_DISTRIBUTED):
+            return ()
+        return frame.f_code.co_name, id(frame), frame.f_lasti
 
 
 class _Along(_GroupWorld):
@@ -392,55 +412,6 @@ def _brief(error: RuntimeError) -> str:
 def _is_connection_error(error: RuntimeError) -> bool:
     text = str(error).lower()
     return any(word in text for word in ("connection", "socket", "broken pipe", "timed out", "timeout", "nccl", "peer"))
-
-
-def _sockets() -> Iterator[socket.socket]:
-    """Yield duplicates of this process's TCP sockets."""
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
-                continue
-            sock = socket.socket(fileno=os.dup(int(name)))
-        except OSError:
-            continue
-        if sock.family in (socket.AF_INET, socket.AF_INET6):
-            yield sock
-        else:
-            sock.close()
-
-
-def _listening_ports() -> Iterator[int]:
-    for sock in _sockets():
-        with sock:
-            if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                yield sock.getsockname()[1]
-
-
-def _inodes() -> set[int]:
-    """Return the inodes of this process's TCP sockets."""
-    found = set()
-    for sock in _sockets():
-        with sock:
-            found.add(os.fstat(sock.fileno()).st_ino)
-    return found
-
-
-def _break_off(before: set[int], size: int) -> None:
-    """Wake threads that wait in gloo for a connection that no peer will make: gloo itself only gives up at its timeout.
-
-    A connecting peer sends gloo's listener the number of its pair; this function connects to every pair and closes the
-    connection at once. Pending connections to peers that do not answer are shut down.
-    """
-    for sock in _sockets():
-        with sock, contextlib.suppress(OSError):
-            if os.fstat(sock.fileno()).st_ino in before:
-                continue
-            if not sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                sock.shutdown(socket.SHUT_RDWR)
-                continue
-            for number in range(2 * size):
-                with socket.create_connection(sock.getsockname()[:2], timeout=1.0) as peer:
-                    peer.sendall(_PAIR.pack(number))
 
 
 class _Ports:

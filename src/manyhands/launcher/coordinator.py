@@ -130,6 +130,8 @@ class RankHandle:
     is_running: bool = False
     waits: bool = False
     """Whether the rank has noticed a failure and waits for the next rendezvous."""
+    late_since: float | None = None
+    """When the rank was invited to a rendezvous while it was still busy; None once it has answered."""
     done: bool = False
     result: Any = None
     failure: dict[str, Any] = field(default_factory=dict)
@@ -239,13 +241,15 @@ class Coordinator(RunningJob):
         backend = backend_for([member.place.devices[member.slot] for member in self._members])
         key, salt = self._new_key()
         for rank, member in enumerate(self._members):
+            if member.is_running and not member.waits and member.rank >= 0 and member.late_since is None:
+                member.late_since = time.monotonic()
             member.rank, member.loss, member.waits = rank, None, False
         for member in self._members:
             summons = self._summons(member.rank, backend, key, salt)
             if member.is_running:
                 member.place.tell(member.slot, {"summons": summons.to_dict()})
             else:
-                member.is_running, member.done, member.failure = True, False, {}
+                member.is_running, member.done, member.failure, member.late_since = True, False, {}, None
                 member.place.start(member.slot, summons)
             if self._is_stopping:
                 member.place.tell(member.slot, {"stop": True})
@@ -306,7 +310,7 @@ class Coordinator(RunningJob):
         """Handle a rank that lost its peers and waits for a rendezvous; if no failure is known, regroup all ranks."""
         self._committed = max(self._committed, int(told["step"]))
         for member in self._at(place, slot):
-            member.waits = int(told["lost_world"]) == self._generation
+            member.waits, member.late_since = int(told["lost_world"]) == self._generation, None
             if not member.waits or self._settles_at is not None or self._failed is not None:
                 continue
             if any(other.done for other in self._members):
@@ -462,6 +466,7 @@ class Coordinator(RunningJob):
 
     def _decide(self) -> None:
         restarts = self._after_loss == "restart"
+        self._lose_late()
         ending = [member for member in self._members if member.is_running and (restarts or member.loss is not None)]
         if ending:
             # These ranks have failed or will be restarted, so there is no need to wait for a clean exit.
@@ -479,6 +484,15 @@ class Coordinator(RunningJob):
         else:
             member = next((member for member in self._members if member.loss is losses[0]), self._members[0])
             self._give_up(member, losses[0])
+
+    def _lose_late(self) -> None:
+        """Record the failure of ranks for which the others have waited in vain through a whole rendezvous."""
+        for member in self._members:
+            is_late = member.late_since is not None and time.monotonic() - member.late_since >= self._timeout
+            if is_late and member.is_running and member.loss is None:
+                reason = f"did not join the others within {self._timeout:g} s: it is ended, and replaced"
+                member.loss = RankFailure(member.rank, member.place.host, reason)
+                self._losses.append(member.loss)
 
     def _give_up(self, member: RankHandle, loss: RankFailure) -> None:
         failure = member.failure
