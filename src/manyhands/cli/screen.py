@@ -3,40 +3,58 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import math
 import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from ..core import format_bytes
+from ..core import format_bytes, printable
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.console import Console, ConsoleOptions, RenderableType
 
 PIPE_WIDTH = 160
 """Columns without a terminal, so that tables are not truncated in logs."""
 
 
 def stdout() -> Console:
-    """Where results go."""
+    """Return the console for results."""
     return _console(stderr=False)
 
 
 def stderr() -> Console:
-    """Where notices and errors go."""
+    """Return the console for notices and errors."""
     return _console(stderr=True)
 
 
 def _console(*, stderr: bool) -> Console:
-    from rich.console import Console
+    made = _console_class()
+    console = made(stderr=stderr)
+    return console if console.is_terminal else made(stderr=stderr, width=PIPE_WIDTH)
 
-    console = Console(stderr=stderr)
-    return console if console.is_terminal else Console(stderr=stderr, width=PIPE_WIDTH)
+
+@functools.cache
+def _console_class() -> type[Console]:
+    """Return rich's console, which is imported late, with control characters of texts made visible.
+
+    Names and errors may come from a server, a peer or a file of others, and could otherwise control the terminal.
+    """
+    from rich.console import Console
+    from rich.segment import Segment
+
+    class PrintableConsole(Console):
+        def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
+            for segment in super().render(renderable, options):
+                # Control segments are rich's own, such as cursor movements of live displays.
+                yield segment if segment.control else Segment(printable(segment.text, keep="\n\t"), segment.style)
+
+    return PrintableConsole
 
 
 def note(text: str) -> None:
-    """A dim line on stderr."""
+    """Print a dim line to stderr."""
     stderr().print(text, style="dim", markup=False, highlight=False, soft_wrap=True)
 
 

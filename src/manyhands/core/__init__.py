@@ -28,7 +28,7 @@ from .errors import (
 )
 from .events import EVENTS, Event, EventLog, event, keep_event, read_events
 from .files import LINE_LIMIT, open_regular, opened, parse_json, read_file, read_json, read_lines
-from .formatting import format_bytes, format_duration, format_rough_duration
+from .formatting import format_bytes, format_duration, format_rough_duration, printable
 from .module_state import Attributes, default_dtype, remember_buffers, remember_state
 from .predictor import Predictor, Signature, TensorSpec
 from .randomness import mix, random_state, restore_random_state, seed_all, seeded
@@ -77,6 +77,7 @@ __all__ = [
     "format_bytes",
     "format_duration",
     "format_rough_duration",
+    "printable",
     "Attributes",
     "Task",
     "Mean",

@@ -1,4 +1,4 @@
-"""Readable texts for numbers of bytes and for times."""
+"""Readable texts for numbers of bytes, for times, and for names that others chose."""
 
 from __future__ import annotations
 
@@ -41,3 +41,14 @@ def format_rough_duration(seconds: float) -> str:
     if seconds < 60:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 3600 else f"{seconds / 3600:.1f} h"
+
+
+def printable(text: str, keep: str = "") -> str:
+    """Return a text in which control characters and broken Unicode are visible, except for the characters to keep.
+
+    >>> printable("a\\x1b[2Jb"), printable("a\\nb"), printable("a\\nb", keep="\\n")
+    ('a\\\\x1b[2Jb', 'a\\\\x0ab', 'a\\nb')
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in keep else f"\\x{ord(c):02x}" for c in text)

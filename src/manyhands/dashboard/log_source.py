@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any
 
-from ..core import EVENTS, fields
+from ..core import EVENTS, fields, printable
 from .log_tail import Tail
 
 SILENT_SECONDS = 60.0
@@ -123,15 +123,6 @@ class LogSource(ABC):
     @abstractmethod
     def detail(self) -> dict[str, Any]:
         """Return the data of its own page."""
-
-
-def printable(name: str) -> str:
-    """Return a name without control characters and broken Unicode, which file systems allow and pages do not.
-
-    >>> printable("a\\nb")
-    'a\\\\x0ab'
-    """
-    return "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in name)
 
 
 def dump(value: Any) -> bytes:

@@ -11,9 +11,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..core import EVENTS
+from ..core import EVENTS, printable
 from .log import ACCESS, Log
-from .log_source import LogSource, printable
+from .log_source import LogSource
 from .metrics import Metrics
 from .run import RECORD, RunFolder
 from .study import JOURNAL, StudyFolder
