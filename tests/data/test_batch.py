@@ -47,7 +47,7 @@ def test_to_device_converts_numeric_numpy_arrays_to_tensors():
     frozen = np.arange(3.0)
     frozen.flags.writeable = False
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
+        warnings.simplefilter("error", UserWarning)
         moved = to_device([np.arange(3), frozen, np.array(["a"])], CPU)
     assert isinstance(moved[0], torch.Tensor)
     assert moved[1].tolist() == [0, 1, 2]

@@ -84,7 +84,7 @@ class TestArrays:
         array = array[::-1] if reverse else array
         array.flags.writeable = False
         with warnings.catch_warnings():
-            warnings.simplefilter("error")
+            warnings.simplefilter("error", UserWarning)
             batch = as_source(array).fetch(IDS)
         assert np.array_equal(batch.numpy(), array[IDS])
 

@@ -164,7 +164,8 @@ class ServingReplica:
             async with asyncio.timeout(limit):
                 await _first_of(coming, ending)
                 if computing.sandbox is not None:
-                    watching = asyncio.ensure_future(_watch(coming.result().pid, computing.sandbox.memory, kill))
+                    memory = _LoadingMemory(coming.result().pid, computing.sandbox.memory)
+                    watching = asyncio.ensure_future(memory.watch(kill))
                 opening = _Opening(coming.result().socket, ending)
                 protection = await opening.protection()
                 on_stage(READING)
@@ -175,6 +176,9 @@ class ServingReplica:
                 slots = opening.send_slots(layout)
                 on_stage(WARMING_UP)
                 await opening.told("ready")
+                if watching is not None:
+                    # The warm-up may be over before the watch looks again.
+                    memory.require()
             replica = cls(computing, coming.result(), signature, slots, ending, jobs[0].kill)
             replica.protection = protection
         except BaseException as error:
@@ -400,17 +404,31 @@ def _require_plain(signature: Signature) -> None:
     require_rows(signature)
 
 
-async def _watch(pid: int, memory: int, kill: Callable[[], None]) -> None:
-    """Kill a process that loads a model when its resident memory grows by more than the limit; raises RunError then.
+class _LoadingMemory:
+    """The resident memory of a process that loads a model, which may grow by a limit.
 
     Without a cgroup, shared memory counts for no limit of the process itself. The server holds it as well, so the
     kernel would not get it back by killing the process.
     """
-    most = resident_bytes(pid) + memory + WATCH_SLACK
-    while resident_bytes(pid) <= most:
-        await asyncio.sleep(WATCH_SECONDS)
-    kill()
-    raise RunError(f"the model took more than {memory >> 20} MiB of memory while it was loaded")
+
+    def __init__(self, pid: int, limit: int) -> None:
+        self._pid, self._limit = pid, limit
+        self._most = resident_bytes(pid) + limit + WATCH_SLACK
+
+    def require(self) -> None:
+        """Raise RunError if the memory exceeds the limit."""
+        if resident_bytes(self._pid) > self._most:
+            raise RunError(f"the model took more than {self._limit >> 20} MiB of memory while it was loaded")
+
+    async def watch(self, kill: Callable[[], None]) -> None:
+        """Check the memory again and again; kill the process and raise RunError when it exceeds the limit."""
+        try:
+            while True:
+                self.require()
+                await asyncio.sleep(WATCH_SECONDS)
+        except RunError:
+            kill()
+            raise
 
 
 def _require_room(layout: SlotLayout, memory: int) -> None:
