@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import gc
 import sys
 import threading
@@ -21,6 +20,7 @@ from typing import Any, Self
 from ..core import SettingsError, event
 from .app import Access
 from .grpc_process import GrpcProcess
+from .heap import Heap, keep_memory
 from .http import HttpListener
 from .limits import Bodies, Limits
 from .logs import Logs
@@ -28,9 +28,6 @@ from .protocols import GrpcListener
 from .scheduling import shorten_slice
 from .security import AccessToken, ServingTls, Sites, is_loopback
 
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
-"""Parameters of glibc's mallopt."""
-KEPT_BYTES, LARGEST_KEPT = 64 << 20, 32 << 20
 SWITCH_SECONDS = 0.0005
 """Seconds that another thread may hold the GIL while the event loop waits for it; a tenth of Python's default."""
 FLUSH_SECONDS = 1.0
@@ -202,7 +199,7 @@ class Background(ABC):
         keep_memory()
         interval = sys.getswitchinterval()
         sys.setswitchinterval(SWITCH_SECONDS)
-        flushing = asyncio.create_task(self._flush_log())
+        flushing = asyncio.create_task(self._tidy_up())
         try:
             await self.serve(self._stopping, lambda: started.set_result(None))
         finally:
@@ -210,10 +207,13 @@ class Background(ABC):
             sys.setswitchinterval(interval)
             gc.unfreeze()
 
-    async def _flush_log(self) -> None:
+    async def _tidy_up(self) -> None:
+        """Write the access log and return free memory to the system, again and again."""
+        heap = Heap()
         while True:
             await asyncio.sleep(FLUSH_SECONDS)
             self._log.flush()
+            await heap.trim()
 
     def _say(self, kind: str, **values: Any) -> None:
         entry = event(kind, **values)
@@ -252,14 +252,3 @@ async def opened(listener: HttpListener | GrpcListener | GrpcProcess, host: str,
             got=f"{host}:{port} ({error.strerror or error})",
             remedy="pass another port, or 0 for any free port",
         ) from None
-
-
-def keep_memory() -> None:
-    """Lets the allocator keep what requests leave behind: the kernel would zero the same pages for each of them.
-
-    That is a third of the time for a request of 150 KB. Where the allocator is another one it has its own ways.
-    """
-    with contextlib.suppress(AttributeError):
-        library = ctypes.CDLL(None)
-        library.mallopt(M_MMAP_THRESHOLD, LARGEST_KEPT)
-        library.mallopt(M_TRIM_THRESHOLD, KEPT_BYTES)

@@ -22,9 +22,10 @@ from ..launcher import Engine, RunningJob
 from ..storage import OutputMismatch
 from .batcher import Batcher, RequestBatch
 from .dtypes import Array
+from .heap import resident_bytes
 from .replica_process import JOB, MAX_MESSAGE, REPLY, Computing, NoFreeCore, PredictorSource, require_rows
 from .replica_rendezvous import Arrival, ReplicaRendezvous
-from .sandbox import Protection, make_folder, remove_cgroup, resident_bytes
+from .sandbox import Protection, make_folder, remove_cgroup
 from .slots import NUM_SLOTS, Dims, ReplicaSlots, SlotLayout
 
 ENDING_SECONDS = 10.0

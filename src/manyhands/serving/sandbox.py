@@ -214,13 +214,6 @@ def default_memory() -> int:
     return MIN_MEMORY
 
 
-def resident_bytes(pid: int) -> int:
-    """Return the resident memory of a process in bytes; 0 if it has exited."""
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * resource.getpagesize()
-    return 0
-
-
 def landlock_version() -> int:
     """Return the version of Landlock that this kernel supports, 0 if none."""
     return max(0, _syscall(444, None, 0, 1))

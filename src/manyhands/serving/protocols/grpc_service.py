@@ -9,7 +9,6 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar
 
 import grpc
@@ -19,6 +18,7 @@ from google.protobuf.message import DecodeError
 from ...core import RequestRefused
 from ..batcher import Arrays, Ticket
 from ..grpc_connections import GrpcConnections
+from ..heap import resident_bytes
 from ..http import BadRequest
 from ..limits import Bodies, Limits
 from ..security import AccessToken, ServingTls
@@ -158,11 +158,6 @@ class Receiving:
         for timeout in list(self._calls)[:num]:
             self._shed.add(timeout)
             timeout.reschedule(now)
-
-
-def resident_bytes() -> int:
-    """Return the resident memory of this process."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 class GrpcListener:
