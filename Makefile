@@ -8,12 +8,18 @@ export OMP_NUM_THREADS ?= 1
 # Debian packages that tests need (network hosts, a browser), installed when we are root and apt is there.
 DEBIAN := iproute2 openssl strace chromium
 
-.PHONY: demo test lint types unit bench conformance docs setup system clean
+.PHONY: demo test quick lint types unit bench conformance docs setup system clean
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
 
 test: system lint types unit
+
+# A first answer in two minutes: lint, types, doctests, and the packages whose tests start few processes.
+QUICK := core capture costs data diagnostics distributed ensembles fuzz planning profiling storage vectorized \
+	test_forbidden_calls.py test_layers.py test_readme.py
+quick: lint types
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder $(addprefix tests/,$(QUICK)) src
 
 lint: $(TOOLS)
 	$(BIN)/ruff format --check .
