@@ -81,7 +81,8 @@ def test_tests_named_on_a_page_exist(page: str) -> None:
     named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", text)
     assert len(named) > 10
     for file, name in named:
-        assert re.search(rf"^ *def {name}\(", (ROOT / file).read_text(encoding="utf-8"), re.MULTILINE), f"{file}::{name}"
+        tests = (ROOT / file).read_text(encoding="utf-8")
+        assert re.search(rf"^ *def {name}\(", tests, re.MULTILINE), f"{file}::{name}"
 
 
 def check(words: list[str], line: str) -> None:
