@@ -1,4 +1,14 @@
-"""A small character-level GPT learns to spell numbers out, on as many devices as there are."""
+"""Train a character-level GPT to spell out numbers, on all devices of this machine.
+
+Shows texts of different lengths (`collate`), a loss that counts characters instead of samples
+(`mh.mean(total, count)`), gradient clipping, and a learning-rate schedule with warm-up. `char_gpt_torch.py` is the same
+program in plain PyTorch.
+
+    python char_gpt_manyhands.py
+
+Expect a validation loss of about 0.22 after six epochs, and four correctly spelled numbers that were held out, such as
+"786=seven hundred eighty-six".
+"""
 
 import math
 import os

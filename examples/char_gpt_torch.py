@@ -1,4 +1,8 @@
-"""A small character-level GPT learns to spell numbers out, in plain PyTorch on one device."""
+"""Train a character-level GPT to spell out numbers, in plain PyTorch on one device.
+
+`char_gpt_manyhands.py` is the same program on any number of devices. Expect a validation loss of about 0.21 after six
+epochs, and four correctly spelled numbers that were held out.
+"""
 
 import math
 import os

@@ -1,6 +1,11 @@
-"""The demo: what changes when one word changes, and what does not. About a minute on two cores.
+"""The demo: train one network on one device and on two, and compare them. It takes about a minute on two cores.
 
-python examples/demo.py [--quick]
+    python examples/demo.py [--quick]
+
+Act 1 trains with `mh.Single()` and with `mh.Mirrored()`. Expect two loss curves on top of each other, a table with the
+largest difference of the losses, the throughput and where the time went, and the speed-up that two independent
+processes reach on this machine. Act 2 exports the network, loads it as a server would, and shows its predictions for
+two digits that it has not seen. All files are written to runs/.
 """
 
 import argparse
@@ -35,7 +40,7 @@ PARTS = {
 
 @dataclasses.dataclass
 class Stage:
-    """What the acts share: where to print, how much to do, and what earlier acts leave for later ones."""
+    """State that the acts share: where to print, whether to be quick, and the run of the first act."""
 
     console: Console
     folder: Path
@@ -47,7 +52,7 @@ class Stage:
         self.console.print(Rule(f"[bold]{text}[/]", align="left"))
 
 
-# -- the network: few parameters and much arithmetic, so that sharing it out pays ----------------------------
+# -- the network: few parameters and much arithmetic, so that data parallelism pays ----------------------------
 
 
 class Net(nn.Module):
@@ -56,7 +61,7 @@ class Net(nn.Module):
         layers = [nn.Upsample(scale_factor=2, mode="bilinear")]
         for index in range(depth):
             convolution = nn.Conv2d(width if index else 1, width, 3, padding=1, bias=False)
-            # One layer with batch statistics shows that they are synchronized; each costs replicas a meeting.
+            # One layer with batch statistics shows that they are synchronized; each such layer costs a collective.
             norm = nn.BatchNorm2d(width) if index == 0 else nn.GroupNorm(4, width)
             layers += [convolution, norm, nn.SiLU()]
         self.features = nn.Sequential(*layers, nn.AvgPool2d(4), nn.Flatten())
@@ -105,7 +110,7 @@ def task(lr: float = 2e-3, width: int = 24, batch_size: int = 100) -> mh.Task:
 
 
 def one_and_two(stage):
-    """Trains on one device and on two, and lays the two side by side."""
+    """Train on one device and on two, and compare the two runs."""
     one_on, two_on = places()
     epochs = 2 if stage.quick else 6
     # Each of two processes gets half of the cores, so one gets half of them too: two devices against one.
@@ -128,7 +133,7 @@ def one_and_two(stage):
 
 
 def places():
-    """One device and two of them: GPUs where there are two, else one GPU or the CPU cut in half."""
+    """Return one device and two: GPUs if there are two, else one GPU or the CPU split in half."""
     num_gpus = torch.cuda.device_count()
     if num_gpus >= 2:
         return "cuda:0", "cuda:0,1"
@@ -136,7 +141,7 @@ def places():
 
 
 def rate(run):
-    """Samples per second of training alone."""
+    """Return samples per second, without validation and checkpoints."""
     return run.outcome.num_samples / (run.seconds["total"] - run.seconds["validation"] - run.seconds["save"])
 
 
@@ -157,7 +162,7 @@ def comparison(one, two):
 
 
 def ceiling(one_on, two_on, rounds):
-    """How much faster two devices are here when they never talk to each other; the best of some rounds each."""
+    """Return the speed-up of two devices without communication, from the best of some rounds each."""
     alone, apart = [], []
     for _ in range(rounds):
         alone.append(sum(mh.launch(samples_per_second, on=one_on, progress=False)))
@@ -198,7 +203,7 @@ def verdict(one, two, most):
 
 
 def ask(stage):
-    """Exports the network, loads it as a server would, and shows it digits that it has never seen."""
+    """Export the network, load it as a server would, and show its predictions for digits that it has not seen."""
     stage.title("2  Export it, load it, ask it")
     path = stage.run.export(stage.folder / "models" / "digits")
     stage.console.print(f'run.export("{path.parent}")  ->  version {path.name}')
@@ -217,7 +222,7 @@ ACTS = [one_and_two, ask]
 
 
 def command() -> str:
-    """The command line as it can be typed here: an environment that is not active is named by its path."""
+    """Return the command as it can be typed here, with its path if the environment is not active."""
     if shutil.which("manyhands"):
         return "manyhands"
     path = Path(sys.executable).with_name("manyhands")

@@ -1,4 +1,4 @@
-"""Pictures for the demo, made of characters, so that they look right on any terminal and in a log file."""
+"""Text graphics for the demo, made of characters, so that they look right on any terminal and in a log file."""
 
 import math
 

@@ -1,4 +1,8 @@
-"""A GAN learns to draw points on a ring of eight spots, in plain PyTorch on one device."""
+"""Train a GAN that draws points on a ring of eight spots, in plain PyTorch on one device.
+
+`gan_manyhands.py` is the same program on any number of devices. Expect "8 of 8 spots reached" after twelve epochs, with
+about half of the points on a spot.
+"""
 
 import os
 

@@ -1,4 +1,13 @@
-"""A small Hugging Face transformer learns whether a review is good or bad, on as many devices as there are."""
+"""Train a small Hugging Face transformer that classifies reviews as good or bad, on all devices of this machine.
+
+Shows a model that computes its own loss, batches that are dicts, `predict` with named inputs, and
+`run.save_pretrained`, whose folder `from_pretrained` reads. Weights are random, and nothing is downloaded.
+`huggingface_torch.py` does the same with Hugging Face's Trainer.
+
+    python huggingface_manyhands.py
+
+Expect a validation accuracy above 0.9 after four epochs, and the model in models/reviews.
+"""
 
 import os
 import random

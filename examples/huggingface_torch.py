@@ -1,4 +1,8 @@
-"""A small Hugging Face transformer learns whether a review is good or bad, with their own Trainer."""
+"""Train a small Hugging Face transformer that classifies reviews as good or bad, with Hugging Face's Trainer.
+
+`huggingface_manyhands.py` is the same task on any number of devices. Expect a validation accuracy above 0.9 after four
+epochs.
+"""
 
 import os
 import random

@@ -1,4 +1,14 @@
-"""A small CNN learns to read handwritten digits, on as many devices as there are."""
+"""Train a small CNN that reads handwritten digits, on all devices of this machine.
+
+Shows the parts of an `mh.Task`: model, loss, optimizer, data, validation data and a metric. The model has BatchNorm
+layers, whose statistics are synchronized over all devices. `image_classifier_torch.py` is the same program in plain
+PyTorch.
+
+    python image_classifier_manyhands.py
+    manyhands fit image_classifier_manyhands.py --on 'cpu*2' --epochs 8 lr=1e-3
+
+Expect a validation accuracy of about 0.94 after eight epochs, on any number of devices.
+"""
 
 import os
 

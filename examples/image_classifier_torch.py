@@ -1,4 +1,8 @@
-"""A small CNN learns to read handwritten digits, in plain PyTorch on one device."""
+"""Train a small CNN that reads handwritten digits, in plain PyTorch on one device.
+
+`image_classifier_manyhands.py` is the same program on any number of devices. Expect a validation accuracy of about 0.95
+after eight epochs.
+"""
 
 import os
 

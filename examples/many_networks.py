@@ -1,4 +1,12 @@
-"""Thirty-two networks at once: learning rates and seeds side by side, the worst half stopped on the way."""
+"""Train thirty-two networks as one vectorized program, and stop the worse half of them halfway.
+
+Shows `groups`, which says which tasks can be stacked, and `Population`, whose members have different learning rates and
+seeds. `population.model(n)` returns a member as a plain network.
+
+    python many_networks.py
+
+Expect "32 tasks go together", and an accuracy of about 0.92 for the best member.
+"""
 
 import os
 

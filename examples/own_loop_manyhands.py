@@ -1,9 +1,13 @@
-"""A loop of one's own with checkpoints and early stopping, on any number of devices.
+"""Run a custom training loop with checkpoints and early stopping, on any number of devices.
 
     python own_loop_manyhands.py
     manyhands launch own_loop_manyhands.py --on 'cpu*2'
 
-Run it again with more EPOCHS and it goes on where it stopped, also on another number of devices.
+Shows `mh.hand()`: its share of the data, `backward` and `step`, a sum over replicas, `save` and `restore`. Run it again
+with a larger EPOCHS and it resumes where it stopped, also on another number of devices. `own_loop_torch.py` is the same
+program in plain PyTorch.
+
+Expect a best accuracy of about 0.89 after 15 epochs, the same on any number of devices, up to rounding.
 """
 
 import os
@@ -30,7 +34,7 @@ def main():
     hand = mh.hand()  # one of many under `manyhands launch`, else the only one
     torch.manual_seed(0)
     train_set, (images, labels) = digits()
-    mine = slice(hand.rank, None, hand.size)  # the held-out images that this hand looks at
+    mine = slice(hand.rank, None, hand.size)  # this replica's share of the held-out images
     images, labels, num_labels = images[mine].to(hand.device), labels[mine].to(hand.device), len(labels)
     model = nn.Sequential(nn.Linear(64, 128), nn.SiLU(), nn.Linear(128, 10))
     model, _ = hand.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-3))

@@ -1,6 +1,7 @@
-"""A loop of one's own with checkpoints and early stopping, in plain PyTorch on one device.
+"""Run a training loop with checkpoints and early stopping, in plain PyTorch on one device.
 
-Run it again with more EPOCHS and it goes on where it stopped.
+Run it again with a larger EPOCHS and it resumes where it stopped. `own_loop_manyhands.py` is the same program on any
+number of devices. Expect a best accuracy of about 0.89 after 15 epochs.
 """
 
 import os

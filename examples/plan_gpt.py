@@ -1,7 +1,14 @@
-"""What would this GPT cost on hardware that is not here? `python examples/plan_gpt.py`, or `manyhands plan` with it.
+"""Plan the training of a GPT for hardware that is not available here.
 
-manyhands plan examples/plan_gpt.py --cluster "8 hosts x 8 H100, 400Gb/s" --precision bf16
-manyhands plan examples/plan_gpt.py width=2048 layers=24 --cluster "8 A100" --cluster "2 hosts x 8 V100, 100Gb/s"
+    python plan_gpt.py
+    manyhands plan plan_gpt.py --cluster "8 hosts x 8 H100, 400Gb/s" --precision bf16
+    manyhands plan plan_gpt.py width=2048 layers=24 --cluster "8 A100" --cluster "2 hosts x 8 V100, 100Gb/s"
+
+Shows `mh.plan` for a described cluster, and a comparison of two clusters. Nothing is trained, and the model is never
+built with values.
+
+Expect a ranked table of strategies, a curve of the speed-up over the number of devices, the number at which it
+saturates and why, and a sentence that compares the two clusters.
 """
 
 import torch
@@ -49,7 +56,7 @@ def loss(model, ids):
 
 def task(width: int = 768, layers: int = 12, heads: int = 12, batch_size: int = 512) -> mh.Task:
     return mh.Task(
-        model=lambda: GPT(width, layers, heads),  # never built in earnest: planning takes no memory for it
+        model=lambda: GPT(width, layers, heads),  # never built with values: planning needs no memory for it
         loss=loss,
         optimizer=lambda model: torch.optim.AdamW(model.parameters()),
         data=torch.zeros(batch_size, LENGTH + 1, dtype=torch.long),

@@ -1,7 +1,12 @@
-"""Where does the time go? A network that is fed too slowly, its profile, and the same one cured.
+"""Profile a network whose input is too slow, and the same network with fast input.
 
-python examples/profile_digits.py
-manyhands profile examples/profile_digits.py workers=0 --html runs/profile.html
+    python profile_digits.py
+    manyhands profile profile_digits.py workers=0 --html runs/profile.html
+
+Shows `mh.profile`: tables of phases, modules, operations and memory, advice, and a web page.
+
+Expect the advice "starved input" with the share of a step that waits for data, and a smaller share without the delay.
+The page is runs/profile.html.
 """
 
 import time
@@ -15,7 +20,7 @@ import manyhands as mh
 
 
 class Pictures(torch.utils.data.Dataset):
-    """Pictures on a far disk: each takes its time to arrive."""
+    """Random images; reading one takes `seconds`, as from a slow disk."""
 
     def __init__(self, seconds):
         self.seconds = seconds

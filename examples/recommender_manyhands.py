@@ -1,9 +1,12 @@
-"""A recommender: how much users like items, learned from ratings; on one device, on many, or on parameter servers.
+"""Train a recommender on ratings, on one device, on many, or with parameter servers.
 
     python recommender_manyhands.py
     manyhands fit recommender_manyhands.py --strategy ps,servers=2,workers=2 --on 'cpu*2'
 
-With servers, `mh.Embedding` is a table that no worker holds: only the rows that a batch touches travel.
+Shows `mh.Embedding`. With parameter servers no worker holds these tables: only rows that a batch uses are sent.
+`recommender_torch.py` is the same program in plain PyTorch.
+
+Expect the training loss to fall from about 3 to about 1 within five epochs.
 """
 
 import os

@@ -1,4 +1,12 @@
-"""Fifteen small networks learn to read digits with different learning rates; then five with one rate answer as one."""
+"""Search a learning rate and a width, then train five networks as an ensemble.
+
+Shows `mh.tune` with early stopping, `mh.ensemble` and its calibration. Needs the extra `tune`. `tune_digits_optuna.py`
+is the same search with Optuna and a hand-written loop.
+
+    python tune_digits_manyhands.py
+
+Expect a best validation loss of about 0.36, and an ensemble whose calibration error is below that of its members.
+"""
 
 import os
 

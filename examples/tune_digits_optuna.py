@@ -1,4 +1,7 @@
-"""Fifteen small networks learn to read digits with different learning rates: Optuna, and a loop by hand."""
+"""Search a learning rate and a width, with Optuna and a hand-written training loop.
+
+`tune_digits_manyhands.py` is the same search with `mh.tune`. Expect a best validation loss of about 0.36.
+"""
 
 import os
 

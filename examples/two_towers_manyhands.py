@@ -1,4 +1,13 @@
-"""Two towers, each reading one half of a picture; each tower on a device of its own, both at the same time."""
+"""Train two towers, each of which reads one half of an image, each on its own device and both at the same time.
+
+Shows `mh.Placed`, which maps parts of a network to devices, and `mh.partition`, which shows the partition before
+training. `two_towers_torch.py` is the same program in plain PyTorch.
+
+    python two_towers_manyhands.py
+
+It uses two GPUs if there are two, else two processes on the CPU. Expect a list of what each device holds and what is
+sent, then one line per epoch with the training loss, which falls as in plain PyTorch.
+"""
 
 import os
 
@@ -18,7 +27,7 @@ def tower():
 
 
 class Towers(nn.Module):
-    """What both halves say of the digit, added up."""
+    """The sum of the logits of both halves."""
 
     def __init__(self):
         super().__init__()

@@ -75,12 +75,14 @@ def test_commands_of_a_page_exist(page: Path) -> None:
             check(words[words.index("manyhands") + 1 :], line)
 
 
-def test_tests_named_in_the_security_page_exist() -> None:
-    text = (ROOT / "docs" / "security.md").read_text(encoding="utf-8")
+@pytest.mark.parametrize("page", ["security", "faults"])
+def test_tests_named_on_a_page_exist(page: str) -> None:
+    text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
     named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", text)
     assert len(named) > 10
     for file, name in named:
-        assert re.search(rf"^def {name}\(", (ROOT / file).read_text(encoding="utf-8"), re.MULTILINE), f"{file}::{name}"
+        tests = (ROOT / file).read_text(encoding="utf-8")
+        assert re.search(rf"^ *def {name}\(", tests, re.MULTILINE), f"{file}::{name}"
 
 
 def check(words: list[str], line: str) -> None:

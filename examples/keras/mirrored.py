@@ -1,7 +1,13 @@
-"""A Keras model on all devices of one machine: `python mirrored.py`, or `manyhands launch mirrored.py --on cpu*2`.
+"""Train a Keras model on all devices of one machine.
+
+    python mirrored.py                                  # restarts itself on all devices
+    manyhands launch mirrored.py --on cpu*2
 
 A script written for tf.distribute.MirroredStrategy, with the import changed. The batch size is that of all replicas
-together, so the result does not depend on how many there are.
+together, so the result does not depend on their number, up to rounding.
+
+Expect one line with the number of replicas, the loss and the accuracy, about 0.87 after five epochs, and the model in
+runs/digits.keras.
 """
 
 import os

@@ -1,8 +1,12 @@
-"""A loop of one's own with gradient accumulation, done right: `manyhands launch own_loop.py --on cpu*2`.
+"""Run a custom Keras training loop with correct gradient accumulation.
 
-Every micro-step adds its part of the gradient, the update comes once, after the last of them, and then the sums are
-forgotten. The parts are of the mean over the whole batch, so four micro-steps on two replicas learn what one step on
-one device learns.
+    manyhands launch own_loop.py --on cpu*2
+
+Every micro-step adds its part of the gradient. The update is applied once, after the last micro-step, and the sums are
+then cleared. The parts belong to the mean over the whole batch, so four micro-steps on two replicas learn what one
+step on one device learns.
+
+Expect a line per epoch, with a loss that falls to about 0.09 after five epochs.
 """
 
 import os
