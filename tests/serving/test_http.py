@@ -122,7 +122,7 @@ def test_chunked_and_compressed_bodies_are_decoded() -> None:
         (b"\x16\x03\x01\x02\x00", 400),
         (b"POST /x HTTP/1.1\r\nContent-Length: 3\r\nContent-Length: 4\r\n\r\nabc", 400),
         (b"POST /x HTTP/1.1\r\nContent-Length: -3\r\n\r\nabc", 400),
-        (b"GET / HTTP/1.1\r\nConnection: upgrade\r\nUpgrade: websocket\r\n\r\n", 200),
+        (b"GET / HTTP/1.1\r\nConnection: close, upgrade\r\nUpgrade: websocket\r\n\r\n", 200),
     ],
 )  # fmt: skip
 def test_oversized_or_malformed_request_gets_matching_status_code(message: bytes, wanted: int) -> None:
@@ -149,6 +149,40 @@ def test_endless_request_parts_are_rejected_when_sent_in_pieces(start: bytes, pi
     assert status(answer) == wanted
     assert b"but got" in answer
     assert not listener.bodies.num_bytes
+
+
+UPGRADE = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQAoAAAAAIAAAAA\r\n"
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        (b"POST /x HTTP/1.1\r\n" + UPGRADE + b"Content-Length: 5\r\n\r\nabcde",),
+        (b"POST /x HTTP/1.1\r\n" + UPGRADE + b"Content-Length: 5\r\n\r\n", b"ab", b"cde"),
+        (
+            b"POST /x HTTP/1.1\r\n" + UPGRADE + b"Transfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n",
+            b"2\r\nde\r\n0\r\n\r\n",
+        ),
+        tuple(bytes([byte]) for byte in b"POST /x HTTP/1.1\r\n" + UPGRADE + b"Content-Length: 5\r\n\r\nabcde"),
+    ],
+    ids=["whole", "in pieces", "chunked", "byte by byte"],
+)
+def test_upgrade_to_http2_is_ignored_and_the_body_is_read(pieces: tuple[bytes, ...]) -> None:
+    """As sent by `curl --http2` and by Java's HttpClient; the connection takes further requests."""
+    answer, listener = serve(lambda port: say(port, *pieces, post(b"second", "Connection: close"), pause=0.001))
+    assert answer.count(b"HTTP/1.1 200 OK") == 2
+    assert b"abcde" in answer
+    assert answer.endswith(b"second")
+    assert not listener.bodies.num_bytes
+
+
+def test_upgrade_does_not_bypass_limits_or_admission() -> None:
+    long = b"POST /x HTTP/1.1\r\n" + UPGRADE + b"Content-Length: 101\r\n\r\n" + b"x" * 101
+    answer, _ = serve(lambda port: say(port, long), body=100)
+    assert status(answer) == 413
+    twice = b"POST /x HTTP/1.1\r\n" + UPGRADE + b"X: a\r\nX: b\r\nContent-Length: 2\r\n\r\nab" + post(b"second")
+    answer, _ = serve(lambda port: say(port, twice))
+    assert answer.count(b"HTTP/1.1 200 OK") == 1, "the connection is closed where framing could be ambiguous"
 
 
 def test_trailers_do_not_override_headers_and_duplicate_headers_are_rejected() -> None:

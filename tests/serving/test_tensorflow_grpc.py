@@ -18,7 +18,7 @@ from manyhands.core import Predictor, RequestRefused, Signature, TensorSpec
 from manyhands.serving import Server
 from manyhands.serving.dtypes import BY_TORCH
 from manyhands.serving.limits import Bodies, Limits
-from manyhands.serving.protocols.tensorflow_grpc import PredictionService
+from manyhands.serving.protocols.tensorflow_grpc import VALUES, PredictionService, as_proto, read_inputs
 from manyhands.serving.protocols.tensorflow_messages import MESSAGES
 
 from .conftest import Start, publish
@@ -242,7 +242,7 @@ def fill(server: Server, *shape: int) -> Any:
 def test_broadcast_tensor_value_counts_at_its_expanded_size(start: Start) -> None:
     server = start({"wide": Wide()}, limits=Limits(body=1 << 20, bodies=1 << 20, json=1 << 20))
     answer = fill(server, 1, 100_000)
-    assert np.frombuffer(answer.outputs["sum"].tensor_content, np.float32).tolist() == [200_000.0]
+    assert list(answer.outputs["sum"].float_val) == [200_000.0]
     with pytest.raises(grpc.RpcError, match="may have 1048576 bytes together, but got shapes of 1600000 bytes"):
         fill(server, 1, 200_000)
 
@@ -287,7 +287,7 @@ def test_decoded_bytes_count_toward_the_body_limit_during_a_call(dtype: str, fie
     tensor = filled(2, 5000, number=kind.number, **{field: [1]})
     request = MESSAGES["PredictRequest"](model_spec={"name": "only"}, inputs={"x": tensor})
     answer = asyncio.run(Counting(desk)._predict(request, context))
-    held = np.frombuffer(answer.outputs["y"].tensor_content, np.int64).item()
+    (held,) = answer.outputs["y"].int64_val
     assert held == 10_000 * kind.numpy.itemsize - request.ByteSize()
     assert desk.bodies.num_bytes == 0
     desk.bodies.take(95_000)
@@ -337,3 +337,20 @@ def test_example_context_counts_once_per_example_toward_the_limit(start: Start) 
     body = {"examples": [{}] * 3000, "context": {"x": [1.0] * 1000}}
     refused = httpx.post(f"{server.url}/v1/models/rows:regress", json=body)
     assert (refused.status_code, "but got 3000000" in refused.text) == (413, True)
+
+
+@pytest.mark.parametrize("dtype", sorted(VALUES))
+def test_outputs_are_sent_in_the_field_of_their_type(dtype: str) -> None:
+    kind, spec = BY_TORCH[dtype], TensorSpec(dtype, (None, 3))
+    bits = np.random.default_rng(0).integers(0, 256, (2, 3, kind.numpy.itemsize), np.uint8)
+    array = bits.view(kind.numpy)[..., 0] if dtype != "bool" else bits[..., 0] > 127
+    found = MESSAGES["TensorProto"].FromString(as_proto(array, spec).SerializeToString())
+    values = getattr(found, VALUES[dtype])
+    assert (len(values), found.tensor_content) == (6, b"")
+    by_value = MESSAGES["TensorProto"](
+        dtype=kind.number, tensor_shape={"dim": [{"size": 2}, {"size": 3}]}, **{VALUES[dtype]: list(values)}
+    )
+    assert found.SerializeToString() == by_value.SerializeToString()
+    request = MESSAGES["PredictRequest"](inputs={"x": found})
+    back = read_inputs(request, SimpleNamespace(signature=Signature({"x": spec}, {})), {"x": (2, 3)})["x"]  # type: ignore[arg-type]
+    assert back.tobytes() == array.tobytes()

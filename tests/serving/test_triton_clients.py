@@ -22,6 +22,8 @@ from manyhands.distributed import resolve
 from manyhands.launcher import LocalEngine
 from manyhands.serving import Server, ServeSettings
 from manyhands.serving.dtypes import KINDS, Kind
+from manyhands.serving.http import BadRequest
+from manyhands.serving.protocols.classification import class_count, require_few_classes
 
 ARRAYS = {
     kind.torch: np.array([[0, 1, 1], [1, 0, 0]]).astype(np.float32 if kind.is_bfloat16 else kind.numpy)
@@ -152,3 +154,47 @@ def test_errors_match_triton_messages_and_status_codes(server: Server) -> None:
             client.unload_model("echo")
     with over_http(server.manage) as client:
         assert json.loads(json.dumps(client.get_model_repository_index()))[0]["state"] == "READY"
+
+
+def classes_of(kit: Any, client: Any, count: int, dtype: str = "float32", **options: Any) -> Any:
+    output = kit.InferRequestedOutput(f"{dtype}_out", class_count=count, **options)
+    found = client.infer("echo", inputs(kit), outputs=[output]).as_numpy(f"{dtype}_out").tolist()
+    # Triton's client returns strings of JSON as they are, and binary ones as bytes.
+    return [[one.decode() if isinstance(one, bytes) else one for one in row] for row in found]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "count", "expected"),
+    [
+        ("float32", 2, [["1.000000:1", "1.000000:2"], ["1.000000:0", "0.000000:1"]]),
+        ("int64", 1, [["1:1"], ["1:0"]]),
+        ("uint8", 99, [["1:1", "1:2", "0:0"], ["1:0", "0:1", "0:2"]]),
+    ],
+)
+def test_triton_clients_get_the_classes_of_an_output(server: Server, dtype: str, count: int, expected: Any) -> None:
+    with over_http(server.http) as client:
+        for binary in (True, False):
+            assert classes_of(triton_http, client, count, dtype, binary_data=binary) == expected
+    with triton_grpc.InferenceServerClient(f"127.0.0.1:{server.grpc}") as client:
+        assert classes_of(triton_grpc, client, count, dtype) == expected
+
+
+def test_classes_of_unsupported_types_and_too_many_classes_are_rejected(server: Server) -> None:
+    with over_http(server.http) as http, triton_grpc.InferenceServerClient(f"127.0.0.1:{server.grpc}") as remote:
+        for kit, client in ((triton_http, http), (triton_grpc, remote)):
+            with pytest.raises(InferenceServerException, match="due to unsupported type 'BF16'"):
+                classes_of(kit, client, 2, "bfloat16")
+    with pytest.raises(BadRequest, match="16384 classes, but got 1000 of each of 17 rows for output 'y'"):
+        require_few_classes({"y": 2000}, Signature({}, {"y": TensorSpec("float32", (None, 1000))}), 17)
+    with pytest.raises(BadRequest, match="must be a number of classes"):
+        class_count("2", "y")
+
+
+def test_statistics_of_all_models_and_extensions_of_each_listener(server: Server) -> None:
+    with over_http(server.http) as client:
+        assert [one["name"] for one in client.get_inference_statistics()["model_stats"]] == ["echo"]
+        assert "model_repository" not in client.get_server_metadata()["extensions"]
+    with over_http(server.manage) as client:
+        assert "model_repository" in client.get_server_metadata()["extensions"]
+        with pytest.raises(InferenceServerException, match="loaded as it is in the server's folder"):
+            client.load_model("echo", config='{"max_batch_size": 1}')

@@ -593,6 +593,7 @@ class Connection(asyncio.BufferedProtocol):
         self._url, self._num_head, self._num_again = b"", 0, 0
         self._max_head = listener.limits.head
         self._num_begun = self._num_framing = 0
+        self._ignores_upgrade = False
         """Number of messages so far, and bytes of the current one outside its body."""
         self._headers: dict[bytes, bytes] = {}
         self._body: bytes | bytearray = b""
@@ -732,15 +733,15 @@ class Connection(asyncio.BufferedProtocol):
             )
 
     def _parse(self, data: memoryview) -> None:
+        rest: memoryview | None = None
         try:
             self._parser.feed_data(data)
             if self._is_reading:
                 self._hold_body()
         except RequestRefused as refusal:
             self._refuse(503, refusal.reason)
-        except httptools.HttpParserUpgrade:
-            # Protocol upgrades are not supported: the request is answered and the connection closed.
-            pass
+        except httptools.HttpParserUpgrade as upgrade:
+            rest = data[upgrade.args[0] :]
         except httptools.HttpParserCallbackError as error:
             cause = error.__context__
             if isinstance(cause, RequestRefused):
@@ -751,6 +752,28 @@ class Connection(asyncio.BufferedProtocol):
                 raise
         except httptools.HttpParserError:
             self._refuse(400, "this is not HTTP/1.1")
+        if rest is not None and self._ignores_upgrade:
+            self._parse_without_upgrade(rest)
+
+    def _parse_without_upgrade(self, rest: memoryview) -> None:
+        """Parse a request again without the protocol to which its client would upgrade (RFC 9110, 7.8).
+
+        The parser skips the body of a request with such a header.
+        """
+        headers, kept = self._headers, []
+        for token in headers.get(b"connection", b"").split(b","):
+            if token.strip().lower() not in (b"upgrade", b"http2-settings", b""):
+                kept.append(token.strip())
+        headers = {name: value for name, value in headers.items() if name not in (b"upgrade", b"http2-settings")}
+        # Of a repeated header only one value is known here, so the next request might begin elsewhere than it seems.
+        headers[b"connection"] = b", ".join(kept) if not self._num_again else b"close"
+        lines = [self._parser.get_method() + b" " + self._url + b" HTTP/" + self._parser.get_http_version().encode()]
+        lines += [name + b": " + value for name, value in headers.items() if value or name != b"connection"]
+        self._ignores_upgrade = False
+        self._parser = httptools.HttpRequestParser(self)
+        self._parse(memoryview(b"\r\n".join(lines) + b"\r\n\r\n"))
+        if self._refusal is None and rest:
+            self._parse(rest)
 
     def on_message_begin(self) -> None:
         self._is_reading = self._is_in_head = True
@@ -789,6 +812,9 @@ class Connection(asyncio.BufferedProtocol):
 
     def on_headers_complete(self) -> None:
         self._is_in_head = False
+        self._ignores_upgrade = self._parser.should_upgrade() and self._parser.get_method() != b"CONNECT"
+        if self._ignores_upgrade:
+            return
         path = self._url.partition(b"?")[0].decode("latin1")
         refusal = self._listener.admit(path, self._headers)
         if refusal is not None:
@@ -827,6 +853,8 @@ class Connection(asyncio.BufferedProtocol):
         return f"a body may have {self._most} bytes, but got {got}{remedy}"
 
     def on_message_complete(self) -> None:
+        if self._ignores_upgrade:
+            return
         self._hold_body()
         self._complete(self._body)
 

@@ -77,6 +77,8 @@ class ServeSettings(ListenSettings):
 class Repository(OpenInferenceRest):
     """The v2 protocol on the management listener, which can also load and unload models."""
 
+    extensions = (*OpenInferenceRest.extensions, "model_repository")
+
     def __init__(self, desk: InferenceGateway, management: Management) -> None:
         super().__init__(desk)
         self._management = management

@@ -27,6 +27,8 @@ class RequestedOutputs:
     outputs: Mapping[str, bool]
     timeout: float | None
     priority: int
+    classes: Mapping[str, int] = field(default_factory=dict)
+    """Number of classes of outputs that are requested as such."""
     texts: dict[Shapes, bytes] = field(default_factory=dict, compare=False)
     """JSON of responses whose outputs are all binary, by their shapes."""
 

@@ -76,6 +76,7 @@ class Management(RestProtocol):
             answer_failure(request, error)
 
     async def _load(self, name: str, value: dict[str, Any]) -> dict[str, Any]:
+        require_no_parameters(value.get("parameters"))
         await self.desk.catalogue.load(name, _number(value.get("version")))
         current = self.desk.catalogue.model(name).current
         return {"current": current.number if current is not None else None}
@@ -108,6 +109,16 @@ class Management(RestProtocol):
             )
         self.desk.catalogue.set_split(name, shares)
         return {"shares": [vars(share) for share in shares]}
+
+
+def require_no_parameters(parameters: object) -> None:
+    """Raise RequestRefused if a model is to be loaded with another configuration, or with other files."""
+    if parameters:
+        raise RequestRefused(
+            "INVALID_ARGUMENT",
+            "a model is loaded as it is in the server's folder, but got parameters (such as config); omit them, and "
+            "export a new version instead",
+        )
 
 
 def read_object(request: Request, limits: Limits) -> dict[str, Any]:

@@ -13,10 +13,14 @@ from ..dtypes import BY_TORCH, Array, from_numbers
 from ..http import BadRequest
 from ..model import Unknown
 from ..version import Version
+from .classification import TopClasses, class_count, datatype, require_few_classes, top_classes
 from .grpc_service import GrpcService, Method, key_of
+from .management import require_no_parameters
 from .messages import make_messages
 from .open_inference_rest import (
+    EXTENSIONS,
     MAX_ID,
+    all_statistics,
     checked_parameters,
     checked_shape,
     counted,
@@ -203,7 +207,7 @@ class OpenInferenceGrpc(GrpcService):
         return MESSAGES["ModelReadyResponse"](ready=True)
 
     async def _metadata(self, request: Any, context: Any) -> Any:
-        return MESSAGES["ServerMetadataResponse"](**server_metadata())
+        return MESSAGES["ServerMetadataResponse"](**server_metadata(EXTENSIONS))
 
     async def _model_metadata(self, request: Any, context: Any) -> Any:
         version = self._find(request.name, request.version)
@@ -218,10 +222,9 @@ class OpenInferenceGrpc(GrpcService):
         return MESSAGES["ModelConfigResponse"](config=config)
 
     async def _statistics(self, request: Any, context: Any) -> Any:
-        if request.name:
-            shown = counted(self.desk.catalogue, request.name, version_number(request.name, request.version))
-        else:
-            shown = [version for model in self.desk.catalogue.models.values() for version in model.available]
+        if not request.name:
+            return MESSAGES["ModelStatisticsResponse"](model_stats=all_statistics(self.desk.catalogue))
+        shown = counted(self.desk.catalogue, request.name, version_number(request.name, request.version))
         return MESSAGES["ModelStatisticsResponse"](model_stats=[statistics(version) for version in shown])
 
     async def _index(self, request: Any, context: Any) -> Any:
@@ -229,8 +232,7 @@ class OpenInferenceGrpc(GrpcService):
         return MESSAGES["RepositoryIndexResponse"](models=listed)
 
     async def _load(self, request: Any, context: Any) -> Any:
-        if request.parameters:
-            raise RequestRefused("INVALID_ARGUMENT", "a model is loaded as it lies in the folder, without parameters")
+        require_no_parameters(request.parameters)
         await self._managed(self.desk.catalogue.load(request.model_name))
         return MESSAGES["RepositoryModelLoadResponse"]()
 
@@ -254,12 +256,27 @@ class OpenInferenceGrpc(GrpcService):
         for name in wanted:
             if name not in version.signature.outputs:
                 raise BadRequest(400, f"unexpected inference output '{name[:64]}' for model '{version.model}'")
-        parameters = {
-            name: getattr(value, value.WhichOneof("one") or "int64_param") for name, value in request.parameters.items()
-        }
+        classes = read_classes(request.outputs, version)
+        require_few_classes(classes, version.signature, len(next(iter(inputs.values()))))
+        parameters = plain(request.parameters)
         timeout, priority = checked_parameters(parameters.get("timeout"), parameters.get("priority", 0))
         outputs = await self.ask(context, version, inputs, timeout, priority)
-        return answer(request.id, version, {name: outputs[name] for name in wanted})
+        return answer(
+            request.id,
+            version,
+            {name: top_classes(outputs[name], classes[name]) if name in classes else outputs[name] for name in wanted},
+        )
+
+
+def plain(parameters: Any) -> dict[str, Any]:
+    """Return the values of a message's parameters."""
+    return {name: getattr(value, value.WhichOneof("one") or "int64_param") for name, value in parameters.items()}
+
+
+def read_classes(outputs: Any, version: Version) -> dict[str, int]:
+    """Return the number of classes of each output that is requested as such."""
+    counts = {one.name: class_count(plain(one.parameters).get("classification"), one.name) for one in outputs}
+    return {name: count for name, count in counts.items() if count}
 
 
 def read_inputs(request: Any, version: Version) -> dict[str, Array]:
@@ -310,7 +327,7 @@ def _from_contents(one: Any, shape: tuple[int, ...], spec: TensorSpec, model: st
         raise BadRequest(400, f"input '{one.name}' must have {kind.open} elements") from None
 
 
-def answer(identity: str, version: Version, outputs: Mapping[str, Array]) -> Any:
+def answer(identity: str, version: Version, outputs: Mapping[str, Array | TopClasses]) -> Any:
     """Return a response with raw bytes: clients ignore lists of numbers."""
     specs = version.signature.outputs
     return MESSAGES["ModelInferResponse"](
@@ -318,7 +335,7 @@ def answer(identity: str, version: Version, outputs: Mapping[str, Array]) -> Any
         model_version=str(version.number),
         id=identity,
         outputs=[
-            {"name": name, "datatype": BY_TORCH[specs[name].dtype].open, "shape": array.shape}
+            {"name": name, "datatype": datatype(array, specs[name]), "shape": array.shape}
             for name, array in outputs.items()
         ],
         raw_output_contents=[array.tobytes() for array in outputs.values()],

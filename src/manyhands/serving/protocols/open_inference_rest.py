@@ -22,6 +22,7 @@ from ..model import Unknown
 from ..parsing import INLINE
 from ..version import Version
 from .answer_text import array_pieces
+from .classification import TopClasses, class_count, datatype, require_few_classes, top_classes
 from .heads import MAX_BYTES, RequestedOutputs, RequestHeads
 from .protocol import (
     KEY,
@@ -39,7 +40,8 @@ from .protocol import (
 PATH = re.compile(
     r"/v2/models/(?P<name>[^/]+)(?:/versions/(?P<version>[^/]+))?(?:/(?P<verb>infer|ready|config|stats))?/?"
 )
-EXTENSIONS = ["binary_tensor_data", "model_repository", "schedule_policy", "statistics", "model_configuration"]
+EXTENSIONS = ["binary_tensor_data", "classification", "schedule_policy", "statistics", "model_configuration"]
+"""Extensions of every listener; loading and unloading (`model_repository`) belong to the management listener."""
 HEADER = b"inference-header-content-length"
 BINARY = b"application/octet-stream"
 MAX_ID = 1024
@@ -49,6 +51,7 @@ class OpenInferenceRest(RestProtocol):
     """Handler of `/v2`, `/v2/health/…` and `/v2/models/…`."""
 
     prefix = "/v2"
+    extensions: Sequence[str] = EXTENSIONS
 
     def __init__(self, desk: InferenceGateway) -> None:
         super().__init__(desk)
@@ -56,7 +59,10 @@ class OpenInferenceRest(RestProtocol):
 
     def handle(self, request: Request) -> None:
         path = request.path
-        if path.startswith("/v2/models/"):
+        if path == "/v2/models/stats" and "stats" not in self.desk.catalogue.models:
+            require_method(request, "GET", "HEAD")
+            request.answer(200, dump_json({"model_stats": all_statistics(self.desk.catalogue)}))
+        elif path.startswith("/v2/models/"):
             match = matched(path)
             if match is None:
                 raise BadRequest(404, "Not Found")
@@ -66,7 +72,7 @@ class OpenInferenceRest(RestProtocol):
                 raise in_own_words(unknown) from None
         elif path in ("/v2", "/v2/"):
             require_method(request, "GET", "HEAD")
-            request.answer(200, dump_json(server_metadata()))
+            request.answer(200, dump_json(server_metadata(self.extensions)))
         elif path == "/v2/health/live":
             request.answer(200, b"")
         elif path == "/v2/health/ready":
@@ -127,6 +133,8 @@ class OpenInferenceRest(RestProtocol):
         self.read_then(request, text, ask, read_request, *args)
 
     def _ask(self, request: Request, version: Version, inputs: dict[str, Array], wanted: RequestedOutputs) -> None:
+        require_few_classes(wanted.classes, version.signature, len(next(iter(inputs.values()))))
+
         def then(ticket: Ticket) -> None:
             if ticket.refusal is not None:
                 self.refuse(request, ticket.refusal)
@@ -147,7 +155,12 @@ class OpenInferenceRest(RestProtocol):
         self, request: Request, version: Version, outputs: Mapping[str, Array], wanted: RequestedOutputs
     ) -> None:
         """Send the requested outputs, with binary data after the JSON."""
-        arrays = {name: np.ascontiguousarray(outputs[name]) for name in wanted.outputs}
+        arrays: dict[str, Array | TopClasses] = {
+            name: top_classes(outputs[name], wanted.classes[name])
+            if name in wanted.classes
+            else np.ascontiguousarray(outputs[name])
+            for name in wanted.outputs
+        }
         blobs = [array for name, array in arrays.items() if is_binary(name, version, wanted)]
         shapes = tuple([array.shape for array in arrays.values()])
         text = wanted.texts.get(shapes)
@@ -155,7 +168,7 @@ class OpenInferenceRest(RestProtocol):
         def finish(text: bytes) -> Answer:
             if not blobs:
                 return text, JSON, b""
-            if len(blobs) == len(arrays):
+            if len(blobs) == len(arrays) and not wanted.classes:
                 wanted.keep(shapes, text)
             extra = b"Inference-Header-Content-Length: %d\r\n" % len(text)
             return b"".join([text, *(array.data for array in blobs)]), BINARY, extra
@@ -266,9 +279,9 @@ def number_in_path(model: str, text: str | None) -> int | None:
     return version_number(model, text)
 
 
-def server_metadata() -> dict[str, Any]:
+def server_metadata(extensions: Sequence[str]) -> dict[str, Any]:
     """Return the server's metadata."""
-    return {"name": "manyhands", "version": metadata.version("manyhands"), "extensions": EXTENSIONS}
+    return {"name": "manyhands", "version": metadata.version("manyhands"), "extensions": list(extensions)}
 
 
 def model_metadata(version: Version, numbers: list[str]) -> dict[str, Any]:
@@ -333,6 +346,11 @@ def statistics(version: Version) -> dict[str, Any]:
             "compute_infer": {"count": figures.batches.num, "ns": int(figures.compute * 1e9)},
         },
     }
+
+
+def all_statistics(catalogue: Catalogue) -> list[dict[str, Any]]:
+    """Return the statistics of all available versions of all models."""
+    return [statistics(version) for model in catalogue.models.values() for version in model.available]
 
 
 def header_size(value: bytes | None, length: int) -> int:
@@ -505,6 +523,7 @@ def read_wanted(value: Mapping[str, Any], version: Version | Subject) -> Request
     if listed is None or listed == []:
         return RequestedOutputs(identity, dict.fromkeys(version.signature.outputs, binary), timeout, priority)
     outputs: dict[str, bool] = {}
+    classes: dict[str, int] = {}
     if not isinstance(listed, list):
         raise BadRequest(400, "Unable to parse 'outputs': it must be an array")
     require_few_outputs(len(listed), version)
@@ -514,10 +533,10 @@ def read_wanted(value: Mapping[str, Any], version: Version | Subject) -> Request
             raise BadRequest(400, f"unexpected inference output '{name[:64]}' for model '{version.model}'")
         own = one.get("parameters")
         own = own if isinstance(own, dict) else {}
-        if own.get("classification"):
-            raise RequestRefused("UNIMPLEMENTED", "the classification extension is not served")
+        if count := class_count(own.get("classification"), name):
+            classes[name] = count
         outputs[name] = bool(own.get("binary_data", binary))
-    return RequestedOutputs(identity, outputs, timeout, priority)
+    return RequestedOutputs(identity, outputs, timeout, priority, classes)
 
 
 def require_few_outputs(num: int, version: Version | Subject) -> None:
@@ -552,21 +571,25 @@ def is_binary(name: str, version: Version, wanted: RequestedOutputs) -> bool:
     return wanted.outputs[name] or BY_TORCH[version.signature.outputs[name].dtype].open in ("FP16", "BF16")
 
 
-def text_pieces(version: Version, wanted: RequestedOutputs, arrays: Mapping[str, Array]) -> Iterator[bytes]:
+def text_pieces(
+    version: Version, wanted: RequestedOutputs, arrays: Mapping[str, Array | TopClasses]
+) -> Iterator[bytes]:
     """Yield a response's JSON."""
     head: dict[str, Any] = {"model_name": version.model, "model_version": str(version.number)}
     if wanted.id:
         head["id"] = wanted.id
     yield dump_json(head)[:-1] + b',"outputs":['
     for number, (name, array) in enumerate(arrays.items()):
-        kind = BY_TORCH[version.signature.outputs[name].dtype]
-        entry: dict[str, Any] = {"name": name, "datatype": kind.open, "shape": list(array.shape)}
+        spec = version.signature.outputs[name]
+        entry: dict[str, Any] = {"name": name, "datatype": datatype(array, spec), "shape": list(array.shape)}
         if is_binary(name, version, wanted):
             entry["parameters"] = {"binary_data_size": array.nbytes}
             yield (b"," if number else b"") + dump_json(entry)
+        elif isinstance(array, TopClasses):
+            yield (b"," if number else b"") + dump_json({**entry, "data": array.texts})
         else:
             yield (b"," if number else b"") + dump_json(entry)[:-1] + b',"data":'
-            yield from array_pieces(array.reshape(-1), kind)
+            yield from array_pieces(array.reshape(-1), BY_TORCH[spec.dtype])
             yield b"}"
     yield b"]}"
 

@@ -24,6 +24,8 @@ VALUES = {
     "int8": "int_val", "uint8": "int_val", "uint16": "int_val",
 }  # fmt: skip
 """Fields of numbers that are not sent as bytes; half-precision numbers are stored as their bits."""
+PACKED = {"float_val": 5 << 3 | 2, "double_val": 6 << 3 | 2, "bool_val": 11 << 3 | 2}
+"""Keys of packed fields in which an element has the bytes that it has in memory."""
 
 
 class PredictionService(GrpcService):
@@ -268,10 +270,30 @@ def _read(name: str, proto: Any, spec: TensorSpec, shape: tuple[int, ...]) -> Ar
     return np.broadcast_to(array, (num,)).reshape(shape)
 
 
-def as_proto(array: Array, spec: TensorSpec) -> dict[str, Any]:
-    """Return an array as TensorFlow's message, its elements as bytes."""
-    return {
-        "dtype": BY_TORCH[spec.dtype].number,
-        "tensor_shape": {"dim": [{"size": size} for size in array.shape]},
-        "tensor_content": array.tobytes(),
-    }
+def as_proto(array: Array, spec: TensorSpec) -> Any:
+    """Return an array as TensorFlow's message, its elements in the field of their type, as TensorFlow Serving does."""
+    proto = MESSAGES["TensorProto"](
+        dtype=BY_TORCH[spec.dtype].number, tensor_shape={"dim": [{"size": size} for size in array.shape]}
+    )
+    field = VALUES[spec.dtype]
+    if field in PACKED:
+        # Little-endian elements are the encoding of a packed field, so no Python object is made for any of them.
+        content = array.tobytes()
+        proto.MergeFromString(bytes([PACKED[field]]) + varint(len(content)) + content)
+    else:
+        values = array.view(np.uint16) if field == "half_val" else array
+        getattr(proto, field).extend(values.ravel().tolist())
+    return proto
+
+
+def varint(number: int) -> bytes:
+    """Return a number as Protocol Buffers encode it.
+
+    >>> varint(1), varint(300)
+    (b'\\x01', b'\\xac\\x02')
+    """
+    digits = []
+    while number >= 128:
+        digits.append(number % 128 + 128)
+        number //= 128
+    return bytes([*digits, number])
