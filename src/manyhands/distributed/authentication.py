@@ -96,7 +96,7 @@ class SignedStore(dist.Store):
             if time.monotonic() > deadline:
                 raise NotAuthentic(
                     f"the value of {key!r} in the ranks' store has no valid signature: a process that is not part of "
-                    f"this job has written it. Find that process, or keep others away from this network"
+                    f"this job has written it. Find that process, or restrict access to this network"
                 )
             time.sleep(POLL_SECONDS)
 
@@ -142,7 +142,9 @@ class ObjectGather:
         """
         payload = encode(value)
         if len(payload) > MAX_BYTES:
-            raise RunError(f"a message between ranks has {len(payload)} bytes; {MAX_BYTES} are allowed")
+            raise RunError(
+                f"a message between ranks must have at most {MAX_BYTES} bytes, but got {len(payload)}; send it in parts"
+            )
         number, self._number = self._number, self._number + 1
         # A longer message is announced by its own code, so no length is trusted before it is authenticated.
         first = payload if len(payload) <= _ROOM else self._tag(self._rank, number, 1, payload)
@@ -181,13 +183,13 @@ class ObjectGather:
         try:
             return decode(content, is_authentic=self._key.is_secret)
         except InvalidMessage as error:
-            raise NotAuthentic(f"rank {source} sent bytes that are no message: {error}") from None
+            raise NotAuthentic(f"rank {source} sent an invalid message: {error}") from None
 
     def _refused(self, source: int, number: int) -> NotAuthentic:
         return NotAuthentic(
             f"message {number} of rank {source} in group {self._group} has no valid authentication code: it was "
-            f"changed on its way, or a process that is not part of this job has taken that rank's connection. Keep "
-            f"others away from this network"
+            f"changed in transit, or a process that is not part of this job has taken that rank's connection. "
+            f"Restrict access to this network"
         )
 
 
@@ -230,7 +232,7 @@ def confirm(key: RankKey, group: dist.ProcessGroup, name: str, nonces: Mapping[i
         if not hmac.compare_digest(code(rank, mine), given.numpy().tobytes()):
             raise NotAuthentic(
                 f"the connection to rank {rank} in group {name} leads to a process that is not part of this job. Find "
-                f"that process, or keep others away from this network"
+                f"that process, or restrict access to this network"
             )
 
 

@@ -160,14 +160,14 @@ class HangReport:
 
     def _headline(self, waiting: Mapping[int, Mapping[str, Any]], late: list[int]) -> str:
         if not waiting:
-            return "a step hangs, and no rank waits in a collective of manyhands"
+            return "a step hangs, but no rank waits in a collective of manyhands"
         rank, told = max(waiting.items(), key=lambda item: item[1]["seconds"])
         for_whom = f" for rank {', '.join(map(str, late))}" if late else ", though all ranks are in it"
         return f"rank {rank} has waited {told['seconds']:.0f} s in {told['operation']}{for_whom}"
 
     def _said(self, told: Mapping[str, Any] | None) -> str:
         if told is None:
-            return "does not answer: it is frozen, or in code that never lets other threads run"
+            return "does not answer: its process is frozen, or in code that does not release the GIL"
         if self._waits(told):
             return f"waits in {told['operation']}, its collective number {told['number']}"
         if told["operation"] not in ("", STEP):

@@ -131,7 +131,7 @@ def _rate(link: socket.socket) -> float:
         sent += CHUNK
     link.shutdown(socket.SHUT_WR)
     if not link.recv(1):
-        raise ConnectionError("the other end hung up")
+        raise ConnectionError("the peer closed the connection")
     return sent / (time.perf_counter() - began)
 
 
@@ -140,7 +140,7 @@ def _pings(link: socket.socket) -> Iterator[float]:
         began = time.perf_counter()
         link.sendall(b"?")
         if not link.recv(1):
-            raise ConnectionError("the other end hung up")
+            raise ConnectionError("the peer closed the connection")
         yield time.perf_counter() - began
 
 

@@ -62,7 +62,9 @@ def require_alike(world: World) -> None:
     if found:
         world.close()
         raise SettingsError(
-            "all ranks need the same software", got="; ".join(found), remedy="install the same versions on every host"
+            "all ranks must have the same versions of manyhands, torch and Python",
+            got="; ".join(found),
+            remedy="install the same versions on every host",
         )
 
 

@@ -189,13 +189,13 @@ class TorchWorld(_GroupWorld):
             self._connect(backend)
         except RuntimeError as error:
             self.close()
-            # A peer that never came fails no connection: the others' state is kept for the next rendezvous.
+            # A peer that never connected breaks no connection: the others' state is kept for the next rendezvous.
             is_missing = isinstance(error, dist.DistStoreError) and line.recovers
             if not is_missing and not self.is_loss(error):
                 raise
             if isinstance(error, NotAuthentic):
                 raise PeerLost("joining", caller_line(), line.lost or str(error)) from error
-            raise PeerLost("joining", caller_line(), line.lost or "a peer did not come", _brief(error)) from error
+            raise PeerLost("joining", caller_line(), line.lost or "a peer did not connect", _brief(error)) from error
 
     def _connect(self, backend: str) -> None:
         seat = self.seat
@@ -317,7 +317,7 @@ class TorchWorld(_GroupWorld):
         before = self._blocked_in()
         time.sleep(BLOCKED_SECONDS)
         if before and self._blocked_in() == before:
-            told = f"waits in {before[0]} though its connections are gone: it is ended, and replaced"
+            told = f"this rank is blocked in {before[0]}, although its connections are closed: it exits and is replaced"
             print(told, file=sys.stderr, flush=True)
             os._exit(os.EX_TEMPFAIL)
 
