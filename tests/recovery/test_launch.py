@@ -50,7 +50,7 @@ def test_launch_restarts_all_ranks_from_checkpoint_after_kill(
     assert hit[0][2] == pytest.approx(calm[0][2], rel=1e-5)
     said = capfd.readouterr().err
     assert f"rank 1 on {os.uname().nodename} was killed by signal 9" in said
-    assert "all 2 ranks restart" in said
+    assert "all 2 ranks are restarted" in said
 
 
 def test_launch_raises_no_progress_after_three_failed_restarts(engine: Any, tmp_path: Path) -> None:

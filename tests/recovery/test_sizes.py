@@ -169,6 +169,6 @@ def test_failed_rank_removes_its_whole_tensor_parallel_group(engine: LocalEngine
     assert recovered(hosts, "size") == [1, 2], "groups of two ranks"
     assert "the memory of ranks 0, 1" in recovered(hosts, "source")
     assert any(
-        "ranks on host1 wait until a group is complete" in e["text"] for e in hosts.events if e["kind"] == "notice"
+        "ranks on host1 wait until their group is complete" in e["text"] for e in hosts.events if e["kind"] == "notice"
     )
     assert_same(tmp_path / "run", hosts, calm)

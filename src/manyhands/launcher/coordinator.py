@@ -236,7 +236,10 @@ class Coordinator(RunningJob):
         if self._newcomers:
             left = ", ".join(member.place.host for member in self._newcomers)
             self._say(
-                event("notice", text=f"{self._unit} ranks form a group; ranks on {left} wait until a group is complete")
+                event(
+                    "notice",
+                    text=f"{self._unit} ranks form a group; the ranks on {left} wait until their group is complete",
+                )
             )
         backend = backend_for([member.place.devices[member.slot] for member in self._members])
         key, salt = self._new_key()
@@ -471,7 +474,9 @@ class Coordinator(RunningJob):
         if ending:
             # These ranks have failed or will be restarted, so there is no need to wait for a clean exit.
             for member in ending:
-                member.loss = member.loss or RankFailure(member.rank, member.place.host, "was ended with the others")
+                member.loss = member.loss or RankFailure(
+                    member.rank, member.place.host, "was killed with the other ranks"
+                )
                 member.place.kill(member.slot)
             return
         losses = [loss for loss in self._losses if not loss.is_echo] or self._losses
@@ -480,7 +485,7 @@ class Coordinator(RunningJob):
                 self._say(event("lost", rank=loss.rank, host=loss.host, reason=loss.reason))
             self.call()
             if restarts:
-                self._say(event("notice", text=f"all {len(self._members)} ranks restart"))
+                self._say(event("notice", text=f"all {len(self._members)} ranks are restarted"))
         else:
             member = next((member for member in self._members if member.loss is losses[0]), self._members[0])
             self._give_up(member, losses[0])
@@ -490,7 +495,7 @@ class Coordinator(RunningJob):
         for member in self._members:
             is_late = member.late_since is not None and time.monotonic() - member.late_since >= self._timeout
             if is_late and member.is_running and member.loss is None:
-                reason = f"did not join the others within {self._timeout:g} s: it is ended, and replaced"
+                reason = f"did not join the others within {self._timeout:g} s, so it is killed and replaced"
                 member.loss = RankFailure(member.rank, member.place.host, reason)
                 self._losses.append(member.loss)
 

@@ -107,7 +107,7 @@ def _hosts_of(cluster: ResolvedCluster, roles: Sequence[str]) -> list[Host]:
     found = [host for host in cluster.hosts if host.role in roles]
     if cluster.host not in found:
         raise SettingsError(
-            f"only {' and '.join(roles)} can train",
+            f"training must be started by tasks of the role {' or '.join(roles)}",
             got=f"{cluster.host.role} at {cluster.host}, by {cluster.source}",
             remedy="do not start the training in this process",
         )
@@ -247,7 +247,7 @@ def _introduced(store: dist.Store, seat: RankInfo, names: Sequence[str]) -> tupl
         said = ", ".join(f"{rank} on {names[rank]}" if names else str(rank) for rank in missing[:8])
         raise SettingsError(
             f"all {seat.size} ranks must connect within {seat.timeout:.0f} s",
-            got=f"{seat.size - len(missing)}, without rank {said}",
+            got=f"{seat.size - len(missing)}; rank {said} did not connect",
             remedy="start the missing ranks with the same command, or use fewer ranks",
         ) from None
     is_alone = len({text for _, text in every if "/cuda" in text}) == seat.size

@@ -127,11 +127,11 @@ def _take(shown: Mapping[str, str], run: str, choice: str, say: Callable[[str], 
             told = text
             time.sleep(POLL_SECONDS)
         except OSError as error:
-            say(f"whether other programs use {listed} could not be found out: {error}")
+            say(f"the leases of {listed} could not be checked, so other programs may use them too: {error}")
             return False
         else:
             if told:
-                say(f"{listed} came free after {time.monotonic() - started:.0f} s")
+                say(f"{listed} became free after {time.monotonic() - started:.0f} s")
             return True
 
 

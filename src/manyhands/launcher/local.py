@@ -79,5 +79,7 @@ class LocalEngine(Engine):
 def _require_linux() -> None:
     if not (hasattr(os, "memfd_create") and hasattr(os, "pidfd_open")):
         raise DeviceError(
-            "several processes need Linux", got=sys.platform, remedy="use one device on this machine: mh.Single()"
+            "running several processes needs Linux",
+            got=sys.platform,
+            remedy="use one device on this machine: mh.Single()",
         )

@@ -55,7 +55,7 @@ class Hearer(ABC):
 
     def heard_answer(self, slot: int, told: dict[str, Any], outcome: Any) -> None:
         """Handle a service's answer to a call; raises here, because ranks do not receive calls."""
-        raise RunError(f"rank {slot} sent an unexpected reply")
+        raise RunError(f"rank {slot} sent a reply, although no call was made")
 
 
 class Process:
@@ -124,10 +124,10 @@ class Process:
         if self.failure is not None:
             return f"raised {self.failure['reason']}"
         if self.was_frozen:
-            return f"was frozen for {FROZEN_SECONDS:g} seconds and was ended"
+            return f"was frozen for {FROZEN_SECONDS:g} seconds and was killed"
         code = self.exit_code or 0
         if code < 0:
-            hint = "; often the system ran out of memory" if -code == signal.SIGKILL else ""
+            hint = "; often because the system ran out of memory" if -code == signal.SIGKILL else ""
             return f"was killed by signal {-code} ({signal.Signals(-code).name}{hint})"
         return f"ended with exit code {code} before it was done"
 

@@ -171,7 +171,7 @@ class RayJob(Coordinator):
         elif not self._alone_since:
             self._alone_since = time.monotonic()
         elif time.monotonic() > self._alone_since + READY_SECONDS or self._after_loss == "end":
-            self._failed = WorkerFailed(0, self.places[0].host, "every host of the job is gone")
+            self._failed = WorkerFailed(0, self.places[0].host, "all hosts of the job have failed")
 
     def finish(self) -> None:
         if self._is_ending:

@@ -67,7 +67,7 @@ class RayService(Service):
         try:
             failure = self._until_gone()
         except Exception as error:
-            failure = WorkerFailed(0, self.host, f"the service is gone: {brief(error)}")
+            failure = WorkerFailed(0, self.host, f"the service has failed: {brief(error)}")
         self._ray.kill(self._actor)
         self._over(failure)
 

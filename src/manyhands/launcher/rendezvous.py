@@ -55,7 +55,7 @@ class RendezvousInfo:
             store = reach_store(self.address, self.port, seat.timeout / 10)
         except RuntimeError as error:
             where = f"{self.address}:{self.port}"
-            raise PeerLost("joining", "the store", f"no answer from {where}", str(error)) from error
+            raise PeerLost("joining", "the store", f"the store at {where} does not answer", str(error)) from error
         store.set_timeout(timedelta(seconds=seat.timeout))
         return TorchWorld(mine, line, store, self.backend, RankKey(bytes.fromhex(self.key)))
 

@@ -116,7 +116,7 @@ class Service(ABC):
             self.ended.set_exception(failure) if failure and not self._is_wished else self.ended.set_result(None)
         while self._calls:
             _, answer = self._calls.popitem()
-            answer.set_exception(failure or self._gone("was ended before it answered"))
+            answer.set_exception(failure or self._gone("was stopped before it answered"))
 
     def _gone(self, what: str) -> WorkerFailed:
         failure = self.failure

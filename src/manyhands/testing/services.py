@@ -133,7 +133,7 @@ class ServiceContract:
             waiting = [service.call("sleep"), service.call("process")]
             os.kill(pid, signal.SIGKILL)
             for call in waiting:
-                with raises(WorkerFailed, "the service (was killed by signal 9|is gone)"):
+                with raises(WorkerFailed, "the service (was killed by signal 9|has failed)"):
                     call.result(self.seconds)
             assert isinstance(service.ended.exception(self.seconds), WorkerFailed)
             assert service.failure is not None

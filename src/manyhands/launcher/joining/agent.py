@@ -53,7 +53,7 @@ class Agent(Hearer, RunningJob):
                 turn(self._selector, 0.5)
                 self._crew.look()
                 if self._reason is None and time.monotonic() - self._channel.heard_at > self._patience:
-                    self._lose_conductor(f"was not heard for {self._patience:.0f} s")
+                    self._lose_conductor(f"has sent nothing for {self._patience:.0f} s")
         except BaseException as error:
             self._channel.send("leave", reason=f"{type(error).__name__}: {error}")
             raise
@@ -104,7 +104,7 @@ class Agent(Hearer, RunningJob):
                 self._take(message)
         except (OSError, ProtocolError) as error:
             if self._reason is None:
-                self._lose_conductor(f"is gone ({error})")
+                self._lose_conductor(f"has closed the connection ({error})")
             else:
                 self._selector.unregister(self._channel)
 
@@ -126,7 +126,7 @@ class Agent(Hearer, RunningJob):
         elif kind == "over":
             self._reason = message["reason"]
         elif kind not in ("beat", "begin", "agreed"):
-            raise ProtocolError(f"{kind} from the host that conducts")
+            raise ProtocolError(f"the first host sent the unexpected message {kind}")
 
     def _mine(self, summons: dict[str, Any]) -> dict[str, Any]:
         """Return rendezvous info for this host's ranks, with their key and the interface towards the first host."""
@@ -150,7 +150,9 @@ class Agent(Hearer, RunningJob):
                 break
             except (OSError, RunError) as error:
                 if time.monotonic() > end:
-                    raise RunError(f"the first host {why}, and did not come back in {self._timeout:.0f} s") from error
+                    raise RunError(
+                        f"the first host {why}, and did not reconnect within {self._timeout:.0f} s"
+                    ) from error
             except JoinRefused as error:
                 # The first host may still list the old connection; that ends within seconds.
                 if error.code != "present" or time.monotonic() > end:

@@ -112,14 +112,14 @@ class HostFacts:
             if name == "python":
                 mine, theirs = mine.rpartition(".")[0], theirs.rpartition(".")[0]
             if mine != theirs:
-                return f"{other.host} has {name} {theirs} and {self.host} has {mine}: install the same on both"
+                return f"{other.host} has {name} {theirs} and {self.host} has {mine}: install the same version on both"
         skew = other.time - self.time
         if abs(skew) > MAX_SKEW:
             side = "ahead of" if skew > 0 else "behind"
-            return f"the clock of {other.host} is {abs(skew):.0f} s {side} that of {self.host}: set it by NTP"
+            return f"the clock of {other.host} is {abs(skew):.0f} s {side} that of {self.host}: run an NTP service"
         if self.work != other.work:
             return (
-                f"{other.host} was started to do something else than {self.host}: give both the same command and files"
+                f"{other.host} and {self.host} were started with different work: use the same command and files on both"
             )
         return ""
 
@@ -145,7 +145,9 @@ class HostVerifier:
         elif not token.is_expired and token.accepts(answer["proof"], *parts):
             self._key = token
         else:
-            raise self.refuse("token", "its token is not that of this job, or is expired: copy the first host's file")
+            raise self.refuse(
+                "token", "its token is not that of this job, or is expired: copy the token file of the first host"
+            )
         self.facts = HostFacts.read(answer["facts"])
         if told := mine().differences(self.facts):
             raise self.refuse("differs", told)
@@ -181,8 +183,8 @@ def introduce(channel: Channel, token: JoinToken, mine: HostFacts, known: JoinTo
     key = next((key for key in keys if key.accepts(answer["proof"], *parts)), None)
     if key is None:
         raise SettingsError(
-            "the first host must have the same token",
-            got="a host that does not have it",
+            "the first host must prove that it has the same token",
+            got="a wrong proof",
             remedy="check which program listens at this address",
         )
     _seal(channel, key, hello["nonce"], nonce, is_first=False)
@@ -194,7 +196,7 @@ def _heard(channel: Channel, kind: str) -> Message:
     """Return the first host's message; raise JoinRefused if it refuses this host."""
     answer = channel.wait_for(kind, "refused", seconds=channel.limits.answer)
     if answer["kind"] == "refused":
-        refused = JoinRefused(f"{channel.peer} does not take this host in: {answer['reason']}")
+        refused = JoinRefused(f"{channel.peer} refuses this host: {answer['reason']}")
         refused.code = answer["code"]
         raise refused
     return answer

@@ -155,7 +155,7 @@ class JoinListener:
         try:
             return Channel(sock, self._limits, self._tls.cover(sock, self._limits, is_first=True))
         except NotTls:
-            told = "this job is joined with TLS: give this host its certificate too, by --tls"
+            told = "this job uses TLS: give this host a certificate too, with --tls"
             Channel(sock, self._limits).send("refused", code="tls", reason=told)
             raise
 
@@ -170,10 +170,10 @@ class JoinListener:
         if facts.host in names:
             refused = challenge.refuse(
                 "present",
-                f"a host called {facts.host} is in already: start one command per host, and give hosts different names",
+                f"a host called {facts.host} has already joined: run one command per host, under different names",
             )
         elif len(names) >= self._num_hosts:
-            told = f"all {self._num_hosts} hosts are in: start it with a larger --hosts everywhere"
+            told = f"all {self._num_hosts} hosts have already joined: start all of them with a larger --hosts"
             refused = challenge.refuse("full", told)
         else:
             self._passes[facts.host] = challenge.accept()
@@ -212,7 +212,7 @@ class HostsConductor(Coordinator):
         now = time.monotonic()
         for place in list(self._desk.present):
             if now - place.channel.heard_at > self._patience:
-                self._lose_host(place, f"has not been heard for {self._patience:.0f} s")
+                self._lose_host(place, f"has sent nothing for {self._patience:.0f} s")
 
     def _new_key(self) -> tuple[str, str]:
         salt = secrets.token_hex(16)
@@ -243,9 +243,9 @@ class HostsConductor(Coordinator):
             for message in place.channel.receive():
                 self._take(place, message)
         except ProtocolError as error:
-            self._lose_host(place, f"said {error}")
+            self._lose_host(place, f"violated the protocol: {error}")
         except OSError as error:
-            self._lose_host(place, f"is gone ({error.strerror or error})")
+            self._lose_host(place, f"has closed the connection ({error.strerror or error})")
 
     def _take(self, place: RemoteHost, message: Message) -> None:
         kind = message.pop("kind")
@@ -264,7 +264,7 @@ class HostsConductor(Coordinator):
         elif kind == "leave":
             self._lose_host(place, f"has left: {message['reason']}")
         elif kind != "beat":
-            raise ProtocolError(f"{kind} to the host that conducts")
+            raise ProtocolError(f"a joined host sent the unexpected message {kind}")
 
     def _lose_host(self, place: RemoteHost, reason: str) -> None:
         if place in self._desk.present:

@@ -82,4 +82,4 @@ def _links(values: list[Any]) -> list[MeasuredLink]:
     try:
         return [MeasuredLink(str(h), str(i), str(a), float(s), float(rate)) for h, i, a, s, rate in values]
     except (TypeError, ValueError):
-        raise ProtocolError("links of another shape") from None
+        raise ProtocolError("the message links has invalid values") from None

@@ -164,16 +164,20 @@ class Tunnel(Bare):
             except ssl.SSLWantReadError:
                 pass
             except ssl.SSLError as error:
-                raise ProtocolError(f"no TLS ({_reason(error)})") if self._is_proved else self._refused(error) from None
+                raise (
+                    ProtocolError(f"the TLS connection to {self._peer} is broken ({_reason(error)})")
+                    if self._is_proved
+                    else self._refused(error)
+                ) from None
         self._is_proved = self._is_proved or bool(found)
         return found
 
     def _not_tls(self, speaks_first: bool) -> Exception:
         if not speaks_first:
-            return NotTls(f"{self._peer} was not taken in: it does not use TLS")
+            return NotTls(f"{self._peer} was not admitted: it does not use TLS")
         return _refusal(
             "either all hosts of a job must use TLS, or none of them",
-            got=f"{self._peer} without it",
+            got=f"{self._peer} without TLS",
             remedy="start the first host with tls= too, or omit it here",
         )
 

@@ -118,7 +118,7 @@ def number(environ: Environ, *names: str, default: int | None = None) -> int:
             text = environ[name].strip()
             if not text.isdecimal() or len(text) > MOST_DIGITS:
                 digits = f" of at most {MOST_DIGITS} digits" if text.isdecimal() else ""
-                rule, got = f"{name} is a whole number{digits}", repr(environ[name][:80])
+                rule, got = f"{name} must be a whole number{digits}", repr(environ[name][:80])
                 raise SettingsError(rule, got=got, remedy="correct its value")
             return int(text)
     if default is None:
