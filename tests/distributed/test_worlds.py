@@ -60,7 +60,7 @@ def test_device_mesh_supports_torch_collectives(run_ranks: Callable[..., list[An
 
 
 def test_mesh_of_a_thread_world_raises() -> None:
-    with pytest.raises(UsageError, match="a mesh needs processes"):
+    with pytest.raises(UsageError, match="a mesh can only be created from processes"):
         run_threads(lambda world: world.mesh({"replicas": 1}), 1)
 
 

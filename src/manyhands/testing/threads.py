@@ -57,7 +57,7 @@ class ThreadRendezvous:
             values = list(self._slots)
             self._barrier.wait()
         except threading.BrokenBarrierError:
-            raise PeerLost(operation, f"rank {rank}", self.lost or "a peer did not come") from None
+            raise PeerLost(operation, f"rank {rank}", self.lost or "a peer did not arrive") from None
         return values
 
     def leave(self, rank: int, why: str) -> None:
@@ -136,10 +136,12 @@ class ThreadWorld(World):
         deadline, marks = time.monotonic() + self.seat.timeout, self._meeting.marks
         while not any(marks[name].wait(0.01) for name in names):
             if time.monotonic() > deadline:
-                raise PeerLost("waiting", f"rank {self.rank}", self._meeting.lost or "a peer did not say")
+                raise PeerLost("waiting", f"rank {self.rank}", self._meeting.lost or "no rank reported a reason")
 
     def mesh(self, axes: Mapping[str, int]) -> DeviceMesh:
-        raise UsageError("a mesh needs processes", got="a world of threads", remedy="test it with gloo")
+        raise UsageError(
+            "a mesh can only be created from processes", got="a world of threads", remedy="test it with gloo"
+        )
 
     def close(self) -> None:
         pass
