@@ -191,7 +191,7 @@ def test_custom_step_is_not_planned_for_parameter_servers() -> None:
     found = mh.plan(task, "2 hosts x 2 A100, 25Gb/s")
     assert isinstance(found, Plan)
     served = next(option for option in found.options if option.spec.servers)
-    assert served.refused == "not for this task: parameter servers train a loss"
+    assert served.refused == "not for this task: parameter servers need a task with loss="
     assert not served.can_run
 
 
@@ -275,7 +275,7 @@ def test_best_batch_size_follows_the_gradient_noise_scale() -> None:
     true = 50 * spread**2 / float(signal.square().sum())
     assert noise_scale(64, squares(64), 1024, squares(1024)) == pytest.approx(true, rel=0.2)
     assert best_batch(true, {64: 1.0, 1024: 2.0, 65536: 100.0}) == 1024
-    with pytest.raises(SettingsError, match="two batch sizes differ"):
+    with pytest.raises(SettingsError, match="two batch sizes must be positive and ascending"):
         noise_scale(8, [1.0], 8, [1.0])
 
 

@@ -312,7 +312,9 @@ class ParameterClient:
                 if link not in self._links:
                     raise ServersMoved(self.server_list)
                 if time.monotonic() > deadline:
-                    raise ConnectionLost(f"the server at {link.caller.address} does not answer")
+                    raise ConnectionLost(
+                        f"the server at {link.caller.address} did not answer within {self._timeout:.0f} s"
+                    )
             if self.coordinator is not None and (self.coordinator.socket in ready or self.coordinator.monitor in ready):
                 _on_message(self.coordinator)
             try:
@@ -337,7 +339,9 @@ class ParameterClient:
             time.sleep(0.05)
             self.on_wait()
         if link in self._links:
-            raise ConnectionLost(f"the server at {link.caller.address} is gone")
+            raise ConnectionLost(
+                f"the server at {link.caller.address} failed and was not replaced within {self._timeout:.0f} s"
+            )
         raise ServersMoved(self.server_list)
 
 

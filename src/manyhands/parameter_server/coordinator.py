@@ -286,7 +286,7 @@ class ServerCoordinator:
             self._on_server_failure(member, reason)
             return
         self.stats.lost_workers += 1
-        self._notice(f"worker {member.number} {reason}: its samples are handed out again, another one is started")
+        self._notice(f"worker {member.number} {reason}: its samples are assigned again, and a new worker is started")
         del self._workers[member.number]
         if member.ticket is not None and self._schedule is not None:
             self._schedule.give_back(member.ticket)
@@ -301,7 +301,9 @@ class ServerCoordinator:
         self._round += 1
         loss = RankFailure(member.number, this_host(), f"{member.role} {member.number} {reason}")
         if not self._restart_policy.goes_on([loss], size=len(self._devices), step=self.hand.num_steps):
-            raise NoProgress(member.number, loss.host, f"{loss.reason}, again and again without a new step in between")
+            raise NoProgress(
+                member.number, loss.host, f"{loss.reason}, repeatedly, without completing a step in between"
+            )
 
     def _forget_worker(self, worker: _Member) -> None:
         """Let servers free what they share with a worker that has exited."""
@@ -314,17 +316,17 @@ class ServerCoordinator:
         number, follower = member.number, self._followers.get(member.number)
         self.stats.lost_servers += 1
         if follower is not None and follower.is_filled:
-            self._notice(f"server {number} {reason}: its follower is in its place, and gets a follower")
+            self._notice(f"server {number} {reason}: its follower replaces it, and gets a new follower")
             self._promote(follower)
             return
         if follower is not None:
             follower.is_led = False
         self._servers[number] = self._start_member("server", number, number)
-        raise ServerFailed(f"server {number} {reason}, and is restarted")
+        raise ServerFailed(f"server {number} {reason}, so it is restarted")
 
     def _on_follower_failure(self, member: _Member, reason: str) -> None:
         self.stats.lost_followers += 1
-        self._notice(f"the follower of server {member.number} {reason}: another one is filled")
+        self._notice(f"the follower of server {member.number} {reason}: a new follower is started and filled")
         if self._servers[member.number].peer is not None:
             self._send(self._servers[member.number], SetFollower(""))
         self._followers[member.number] = self._start_member("follower", member.number, member.number)
@@ -428,8 +430,8 @@ class ServerCoordinator:
         for number, (state, _) in enumerate(answers):
             if state.applied != self._num_entered:
                 raise RunError(
-                    f"server {number} has applied {state.applied} gradients since it was filled, but closed steps have "
-                    f"{self._num_entered}: its values cannot be trusted, the last checkpoint can"
+                    f"server {number} has applied {state.applied} gradients since it was filled, but the completed "
+                    f"steps have {self._num_entered}, so its values are wrong; resume from the last checkpoint"
                 )
         self.stats.ledger = [state.applied for state, _ in answers]
         self.stats.bytes = [state.wire for state, _ in answers]
@@ -521,7 +523,7 @@ class ServerCoordinator:
             self._poller.poll(int(1000 * TICK))
             self._process_messages()
             if time.monotonic() > deadline:
-                raise PeerLost("fit", "the chief", f"waited {self._timeout:.0f} s for {waiting_for}")
+                raise PeerLost("fit", "the coordinator", f"waited {self._timeout:.0f} s for {waiting_for}")
 
     def _process_messages(self) -> None:
         """Process all received messages and check for members that stopped answering."""
@@ -648,7 +650,7 @@ class ServerCoordinator:
     def _release(self, worker: _Member) -> None:
         """Remove a failed worker and hand its work out again."""
         self.stats.lost_workers += 1
-        self._notice(f"worker {worker.number} is gone: its samples are handed out again")
+        self._notice(f"worker {worker.number} has failed: its samples are assigned again")
         self._peers.pop(worker.peer or b"", None)
         del self._workers[worker.number]
         if worker.ticket is not None and self._schedule is not None:

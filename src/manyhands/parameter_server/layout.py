@@ -89,7 +89,7 @@ def cut(model: nn.Module, num_servers: int, *, whole: bool) -> list[Share]:
     for name, parameter in trained.items():
         if not parameter.is_floating_point():
             raise StrategyError(
-                "parameter servers hold floating-point parameters",
+                "parameters on parameter servers must be floating-point",
                 got=f"{name} of {parameter.dtype}",
                 remedy="keep complex or integer parameters out of the network, or use mh.Mirrored()",
             )
@@ -138,7 +138,7 @@ def _require_work(trained: Mapping[str, Tensor], has_tables: bool, num_servers: 
     most = max(len(trained), num_bytes // SMALL)
     if num_servers > most:
         raise StrategyError(
-            f"a network of {len(trained)} tensors and {num_bytes} bytes is worth at most {most} servers",
+            f"a network of {len(trained)} tensors and {num_bytes} bytes can be split over at most {most} servers",
             got=num_servers,
             remedy=f"pass servers={max(1, most)} or less",
         )

@@ -335,7 +335,8 @@ def encode(message: Message) -> bytes:
     data = _encoder.encode(message)
     if len(data) > MAX_HEADER:
         raise RunError(
-            f"a {type(message).__name__} of {len(data)} bytes is too long, {MAX_HEADER} are allowed; use more servers"
+            f"the message {type(message).__name__} must have at most {MAX_HEADER} bytes, but got {len(data)}; "
+            "use more servers"
         )
     return data
 

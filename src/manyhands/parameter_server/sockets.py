@@ -161,9 +161,9 @@ class Caller:
         try:
             message = decode(head.buffer)
         except msgspec.DecodeError as error:
-            raise ConnectionLost(f"{self.address} sent what is no message: {error}") from None
+            raise ConnectionLost(f"{self.address} sent an invalid message: {error}") from None
         if isinstance(message, Unauthenticated):
-            raise ConnectionLost(f"{self.address} does not know this connection any more")
+            raise ConnectionLost(f"{self.address} no longer knows this connection")
         return message, _joined([frame.buffer for frame in frames])
 
     def _has_come(self, timeout: float | None) -> bool:

@@ -26,8 +26,8 @@ def kind_of(table: Embedding, optimizer: Any) -> str:
     kind = table.optimizer or kind_of_optimizer(mine)
     if kind is None:
         raise TaskError(
-            "rows of a table need an optimizer that trains single rows",
-            got=f"{type(mine).__name__} for all",
+            "the rows of an mh.Embedding need an optimizer that can update single rows",
+            got=type(mine).__name__,
             remedy='write mh.Embedding(rows, dim, optimizer="adagrad")',
         )
     return kind
@@ -45,8 +45,8 @@ def settings_of(name: str, table: Embedding, optimizer: Any, model: nn.Module) -
     for setting in MOVING[kind]:
         if group.get(setting):
             raise TaskError(
-                "rows of a table on servers change only when a batch touches them",
-                got=f"{name}.weight with {setting}={group[setting]}, which moves all rows",
+                "rows of an mh.Embedding on parameter servers must change only when a batch uses them",
+                got=f"{name}.weight with {setting}={group[setting]}, which changes all rows",
                 remedy=f"put {name}.weight into a parameter group without it, or write "
                 f'mh.Embedding(rows, dim, optimizer="{kind}")',
             )

@@ -86,7 +86,11 @@ def noise_scale(small: int, squares: Sequence[float], large: int, large_squares:
     160.0
     """
     if not 0 < small < large:
-        raise SettingsError("two batch sizes differ", got=f"{small} and {large}", remedy="pass the smaller one first")
+        raise SettingsError(
+            "the two batch sizes must be positive and ascending",
+            got=f"{small} and {large}",
+            remedy="pass the smaller one first",
+        )
     first, second = sum(squares) / len(squares), sum(large_squares) / len(large_squares)
     signal = (large * second - small * first) / (large - small)
     noise = (first - second) / (1 / small - 1 / large)
