@@ -129,7 +129,7 @@ def test_oversized_model_name_is_rejected_in_the_grpc_process(heard: tuple[Serve
 
 
 class TakenOver:
-    """The end of the process for gRPC in the hands of an attacker, who sends the frames of his choice."""
+    """The end of the gRPC process in the hands of an attacker, who sends the frames of his choice."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.unloaded: list[str] = []
@@ -198,9 +198,7 @@ def test_compromised_grpc_process_cannot_manage_models() -> None:
 
     attacker = attack(act)
     assert attacker.unloaded == []
-    assert attacker.reports == [
-        "the process for gRPC sent a call of a method that its listener has not, and is restarted"
-    ]
+    assert attacker.reports == ["the gRPC process sent a call of a method that its listener has not, and is restarted"]
 
 
 def test_management_listener_can_unload_models() -> None:
@@ -240,7 +238,7 @@ def test_invalid_frames_close_the_connection_and_are_reported(kind: int, number:
         assert await attacker.answer() is None
 
     (report,) = attack(act).reports
-    assert report.startswith("the process for gRPC sent ")
+    assert report.startswith("the gRPC process sent ")
 
 
 @pytest.mark.parametrize(("num_head", "num_message"), [(MAX_FRAME_HEAD + 1, 0), (0, 2 * MIB), (2**32 - 1, 2**32 - 1)])

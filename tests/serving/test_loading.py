@@ -71,7 +71,7 @@ def test_version_unloaded_during_loading_stays_unloaded(engine: LocalEngine) -> 
             loading = asyncio.create_task(version.load(quietly=True))
             await asyncio.sleep(0)
             await version.end(patience=1.0)
-            with pytest.raises(RequestRefused, match="unloaded while it was loading"):
+            with pytest.raises(RequestRefused, match="unloaded while it was being loaded"):
                 await loading
             return version.state
         finally:

@@ -190,7 +190,9 @@ class Batcher:
         self._require_rows(inputs, rows)
         if not self._most(self._shapes(inputs)):
             size = sum(inputs[name][:1].nbytes for name in self._inputs)
-            raise RequestRefused("INVALID_ARGUMENT", f"rows of {size} bytes are more than a batch can hold")
+            raise RequestRefused(
+                "INVALID_ARGUMENT", f"a row must fit into a batch, but got a row of {size} bytes; send smaller rows"
+            )
         ticket = Ticket(inputs, rows, deadline, priority, done)
         self._live.add(ticket)
         self._queue(TicketPart(ticket, 0, rows))
@@ -216,7 +218,9 @@ class Batcher:
             raise RequestRefused("INVALID_ARGUMENT", f"rows{which} must not be empty, but got the shape {shape}")
         most = REQUEST_QUEUES * self.settings.queue_rows
         if rows > most:
-            raise RequestRefused("INVALID_ARGUMENT", f"a request may have {most} rows, but got {rows}; send parts")
+            raise RequestRefused(
+                "INVALID_ARGUMENT", f"a request may have {most} rows, but got {rows}; send several requests"
+            )
         if self.num_queued and self.num_queued + rows > self.settings.queue_rows:
             reason = f"overloaded: {self.num_queued} rows are waiting, and {rows} more would be too many"
             raise RequestRefused("UNAVAILABLE", reason, max(1.0, math.ceil(self._wait())))

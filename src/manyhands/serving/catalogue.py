@@ -177,10 +177,13 @@ class Catalogue:
     def set_split(self, name: str, shares: list[TrafficShare]) -> None:
         """Split a name's requests by weight among versions or models; an empty list removes the split."""
         if not NAME.fullmatch(name):
-            raise RequestRefused("INVALID_ARGUMENT", "a model's name has letters, digits, dashes and underscores")
+            raise RequestRefused(
+                "INVALID_ARGUMENT",
+                f"a model name must consist of letters, digits, dashes and underscores, but got {name[:64]!r}",
+            )
         for share in shares:
             if not 0 < share.weight < math.inf:
-                raise RequestRefused("INVALID_ARGUMENT", f"weights are numbers above 0, but got {share.weight}")
+                raise RequestRefused("INVALID_ARGUMENT", f"weights must be numbers above 0, but got {share.weight}")
             self.model(share.model).require(share.version)
         if shares:
             self.splits[name] = shares
@@ -225,7 +228,10 @@ class Catalogue:
     ) -> None:
         """Serve exactly these models from now on, with these version policies and labels."""
         if self.settings.root is None:
-            raise RequestRefused("FAILED_PRECONDITION", "the models of this server do not come from a folder")
+            raise RequestRefused(
+                "FAILED_PRECONDITION",
+                "this server does not load its models from a folder, so its list of models cannot be replaced",
+            )
         there = await self._in_thread(models_in, self.settings.root)
         for name in policies:
             if name not in there:

@@ -156,7 +156,7 @@ def _require_alike(one: Run, other: Run, batches: Sequence[Tensors]) -> None:
             have, wanted = have.double(), want[name].double()
             allowed = CLOSE * float(wanted.nan_to_num(posinf=0.0, neginf=0.0).abs().max())
             if have.shape != wanted.shape or not torch.allclose(have, wanted, 0.0, allowed, equal_nan=True):
-                raise RuntimeError(f"{name!r} would not be the same")
+                raise RuntimeError(f"the output {name!r} would differ")
 
 
 def _seconds(run: Run, batch: Tensors) -> float:
@@ -208,7 +208,7 @@ def require_precision(precision: str) -> None:
     """Raise SettingsError for an unknown precision."""
     if precision not in PRECISIONS:
         raise SettingsError(
-            f"precision is {' or '.join(PRECISIONS)}", got=repr(precision), remedy='pass precision="bf16"'
+            f"precision must be {' or '.join(PRECISIONS)}", got=repr(precision), remedy='pass precision="bf16"'
         )
 
 

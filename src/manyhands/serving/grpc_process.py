@@ -163,7 +163,7 @@ class FrameSocket(asyncio.BufferedProtocol):
         """End a connection on which something came that must not come, and report it."""
         self._num = 0
         self._transport.abort()
-        text = f"the process for gRPC sent {what}, and is restarted"
+        text = f"the gRPC process sent {what}, and is restarted"
         asyncio.get_running_loop().call_exception_handler({"message": text})
 
 
@@ -447,7 +447,7 @@ class GrpcProcess:
                 both: list[asyncio.Future[Any]] = [coming, ended]
                 await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
                 if not coming.done():
-                    raise RunError(f"the process for gRPC has ended: {ended.exception()}")
+                    raise RunError(f"the gRPC process has ended: {ended.exception()}")
                 arrival = coming.result().socket
                 socket.send_fds(arrival, [b"frames"], [theirs.fileno()])
                 arrival.close()
@@ -455,7 +455,7 @@ class GrpcProcess:
                 self._frames = await FrameSocket.over(ours, self._hear, self._end, most)
                 told = await self._ready
         except TimeoutError:
-            raise RunError(f"the process for gRPC did not start within {START_SECONDS:.0f} s") from None
+            raise RunError(f"the gRPC process did not start within {START_SECONDS:.0f} s") from None
         finally:
             self.meeting.forget(key)
             theirs.close()
@@ -470,7 +470,7 @@ class GrpcProcess:
         for task in self._tasks.values():
             task.cancel()
         if self._ready is not None and not self._ready.done():
-            self._ready.set_result({"error": "the process for gRPC has ended"})
+            self._ready.set_result({"error": "the gRPC process has ended"})
         elif not self._is_closing and (self._restarting is None or self._restarting.done()):
             self._restarting = asyncio.ensure_future(self._restart())
 
@@ -534,7 +534,7 @@ class GrpcProcess:
         except BadRequest as error:
             refusal, status = RequestRefused("INVALID_ARGUMENT", error.reason), error.status
         except Exception:
-            refusal = RequestRefused("UNKNOWN", "the server failed; its log says why")
+            refusal = RequestRefused("UNKNOWN", "the server failed; see its log")
             raise
         finally:
             if refusal is not None:

@@ -779,7 +779,7 @@ class Connection(asyncio.BufferedProtocol):
         if self._num_again > self.limits.headers:
             raise self._head_refusal()
         if self._is_in_head and name in _ONCE:
-            raise BadRequest(400, f"the header {name.decode('latin1')} must not come twice")
+            raise BadRequest(400, f"the header {name.decode('latin1')} must not occur twice")
         return self._is_in_head
 
     def _head_refusal(self) -> BadRequest:

@@ -94,7 +94,7 @@ class ListenSettings:
             raise SettingsError(
                 "the tokens for requests and for management must differ",
                 got="the same value for both",
-                remedy="set another MANYHANDS_MANAGE_TOKEN",
+                remedy="set MANYHANDS_MANAGE_TOKEN to another value",
             )
 
     @property

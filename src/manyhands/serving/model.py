@@ -106,8 +106,8 @@ class Model:
             loaded = ", ".join(str(one.number) for one in self.available) or "none"
             raise RequestRefused(
                 "FAILED_PRECONDITION",
-                f"labels and splits name versions that are loaded (of {self.name}: {loaded}), but got {version}; "
-                f"manyhands models load {self.name} {version} loads it, serve --versions latest:2 keeps two loaded",
+                f"labels and splits must name loaded versions (of {self.name}: {loaded}), but got {version}; load it "
+                f"with manyhands models load {self.name} {version}, or keep two with serve --versions latest:2",
             )
 
     def forget_ended(self) -> None:

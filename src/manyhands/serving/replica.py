@@ -338,7 +338,7 @@ class _Opening:
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             if isinstance(error, ManyhandsError):
                 raise
-            raise RunError("the replica told a malformed signature") from None
+            raise RunError("the replica reported an invalid signature") from None
         return signature
 
     def send_slots(self, layout: SlotLayout) -> ReplicaSlots:
@@ -392,11 +392,11 @@ def _require_plain(signature: Signature) -> None:
     """Raise ValueError for a signature that no valid archive can have."""
     specs = [*signature.inputs.items(), *signature.outputs.items()]
     if not signature.inputs or not signature.outputs or len(specs) > MAX_TENSORS:
-        raise ValueError("tensors")
+        raise ValueError("a signature must have inputs and outputs, and not too many of them")
     for name, spec in specs:
         sizes_fit = all(size is None or (type(size) is int and 0 <= size < 1 << 40) for size in spec.shape)
         if not isinstance(name, str) or len(name) > MAX_NAME or len(spec.shape) > MAX_RANK or not sizes_fit:
-            raise ValueError("names and sizes")
+            raise ValueError("names, dimensions and sizes in a signature must be within their limits")
     require_rows(signature)
 
 

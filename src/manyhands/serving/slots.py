@@ -90,7 +90,7 @@ class ReplicaSlots:
         start = slot * self.layout.slot_bytes + self.layout.input_bytes
         limit = self.layout.slot_bytes - self.layout.input_bytes
         if _end(self.layout.signature.outputs, size, shapes) > limit:
-            raise ValueError(f"the outputs of a batch may have {limit} bytes")
+            raise ValueError(f"the outputs of a batch must have at most {limit} bytes, but got more")
         return self._views(self.layout.signature.outputs, start, size, shapes)
 
     def _views(self, specs: Mapping[str, TensorSpec], start: int, size: int, shapes: Shapes) -> dict[str, Array]:

@@ -141,7 +141,7 @@ class Version:
             if isinstance(outcome, BaseException):
                 raise outcome
         if self.is_over:
-            raise RequestRefused("ABORTED", "it was unloaded while it was loading")
+            raise RequestRefused("ABORTED", "the version was unloaded while it was being loaded")
         self._batcher = Batcher(self._settings, list(self.signature.inputs), asyncio.get_running_loop().call_soon)
         self._batcher.on_batch = self.figures.count_batch
         self._batcher.rows_fitting = SlotLayout(self.signature, self._settings.max_rows).rows_fitting
@@ -199,7 +199,7 @@ class Version:
         self._signature = self._signature or replica.signature
         if replica.signature != self._signature:
             replica.close()
-            raise RunError("a replica told another signature than the first one of its version")
+            raise RunError("a replica reported a different signature than the first replica of its version")
         self.replicas.append(replica)
         if replica.protection is not None and replica.memory is not None:
             kind = "replica_unprotected" if replica.protection.missing else "replica_protected"

@@ -371,4 +371,4 @@ class Decoder:
         try:
             return self._asked.FromString(message)
         except DecodeError:
-            raise RequestRefused("INVALID_ARGUMENT", f"the message is no {self.rule.name}") from None
+            raise RequestRefused("INVALID_ARGUMENT", f"the message is not a valid {self.rule.name}") from None

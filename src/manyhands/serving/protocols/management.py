@@ -91,7 +91,8 @@ class Management(RestProtocol):
         label, version = value.get("label"), _number(value.get("version"))
         if not isinstance(label, str) or not LABEL.fullmatch(label) or "version" not in value:
             raise RequestRefused(
-                "INVALID_ARGUMENT", 'a label is set by {"label": "stable", "version": 3}, and taken away by null'
+                "INVALID_ARGUMENT",
+                'a label is set with {"label": "stable", "version": 3}, and removed with "version": null',
             )
         self.desk.catalogue.model(name).set_label(label, version)
         return {"labels": self.desk.catalogue.model(name).labels}
@@ -101,7 +102,7 @@ class Management(RestProtocol):
         for one in given if isinstance(given, list) else [given]:
             weight: Any = one.get("weight") if isinstance(one, dict) else None
             if type(weight) not in (int, float) or not 0 <= weight <= MAX_WEIGHT:
-                rule = f'shares are {{"model"?, "version"?, "weight"}}, with weights from 0 to {MAX_WEIGHT:g}'
+                rule = f'shares must be {{"model"?, "version"?, "weight"}}, with weights from 0 to {MAX_WEIGHT:g}'
                 raise RequestRefused("INVALID_ARGUMENT", f"{rule}, but got {shown(weight, 20)}")
             shares.append(
                 TrafficShare(shown(one.get("model") or name, 256), _number(one.get("version")), float(weight))
@@ -133,7 +134,7 @@ def _number(value: Any) -> int | None:
         return value
     if isinstance(value, str) and value.isdecimal() and len(value) <= 18:
         return int(value)
-    raise RequestRefused("INVALID_ARGUMENT", f"a version is a whole number, but got {shown(value, 20)!r}")
+    raise RequestRefused("INVALID_ARGUMENT", f"a version must be a whole number, but got {shown(value, 20)!r}")
 
 
 def _described(version: Version) -> dict[str, Any]:

@@ -230,7 +230,9 @@ class OpenInferenceGrpc(GrpcService):
 
     async def _load(self, request: Any, context: Any) -> Any:
         if request.parameters:
-            raise RequestRefused("INVALID_ARGUMENT", "a model is loaded as it lies in the folder, without parameters")
+            raise RequestRefused(
+                "INVALID_ARGUMENT", "models are loaded from the folder of the server, so parameters are not supported"
+            )
         await self._managed(self.desk.catalogue.load(request.model_name))
         return MESSAGES["RepositoryModelLoadResponse"]()
 

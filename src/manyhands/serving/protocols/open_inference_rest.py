@@ -421,7 +421,7 @@ def require_rows(arrays: Mapping[str, Array], version: Version | Subject) -> Non
     """Raise BadRequest unless all inputs have the same number of rows, at least one."""
     rows = {len(array) for array in arrays.values()}
     if len(rows) > 1 or 0 in rows:
-        rule = f"all inputs of model '{version.model}' have the same number of rows, at least one"
+        rule = f"all inputs of model '{version.model}' must have the same number of rows, at least one"
         raise BadRequest(400, f"{rule}, but got {sorted(rows)}")
 
 
@@ -543,7 +543,9 @@ def checked_parameters(timeout: object, priority: object) -> tuple[float | None,
 
 def _whole(name: str, value: object) -> int:
     if type(value) is not int or not 0 <= value < 2**63:
-        raise BadRequest(400, f"the parameter {name} is an integer from 0 to 2**63 - 1, but got {shown(value, 20)!r}")
+        raise BadRequest(
+            400, f"the parameter {name} must be an integer from 0 to 2**63 - 1, but got {shown(value, 20)!r}"
+        )
     return value
 
 

@@ -131,7 +131,7 @@ class PredictionService(GrpcService):
 def _require_tasks(tasks: Sequence[Any]) -> Any:
     """Return the first of some tasks, which must all refer to one model."""
     if not tasks:
-        raise BadRequest(400, "a MultiInferenceRequest has at least one task")
+        raise BadRequest(400, "a MultiInferenceRequest must have at least one task")
     seen = set()
     for task in tasks:
         if not task.model_spec.name:
@@ -143,7 +143,7 @@ def _require_tasks(tasks: Sequence[Any]) -> Any:
         if task.method_name in seen:
             raise BadRequest(400, f"Duplicate evaluation of signature: {task.model_spec.signature_name[:64]}")
         if task.model_spec != tasks[0].model_spec:
-            raise BadRequest(400, "all tasks of a MultiInferenceRequest must ask the same version and signature")
+            raise BadRequest(400, "all tasks of a MultiInferenceRequest must name the same version and signature")
         seen.add(task.method_name)
     return tasks[0]
 
@@ -210,12 +210,12 @@ def read_shapes(request: Any, version: Version, limit: int) -> Shapes:
     specs = version.signature.inputs
     if set(request.inputs) != set(specs):
         raise BadRequest(
-            400, f"the inputs are {{{', '.join(specs)}}}, but got {{{', '.join(sorted(request.inputs))[:200]}}}"
+            400, f"the inputs must be {{{', '.join(specs)}}}, but got {{{', '.join(sorted(request.inputs))[:200]}}}"
         )
     shapes = {name: _shape(name, request.inputs[name], spec) for name, spec in specs.items()}
     rows = {shape[0] for shape in shapes.values()}
     if len(rows) > 1 or rows == {0}:
-        raise BadRequest(400, f"all inputs have the same number of rows, but got {sorted(rows)}")
+        raise BadRequest(400, f"all inputs must have the same number of rows, but got {sorted(rows)}")
     num = num_bytes(shapes, version)
     if num > limit:
         raise BadRequest(400, f"the inputs may have {limit} bytes together, but got shapes of {num} bytes")

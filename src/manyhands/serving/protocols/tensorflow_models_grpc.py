@@ -78,5 +78,5 @@ def policy_of(policy: Any) -> VersionPolicy | None:
     if kind == "all":
         return VersionPolicy(0)
     if not policy.specific.versions:
-        raise RequestRefused("INVALID_ARGUMENT", "a specific policy names at least one version")
+        raise RequestRefused("INVALID_ARGUMENT", "a specific version policy must name at least one version")
     return VersionPolicy(0, frozenset(policy.specific.versions))

@@ -199,14 +199,14 @@ def parse_predict(value: Any, signature: Signature) -> tuple[dict[str, Array], b
     if columns.keys() != signature.inputs.keys():
         raise BadRequest(
             400,
-            f"the inputs are {{{', '.join(signature.inputs)}}}, but got {{{', '.join(map(str, columns))[:200]}}}",
+            f"the inputs must be {{{', '.join(signature.inputs)}}}, but got {{{', '.join(map(str, columns))[:200]}}}",
         )
     arrays = {name: _array(name, columns[name], spec) for name, spec in signature.inputs.items()}
     rows = {len(array) for array in arrays.values()}
     if len(rows) > 1:
-        raise BadRequest(400, f"all inputs have the same number of rows, but got {sorted(rows)}")
+        raise BadRequest(400, f"all inputs must have the same number of rows, but got {sorted(rows)}")
     if rows == {0}:
-        raise BadRequest(400, "a request has at least one row, but got none")
+        raise BadRequest(400, "a request must have at least one row, but got none")
     return arrays, by_rows
 
 
@@ -215,7 +215,7 @@ def _from_rows(rows: Any, signature: Signature) -> dict[str, Any]:
         raise BadRequest(400, "Request instances must be a list with at least one element")
     if not isinstance(rows[0], dict):
         if len(signature.inputs) != 1:
-            raise BadRequest(400, f"instances are objects with the inputs {{{', '.join(signature.inputs)}}}")
+            raise BadRequest(400, f"instances must be objects with the inputs {{{', '.join(signature.inputs)}}}")
         return {next(iter(signature.inputs)): rows}
     if not all(isinstance(row, dict) and row.keys() == rows[0].keys() for row in rows):
         raise BadRequest(400, "all instances must have the same keys")
@@ -226,7 +226,7 @@ def _from_columns(columns: Any, signature: Signature) -> dict[str, Any]:
     if isinstance(columns, dict):
         return columns
     if len(signature.inputs) != 1:
-        raise BadRequest(400, f"inputs is an object with the keys {{{', '.join(signature.inputs)}}}")
+        raise BadRequest(400, f"inputs must be an object with the keys {{{', '.join(signature.inputs)}}}")
     return {next(iter(signature.inputs)): columns}
 
 

@@ -136,7 +136,7 @@ class Fleet:
                 num_lost += gone.with_request
                 if num_lost == ATTEMPTS:
                     # The request itself may be what crashes the servers; retrying it would affect other requests.
-                    raise RequestRefused("INTERNAL", "servers were lost while computing this request") from None
+                    raise RequestRefused("INTERNAL", "servers failed while computing this request") from None
             except BackendOverloaded as refusal:
                 refused = refusal
             except TimeoutError:
