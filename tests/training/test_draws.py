@@ -93,7 +93,7 @@ def notices_of(made: mh.Task, folder: Path) -> list[str]:
     world, heard = NullWorld(), []
     world.line.taps[:] = [lambda entry: heard.append(entry["text"]) if entry["kind"] == "notice" else None]
     train(world, Job(task=made, spec=mh.Single(deterministic=True), folder=folder))
-    return [text for text in heard if "only their size" in text]
+    return [text for text in heard if "inferred from their size" in text]
 
 
 def test_draw_classified_by_shape_alone_logs_a_notice(tmp_path: Path) -> None:

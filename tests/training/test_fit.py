@@ -467,7 +467,7 @@ def test_invalid_settings_are_rejected_before_anything_is_written(tmp_path: Path
         mh.fit(noisy(), params={"lr": 1}, folder=tmp_path / "runs")
     with pytest.raises(TaskError, match="epochs must be a whole number of at least 1, but got 2.5"):
         mh.fit(noisy(), epochs=2.5, folder=tmp_path / "runs")  # type: ignore[arg-type]
-    with pytest.raises(TaskError, match="callbacks is a list, but got Ledger"):
+    with pytest.raises(TaskError, match="callbacks must be a list, but got Ledger"):
         mh.fit(noisy(), callbacks=Ledger(tmp_path), folder=tmp_path / "runs")  # type: ignore[arg-type]
     with pytest.raises(TaskError, match="an instance of a subclass of mh.Callback, but got the class Corrupt"):
         mh.fit(noisy(), callbacks=[Corrupt], folder=tmp_path / "runs")  # type: ignore[list-item]
@@ -482,7 +482,7 @@ class Misspelt(mh.Callback):
 
 
 def test_callback_with_misspelled_method_is_rejected(tmp_path: Path) -> None:
-    with pytest.raises(TaskError, match="a callback has on_start, .* but got on_epoch_end. Rename it"):
+    with pytest.raises(TaskError, match="must be among on_start, .* but got on_epoch_end. Rename the method"):
         fit(noisy(), folder=tmp_path, callbacks=[Misspelt()])
 
 

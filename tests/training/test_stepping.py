@@ -110,7 +110,7 @@ def test_bfloat16_falls_back_to_float32_where_it_is_slower(tmp_path: Path, monke
     measured = {step_variants.AS_WRITTEN: 0.3, step_variants.CHANNELS_LAST: 0.4, step_variants.FULL_WIDTH: 0.1}
     monkeypatch.setattr(step_variants.Ways, "_measured", lambda self: measured[self._way])
     run = mh.fit(pictures(), mh.Single(precision="bf16"), on="cpu", epochs=1, folder=tmp_path, progress=False)
-    assert any("executed fp32 from here on" in text for text in notices(run))
+    assert any("executed fp32 from now on" in text for text in notices(run))
     full = mh.fit(pictures(), mh.Single(capture="off"), on="cpu", epochs=1, folder=tmp_path, progress=False)
     np.testing.assert_allclose(run.losses, full.losses, rtol=0.05)
 

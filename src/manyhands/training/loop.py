@@ -55,8 +55,8 @@ INPUT_WAIT_WARNING_SECONDS = 1.0
 COMPARE_EVERY = 1000
 """Steps between two comparisons of the replicas."""
 STRAYED = (
-    "an operation draws random numbers that deterministic=True does not know (a kernel of its own, or torch.ops), "
-    "so they differ from one number of replicas to another"
+    "an operation draws random numbers that deterministic=True does not know (a custom kernel, or torch.ops), "
+    "so they change with the number of replicas"
 )
 
 
@@ -402,7 +402,7 @@ class TrainingLoop:
         what = f"{self.reporter.num_skipped} steps in a row from step {since} on had no finite gradient"
         gave_way_at = max(hand.world.gather_objects(kept.gave_way_at))
         if since <= gave_way_at:
-            again = f"again, after the run had gone back from step {gave_way_at}"
+            again = f"again, after the run was rolled back from step {gave_way_at}"
             raise LossNotFinite(f"{what}, {again}; {self.reporter.suspicion(hand.num_steps)}")
         hand.notice(f"{what}: the run is rolled back to its last good state")
         # If only some replicas' state is not finite, the others keep theirs as the source; else all roll back.
@@ -515,7 +515,7 @@ class TrainingLoop:
             self.hand.notice("there is no checkpoint to resume from: starting from the beginning")
             return False
         self.take_up(state)
-        left = "" if self.hand.epoch < self.job.epochs else f"; nothing is left of {self.job.epochs} epochs"
+        left = "" if self.hand.epoch < self.job.epochs else f"; all {self.job.epochs} epochs are complete"
         self.hand.notice(f"resumed at step {self.hand.num_steps}, epoch {self.hand.epoch + 1}{left}")
         return True
 
@@ -641,7 +641,7 @@ class TrainingLoop:
         if not hand.world.gather_objects(hand.num_steps in store.steps())[0]:
             raise RunError(
                 f"the last state, of step {hand.num_steps}, could not be saved: see the notices above; "
-                "make room, and resume from the last checkpoint that was written"
+                "free some space, and resume from the last checkpoint that was written"
             )
         for callback in self.job.callbacks:
             callback.on_end(hand)

@@ -249,4 +249,4 @@ def as_loss(world: World, error: BaseException) -> PeerLost | None:
         return None
     if isinstance(error, PeerLost):
         return PeerLost(error.operation, error.line, error.who, error.detail)
-    return PeerLost("a collective", "torch's own", world.line.lost, str(error))
+    return PeerLost("a collective", "a module of torch", world.line.lost, str(error))

@@ -189,7 +189,7 @@ class Run:
         """Return the task that was trained; raise if the run was opened without it."""
         if self.task is None:
             raise TaskError(
-                "this needs the task that was trained, but the run was opened without it",
+                "this function needs the task that was trained, but the run was opened without it",
                 remedy="open it with mh.Run(path, task)",
             )
         return self.task

@@ -58,5 +58,5 @@ def learn_draws(hand: Hand, task: Task, batch: Any) -> None:
 
 def guess_notice(randomness: LayoutFree) -> str:
     """Return the notice for draws that were classified by their size only."""
-    why = "only their size tells so, because it could not be tried beforehand"
-    return f"{randomness.guess}: {why}, so they may differ from one number of replicas to another"
+    why = "this was inferred from their size, because it could not be tried beforehand"
+    return f"{randomness.guess}: {why}, so they may change with the number of replicas"

@@ -165,7 +165,7 @@ class Ways:
         self._way = self._best
         if len(self.seconds) > 1:
             told = ", ".join(f"{way} {format_duration(s)}" for way, s in self.seconds.items() if math.isfinite(s))
-            self._hand.notice(f"a step is executed {self._best} from here on ({told})")
+            self._hand.notice(f"steps are executed {self._best} from now on ({told})")
 
     # -- entering and leaving a variant ---------------------------------------------------------------------------
 

@@ -83,5 +83,5 @@ class Choosing:
         taken = max(hand.world.gather_objects(min(map(mean, windows))))
         if taken > self._exact:
             told = f"a step took {format_duration(taken)}, an exact one {format_duration(self._exact)}"
-            hand.notice(f"sync={hand.spec.sync} is no faster here: {told}; the run continues with exact sums")
+            hand.notice(f"sync={hand.spec.sync} is not faster here: {told}; the run continues with exact all-reduce")
             hand.follow_policy("allreduce")

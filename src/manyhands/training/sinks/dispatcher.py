@@ -18,7 +18,7 @@ CLOSE_SECONDS = 30.0
 QUIET_SECONDS = 2.0
 """Seconds after which a notice names the sinks that the end of a run waits for."""
 
-DROPPED = "was dropped, the run does without it"
+DROPPED = "was dropped, and the run continues without it"
 """The part of a notice that is printed even where progress is not shown."""
 
 
