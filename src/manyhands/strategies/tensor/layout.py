@@ -197,7 +197,7 @@ def _give_way(model: nn.Module, layout: Layout, wishes: dict[str, str], stack: l
         layout.notes.append(f"the network's own lines work on whole tensors on every rank: {reason}")
     else:
         raise StrategyError(
-            "a network must be computable in parts",
+            "tensor parallelism needs a network that can be computed in parts",
             got=f"{name}: {reason}",
             remedy="leave tensor= at 1, or correct the error above",
         ) from error
