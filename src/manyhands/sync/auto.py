@@ -61,7 +61,7 @@ class Auto(Policy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(isinstance(self.lossy, bool), "lossy is True or False", self.lossy)
+        require(isinstance(self.lossy, bool), "lossy must be True or False", self.lossy)
 
     def reduce(self, wire: PolicyCollectives, gradient: Tensor, memory: PolicyMemory) -> Iterator[Pending]:
         yield wire.all_reduce(gradient)

@@ -203,7 +203,7 @@ def tell(world: World, policy: Policy, course: BucketExchange, num_bytes: int, n
     if not math.isfinite(error):
         return
     saved = sizes_told(num_bytes, num_exact_bytes)
-    text = f"sync={policy}: the mean gradient was {error:.2g} from the exact one, relative to it; {saved}"
+    text = f"sync={policy}: the mean gradient differed from the exact one by {error:.2g} of its norm; {saved}"
     told = {"policy": str(policy), "relative_error": error, "bytes": num_bytes, "exact_bytes": num_exact_bytes}
     world.line.report(event("sync", num_lossy=course.num_lossy, **told))
     world.line.report(event("notice", text=text))

@@ -165,7 +165,9 @@ class Agreement:
         if not math.isfinite(apart):
             return
         policy, told = self._policy, sizes_told(self.num_bytes, exact)
-        text = f"sync={policy}: a replica's own way was {apart:.2g} from the mean way, relative to it; {told}"
+        text = (
+            f"sync={policy}: the update of a replica differed from the mean update by {apart:.2g} of its norm; {told}"
+        )
         values = {"policy": str(policy), "relative_error": apart, "bytes": self.num_bytes, "exact_bytes": exact}
         self._world.line.report(event("sync", num_lossy=self.num_meetings, **values))
         self._world.line.report(event("notice", text=text))

@@ -77,8 +77,12 @@ class Policy(metaclass=_Made):
             POLICIES[cls.name.lower()] = cls
 
     def __post_init__(self) -> None:
-        require(self.between in ("replicas", "hosts"), 'between is "replicas" or "hosts"', self.between)
-        require(isinstance(self.warmup, int) and self.warmup >= 0, "warmup is a whole number from 0", self.warmup)
+        require(self.between in ("replicas", "hosts"), 'between must be "replicas" or "hosts"', self.between)
+        require(
+            isinstance(self.warmup, int) and self.warmup >= 0,
+            "warmup must be a whole number of at least 0",
+            self.warmup,
+        )
 
     @abstractmethod
     def reduce(self, wire: PolicyCollectives, gradient: Tensor, memory: PolicyMemory) -> Iterator[Pending]:
