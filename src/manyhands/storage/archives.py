@@ -274,7 +274,11 @@ def _require_same_answers(
             _require_close(name, len(batch[0]), want, have)
     for name, tensor in before.items():
         if not torch.equal(tensor.cpu().view(-1).view(torch.uint8), weights[name].view(-1).view(torch.uint8)):
-            raise ArchiveError("predict must not change the model", got=f"a change of {name!r}")
+            raise ArchiveError(
+                "predict must not change the model",
+                got=f"a change of {name!r}",
+                remedy="assign to copies of its tensors",
+            )
 
 
 def _longer(tensor: Tensor, dims: set[int]) -> Tensor:
@@ -384,7 +388,7 @@ def _require_plain_folder(folder: Path) -> None:
         raise _unsafe(f"{', '.join(odd[:5])[:200]} beside them")
     if missing := sorted({*FILES, MANIFEST} - names):
         raise ArchiveError(
-            "an exported model must have four files", got=f"no {', '.join(missing)}", remedy="copy the model again"
+            "an exported model must have all its files", got=f"no {', '.join(missing)}", remedy="copy the model again"
         )
     for name in names:
         entry = folder / name
@@ -436,15 +440,17 @@ def _require_shallow(name: str, value: Any) -> None:
 def _read_signature(described: Mapping[str, Any]) -> Signature:
     try:
         if set(described) != {"format", "signature", "extra"} or described["format"] != FORMAT:
-            raise ValueError("fields")
+            raise ValueError("other fields, or another format")
         if not isinstance(described["extra"], dict):
-            raise ValueError("extra")
+            raise ValueError("a value of extra that is not an object")
         signature = Signature.from_dict(described["signature"])
         for name, spec in (*signature.inputs.items(), *signature.outputs.items()):
             _require_name(name)
             _require_spec(spec)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ArchiveError(f"{SIGNATURE} must describe inputs and outputs", got=str(error)[:200]) from error
+        raise ArchiveError(
+            f"{SIGNATURE} must describe inputs and outputs", got=str(error)[:200], remedy="export the model again"
+        ) from error
     return signature
 
 
@@ -461,9 +467,9 @@ def _require_fitting(signature: Signature, graph: Mapping[str, Any]) -> None:
 
 def _require_spec(spec: TensorSpec) -> None:
     if not isinstance(getattr(torch, str(spec.dtype), None), torch.dtype):
-        raise ValueError(f"dtype {spec.dtype!r}")
+        raise ValueError(f"the unknown dtype {spec.dtype!r}")
     if not all(size is None or (type(size) is int and size >= 0) for size in spec.shape):
-        raise ValueError(f"shape {spec.shape!r}")
+        raise ValueError(f"the invalid shape {spec.shape!r}")
 
 
 def _read_weights(path: Path) -> dict[str, Tensor]:

@@ -252,7 +252,7 @@ class CheckpointStore:
         raise self._nothing(step, bad)
 
     def _nothing(self, step: int | None, bad: list[str]) -> CheckpointError:
-        which = "a whole checkpoint" if step is None else f"a whole checkpoint of step {step}"
+        which = "a complete checkpoint" if step is None else f"a complete checkpoint of step {step}"
         steps = ", ".join(map(str, self.steps()))
         found = "; ".join(bad) if bad else f"steps {steps}" if steps else describe(self.root)
         return CheckpointError(
@@ -385,7 +385,7 @@ def _require_numbers(model: Mapping[str, Tensor]) -> None:
     """Raise if the model contains NaN, so that it does not become the newest checkpoint; masks may hold infinity."""
     for name, tensor in model.items():
         if tensor.is_floating_point() and bool(tensor.isnan().any()):
-            raise CheckpointError("a network with NaN is not saved", got=f"NaN in {name}")
+            raise CheckpointError("a checkpoint must not contain NaN", got=f"NaN in {name}")
 
 
 def check_matches(checkpoint: Checkpoint, model: nn.Module) -> None:

@@ -136,7 +136,7 @@ def _known_modes(given: Mapping[str, Any]) -> None:
     if given["interpolation_mode"] not in (0, 1, 2) or given["padding_mode"] not in (0, 1, 2):
         raise ValueError("the modes of grid_sampler must be 0, 1 or 2")
     if given["interpolation_mode"] == 2 and given["input"].dim() != 4:
-        raise ValueError("bicubic sampling takes pictures")
+        raise ValueError("bicubic sampling needs inputs of four dimensions")
 
 
 def _keys_of_values(given: Mapping[str, Any]) -> None:
@@ -156,11 +156,11 @@ def _counted_repeats(given: Mapping[str, Any]) -> None:
     if isinstance(repeats, Tensor):
         total = sum(repeats.flatten().tolist())
         if repeats.numel() and (bool((repeats < 0).any()) or total >= 1 << 31):
-            raise ValueError("repeats must be small numbers that are not negative")
+            raise ValueError("repeats must not be negative, and their sum must be below 2**31")
         if size is not None and repeats.dim() == 1 and repeats.numel() > 1 and size != total:
             raise ValueError(f"output_size must be the sum of repeats, got {size}")
         if size is not None and repeats.numel() <= 1:
-            raise ValueError("output_size must be left out where there is one number of repeats")
+            raise ValueError("output_size must be omitted if repeats is a single number")
 
 
 def _no_overflowing_quotient(given: Mapping[str, Any]) -> None:
@@ -187,7 +187,7 @@ def _no_lowest_integers(given: Mapping[str, Any]) -> None:
     lowest = torch.iinfo(dtype).min
     for name in ("self", "other"):
         if lowest and bool((given[name].to(dtype) == lowest).any()):
-            raise ValueError(f"{name} must not hold the smallest integer")
+            raise ValueError(f"{name} must not contain the smallest integer of its dtype")
 
 
 def _known_reduction(given: Mapping[str, Any]) -> None:
@@ -260,7 +260,7 @@ def _require_recurrent(
     """Raise ValueError unless states and weights are those of such a recurrent layer."""
     sides = num_layers * (2 if bidirectional else 1)
     if input.dim() != 3 or not 0 < sides <= 1024 or len(hx) != (2 if gates == 4 else 1):
-        raise ValueError("a recurrent layer takes batches of sequences and its states")
+        raise ValueError("a recurrent layer needs batches of sequences and its initial states")
     rows, given = input.shape[0 if batch_first else 1], hx[0].shape[-1]
     hidden = hx[-1].shape[-1]
     is_projected = gates == 4 and given != hidden
@@ -274,7 +274,7 @@ def _require_recurrent(
     wanted = [(sides, rows, given), (sides, rows, hidden)][: len(hx)] + shapes
     have = [*hx, *params]
     if [tuple(one.shape) for one in have] != wanted or len({one.dtype for one in (input, *have)}) != 1:
-        raise ValueError("the weights of a recurrent layer must have its sizes")
+        raise ValueError("the weights of a recurrent layer must match its sizes and its dtype")
 
 
 VALIDATED: dict[str, Callable[..., Any]] = {
