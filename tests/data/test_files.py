@@ -333,7 +333,11 @@ class TestDamage:
         [
             ("parquet", {"size": "int64"}, r"0\.25 in 'size', which is not a valid int64 in the row group at row 0[.]"),
             ("tfrecord", {"size": "int64"}, r"0\.25 in 'size', which is not a valid int64 at record 1[.]"),
-            ("tfrecord", {"tokens": "int32[]"}, r"-1099511627777 in 'tokens', which is not a valid int32 at record 1[.]"),
+            (
+                "tfrecord",
+                {"tokens": "int32[]"},
+                r"-1099511627777 in 'tokens', which is not a valid int32 at record 1[.]",
+            ),
             (
                 "tfrecord",
                 {"name": "int64"},

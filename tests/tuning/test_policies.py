@@ -91,7 +91,7 @@ def test_cma_waits_until_its_generation_is_finished() -> None:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: make_searcher("luck", SPACE, LOSS, 0), "search is tpe, random, grid, cma, but got 'luck'"),
+        (lambda: make_searcher("luck", SPACE, LOSS, 0), "search must be one of tpe, random, grid, cma, but got 'luck'"),
         (lambda: make_searcher("cma", {"a": mh.choice(1, 2), "b": mh.uniform(0, 1)}, LOSS, 0), "'a', a choice"),
         (lambda: mh.ASHA(factor=1), "a factor of at least 2"),
         (lambda: mh.Median(others=0), "at least 1"),

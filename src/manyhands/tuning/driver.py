@@ -299,7 +299,7 @@ class Driver:
         succeeded = any(trial.state in (FINISHED, STOPPED) or trial.reports for trial in self.trials)
         if self._reasons[kind] >= ALIKE and not succeeded:
             raise TrialsFailed(
-                f"{ALIKE} trials failed alike, and none has succeeded; the last one, {outcome.number}, with "
+                f"{ALIKE} trials failed with the same error, and none succeeded; the last one, {outcome.number}, with "
                 f"{self.trials[outcome.number].params}:\n\n{outcome.traceback[-REPORT_TRACEBACK:] or outcome.reason}"
             )
 

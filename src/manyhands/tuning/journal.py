@@ -145,8 +145,8 @@ class Journal:
 
     def _unwritable(self, error: OSError) -> RunError:
         return RunError(
-            f"the study's journal {self.path} cannot be written: {error.strerror or error}; what was written before is "
-            "kept: free some space, and resume the study by its name"
+            f"the study's journal {self.path} cannot be written: {error.strerror or error}; earlier results are kept: "
+            "free some space, and resume the study by its name"
         )
 
 
@@ -223,7 +223,7 @@ def _tell_lost_trials(path: Path, lines: Sequence[_Line]) -> None:
     if num_lost > 0 and num_lost != len(unknown):
         raise CheckpointError(
             f"results in {path} must belong to trials that it contains",
-            got=f"{num_lost} trials without a beginning, and damaged lines {numbers or 'none'}",
+            got=f"{num_lost} trials without a creation record, and damaged lines {numbers or 'none'}",
             remedy="restore the journal from a copy, or start a study with another name",
         )
     for line in unknown if num_lost > 0 else ():

@@ -17,7 +17,9 @@ SEARCHERS: dict[str, type[Searcher]] = {"tpe": TPE, "random": RandomSearch, "gri
 def make_searcher(name: str, space: Space, objectives: Sequence[Objective], seed: int) -> Searcher:
     """The searcher of a name."""
     if name not in SEARCHERS:
-        raise SettingsError(f"search is {', '.join(SEARCHERS)}", got=repr(name), remedy="name one of these")
+        raise SettingsError(
+            f"search must be one of {', '.join(SEARCHERS)}", got=repr(name), remedy="choose one of them"
+        )
     return SEARCHERS[name](space, objectives, seed)
 
 
