@@ -82,7 +82,7 @@ def ensemble(
     elif isinstance(source, (list, tuple)):
         chosen = list(source)
     else:
-        rule = "an ensemble is of a task, a study, or a list of runs or exported models"
+        rule = "an ensemble needs a task, a study, or a list of runs or exported models"
         raise SettingsError(rule, got=type(source).__name__, remedy="pass for example [run1, run2]")
     if not chosen:
         raise SettingsError(
@@ -269,7 +269,7 @@ def _served(
         parts = urlsplit(url)
         model = parts.path.strip("/")
         if not model:
-            rule = "an address names a model: http://host:8501/digits"
+            rule = "an address must name a model, as in http://host:8501/digits"
             raise SettingsError(rule, got=repr(url), remedy="add the name of the model")
         client = Client(f"{parts.scheme}://{parts.netloc}", token=token, timeout=deadline)
         signatures.append(client.signature(model))

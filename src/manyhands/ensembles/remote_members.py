@@ -59,7 +59,7 @@ class MemberHandle(ABC):
         answer: Future[dict[str, Tensor]]
         try:
             if self._num_open >= MOST_OPEN:
-                raise RuntimeError(f"{self._num_open} earlier queries wait for it")
+                raise RuntimeError(f"{self._num_open} earlier queries are unanswered")
             answer = self._asked(inputs)
         except Exception as error:
             answer = Future()
@@ -210,7 +210,9 @@ class RemoteEnsemble(Predictor):
                 came[number] = future.result()
         if len(came) < self.quorum:
             reasons = "; ".join(f"member {number}: {reason}" for number, reason in sorted(missing.items()))
-            raise RequestRefused("UNAVAILABLE", f"{len(came)} of {self.quorum} members answered ({reasons})", 1.0)
+            raise RequestRefused(
+                "UNAVAILABLE", f"only {len(came)} of {self.quorum} required members answered ({reasons})", 1.0
+            )
         who = sorted(came)
         answers = {name: torch.stack([came[number][name] for number in who]) for name in self._rule.combinations}
         with torch.no_grad():
