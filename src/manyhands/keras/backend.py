@@ -21,7 +21,8 @@ def require_torch_backend() -> ModuleType:
         if error.name != "keras":
             raise
         raise SettingsError(
-            "manyhands.keras needs Keras 3", got="none installed", remedy="pip install 'manyhands[keras]'"
+            "manyhands.keras needs Keras 3, which is not installed",
+            remedy="install it with pip install 'manyhands[keras]'",
         ) from None
     active = keras.config.backend()
     if active != BACKEND:

@@ -86,7 +86,7 @@ class DistributedInput(DataAdapter):  # type: ignore[misc]
 
     def __len__(self) -> int:
         if self.num_batches is None:
-            raise TypeError("the number of batches is not known")
+            raise TypeError("the distributed dataset has no length: its number of batches is not known")
         return int(self.num_batches)
 
     def _share(self, total: int) -> KerasShare:
