@@ -46,8 +46,8 @@ def explain(
     if draw is not None:
         if not hasattr(found, "show"):
             raise SettingsError(
-                "only a network that is cut in pieces is drawn",
-                got=f"--draw with {found.spec}",
+                "--draw needs a strategy that partitions the network",
+                got=f"{found.spec}",
                 remedy="omit --draw, or use --strategy placed or pipeline",
             )
         found.show(draw)

@@ -146,7 +146,7 @@ class Log(LogSource):
     def take_access(self, line: dict[str, Any]) -> None:
         """Count a request from the access log."""
         if not fields.holds(line, ACCESS_FIELDS):
-            raise ValueError("not a line of an access log")
+            raise ValueError("the line is not an entry of an access log")
         self.changed = max(self.changed, min(line["t"], time.time()))
         at = int(line["t"]) // self.width * self.width
         bucket = self.buckets.get(at)

@@ -319,7 +319,7 @@ class RunFolder(LogSource):
         rank = self.ranks.get(place)
         if rank is None:
             if place >= MOST_RANKS:
-                raise ValueError("too many ranks")
+                raise ValueError("the run has too many ranks")
             rank = self.ranks[place] = Rank()
         rank.host, rank.device = entry.get("host") or rank.host, entry.get("device") or rank.device
         return rank
