@@ -121,7 +121,7 @@ def sleepy_loss(model: nn.Module, batch: Any, seconds: float) -> Tensor:
     """A small loss after a sleep by the number of samples, twice as long on the first device."""
     world = current_world()
     if world is not None:
-        time.sleep(seconds * len(batch[0]) * (2 if world.seat.device.slot == 0 else 1))
+        time.sleep(seconds * len(batch[0]) * (2 if world.rank_info.device.slot == 0 else 1))
     return (model(batch[0]) - batch[1]).square().mean()
 
 

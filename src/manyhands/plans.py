@@ -352,7 +352,7 @@ def _spread(found: Sequence[Sequence[float]]) -> float:
 def _apart(world: World, task: Task, spec: StrategySpec, batch_size: int) -> list[float]:
     """Steps of each rank by itself, all of them at once."""
     world.barrier()
-    alone = NullWorld(world.seat.device, world.line)
+    alone = NullWorld(world.rank_info.device, world.channel)
     return training.time_steps(alone, task, spec, batch_size=batch_size)
 
 

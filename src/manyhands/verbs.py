@@ -765,7 +765,7 @@ def settle(
     if isinstance(on, JoinedHosts):
         return spec.with_devices(len(on.devices)), list(on.devices), list(on.notices)
     if world is not None:
-        return spec.with_devices(world.size), [world.seat.device] * world.size, []
+        return spec.with_devices(world.size), [world.rank_info.device] * world.size, []
     devices, notices = engine_for(on, _engine).devices(on, spec.num_devices, spec.arithmetic)
     if None in (spec.replicas, spec.shards) and len(devices) == 1 and strategy is not None:
         part = "replica" if spec.replicas is None else "shard"
@@ -794,9 +794,9 @@ def _start(
     if world is not None:
         return [fn(world)]
     if len(devices) == 1 and not apart and not isinstance(on, JoinedHosts) and engine_for(on, _engine) is _engine:
-        line = DirectChannel(lambda entry: on_event(0, entry))
-        here = NullWorld(devices[0], line)
-        interruptible = _interruptible(lambda: _ask_to_stop(line, after_loss), view, heeds_stop)
+        channel = DirectChannel(lambda entry: on_event(0, entry))
+        here = NullWorld(devices[0], channel)
+        interruptible = _interruptible(lambda: _ask_to_stop(channel, after_loss), view, heeds_stop)
         with _own_randomness(), _current_device(here.device), contextlib.closing(here), interruptible:
             return [fn(here)]
     if isinstance(on, JoinedHosts):
@@ -821,13 +821,13 @@ def _serve(
     place: parameter_server.ProcessRole | None,
 ) -> ReplicaResult:
     """Train with parameter servers: the coordinator runs here, every server and worker is a separate job."""
-    line = DirectChannel(lambda entry: on_event(0, entry))
-    here = NullWorld(devices[0], line)
+    channel = DirectChannel(lambda entry: on_event(0, entry))
+    here = NullWorld(devices[0], channel)
     with (
         _own_randomness(),
         _current_device(here.device),
         contextlib.closing(here),
-        _interruptible(lambda: line.hear({"stop": True}), view),
+        _interruptible(lambda: channel.handle_message({"stop": True}), view),
     ):
         return parameter_server.train_served(
             here,
@@ -903,7 +903,7 @@ def _recording(
     tap = functools.partial(on_event, 0)
     try:
         if world is not None:
-            world.line.taps.append(tap)
+            world.channel.taps.append(tap)
         yield view, on_event
     except BaseException as error:
         on_event(0, event("failed", reason=f"{type(error).__name__}: {error}"))
@@ -912,7 +912,7 @@ def _recording(
         raise
     finally:
         if world is not None:
-            world.line.taps.remove(tap)
+            world.channel.taps.remove(tap)
         try:
             dispatcher.close(notice)
         finally:
@@ -980,7 +980,7 @@ def _begun_before(folder: str | Path) -> Path | None:
     if not _launch or world is None:
         return None
     _launch.append(f"{_launch[0]}-{len(_launch)}")
-    if world.seat.generation == 0:
+    if world.rank_info.generation == 0:
         return None
 
     def find() -> Path | None:
@@ -1085,10 +1085,10 @@ def _interruptible(stop: Callable[[], None], view: View, heeds_stop: bool = True
         _hand_on(before[signal.SIGTERM])
 
 
-def _ask_to_stop(line: DirectChannel, after_loss: AfterLoss) -> None:
+def _ask_to_stop(channel: DirectChannel, after_loss: AfterLoss) -> None:
     """Request a stop after the current step; a script that never checks for it is interrupted at once."""
-    line.hear({"stop": True})
-    if after_loss == "restart" and not line.listens:
+    channel.handle_message({"stop": True})
+    if after_loss == "restart" and not channel.checks_stop:
         raise KeyboardInterrupt
 
 

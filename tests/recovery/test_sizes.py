@@ -87,7 +87,7 @@ class Pace(mh.Callback):
     def on_step(self, hand: mh.Hand) -> None:
         with (self.folder / f"ledger-{os.getpid()}").open("a") as file:
             file.write(f"{hand.num_steps}|{hand.rank}|{hand.size}|{list(hand.batch.sizes)}|{hand.batch.ids.tolist()}\n")
-        if hand.world.seat.generation == 1 and hand.num_steps < STEPS - 2:
+        if hand.world.rank_info.generation == 1 and hand.num_steps < STEPS - 2:
             time.sleep(0.1)
 
 

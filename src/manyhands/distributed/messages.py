@@ -196,7 +196,7 @@ class _Encoder:
             return list(values)
         return [self.plain(each) for each in values]
 
-    def _aside(self, data: memoryview) -> int:
+    def _append_buffer(self, data: memoryview) -> int:
         """Store bytes outside of the MessagePack part, so that they are copied once; return their offset."""
         start = self._size
         self.buffers += [data, bytes(-data.nbytes % _ALIGNMENT)]
@@ -211,7 +211,8 @@ class _Encoder:
                 remedy="convert it, for example with tensor.to_dense()",
             )
         flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
-        return [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), self._aside(memoryview(flat.numpy()))]  # type: ignore[arg-type]
+        data = memoryview(flat.numpy())  # type: ignore[arg-type]
+        return [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), self._append_buffer(data)]
 
     def _array(self, array: np.ndarray[Any, Any]) -> list[Any]:
         if not _ARRAY_DTYPE.fullmatch(array.dtype.str):
@@ -220,10 +221,10 @@ class _Encoder:
                 got=f"an array of dtype {array.dtype}",
                 remedy="convert it, for example with array.astype(float)",
             )
-        return [array.dtype.str, list(array.shape), self._aside(memoryview(array.tobytes()))]
+        return [array.dtype.str, list(array.shape), self._append_buffer(memoryview(array.tobytes()))]
 
     def _opaque(self, value: Opaque) -> list[int]:
-        return [self._aside(memoryview(value.data)), len(value.data)]
+        return [self._append_buffer(memoryview(value.data)), len(value.data)]
 
 
 _WRITERS: dict[type[Any], Callable[[_Encoder, Any], Any]] = {

@@ -48,11 +48,11 @@ class FitTimer:
         """Return the timings and memory of this rank for the dashboard."""
         total, waited = (now - then for now, then in zip(self._now(), self._began, strict=True))
         known = {"sync": waited, **self._seconds}
-        seat = self._hand.world.seat
+        rank_info = self._hand.world.rank_info
         return {
             "rank": self._hand.world.rank,
-            "host": seat.host,
-            "device": str(seat.device),
+            "host": rank_info.host,
+            "device": str(rank_info.device),
             "seconds": {"total": total, "compute": max(0.0, total - sum(known.values())), **known},
             "memory": held_now(self._hand.device),
         }

@@ -180,7 +180,7 @@ class Coordinator(RunningJob):
         """Ranks that join at the next rendezvous: newly arrived ones, and those that did not fill a whole group."""
         self._generation = -1
         self._has_begun = False
-        self._heard = 0
+        self._reported_step = 0
         """The last step whose loss value the coordinator has received."""
         self._committed = 0
         """The last step that some rank is known to have completed."""
@@ -270,7 +270,7 @@ class Coordinator(RunningJob):
             interface=self._meeting.interface,
             port=self._meeting.port if len(self._members) > 1 else 0,
             backend=backend,
-            heard=self._heard,
+            reported_step=self._reported_step,
             key=key,
             salt=salt,
         )
@@ -284,12 +284,12 @@ class Coordinator(RunningJob):
                 self._hear_hang(member, entry)
                 continue
             if entry["kind"] == "steps":
-                self._heard = entry["steps"][-1]
-                self._committed = max(self._committed, self._heard)
+                self._reported_step = entry["steps"][-1]
+                self._committed = max(self._committed, self._reported_step)
             elif entry["kind"] == "step":
                 self._committed = max(self._committed, entry["step"])
             elif entry["kind"] == "recovered":
-                self._heard = min(self._heard, entry["step"])
+                self._reported_step = min(self._reported_step, entry["step"])
             self._on_event(member.rank, entry)
 
     def _hear_hang(self, member: RankHandle, entry: Event) -> None:

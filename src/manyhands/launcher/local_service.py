@@ -105,12 +105,12 @@ class _Attending:
     make: Make
 
     def __call__(self, world: World) -> None:
-        line = world.line
-        assert isinstance(line, SocketChannel)
+        channel = world.channel
+        assert isinstance(channel, SocketChannel)
         attendant = Attendant(self.make(world))
-        while (call := line.calls.get()) is not None:
+        while (call := channel.calls.get()) is not None:
             number, parcel = call
-            _answer(line, number, *attendant.answer(*_opened(parcel)))
+            _answer(channel, number, *attendant.answer(*_opened(parcel)))
         attendant.close()
 
 
@@ -121,13 +121,13 @@ def _opened(parcel: int) -> Any:
         os.close(parcel)
 
 
-def _answer(line: SocketChannel, number: int, good: bool, outcome: Any) -> None:
+def _answer(channel: SocketChannel, number: int, good: bool, outcome: Any) -> None:
     try:
         parcel = pack(outcome, "the answer")
     except Exception as error:
         good, parcel = False, pack(failure_of(error))
     with contextlib.closing(os.fdopen(parcel, "rb")):
-        line.send(ANSWER, json.dumps({"number": number, "good": good}).encode(), (parcel,))
+        channel.send(ANSWER, json.dumps({"number": number, "good": good}).encode(), (parcel,))
 
 
 def _assignment(make: Make, device: Device, timeout: float) -> Assignment:

@@ -23,7 +23,7 @@ class RayAttendant:
     def __init__(self, path: Sequence[str], folder: str) -> None:
         settle_here(path, folder)
         self._mail = Mailbox()
-        self._line = _MailLine(lambda entry: self._mail.put(("event", 0, entry)))
+        self._channel = _MailLine(lambda entry: self._mail.put(("event", 0, entry)))
         for stream in ("stdout", "stderr"):
             setattr(sys, stream, _Lines(stream, lambda text, stream: self._mail.put(("output", 0, (text, stream)))))
         self._attendant = Attendant(None)
@@ -38,8 +38,8 @@ class RayAttendant:
         """Create the object; return the failure if that raises, else None."""
         try:
             address = facts_here()["address"]
-            seat = RankInfo(device=device, host=device.host, address=address, timeout=timeout)
-            world = NullWorld(line=self._line, seat=seat)
+            rank_info = RankInfo(device=device, host=device.host, address=address, timeout=timeout)
+            world = NullWorld(channel=self._channel, rank_info=rank_info)
             self._attendant = Attendant(cloudpickle.loads(make)(world))
         except Exception as error:
             self._failure = failure_of(error)
@@ -56,7 +56,7 @@ class RayAttendant:
     @ray.method(concurrency_group="commands")
     def end(self) -> None:
         """Ask the running computation to stop, through the control channel."""
-        self._line.hear({"stop": True})
+        self._channel.handle_message({"stop": True})
 
     def close(self) -> dict[str, Any] | None:
         """Close the object as the last call; return the failure if that raises, else None."""

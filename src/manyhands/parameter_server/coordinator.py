@@ -154,14 +154,14 @@ class ServerCoordinator:
         job: TrainingJob,
         devices: Sequence[Device],
         start: Start | ProcessRole,
-        line: ControlChannel,
+        channel: ControlChannel,
         timeout: float,
     ) -> None:
         self.hand, self.task, self.spec = hand, job.task, job.spec
         self._every = job.profile
         self.shares = shares_of(hand)
         self.stats = ServerStats()
-        self._devices, self._start, self._line, self._timeout = devices, start, line, timeout
+        self._devices, self._start, self._channel, self._timeout = devices, start, channel, timeout
         self._is_placed = isinstance(start, ProcessRole)
         """Whether servers and workers are started and restarted externally (from a cluster description)."""
         self._token = start.token if isinstance(start, ProcessRole) else new_token()
@@ -262,11 +262,11 @@ class ServerCoordinator:
     def _forward_event(self, entry: Event) -> None:
         """Forward a member's profiles and notices; equal notices are reported once."""
         if entry["kind"] == "profile":
-            self._line.report(entry)
+            self._channel.report(entry)
         text = str(entry.get("text", ""))
         if entry["kind"] == "notice" and text not in self._reported:
             self._reported.add(text)
-            self._line.report(entry)
+            self._channel.report(entry)
 
     def _on_exit(self, member: _Member, error: BaseException | None) -> None:
         if self._is_ending:
@@ -295,7 +295,7 @@ class ServerCoordinator:
 
     def _check_restart_policy(self, member: _Member, reason: str) -> None:
         """Raise `NoProgress` where the restart policy gives up; members that fail together count as one round."""
-        self._line.report(event("member_lost", role=member.role, number=member.number, reason=reason))
+        self._channel.report(event("member_lost", role=member.role, number=member.number, reason=reason))
         if member.round != self._round:
             return
         self._round += 1
@@ -371,7 +371,7 @@ class ServerCoordinator:
             self._client.connect(self._server_list())
 
     def _notice(self, text: str) -> None:
-        self._line.report(event("notice", text=text))
+        self._channel.report(event("notice", text=text))
 
     def _server_list(self) -> ServerList:
         return ServerList(self._term, [server.address for server in self._servers])
@@ -554,7 +554,7 @@ class ServerCoordinator:
             follower = self._followers.get(member.number)
             if follower is not None and follower.address == message.address and self._servers[member.number] is member:
                 follower.is_filled = True
-                self._line.report(event("followed", server=member.number))
+                self._channel.report(event("followed", server=member.number))
         elif isinstance(message, Unreachable):
             self._on_unreachable(member, message)
         elif type(message) in self._asked and self._is_answer(message):
@@ -696,7 +696,7 @@ class ServerCoordinator:
         if schedule is None or not self._is_open:
             return
         # After a stop request, work in flight is completed and no new step is started.
-        limit = self._limit if not self._line.stopping or schedule.is_idle else min(self._limit, schedule.step)
+        limit = self._limit if not self._channel.stopping or schedule.is_idle else min(self._limit, schedule.step)
         for worker in self._workers.values():
             if not worker.is_asking or worker.peer is None:
                 continue

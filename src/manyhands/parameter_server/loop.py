@@ -174,8 +174,8 @@ class ServedLoop(TrainingLoop):
             )
         _require_dense(self.hand.model)
         lazy = _lazy_tables(self.hand)
-        line = self.hand.world.line
-        coordinator = ServerCoordinator(self.hand, self.job, self._devices, self._start, line, self._timeout)
+        channel = self.hand.world.channel
+        coordinator = ServerCoordinator(self.hand, self.job, self._devices, self._start, channel, self._timeout)
         self._coordinator = coordinator
         coordinator.on_output = self._on_output
         self._coordinator.open()
@@ -231,7 +231,7 @@ class ServedLoop(TrainingLoop):
     def end_epoch(self, epoch: int, valid_feed: Feed | None) -> None:
         self.refresh()
         super().end_epoch(epoch, valid_feed)
-        self.hand.world.line.report(event("servers", step=self.hand.num_steps, **self.coordinator.stats.to_dict()))
+        self.hand.world.channel.report(event("servers", step=self.hand.num_steps, **self.coordinator.stats.to_dict()))
 
     def save(self) -> None:
         self.refresh()

@@ -359,7 +359,7 @@ class PlacedReplica(Replica):
 
     def outline(self) -> Outline:
         """Return which pieces are on which device, and what is sent between them for the probed samples."""
-        names = self.inner.gather_objects(str(self.inner.seat.device))
+        names = self.inner.gather_objects(str(self.inner.rank_info.device))
         assert self.placement.first is not None
         return drawn(str(self.spec), self.placement.first, self.placement, names)
 

@@ -205,8 +205,8 @@ def tell(world: World, policy: Policy, course: BucketExchange, num_bytes: int, n
     saved = sizes_told(num_bytes, num_exact_bytes)
     text = f"sync={policy}: the mean gradient differed from the exact one by {error:.2g} of its norm; {saved}"
     told = {"policy": str(policy), "relative_error": error, "bytes": num_bytes, "exact_bytes": num_exact_bytes}
-    world.line.report(event("sync", num_lossy=course.num_lossy, **told))
-    world.line.report(event("notice", text=text))
+    world.channel.report(event("sync", num_lossy=course.num_lossy, **told))
+    world.channel.report(event("notice", text=text))
 
 
 def sizes_told(num_bytes: int, num_exact_bytes: int) -> str:

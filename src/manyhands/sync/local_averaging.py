@@ -169,8 +169,8 @@ class Agreement:
             f"sync={policy}: the update of a replica differed from the mean update by {apart:.2g} of its norm; {told}"
         )
         values = {"policy": str(policy), "relative_error": apart, "bytes": self.num_bytes, "exact_bytes": exact}
-        self._world.line.report(event("sync", num_lossy=self.num_meetings, **values))
-        self._world.line.report(event("notice", text=text))
+        self._world.channel.report(event("sync", num_lossy=self.num_meetings, **values))
+        self._world.channel.report(event("notice", text=text))
 
     def state(self) -> PolicyState:
         """Return the state other than the parameters; complete only right after a synchronization."""

@@ -133,7 +133,7 @@ class ThreadWorld(World):
         self._meeting.marks[name].set()
 
     def wait_for(self, *names: str) -> None:
-        deadline, marks = time.monotonic() + self.seat.timeout, self._meeting.marks
+        deadline, marks = time.monotonic() + self.rank_info.timeout, self._meeting.marks
         while not any(marks[name].wait(0.01) for name in names):
             if time.monotonic() > deadline:
                 raise PeerLost("waiting", f"rank {self.rank}", self._meeting.lost or "no rank reported a reason")

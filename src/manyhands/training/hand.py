@@ -463,7 +463,7 @@ class Hand:
 
     def heed(self) -> None:
         """Turn a stop request into a vote that is sent with the next step."""
-        if self.world.line.stopping and not self._has_voted:
+        if self.world.channel.stopping and not self._has_voted:
             self._vote.fill_(1)
             self._has_voted = True
 
@@ -488,7 +488,7 @@ class Hand:
         """Report the step number of a custom loop at most every `TELL_SECONDS`, where progress was asked for."""
         if self.tells_steps and self.is_first and time.monotonic() > self._told_at + TELL_SECONDS:
             self._told_at = time.monotonic()
-            self.world.line.report(event("step", step=step()))
+            self.world.channel.report(event("step", step=step()))
 
     def update(self, key: Key = MAIN) -> None:
         """Finish the gradients, clip them, and update the parameters and weight averages of one optimizer."""
@@ -644,12 +644,12 @@ class Hand:
 
     def stop(self) -> None:
         """Request a stop; all replicas end after the same step."""
-        self.world.line.stopping = True
+        self.world.channel.stopping = True
 
     def voted_to_stop(self) -> bool:
         """Whether a replica requested a stop in the last step; the same answer on every replica."""
         if self.world.size == 1:
-            return self.world.line.stopping
+            return self.world.channel.stopping
         if self._heard_stop:
             return True
         return self._last_tally is not None and self._last_tally.stopping
@@ -693,12 +693,12 @@ class Hand:
         """Report values of the first replica to the event log and the screen."""
         if self.is_first:
             plain = {key: value.item() if hasattr(value, "item") else value for key, value in values.items()}
-            self.world.line.report(event("log", step=self.num_steps, values=plain))
+            self.world.channel.report(event("log", step=self.num_steps, values=plain))
 
     def notice(self, text: str) -> None:
         """Report a text to the user, from the first rank only."""
         if self.is_first:
-            self.world.line.report(event("notice", text=text))
+            self.world.channel.report(event("notice", text=text))
 
     # -- checkpoints ----------------------------------------------------------------------------------------------
 
@@ -795,9 +795,9 @@ def joined_world(on: Any = None, timeout: float = DEFAULT_TIMEOUT, *, roles: Seq
     known = current_world()
     world = known or join_launched(on, timeout, roles=roles)
     if world is not None and known is None and world.is_first:
-        assert isinstance(world.line, DirectChannel)
+        assert isinstance(world.channel, DirectChannel)
         view = make_view(f"{world.size} ranks", None, live=False)
-        world.line.handler = lambda entry: view.show(0, entry)
+        world.channel.handler = lambda entry: view.show(0, entry)
     return world
 
 

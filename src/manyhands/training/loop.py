@@ -249,7 +249,7 @@ class TrainingLoop:
 
     def take_step(self, batch: Batch, stepper: Stepper) -> None:
         """Take one step; explain out-of-memory errors and common mistakes."""
-        with self.hand.world.diary.step():
+        with self.hand.world.collective_log.step():
             try:
                 with self.guard():
                     stepper.take(batch)
@@ -282,7 +282,7 @@ class TrainingLoop:
         batch_size = check_source(source, task.batch_size)
         self.ease(batch_size)
         feed = hand.make_feed(source, batch_size, shuffle=task.shuffle, seed=task.seed, workers=task.workers)
-        is_new = hand.world.seat.generation == 0 and not self.kept.gave_way_at
+        is_new = hand.world.rank_info.generation == 0 and not self.kept.gave_way_at
         if is_new:
             self.try_out(feed)
         else:
@@ -364,7 +364,12 @@ class TrainingLoop:
             why = "a rank failed before the verdict, and after that nothing is compared"
             self.reporter.report(verdict_event(Verdict("not verified", hand.spec, why=why)))
         kept.is_verified = True
-        told = {"step": hand.num_steps, "generation": hand.world.seat.generation, "size": hand.size, "source": source}
+        told = {
+            "step": hand.num_steps,
+            "generation": hand.world.rank_info.generation,
+            "size": hand.size,
+            "source": source,
+        }
         self.reporter.report(event("recovered", **told))
         self.reporter.report_again(recent)
 
@@ -583,7 +588,7 @@ class TrainingLoop:
         self.hear_patience()
         for callback in self.job.callbacks:
             callback.on_epoch(hand, self.metrics)
-        self.stopped = self.stopped or any(hand.world.gather_objects(hand.world.line.stopping))
+        self.stopped = self.stopped or any(hand.world.gather_objects(hand.world.channel.stopping))
         if not self.job.save_seconds or hand.world.gather_objects(self.seconds_unsaved >= self.job.save_seconds)[0]:
             self.save()
         self.marker.mark()
@@ -646,7 +651,7 @@ class TrainingLoop:
         for callback in self.job.callbacks:
             callback.on_end(hand)
         if hand.spec.shards != 1 or hand.spec.tensor > 1:
-            hand.world.line.report(event("used", rank=hand.world.rank, device=hand.device.type, **used(hand)))
+            hand.world.channel.report(event("used", rank=hand.world.rank, device=hand.device.type, **used(hand)))
 
     def report_start(self) -> None:
         for text in self.hand.replica.hints():
@@ -714,8 +719,8 @@ class _Reporter:
         world = self._hand.world
         seconds = self._stopwatch.step(world.waited)
         if seconds is not None and world.size > 1 and self._hand.spec.stages == 1:
-            told = {"rank": world.rank, "host": world.seat.host, "step": self._hand.num_steps, "seconds": seconds}
-            world.line.report(event("pace", **told))
+            told = {"rank": world.rank, "host": world.rank_info.host, "step": self._hand.num_steps, "seconds": seconds}
+            world.channel.report(event("pace", **told))
 
     def read(self, *, alone: bool = False) -> None:
         """Read the losses since the last time; all replicas call this together, or one `alone`, without collectives."""
@@ -808,14 +813,14 @@ class _Reporter:
         self._unsent.clear()
         limit = self._feed.limit if self._feed is not None else ""
         world = hand.world
-        where = {"rank": world.rank, "host": world.seat.host, "device": str(world.seat.device)}
+        where = {"rank": world.rank, "host": world.rank_info.host, "device": str(world.rank_info.device)}
         told = {"seconds": self.breakdown(), "limit": limit, "memory": held_now(hand.device)}
-        world.line.report(event("waits", **where, **told))
+        world.channel.report(event("waits", **where, **told))
         if self._parts:
             # `replay` compares with these: this replica's own share of each loss.
             of = {"rank": hand.rank, "size": hand.size, "accumulate": hand.spec.accumulate}
             parts = {"steps": [step for step, _ in self._parts], "losses": [loss for _, loss in self._parts]}
-            hand.world.line.report(event("parts", **parts, **of))
+            hand.world.channel.report(event("parts", **parts, **of))
             self._parts.clear()
 
     def epoch(self, epoch: int, metrics: dict[str, float]) -> None:
@@ -824,7 +829,7 @@ class _Reporter:
 
     def report(self, entry: dict[str, Any]) -> None:
         if self._hand.is_first:
-            self._hand.world.line.report(entry)
+            self._hand.world.channel.report(entry)
 
     def breakdown(self) -> dict[str, float]:
         """Return seconds by activity; compute is the remainder."""

@@ -145,9 +145,9 @@ class Copies:
 
     def __init__(self, world: World, spec: StrategySpec, every: int) -> None:
         self._world, self._every = world, every
-        self._is_on = world.line.recovers and num_places(spec) > 1 and spec.replicas == 1
+        self._is_on = world.channel.recovers and num_places(spec) > 1 and spec.replicas == 1
         self._next = 0
-        self._step_away = _distance(world.gather_objects(world.seat.host)) if self._is_on else 0
+        self._step_away = _distance(world.gather_objects(world.rank_info.host)) if self._is_on else 0
 
     def is_due(self, step: int) -> bool:
         """Return whether a copy is due; the same answer on all ranks."""

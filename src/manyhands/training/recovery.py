@@ -76,7 +76,7 @@ class Marker:
 
     def __init__(self, hand: Hand) -> None:
         self._hand = hand
-        self._is_on = hand.world.line.recovers
+        self._is_on = hand.world.channel.recovers
         self._mark: StepSnapshot | None = None
         self._room: dict[str, Tensor] = {}
 
@@ -155,7 +155,7 @@ def recall(hand: Hand, kept: RecoveryState, at_least: int) -> Recalled | None:
         return None
     wanted = [(step, place, shape) for place in range(math.prod(shape))]
     sources = [next(rank for rank, have in enumerate(offers) if offer in have) for offer in wanted]
-    recent = [entry for entry in kept.recent if world.seat.heard < entry[0] <= step]
+    recent = [entry for entry in kept.recent if world.rank_info.reported_step < entry[0] <= step]
     told = world.gather_objects(recent)[sources[0]]
     # Of two ranks at the same step one may have ended its epoch already: all resume from the first source's position.
     positions = None if wanted[0] not in held else {key: held[wanted[0]].state[key] for key in ("cursors", "state")}
@@ -245,8 +245,8 @@ def eased(spec: StrategySpec, full: StrategySpec, batch_size: int) -> StrategySp
 
 def as_loss(world: World, error: BaseException) -> PeerLost | None:
     """Convert an error that stems from failed peers to a `PeerLost` without references; None for other errors."""
-    if not world.line.recovers or not world.is_loss(error):
+    if not world.channel.recovers or not world.is_loss(error):
         return None
     if isinstance(error, PeerLost):
         return PeerLost(error.operation, error.line, error.who, error.detail)
-    return PeerLost("a collective", "a module of torch", world.line.lost, str(error))
+    return PeerLost("a collective", "a module of torch", world.channel.lost, str(error))

@@ -59,7 +59,7 @@ class Ways:
         self._usual: Hashable = None
         """The shape of the first batch. Only this is compiled: a smaller last batch would be compiled separately."""
         # Timing-based choices may change rounding from run to run; a run that has lost ranks skips trials.
-        is_first = hand.world.seat.generation == 0
+        is_first = hand.world.rank_info.generation == 0
         self._is_settled = hand.spec.capture != "auto" or hand.spec.deterministic or not is_first
         if hand.spec.capture == "compile":
             self._enter(COMPILED)

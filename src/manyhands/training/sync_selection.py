@@ -67,7 +67,7 @@ class Choosing:
         choice = choice_for(hand.replica, exact=self._exact, alone=alone)
         hand.notice(choice.reason)
         if hand.is_first:
-            hand.world.line.report(event("chosen", sync=choice.sync, **choice.figures))
+            hand.world.channel.report(event("chosen", sync=choice.sync, **choice.figures))
         self.is_done = not choice.changes
         if choice.changes:
             hand.follow_policy(choice.sync)

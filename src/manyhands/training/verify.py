@@ -129,7 +129,7 @@ class _Trial:
         self.task = with_data(task.replace(ema=None))
         if spec.batch_stats != "sync":
             self.task = self.task.replace(model=_with_fixed_statistics(task.model))
-        self.alone = NullWorld(hand.world.seat.device)
+        self.alone = NullWorld(hand.world.rank_info.device)
         self.whole: Record | None = None
         self.stream = not isinstance(as_source(self.task.data, collate=task.collate), IndexedSource)
 

@@ -67,7 +67,7 @@ class InProcessExecutor(Executor):
         return [self._workshop.do(work, self._world)]
 
     def stop(self) -> None:
-        self._world.line.hear({"stop": True})
+        self._world.channel.handle_message({"stop": True})
 
     def close(self) -> None:
         self._world.close()

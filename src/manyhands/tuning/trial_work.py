@@ -151,10 +151,10 @@ class TrialRunner:
     def _train(self, task: Task, work: TrialWork, world: World, outcome: TrialOutcome) -> None:
         folder = self.run_folder(work.number)
         folder.mkdir(parents=True, exist_ok=True)
-        write_record(folder, task, work.params, self.epochs, str(world.seat.device))
+        write_record(folder, task, work.params, self.epochs, str(world.rank_info.device))
         log = EventLog(folder / EVENTS)
         heard = _Heard(outcome, log)
-        world.line.taps.append(heard)
+        world.channel.taps.append(heard)
         try:
             job = Job(
                 task=task,
@@ -170,8 +170,8 @@ class TrialRunner:
             outcome.metrics = {**outcome.metrics, **end.metrics}
             outcome.is_interrupted = outcome.epochs < work.until
         finally:
-            world.line.taps.remove(heard)
-            world.line.stopping = False
+            world.channel.taps.remove(heard)
+            world.channel.stopping = False
             log.close()
 
 

@@ -87,11 +87,11 @@ class PlacedServer:
     """A server placed by an engine; the router asks it for its address."""
 
     def __init__(self, world: World, *, models: Path | Mapping[str, Predictor], settings: ServeSettings) -> None:
-        where = world.seat.address
+        where = world.rank_info.address
         here = replace(settings, host=where, manage_host=where, http=0, grpc=0, manage=0)
         self._engine = LocalEngine(preload=["manyhands.serving.replica_process"])
         try:
-            self._server = Server(models, self._engine, [world.seat.device], here).start()
+            self._server = Server(models, self._engine, [world.rank_info.device], here).start()
         except BaseException:
             self._engine.close()
             raise
