@@ -784,11 +784,11 @@ def _start(
     apart: bool = False,
     after_loss: AfterLoss = "end",
     unit: int = 1,
-    heeds_stop: bool = True,
+    checks_stop: bool = True,
 ) -> list[Any]:
     """Run a function on the devices: in this process for one device (unless `apart`) or in a rank, else in new ones.
 
-    Without `heeds_stop` the function cannot stop after a step, so the first Ctrl-C interrupts it.
+    Without `checks_stop` the function cannot stop after a step, so the first Ctrl-C interrupts it.
     """
     world = current_world()
     if world is not None:
@@ -796,20 +796,20 @@ def _start(
     if len(devices) == 1 and not apart and not isinstance(on, JoinedHosts) and engine_for(on, _engine) is _engine:
         channel = DirectChannel(lambda entry: on_event(0, entry))
         here = NullWorld(devices[0], channel)
-        interruptible = _interruptible(lambda: _ask_to_stop(channel, after_loss), view, heeds_stop)
+        interruptible = _interruptible(lambda: _ask_to_stop(channel, after_loss), view, checks_stop)
         with _own_randomness(), _current_device(here.device), contextlib.closing(here), interruptible:
             return [fn(here)]
     if isinstance(on, JoinedHosts):
         job = on.start(_engine, carrying(fn), timeout=timeout, after_loss=after_loss, unit=unit)
     else:
         job = engine_for(on, _engine).start(carrying(fn), devices, timeout=timeout, after_loss=after_loss, unit=unit)
-    with _interruptible(job.stop, view, heeds_stop):
+    with _interruptible(job.stop, view, checks_stop):
         return job.wait(on_event, view.output)
 
 
 def _ask(fn: Callable[[World], Any], devices: Sequence[Device], timeout: float, *, on: Where = None) -> list[Any]:
     """Run a function on the devices and return its results, without progress output; Ctrl-C interrupts it."""
-    return _start(fn, devices, timeout, lambda rank, entry: None, View(), on=on, heeds_stop=False)
+    return _start(fn, devices, timeout, lambda rank, entry: None, View(), on=on, checks_stop=False)
 
 
 def _serve(
@@ -1057,12 +1057,12 @@ _STOPPING: dict[int, str] = {
 
 
 @contextlib.contextmanager
-def _interruptible(stop: Callable[[], None], view: View, heeds_stop: bool = True) -> Iterator[None]:
+def _interruptible(stop: Callable[[], None], view: View, checks_stop: bool = True) -> Iterator[None]:
     """Let the first Ctrl-C or SIGTERM request a stop after the current step; the second one interrupts.
 
     A SIGTERM is meant for the whole program, so the previous handler is called afterwards.
     """
-    if not heeds_stop or threading.current_thread() is not threading.main_thread():
+    if not checks_stop or threading.current_thread() is not threading.main_thread():
         yield
         return
 

@@ -184,7 +184,7 @@ def test_hosts_beyond_the_expected_number_are_rejected(waiting: Callable[..., Wa
     channel = desk.join(facts())
     desk._thread.join()
     # The listener's thread has ended, so its answer is read directly.
-    taker = threading.Thread(target=lambda: [desk.desk.selector.select(5), desk.desk._accept(), desk.desk._take_in()])
+    taker = threading.Thread(target=lambda: [desk.desk.selector.select(5), desk.desk._accept(), desk.desk._admit_proved()])
     taker.start()
     with pytest.raises(SettingsError, match="all 2 hosts have already joined"):
         desk.join(facts("host3"))
@@ -207,7 +207,7 @@ def test_silent_or_malformed_connections_do_not_block_joining(waiting: Callable[
     "body",
     [
         b"[]", b"{", b'{"kind": "unknown"}', b'{"kind": "start"}', b'{"kind": "beat", "more": 1}', b"[" * 100_000,
-        b'{"kind": "start", "slot": true, "summons": {}}', b'{"kind": "end", "slot": 0, "done": 1, "text": ""}',
+        b'{"kind": "start", "slot": true, "rendezvous": {}}', b'{"kind": "end", "slot": 0, "done": 1, "text": ""}',
     ],
 )  # fmt: skip
 def test_malformed_message_raises_protocol_error(body: bytes) -> None:

@@ -283,6 +283,6 @@ def test_busy_device_error_uses_the_requested_device_name(monkeypatch: pytest.Mo
 def test_unavailable_lock_folder_prints_a_notice_and_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "manyhands").write_text("in the way")
     said: list[str] = []
-    with leased([FAKE], say=said.append):
+    with leased([FAKE], notify=said.append):
         pass
     assert said[0].startswith("the leases of fake:0 could not be checked")

@@ -195,7 +195,7 @@ HEED = 0.5
 
 
 def test_script_that_ignores_stop_is_terminated(engine: LocalEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(coordinator, "HEED_SECONDS", HEED)
+    monkeypatch.setattr(coordinator, "STOP_RESPONSE_SECONDS", HEED)
 
     def stopped(fn: Callable[[World], Any]) -> list[Any]:
         job = engine.start(fn, resolve("cpu*2")[0], after_loss="restart", timeout=60)

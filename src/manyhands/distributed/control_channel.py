@@ -98,7 +98,7 @@ class ControlChannel(ABC):
         if message.get("stacks") and self.report_stack is not None:
             self.send_up({**self.report_stack(), "listens": self.checks_stop})
         with self._changed:
-            self._rendezvous = message.get("summons", self._rendezvous)
+            self._rendezvous = message.get("rendezvous", self._rendezvous)
             self._is_closed = self._is_closed or bool(message.get("final"))
             if "lost" in message:
                 self.lost, self._lost_generation = str(message["lost"]), int(message["generation"])

@@ -252,10 +252,10 @@ def _introduced(store: dist.Store, rank_info: RankInfo, names: Sequence[str]) ->
         ) from None
     except RuntimeError:
         missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
-        said = ", ".join(f"{rank} on {names[rank]}" if names else str(rank) for rank in missing[:8])
+        missing_ranks = ", ".join(f"{rank} on {names[rank]}" if names else str(rank) for rank in missing[:8])
         raise SettingsError(
             f"all {rank_info.size} ranks must connect within {rank_info.timeout:.0f} s",
-            got=f"{rank_info.size - len(missing)}; rank {said} did not connect",
+            got=f"{rank_info.size - len(missing)}; rank {missing_ranks} did not connect",
             remedy="start the missing ranks with the same command, or use fewer ranks",
         ) from None
     is_alone = len({text for _, text in every if "/cuda" in text}) == rank_info.size

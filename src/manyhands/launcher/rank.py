@@ -93,16 +93,16 @@ _kept: list[object] = []
 """Never freed: the user's objects may wait for a process group that no longer exists."""
 
 
-def run_rank(request: dict[str, Any], sock: socket.socket, parcel: int) -> int:
+def run_rank(request: dict[str, Any], sock: socket.socket, pickle_fd: int) -> int:
     """Run one rank and return its exit code; the outcome is sent over the control channel."""
     channel = SocketChannel(sock)
     slot = int(request["slot"])
     try:
         _settle_signals()
         sys.path[:] = request["path"]
-        assignment: Assignment = unpack(parcel)
+        assignment: Assignment = unpack(pickle_fd)
         _kept.append(assignment)
-        os.close(parcel)
+        os.close(pickle_fd)
         _settle(assignment, slot)
         channel.recovers = assignment.recovers
         device = assignment.devices[slot]
@@ -113,7 +113,7 @@ def run_rank(request: dict[str, Any], sock: socket.socket, parcel: int) -> int:
             # sandboxed later.
             device = Device("cpu")
         rank_info = RankInfo(device=device, host=host, timeout=assignment.timeout)
-        world = join(RendezvousInfo(**request["summons"]), rank_info, channel)
+        world = join(RendezvousInfo(**request["rendezvous"]), rank_info, channel)
         _pin(assignment, slot)
         fd = pack(assignment.fn(world), "the result")
         (current_world() or world).close()

@@ -44,13 +44,13 @@ class RendezvousInfo:
         """Return the info as plain data that can be sent as JSON."""
         return dataclasses.asdict(self)
 
-    def answer(self, rank_info: RankInfo, channel: ControlChannel) -> World:
+    def join_world(self, rank_info: RankInfo, channel: ControlChannel) -> World:
         """Join the other ranks; `rank_info` holds what is equal in all generations: device, host and time limit."""
-        mine = dataclasses.replace(
+        own_info = dataclasses.replace(
             rank_info, rank=self.rank, size=self.size, generation=self.generation, reported_step=self.reported_step
         )
         if self.size == 1:
-            return NullWorld(channel=channel, rank_info=mine)
+            return NullWorld(channel=channel, rank_info=own_info)
         os.environ["GLOO_SOCKET_IFNAME"] = self.interface
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={self.interface}")
         try:
@@ -59,18 +59,18 @@ class RendezvousInfo:
             where = f"{self.address}:{self.port}"
             raise PeerLost("joining", "the store", f"the store at {where} does not answer", str(error)) from error
         store.set_timeout(timedelta(seconds=rank_info.timeout))
-        return TorchWorld(mine, channel, store, self.backend, RankKey(bytes.fromhex(self.key)))
+        return TorchWorld(own_info, channel, store, self.backend, RankKey(bytes.fromhex(self.key)))
 
 
-def join(summons: RendezvousInfo, rank_info: RankInfo, channel: ControlChannel) -> World:
+def join(info: RendezvousInfo, rank_info: RankInfo, channel: ControlChannel) -> World:
     """Return the world that a rank is invited to; if it fails before it is complete, join the next generation's."""
     while True:
         try:
-            world = summons.answer(rank_info, channel)
+            world = info.join_world(rank_info, channel)
         except PeerLost as lost:
             if not channel.recovers:
                 raise
-            summons = _next(channel, summons.generation, lost, 0)
+            info = _next(channel, info.generation, lost, 0)
             continue
         enter_world(world)
         return world
@@ -81,14 +81,14 @@ def regroup(world: World, why: BaseException, step: int) -> World:
 
     `step` is the last step that this rank has completed.
     """
-    summons = _next(world.channel, world.rank_info.generation, why, step)
+    info = _next(world.channel, world.rank_info.generation, why, step)
     world.close()
-    return join(summons, world.rank_info, world.channel)
+    return join(info, world.rank_info, world.channel)
 
 
 def _next(channel: ControlChannel, generation: int, why: BaseException, step: int) -> RendezvousInfo:
     channel.report_peer_failure(generation, str(why), step)
-    told = channel.wait_for_rendezvous(generation)
-    if told is None:
+    info = channel.wait_for_rendezvous(generation)
+    if info is None:
         raise why
-    return RendezvousInfo(**told)
+    return RendezvousInfo(**info)

@@ -55,7 +55,7 @@ class Service(ABC):
             self._num_calls += 1
             number = self._num_calls
             if self.ended.done():
-                answer.set_exception(self._gone("has ended"))
+                answer.set_exception(self._ended_error("has ended"))
                 return answer
             self._calls[number] = answer
         try:
@@ -116,14 +116,14 @@ class Service(ABC):
             self.ended.set_exception(failure) if failure and not self._is_wished else self.ended.set_result(None)
         while self._calls:
             _, answer = self._calls.popitem()
-            answer.set_exception(failure or self._gone("was stopped before it answered"))
+            answer.set_exception(failure or self._ended_error("was stopped before it answered"))
 
-    def _gone(self, what: str) -> WorkerFailed:
+    def _ended_error(self, what: str) -> WorkerFailed:
         failure = self.failure
         return failure if isinstance(failure, WorkerFailed) else WorkerFailed(0, self.host, f"the service {what}")
 
 
-class Attendant:
+class ServiceRunner:
     """The service process's side: holds the object and runs the calls."""
 
     def __init__(self, made: Any) -> None:

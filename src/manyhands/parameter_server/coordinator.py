@@ -300,7 +300,7 @@ class ServerCoordinator:
             return
         self._round += 1
         loss = RankFailure(member.number, this_host(), f"{member.role} {member.number} {reason}")
-        if not self._restart_policy.goes_on([loss], size=len(self._devices), step=self.hand.num_steps):
+        if not self._restart_policy.allows_restart([loss], size=len(self._devices), step=self.hand.num_steps):
             raise NoProgress(
                 member.number, loss.host, f"{loss.reason}, repeatedly, without completing a step in between"
             )

@@ -40,7 +40,7 @@ SHAPES: dict[str, dict[str, type | tuple[type, ...]]] = {
     "probe": {"ways": list, "key": str},
     "begin": {"devices": list},
     "agreed": {"value": str},
-    "start": {"slot": int, "summons": dict},
+    "start": {"slot": int, "rendezvous": dict},
     "tell": {"slot": int, "message": dict},
     "kill": {"slot": (int, type(None))},
     "over": {"reason": str},
@@ -118,7 +118,7 @@ class Channel:
         self._sent = self._received = 0
         self._rest = bytearray()
         self._closed = threading.Event()
-        self.heard_at = time.monotonic()
+        self.received_at = time.monotonic()
         """When the last bytes arrived from the other side."""
 
     def fileno(self) -> int:
@@ -152,7 +152,7 @@ class Channel:
         chunk = self._socket.recv(65536)
         if not chunk:
             raise ConnectionError("the connection was closed")
-        self.heard_at = time.monotonic()
+        self.received_at = time.monotonic()
         self._rest += self._cover.opened(chunk)
         yield from self._whole()
 
@@ -186,7 +186,7 @@ class Channel:
                     continue
                 if not chunk:
                     raise ConnectionError("the connection was closed")
-                self.heard_at = time.monotonic()
+                self.received_at = time.monotonic()
                 self._rest += self._cover.opened(chunk)
         finally:
             with contextlib.suppress(OSError):
@@ -232,7 +232,7 @@ class Channel:
 def checked(body: bytes) -> Message:
     """Return a message after checking its shape.
 
-    >>> checked(b'{"kind": "start", "slot": "1", "summons": {}}')
+    >>> checked(b'{"kind": "start", "slot": "1", "rendezvous": {}}')
     Traceback (most recent call last):
     manyhands.launcher.joining.channel.ProtocolError: the field slot of the message start has the type str
     """

@@ -61,14 +61,14 @@ class HostFacts:
         host: str | None = None,
     ) -> HostFacts:
         """Return the facts of this host now."""
-        said = [{"kind": d.kind, "index": d.index, "share": d.share, "slot": d.slot} for d in devices]
+        facts_text = [{"kind": d.kind, "index": d.index, "share": d.share, "slot": d.slot} for d in devices]
         return cls(
             host=host or this_host(),
             manyhands=version("manyhands"),
             torch=torch.__version__.split("+")[0],
             python=platform.python_version(),
             time=time.time(),
-            devices=said,
+            devices=facts_text,
             running=list(running),
             generation=generation,
             work=work,
@@ -108,11 +108,11 @@ class HostFacts:
     def differences(self, other: HostFacts) -> str:
         """Return why two hosts cannot work together, with the remedy; empty if they can."""
         for name in ("manyhands", "torch", "python"):
-            mine, theirs = getattr(self, name), getattr(other, name)
+            own, peer = getattr(self, name), getattr(other, name)
             if name == "python":
-                mine, theirs = mine.rpartition(".")[0], theirs.rpartition(".")[0]
-            if mine != theirs:
-                return f"{other.host} has {name} {theirs} and {self.host} has {mine}: install the same version on both"
+                own, peer = own.rpartition(".")[0], peer.rpartition(".")[0]
+            if own != peer:
+                return f"{other.host} has {name} {peer} and {self.host} has {own}: install the same version on both"
         skew = other.time - self.time
         if abs(skew) > MAX_SKEW:
             side = "ahead of" if skew > 0 else "behind"
@@ -128,17 +128,17 @@ class HostVerifier:
     """The first host's side of the handshake: verifies a joining host, then accepts or refuses it."""
 
     def __init__(
-        self, channel: Channel, token: JoinToken, passes: Mapping[str, JoinToken], mine: Callable[[], HostFacts]
+        self, channel: Channel, token: JoinToken, passes: Mapping[str, JoinToken], own_facts: Callable[[], HostFacts]
     ) -> None:
         """Run the handshake; `passes` belong to hosts that joined before, which need no valid token any more."""
         self.channel = channel
         self._nonce = secrets.token_hex(16)
         channel.send("hello", nonce=self._nonce)
         answer = channel.wait_for("join", seconds=channel.limits.answer, first=FIRST_SECONDS)
-        said = json.dumps(answer["facts"], sort_keys=True)
-        self._theirs = str(answer["nonce"])
+        facts_text = json.dumps(answer["facts"], sort_keys=True)
+        self._peer_nonce = str(answer["nonce"])
         # The nonce belongs to this connection, so a proof from another connection cannot be replayed.
-        parts = "join", self._nonce, self._theirs, said, *channel.binding
+        parts = "join", self._nonce, self._peer_nonce, facts_text, *channel.binding
         self._pass = passes.get(str(answer["facts"].get("host")))
         if self._pass is not None and self._pass.accepts(answer["again"], *parts):
             self._key = self._pass
@@ -149,8 +149,8 @@ class HostVerifier:
                 "token", "its token is not that of this job, or is expired: copy the token file of the first host"
             )
         self.facts = HostFacts.read(answer["facts"])
-        if told := mine().differences(self.facts):
-            raise self.refuse("differs", told)
+        if difference := own_facts().differences(self.facts):
+            raise self.refuse("differs", difference)
 
     def refuse(self, code: Refusal, reason: str) -> SettingsError:
         """Send the host the reason for the refusal; return it as an error."""
@@ -159,25 +159,27 @@ class HostVerifier:
 
     def accept(self) -> JoinToken:
         """Accept the host, prove that this side knows the token too, and return the host's pass for rejoining."""
-        self.channel.send("welcome", proof=self._key.prove("welcome", self._theirs, self._nonce, *self.channel.binding))
-        _seal(self.channel, self._key, self._nonce, self._theirs, is_first=True)
+        self.channel.send(
+            "welcome", proof=self._key.prove("welcome", self._peer_nonce, self._nonce, *self.channel.binding)
+        )
+        _seal(self.channel, self._key, self._nonce, self._peer_nonce, is_first=True)
         self.channel.start_beating()
-        return self._key if self._key is self._pass else _pass(self._key, self._nonce, self._theirs)
+        return self._key if self._key is self._pass else _pass(self._key, self._nonce, self._peer_nonce)
 
 
-def introduce(channel: Channel, token: JoinToken, mine: HostFacts, known: JoinToken | None = None) -> JoinToken:
+def introduce(channel: Channel, token: JoinToken, own_facts: HostFacts, known: JoinToken | None = None) -> JoinToken:
     """Run the joining host's side of the handshake; return the pass with which it may rejoin.
 
     A token may expire while a job runs, and a host of that job must still be able to rejoin. `known` is its pass. The
     token is proved as well, because a restarted first host has issued no passes.
     """
-    hello = _heard(channel, "hello")
+    hello = _receive(channel, "hello")
     nonce = secrets.token_hex(16)
-    facts = asdict(mine)
+    facts = asdict(own_facts)
     parts = "join", hello["nonce"], nonce, json.dumps(facts, sort_keys=True), *channel.binding
     again = "" if known is None else known.prove(*parts)
     channel.send("join", nonce=nonce, facts=facts, proof=token.prove(*parts), again=again)
-    answer = _heard(channel, "welcome")
+    answer = _receive(channel, "welcome")
     parts = "welcome", nonce, hello["nonce"], *channel.binding
     keys = (key for key in (known, token) if key is not None)
     key = next((key for key in keys if key.accepts(answer["proof"], *parts)), None)
@@ -192,7 +194,7 @@ def introduce(channel: Channel, token: JoinToken, mine: HostFacts, known: JoinTo
     return key if key is known else _pass(key, hello["nonce"], nonce)
 
 
-def _heard(channel: Channel, kind: str) -> Message:
+def _receive(channel: Channel, kind: str) -> Message:
     """Return the first host's message; raise JoinRefused if it refuses this host."""
     answer = channel.wait_for(kind, "refused", seconds=channel.limits.answer)
     if answer["kind"] == "refused":

@@ -84,10 +84,10 @@ class JoinTls(NoTls):
             context.load_cert_chain(self.folder / CERTIFICATE, self.folder / KEY, password="")
             context.load_verify_locations(self.folder / SIGNER)
         except OSError as error:
-            said = _reason(error) if isinstance(error, ssl.SSLError) else error.strerror
+            reason = _reason(error) if isinstance(error, ssl.SSLError) else error.strerror
             raise SettingsError(
                 f"TLS needs {FOLDER}, in PEM format",
-                got=f"{self.folder} ({said})",
+                got=f"{self.folder} ({reason})",
                 remedy="create them as docs/clusters.md shows",
             ) from None
         if is_first:
@@ -121,20 +121,20 @@ class Tunnel(Bare):
         end = time.monotonic() + limits.answer
         # A peer without TLS waits for this side's first message, so it must be refused before its own wait ends.
         patience = limits.answer if speaks_first else min(FIRST_SECONDS, limits.answer / 2)
-        has_heard = False
+        has_received = False
         while not self._is_done(sock):
             sock.settimeout(max(0.01, min(patience, end - time.monotonic())))
             try:
                 chunk = sock.recv(65536)
             except TimeoutError:
-                if has_heard or speaks_first:
+                if has_received or speaks_first:
                     raise TimeoutError(f"no TLS from {self._peer} in time") from None
                 chunk = b"\0"
             if not chunk:
                 raise ConnectionError("the connection was closed")
-            if not has_heard and chunk[0] not in _RECORDS:
+            if not has_received and chunk[0] not in _RECORDS:
                 raise self._not_tls(speaks_first)
-            has_heard, patience = True, limits.answer
+            has_received, patience = True, limits.answer
             self._incoming.write(chunk)
 
     def _is_done(self, sock: socket.socket) -> bool:
@@ -204,8 +204,8 @@ def _refusal(rule: str, *, got: str, remedy: str) -> JoinRefused:
 
 def _reason(error: OSError) -> str:
     """Return the reason of a TLS error as text."""
-    words = getattr(error, "verify_message", "") or getattr(error, "reason", "") or error.strerror or "it failed"
-    return str(words).lower().replace("_", " ")
+    reason = getattr(error, "verify_message", "") or getattr(error, "reason", "") or error.strerror or "it failed"
+    return str(reason).lower().replace("_", " ")
 
 
 def tls_here(folder: str) -> NoTls:

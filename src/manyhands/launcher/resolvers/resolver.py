@@ -175,11 +175,11 @@ def _require_numbers(cluster: ResolvedCluster) -> None:
             got=f"local rank {standing.local_rank} on {cluster.host}",
             remedy="check how the ranks were numbered",
         )
-    told = cluster_size(cluster.hosts)
-    if told is not None and told != standing.size:
+    total = cluster_size(cluster.hosts)
+    if total is not None and total != standing.size:
         raise SettingsError(
             f"{source}'s hosts must have {standing.size} ranks in total",
-            got=f"{told} ({', '.join(f'{host} {host.num_devices}' for host in cluster.hosts)})",
+            got=f"{total} ({', '.join(f'{host} {host.num_devices}' for host in cluster.hosts)})",
             remedy="start the missing ranks, or use fewer",
         )
 
