@@ -217,9 +217,9 @@ class ParameterClient:
         """Copy gradients and changes of buffers into the send buffers; return the numbers of unused parameters."""
         unused = []
         into, gradients = [], []
-        for flat_buffer, room in zip(link.share, link.pushed, strict=True):
+        for flat_buffer, buffer in zip(link.share, link.pushed, strict=True):
             for piece in flat_buffer.pieces:
-                target, tensor = room[piece.place], self._held[piece.name]
+                target, tensor = buffer[piece.place], self._held[piece.name]
                 if not piece.is_trained:
                     before = self._before[f"{piece.name} {piece.start}"].to(tensor.device)
                     target.copy_(self._stretch(piece) - before)
@@ -254,14 +254,14 @@ class ParameterClient:
         where = ids.cpu()
         owner = where % len(self._links)
         places = [(owner == index).nonzero().flatten() for index in range(len(self._links))]
-        for link, mine in zip(self._links, places, strict=True):
-            if len(mine):
-                link.caller.send(PullRows(self.server_list.term, number, self.version), frames_of([where[mine]]))
+        for link, indices in zip(self._links, places, strict=True):
+            if len(indices):
+                link.caller.send(PullRows(self.server_list.term, number, self.version), frames_of([where[indices]]))
         values = torch.empty(len(where), table.embedding_dim, dtype=table.weight.dtype)
-        for link, mine in zip(self._links, places, strict=True):
-            if len(mine):
+        for link, indices in zip(self._links, places, strict=True):
+            if len(indices):
                 _, frames = self._await(link, RowsReply)
-                values[mine] = tensor_of(frames[0], values.dtype).view(len(mine), -1)
+                values[indices] = tensor_of(frames[0], values.dtype).view(len(indices), -1)
         rows = values.to(device)
         if torch.is_grad_enabled():
             rows.requires_grad_()

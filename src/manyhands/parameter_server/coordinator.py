@@ -95,7 +95,7 @@ class _Member:
     step: int = -1
     """The last step that it delivered a part of."""
     since: float = 0.0
-    heard: float = 0.0
+    received_at: float = 0.0
     """The monotonic time of the last message from this member."""
     is_led: bool = False
     """For a follower: whether its server has its address."""
@@ -126,7 +126,7 @@ class ServerStats:
     lost_followers: int = 0
     applied: int = 0
     """Gradients in closed steps."""
-    ledger: list[int] = field(default_factory=list)
+    applied_counts: list[int] = field(default_factory=list)
     """By server: gradients it has applied since it was filled, each counted once."""
     bytes: list[int] = field(default_factory=list)
     """By server: bytes exchanged with workers, through shared memory or sockets."""
@@ -140,7 +140,7 @@ class ServerStats:
             "lost_servers": self.lost_servers,
             "lost_followers": self.lost_followers,
             "applied": self.applied,
-            "ledger": self.ledger,
+            "ledger": self.applied_counts,
             "bytes": self.bytes,
         }
 
@@ -387,7 +387,9 @@ class ServerCoordinator:
             try:
                 self._fill()
                 if with_followers:
-                    self._turn(lambda: all(f.is_filled for f in self._followers.values()), "followers to be filled")
+                    self._process_until(
+                        lambda: all(f.is_filled for f in self._followers.values()), "followers to be filled"
+                    )
                 break
             except ServerFailed as lost:
                 self._notice(str(lost))
@@ -401,7 +403,7 @@ class ServerCoordinator:
         self._closes.clear()
         for follower in self._followers.values():
             follower.is_filled = False
-        self._turn(lambda: all(server.peer is not None for server in self._servers), "servers to join")
+        self._process_until(lambda: all(server.peer is not None for server in self._servers), "servers to join")
 
         def load(number: int) -> tuple[Any, Sequence[Any]]:
             found: tuple[Any, Sequence[Any]] = load_frames(
@@ -433,7 +435,7 @@ class ServerCoordinator:
                     f"server {number} has applied {state.applied} gradients since it was filled, but the completed "
                     f"steps have {self._num_entered}, so its values are wrong; resume from the last checkpoint"
                 )
-        self.stats.ledger = [state.applied for state, _ in answers]
+        self.stats.applied_counts = [state.applied for state, _ in answers]
         self.stats.bytes = [state.wire for state, _ in answers]
         take_state(self.hand, self.shares, answers)
 
@@ -469,7 +471,7 @@ class ServerCoordinator:
             closed.extend([tickets] if tickets else [])
             return bool(closed)
 
-        self._turn(is_complete, "")
+        self._process_until(is_complete, "")
         self._next_ticket = schedule.number
         self.stats.late, schedule.late = self.stats.late + schedule.late, 0
         tickets = closed[0]
@@ -512,14 +514,14 @@ class ServerCoordinator:
 
     # -- messages -------------------------------------------------------------------------------------------------
 
-    def _turn(self, is_done: Callable[[], bool], waiting_for: str) -> None:
+    def _process_until(self, is_done: Callable[[], bool], waiting_for: str) -> None:
         """Process messages until `is_done`; with `waiting_for` raise `PeerLost` after the timeout."""
         deadline = time.monotonic() + self._timeout if waiting_for else float("inf")
         while True:
             self._run_queued()
             if is_done():
                 return
-            self._hand_out()
+            self._assign_work()
             self._poller.poll(int(1000 * TICK))
             self._process_messages()
             if time.monotonic() > deadline:
@@ -545,7 +547,7 @@ class ServerCoordinator:
             # The coordinator had given this member up: let it know.
             self._listener.send(peer, Unauthenticated())
             return
-        member.heard = time.monotonic()
+        member.received_at = time.monotonic()
         if isinstance(message, WorkRequest) and message.term == self._term:
             member.is_asking = True
         elif isinstance(message, Delivered) and message.term == self._term:
@@ -573,7 +575,7 @@ class ServerCoordinator:
             return
         if member.peer is not None:
             self._peers.pop(member.peer, None)
-        member.peer, member.address, member.heard = peer, message.address, time.monotonic()
+        member.peer, member.address, member.received_at = peer, message.address, time.monotonic()
         self._peers[peer] = member
         if member.role == "worker" and self._is_open:
             self._send(member, self._server_list())
@@ -638,7 +640,7 @@ class ServerCoordinator:
         elif self._is_placed and 0 <= message.number < len(self._servers):
             server = self._servers[message.number]
             if server.peer is not None:
-                server.heard = min(server.heard, time.monotonic() - self._timeout / 2 + ANSWER)
+                server.received_at = min(server.received_at, time.monotonic() - self._timeout / 2 + ANSWER)
                 self._send(server, Heartbeat())
 
     def _end(self, member: _Member) -> None:
@@ -671,12 +673,12 @@ class ServerCoordinator:
         for member in holders if self._is_placed else ():
             if away > self._timeout / 8:
                 # The coordinator itself was not receiving messages since the last check.
-                member.heard = now
-            if now - max(member.heard, member.since) > self._timeout / 8:
+                member.received_at = now
+            if now - max(member.received_at, member.since) > self._timeout / 8:
                 member.since = now
                 self._send(member, Heartbeat())
-            if now - member.heard > self._timeout / 2:
-                self._on_placed_failure(member, f"was silent for {now - member.heard:.0f} s")
+            if now - member.received_at > self._timeout / 2:
+                self._on_placed_failure(member, f"was silent for {now - member.received_at:.0f} s")
 
     def _receive(self, worker: _Member, message: Delivered) -> None:
         worker.ticket, worker.is_asking = None, True
@@ -691,7 +693,7 @@ class ServerCoordinator:
         if message.skipped:
             self._skips[message.ticket] = True
 
-    def _hand_out(self) -> None:
+    def _assign_work(self) -> None:
         schedule = self._schedule
         if schedule is None or not self._is_open:
             return
@@ -719,7 +721,7 @@ class ServerCoordinator:
                 if server.peer is not None:
                     self._send(server, *request(server.number))
             # If another server fails while this waits, the term changes and a request for the new term replaces it.
-            self._turn(
+            self._process_until(
                 lambda: len(answers) == len(self._servers) or (kind is Loaded and self._term != term),
                 waiting_for,
             )

@@ -98,8 +98,8 @@ def cut(model: nn.Module, num_servers: int, *, whole: bool) -> list[Share]:
     dtypes = list(dict.fromkeys(tensor.dtype for tensor, _ in parts.values()))
     shares: list[list[FlatBuffer]] = [[] for _ in range(num_servers)]
     for dtype in dtypes:
-        mine = {name: pair for name, pair in parts.items() if pair[0].dtype == dtype}
-        spread = _whole(mine, num_servers) if whole else _even(mine, num_servers)
+        same_dtype = {name: pair for name, pair in parts.items() if pair[0].dtype == dtype}
+        spread = _whole(same_dtype, num_servers) if whole else _even(same_dtype, num_servers)
         for share, pieces in zip(shares, spread, strict=True):
             share.append(FlatBuffer(dtype, tuple(pieces)))
     return [tuple(share) for share in shares]

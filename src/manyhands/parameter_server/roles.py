@@ -113,10 +113,10 @@ def run_member(place: ProcessRole, task: Task, spec: StrategySpec, device: Devic
         token=place.token,
         timeout=timeout,
         listens=(resolve_host(place.here.name), place.here.port) if place.role == SERVER else None,
-    ).run(NullWorld(Device("cpu") if place.role == SERVER else device, DirectChannel(_tell)))
+    ).run(NullWorld(Device("cpu") if place.role == SERVER else device, DirectChannel(_print_notice)))
 
 
-def _tell(entry: Event) -> None:
+def _print_notice(entry: Event) -> None:
     """Print notices to stderr, since a member has no run folder and no progress view."""
     if entry["kind"] == "notice":
         print(entry["text"], file=sys.stderr, flush=True)

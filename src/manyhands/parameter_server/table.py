@@ -22,12 +22,12 @@ FIRST = 1024
 
 def kind_of(table: Embedding, optimizer: Any) -> str:
     """Return the kind of optimizer for a table's rows: the table's own, or that of the task's optimizer."""
-    mine = next((m for m in each_of(optimizer) if any(table.weight is p for p in parameters_of(m))), optimizer)
-    kind = table.optimizer or kind_of_optimizer(mine)
+    owner = next((m for m in each_of(optimizer) if any(table.weight is p for p in parameters_of(m))), optimizer)
+    kind = table.optimizer or kind_of_optimizer(owner)
     if kind is None:
         raise TaskError(
             "the rows of an mh.Embedding need an optimizer that can update single rows",
-            got=type(mine).__name__,
+            got=type(owner).__name__,
             remedy='write mh.Embedding(rows, dim, optimizer="adagrad")',
         )
     return kind
@@ -160,9 +160,9 @@ class ServerTable:
         start = len(self._index)
         stop = start + len(new)
         if stop > len(self._values):
-            room = max(FIRST, stop, 2 * len(self._values))
-            self._values = _grown(self._values, room)
-            self._slots = {name: _grown(slot, room) for name, slot in self._slots.items()}
+            capacity = max(FIRST, stop, 2 * len(self._values))
+            self._values = _grown(self._values, capacity)
+            self._slots = {name: _grown(slot, capacity) for name, slot in self._slots.items()}
         first = first_rows(np.array(new), self.dim, self.seed, self.std).to(self.dtype)
         self._values[start:stop] = first
         if self.kind == "adagrad":
