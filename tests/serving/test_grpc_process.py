@@ -50,13 +50,13 @@ UNLOAD, LIVE = "/inference.GRPCInferenceService/RepositoryModelUnload", "/infere
 def heard(start: Start, monkeypatch: pytest.MonkeyPatch) -> tuple[Server, list[int]]:
     """A server, and the sizes of all messages that its process for gRPC has handed on."""
     sizes: list[int] = []
-    original = GrpcProcess._hear
+    original = GrpcProcess._handle_frame
 
     def hear(listener: GrpcProcess, kind: int, number: int, head: bytes, message: bytes) -> None:
         sizes.append(len(message))
         original(listener, kind, number, head, message)
 
-    monkeypatch.setattr(GrpcProcess, "_hear", hear)
+    monkeypatch.setattr(GrpcProcess, "_handle_frame", hear)
     server = start({"moody": Moody()})
     sizes.clear()
     return server, sizes
@@ -166,12 +166,14 @@ def attack(act: Callable[[TakenOver], Awaitable[None]], *, manages: bool = False
         def find(name: str, *rest: Any) -> Any:
             raise RequestRefused("NOT_FOUND", f"no model {name}")
 
-        desk: Any = SimpleNamespace(catalogue=SimpleNamespace(unload=unload, find=find))
+        gateway: Any = SimpleNamespace(catalogue=SimpleNamespace(unload=unload, find=find))
         loop, most = asyncio.get_running_loop(), Limits(**limits)
         loop.set_exception_handler(lambda loop, context: attacker.reports.append(context["message"]))
-        listener = GrpcProcess([OpenInferenceGrpc(desk)], AccessToken(None), most, manages=manages)
+        listener = GrpcProcess([OpenInferenceGrpc(gateway)], AccessToken(None), most, manages=manages)
         listener._is_closing = True
-        listener._frames = await FrameSocket.over(ours, listener._hear, listener._end, (MAX_FRAME_HEAD, most.body))
+        listener._frames = await FrameSocket.over(
+            ours, listener._handle_frame, listener._end, (MAX_FRAME_HEAD, most.body)
+        )
         try:
             async with asyncio.timeout(20):
                 await act(attacker)

@@ -210,8 +210,8 @@ def _print_of(folder: Path) -> Print | None:
         return None
     except OSError as error:
         raise FileError("files must be readable", got=error.strerror) from None
-    if odd := [name for name, found in stats.items() if not stat.S_ISREG(found.st_mode)]:
-        raise FileError("files must be regular files", got=f"{odd[0]}, which is a link or a folder")
+    if irregular := [name for name, found in stats.items() if not stat.S_ISREG(found.st_mode)]:
+        raise FileError("files must be regular files", got=f"{irregular[0]}, which is a link or a folder")
     if any(stats[name].st_size != size for name, size in files.items()):
         return None
     return tuple(sorted((name, found.st_size, found.st_mtime_ns) for name, found in stats.items()))

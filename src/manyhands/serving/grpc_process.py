@@ -30,7 +30,7 @@ from ..launcher import Engine, Service
 from .http import BadRequest
 from .limits import Bodies, Limits
 from .port_reservation import PortReservation
-from .protocols.grpc_service import Decoder, GrpcListener, GrpcService, MessageRule, Method, said
+from .protocols.grpc_service import Decoder, GrpcListener, GrpcService, MessageRule, Method, metadata_value
 from .protocols.protocol import KEY, STATUS, TRACE
 from .replica_rendezvous import ReplicaRendezvous
 from .scheduling import step_aside
@@ -175,14 +175,14 @@ class Frontend:
     """Makes the listener in its process, as a service of an engine.
 
     Attributes:
-        meeting: The socket where the server waits.
+        rendezvous: The socket where the server waits.
         key: Which process this is.
         host: The address to listen on.
         port: The port to listen on, which the server has reserved.
         methods: The paths of all methods, each with the rule of its messages; None where this listener has it not.
     """
 
-    meeting: str
+    rendezvous: str
     key: str
     host: str
     port: int
@@ -211,12 +211,12 @@ class Frontend:
 
     async def _serve(self) -> None:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
-            server.connect(self.meeting)
+            server.connect(self.rendezvous)
             server.send(orjson.dumps({"key": self.key}))
             _, (descriptor,), _, _ = socket.recv_fds(server, 16, 1)
         stopping: asyncio.Future[float] = asyncio.get_running_loop().create_future()
         forwarding = Forwarding(self.methods, stopping)
-        frames = await FrameSocket.over(socket.socket(fileno=descriptor), forwarding.hear, forwarding.end)
+        frames = await FrameSocket.over(socket.socket(fileno=descriptor), forwarding.handle_frame, forwarding.end)
         forwarding.frames = frames
         listener = GrpcListener([], self.token, self.limits, self.tls, closed=self.closed)
         listener.others = forwarding
@@ -263,7 +263,7 @@ class Forwarding(grpc.GenericRpcHandler):  # type: ignore[misc]
         self._num += 1
         number, answer = self._num, asyncio.get_running_loop().create_future()
         self._calls[number] = answer
-        headers = {name.decode(): said(context, name).decode("latin1") for name in (KEY, TRACE)}
+        headers = {name.decode(): metadata_value(context, name).decode("latin1") for name in (KEY, TRACE)}
         head = {"path": path, "left": context.time_remaining(), "headers": headers}
         self.frames.send(OUTLINE if is_outline else CALL, number, orjson.dumps(head), message)
         try:
@@ -274,7 +274,7 @@ class Forwarding(grpc.GenericRpcHandler):  # type: ignore[misc]
         finally:
             self._calls.pop(number, None)
 
-    def hear(self, kind: int, number: int, head: bytes, message: bytes) -> None:
+    def handle_frame(self, kind: int, number: int, head: bytes, message: bytes) -> None:
         """Take a frame of the server."""
         answer = self._calls.get(number)
         if kind == STOP:
@@ -285,8 +285,8 @@ class Forwarding(grpc.GenericRpcHandler):  # type: ignore[misc]
         elif kind == ANSWER:
             answer.set_result(message)
         else:
-            told = orjson.loads(head)
-            answer.set_exception(RequestRefused(told["code"], told["reason"], told["retry"]))
+            reply = orjson.loads(head)
+            answer.set_exception(RequestRefused(reply["code"], reply["reason"], reply["retry"]))
 
     def end(self) -> None:
         """End without the server."""
@@ -386,7 +386,7 @@ class GrpcProcess:
         self.on_answer: Callable[[str, int, int, int, float], None] | None = None
         """Called with a method, its status as HTTP has it, the bytes of both messages, and when the call came."""
         self.engine: Engine
-        self.meeting: ReplicaRendezvous
+        self.rendezvous: ReplicaRendezvous
         self._methods: dict[str, Decoder] = {}
         """The methods of this listener. The server itself looks them up here: it does not trust the process, which
         reads what clients send, to name no others."""
@@ -433,15 +433,15 @@ class GrpcProcess:
 
     async def _start(self) -> int:
         loop = asyncio.get_running_loop()
-        key, coming = self.meeting.expect()
+        key, coming = self.rendezvous.expect()
         frontend = Frontend(
-            self.meeting.path, key, self._host, self._reservation.port, self._token, self._limits, self._tls,
+            self.rendezvous.path, key, self._host, self._reservation.port, self._token, self._limits, self._tls,
             self._rules, self._closed,
         )  # fmt: skip
         self._service = await asyncio.to_thread(self.engine.start_service, frontend, Device("cpu"))
         ended = _ending(self._service)
         self._ready = loop.create_future()
-        ours, theirs = socket.socketpair()
+        own_end, peer_end = socket.socketpair()
         try:
             async with asyncio.timeout(START_SECONDS):
                 both: list[asyncio.Future[Any]] = [coming, ended]
@@ -449,21 +449,21 @@ class GrpcProcess:
                 if not coming.done():
                     raise RunError(f"the gRPC process has ended: {ended.exception()}")
                 arrival = coming.result().socket
-                socket.send_fds(arrival, [b"frames"], [theirs.fileno()])
+                socket.send_fds(arrival, [b"frames"], [peer_end.fileno()])
                 arrival.close()
                 most = MAX_FRAME_HEAD, self._limits.body
-                self._frames = await FrameSocket.over(ours, self._hear, self._end, most)
-                told = await self._ready
+                self._frames = await FrameSocket.over(own_end, self._handle_frame, self._end, most)
+                reply = await self._ready
         except TimeoutError:
             raise RunError(f"the gRPC process did not start within {START_SECONDS:.0f} s") from None
         finally:
-            self.meeting.forget(key)
-            theirs.close()
-        if "error" in told:
+            self.rendezvous.forget(key)
+            peer_end.close()
+        if "error" in reply:
             self._frames.close()
             await asyncio.to_thread(self._service.kill)
-            raise OSError(told["error"])
-        return int(told["port"])
+            raise OSError(reply["error"])
+        return int(reply["port"])
 
     def _end(self) -> None:
         """Give up the calls of a process that has ended, and start another one on the same port."""
@@ -484,7 +484,7 @@ class GrpcProcess:
                 await self._start()
                 return
 
-    def _hear(self, kind: int, number: int, head: bytes, message: bytes) -> None:
+    def _handle_frame(self, kind: int, number: int, head: bytes, message: bytes) -> None:
         """Take a frame of the process; raises FrameError for one that it must not send."""
         if kind == READY and self._ready is not None and not self._ready.done():
             self._ready.set_result(read_ready(head))
@@ -538,8 +538,8 @@ class GrpcProcess:
             raise
         finally:
             if refusal is not None:
-                told = {"code": refusal.code, "reason": refusal.reason, "retry": refusal.retry_after}
-                frames.send(REFUSAL, number, orjson.dumps(told))
+                reply = {"code": refusal.code, "reason": refusal.reason, "retry": refusal.retry_after}
+                frames.send(REFUSAL, number, orjson.dumps(reply))
             elif status == 200:
                 frames.send(ANSWER, number, b"", answer)
             if self.on_answer is not None and (refusal is not None or not call.is_outline):

@@ -215,7 +215,7 @@ class Background(ABC):
             await asyncio.sleep(FLUSH_SECONDS)
             self._log.flush()
 
-    def _say(self, kind: str, **values: Any) -> None:
+    def _emit(self, kind: str, **values: Any) -> None:
         entry = event(kind, **values)
         self._log.event(entry)
         self.on_event(entry)

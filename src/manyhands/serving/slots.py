@@ -49,11 +49,11 @@ class SlotLayout:
         specs = self.signature.inputs
         if self.input_bytes < FREE_BYTES or _end(specs, self.max_rows, shapes) <= self.input_bytes:
             return self.max_rows
-        room = self.input_bytes - _ALIGN * len(specs)
+        free_bytes = self.input_bytes - _ALIGN * len(specs)
         each = sum(
             math.prod(s) * BY_TORCH[spec.dtype].numpy.itemsize for spec, s in zip(specs.values(), shapes, strict=True)
         )
-        return room // each
+        return free_bytes // each
 
 
 class ReplicaSlots:

@@ -31,7 +31,7 @@ class ModelService(GrpcService):
 
     async def _status(self, request: Any, context: Any) -> Any:
         spec = request.model_spec
-        model = self.desk.catalogue.model(spec.name)
+        model = self.gateway.catalogue.model(spec.name)
         number = spec.version.value if spec.HasField("version") else None
         if spec.version_label:
             number = model.find(label=spec.version_label).number
@@ -64,7 +64,7 @@ class ModelService(GrpcService):
                 )
             policies[config.name] = policy_of(config.model_version_policy)
             labels[config.name] = dict(config.version_labels)
-        await self.desk.catalogue.reload(policies, labels)
+        await self.gateway.catalogue.reload(policies, labels)
         return MESSAGES["ReloadConfigResponse"](status={"error_code": 0})
 
 

@@ -38,20 +38,20 @@ class TensorflowRest(RestProtocol):
         number = int(match["version"]) if match["version"] else None
         if verb is not None:
             require_method(request, "POST")
-            version = self.desk.catalogue.find(match["name"], number, match["label"], request.headers.get(KEY, b""))
+            version = self.gateway.catalogue.find(match["name"], number, match["label"], request.headers.get(KEY, b""))
             self._infer(request, version, verb)
         else:
             require_method(request, "GET", "HEAD")
             if match["metadata"]:
-                version = self.desk.catalogue.find(match["name"], number, match["label"])
+                version = self.gateway.catalogue.find(match["name"], number, match["label"])
                 request.answer(200, dump_json(metadata(version)))
             else:
                 request.answer(200, dump_json(self._status(match["name"], number, match["label"])))
 
     def _infer(self, request: Request, version: Version, verb: str) -> None:
-        deadline, limits = self.desk.deadline(), self.desk.limits
+        deadline, limits = self.gateway.deadline(), self.gateway.limits
         # Before the body is parsed: a refusal must be cheap.
-        version.batcher.require_room(deadline)
+        version.batcher.require_capacity(deadline)
         body = bytes(request.content(limits.json))
         is_fast = verb == "predict" and SMALLEST < len(body) <= LARGEST
         rows = fast_rows(body, version.signature) if is_fast else None
@@ -78,12 +78,12 @@ class TensorflowRest(RestProtocol):
                 self.refuse(request, refusal)
 
         parent = request.headers.get(TRACE, b"")
-        request.cancel = self.desk.ask(
+        request.cancel = self.gateway.ask(
             version, inputs, began=request.arrived, deadline=deadline, then=then, parent=parent
         )
 
     def _status(self, name: str, number: int | None, label: str | None) -> dict[str, Any]:
-        model = self.desk.catalogue.model(name)
+        model = self.gateway.catalogue.model(name)
         if number is not None or label is not None:
             number = model.find(None, label).number if label is not None else number
             shown = [version for version in model.versions.values() if version.number == number]

@@ -151,17 +151,17 @@ class ScaledRouter(Router):
             for post in list(self._posts):
                 failure = post.service.failure if post.service is not None and post.address is not None else None
                 if failure is not None:
-                    self._say("server_lost", backend=str(post.address), reason=str(failure))
+                    self._emit("server_lost", backend=str(post.address), reason=str(failure))
                     await self._leave(post, fleet)
             num_busy = sum(backend.num_busy for backend in fleet.backends.values())
             wanted = scaler.wanted(len(self._posts), num_busy, now)
             if wanted > len(self._posts) and now >= self._not_before:
-                self._say("servers", num=wanted, busy=num_busy)
+                self._emit("servers", num=wanted, busy=num_busy)
                 for _ in range(wanted - len(self._posts)):
                     self._posts.append(Post())
                     self._begin(self._try_to_fill(self._posts[-1], fleet))
             elif wanted < len(self._posts):
-                self._say("servers", num=wanted, busy=num_busy)
+                self._emit("servers", num=wanted, busy=num_busy)
                 filled = [post for post in self._posts if post.address is not None]
                 for post in filled[wanted - len(self._posts) :]:
                     await self._leave(post, fleet)
@@ -189,7 +189,7 @@ class ScaledRouter(Router):
         try:
             await self._fill(post, fleet)
         except Exception as error:
-            self._say("server_failed", reason=str(error))
+            self._emit("server_failed", reason=str(error))
             self._not_before = time.monotonic() + AGAIN_SECONDS
             self._posts.remove(post)
             await self._end(post)
