@@ -1178,7 +1178,7 @@ def _notices(spec: StrategySpec) -> list[str]:
     if spec.replicas == 1:
         return [f"there is one replica, so sync={policy} has nothing to do; more replicas would use it"]
     # The number of hosts is known only after the ranks' rendezvous.
-    return [f"where there are several hosts, {policy.said}" if policy.between == "hosts" else policy.said]
+    return [f"where there are several hosts, {policy.explanation}" if policy.between == "hosts" else policy.explanation]
 
 
 def _place(devices: Sequence[Device]) -> str:

@@ -184,7 +184,9 @@ def test_hosts_beyond_the_expected_number_are_rejected(waiting: Callable[..., Wa
     channel = desk.join(facts())
     desk._thread.join()
     # The listener's thread has ended, so its answer is read directly.
-    taker = threading.Thread(target=lambda: [desk.desk.selector.select(5), desk.desk._accept(), desk.desk._admit_proved()])
+    taker = threading.Thread(
+        target=lambda: [desk.desk.selector.select(5), desk.desk._accept(), desk.desk._admit_proved()]
+    )
     taker.start()
     with pytest.raises(SettingsError, match="all 2 hosts have already joined"):
         desk.join(facts("host3"))

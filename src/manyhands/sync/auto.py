@@ -158,18 +158,18 @@ class _DryRun:
         taken = sum(parameter.numel() for parameter in some.values())
         factor = sum(parameter.numel() for parameter in parameters.values()) / max(1, taken)
         first = next(iter(some.values()))
-        course = BucketExchange(policy, _Alone(first.device, size), some)
-        course.take_over(PolicyState(num_steps=SETTLED))
+        exchange = BucketExchange(policy, _Alone(first.device, size), some)
+        exchange.take_over(PolicyState(num_steps=SETTLED))
         seconds, rounds = math.inf, 0
         gradient = torch.randn(taken, dtype=torch.float32, device=first.device).to(first.dtype)
         for _ in range(3):
             flat, rounds = gradient.clone(), 1
             began = _now(first.device)
-            course.begin(flat)
-            while course.advance():
+            exchange.begin(flat)
+            while exchange.advance():
                 rounds += 1
             seconds = min(seconds, _now(first.device) - began)
-        return cls(seconds * factor, course.num_bytes * factor, rounds)
+        return cls(seconds * factor, exchange.num_bytes * factor, rounds)
 
 
 class _Alone(NullWorld):
@@ -200,5 +200,5 @@ def tell_choice(links: Links, found: list[Forecast], chosen: Forecast, world: Wo
     exact = next(f for f in found if isinstance(f.policy, AllReduce))
     if exact not in found[:4]:
         shown += f", {exact.policy} {format_duration(exact.seconds)}"
-    said = f"sync={chosen.policy} was chosen for links of {links} between {world.size} replicas: a step takes {shown}"
-    return said if not chosen.policy.changes_mathematics else f"{said}. {chosen.policy.said}"
+    text = f"sync={chosen.policy} was chosen for links of {links} between {world.size} replicas: a step takes {shown}"
+    return text if not chosen.policy.changes_mathematics else f"{text}. {chosen.policy.explanation}"

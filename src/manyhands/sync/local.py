@@ -47,7 +47,7 @@ class Local(Policy):
         return make_policy(self.by)
 
     @property
-    def said(self) -> str:
+    def explanation(self) -> str:
         times = "step" if self.every == 1 else f"{self.every} steps"
         apart = f"{self.between} train apart and agree every {times}, batch statistics included"
         return f"sync={self} changes the mathematics: {apart}; a wish to stop is heard when they agree"

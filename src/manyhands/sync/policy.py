@@ -31,8 +31,8 @@ class _Made(ABCMeta):
         try:
             inspect.signature(cls.__init__).bind(None, *given, **named)  # type: ignore[misc]
         except TypeError:
-            told = ", ".join([*map(repr, given), *(f"{name}={value!r}" for name, value in named.items())])
-            raise _unknown(cls, f"{cls.__name__}({told})") from None
+            arguments = ", ".join([*map(repr, given), *(f"{name}={value!r}" for name, value in named.items())])
+            raise _unknown(cls, f"{cls.__name__}({arguments})") from None
         return super().__call__(*given, **named)
 
 
@@ -94,7 +94,7 @@ class Policy(metaclass=_Made):
         """
 
     @property
-    def said(self) -> str:
+    def explanation(self) -> str:
         """Return the message for the user about a policy that changes the mathematics."""
         start = f" after {self.warmup} exact steps" if self.warmup else ""
         return f"sync={self} changes the mathematics{start}: results differ from one device's"

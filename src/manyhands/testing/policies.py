@@ -163,18 +163,18 @@ class PolicyContract:
 
         def work(world: World) -> list[PolicyOutcome]:
             mine = steps[world.rank]
-            course = BucketExchange(policy or self.policy, world, mine[0])
+            exchange = BucketExchange(policy or self.policy, world, mine[0])
             if state is not None:
-                course.take_over(state.share(world))
-            return [_step(course, gradient) for gradient in mine]
+                exchange.take_over(state.share(world))
+            return [_step(exchange, gradient) for gradient in mine]
 
         return self.run(work, size)
 
     def _state_after(self, world: World, gradients: Gradients) -> PolicyState:
-        course = BucketExchange(self.policy, world, gradients[0])
+        exchange = BucketExchange(self.policy, world, gradients[0])
         for gradient in gradients:
-            _step(course, gradient)
-        return PolicyState.of(course.state().gathered(world).tensors())
+            _step(exchange, gradient)
+        return PolicyState.of(exchange.state().gathered(world).tensors())
 
 
 CASES = [
@@ -186,15 +186,15 @@ CASES = [
 ]
 
 
-def _step(course: BucketExchange, gradient: Mapping[str, Tensor]) -> PolicyOutcome:
+def _step(exchange: BucketExchange, gradient: Mapping[str, Tensor]) -> PolicyOutcome:
     own = _flat(gradient)
     flat = torch.cat([own, torch.tensor(TAIL, dtype=own.dtype)])
-    course.begin(flat)
-    while course.advance():
+    exchange.begin(flat)
+    while exchange.advance():
         pass
-    feedback = torch.cat([part.reshape(-1) for part in course.state().feedback.values()])
+    feedback = torch.cat([part.reshape(-1) for part in exchange.state().feedback.values()])
     result, tail = flat.split([own.numel(), len(TAIL)])
-    return PolicyOutcome(result, feedback, tail, course.num_bytes, course.num_exact_bytes)
+    return PolicyOutcome(result, feedback, tail, exchange.num_bytes, exchange.num_exact_bytes)
 
 
 def _error(found: Tensor, wanted: Tensor) -> float:
