@@ -286,7 +286,7 @@ def test_error_feedback_survives_a_memory_format_change() -> None:
             layer.zero_grad()
             if step == 1 and is_moved:
                 layer.to(memory_format=torch.channels_last)
-                made.lay_out_anew()
+                made.rebuild_layout()
             one_step(made, layer(x).square().sum())
         made.close()
         assert layer.weight.grad is not None

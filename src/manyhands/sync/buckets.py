@@ -61,9 +61,9 @@ class Buckets:
     def refresh(self) -> None:
         """Rebuild the buckets if parameters were frozen or unfrozen since the last step."""
         if [p.requires_grad for p in self._parameters.values()] != self._trainable:
-            self.lay_out_anew()
+            self.rebuild_layout()
 
-    def lay_out_anew(self) -> None:
+    def rebuild_layout(self) -> None:
         """Rebuild the buckets after the parameters' memory layout changed, which must be the same on every replica."""
         state = self._state()
         self.close()

@@ -447,7 +447,9 @@ class Hand:
         tally = self._tallies.get(key)
         if tally is None:
             replica = self.replica
-            tally = self._tallies[key] = Tally(replica.group, speaks=replica.speaks, is_local_sgd=replica.is_local_sgd)
+            tally = self._tallies[key] = Tally(
+                replica.group, reports_loss=replica.reports_loss, is_local_sgd=replica.is_local_sgd
+            )
         elif tally.is_sent:
             raise TaskError(
                 "a step can have only one backward per micro-batch",

@@ -187,7 +187,7 @@ class Ways:
         replica = self._hand.replica
         if way == CHANNELS_LAST:
             lay_out(replica.model, replica.optimizers.values(), channels_last=is_on)
-            replica.lay_out_anew()
+            replica.rebuild_layout()
         elif way == ONE_THREAD:
             torch.set_num_threads(1 if is_on else self._num_threads)
         elif way == FULL_WIDTH:
