@@ -892,7 +892,7 @@ def _recording(
         view.show(rank, entry)
         for text in dispatcher.take(entry):
             notice(text)
-        for told in stragglers.hear(entry):
+        for told in stragglers.handle_event(entry):
             on_event(0, told)
 
     def notice(text: str) -> None:
@@ -964,7 +964,7 @@ _launch: list[str] = []
 
 def _with_hand(world: World, fn: Callable[[Hand], Any], spec: StrategySpec, launch: str) -> Any:
     hand = Hand(world, spec)
-    hand.tells_steps = True
+    hand.reports_steps = True
     _launch[:] = [launch]
     try:
         with training.holding(hand):
@@ -1101,13 +1101,13 @@ def _defer_sigterm() -> Iterator[None]:
     heard: list[int] = []
     before = signal.getsignal(signal.SIGTERM)
 
-    def hear(number: int, frame: Any) -> None:
+    def on_signal(number: int, frame: Any) -> None:
         if frame is None:
             heard.append(number)
         else:
             _hand_on(before, frame)
 
-    signal.signal(signal.SIGTERM, hear)
+    signal.signal(signal.SIGTERM, on_signal)
     try:
         yield
     finally:

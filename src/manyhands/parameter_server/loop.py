@@ -269,13 +269,13 @@ class ServedLoop(TrainingLoop):
         hand = self.hand
         before = hand.num_steps
         hand.store(self.path).wait()
-        state = hand.restore(self.path, before=self.kept.goes_before)
+        state = hand.restore(self.path, before=self.kept.resume_before)
         if state is None:
             self._begin_again()
-        self.kept.goes_before = None
+        self.kept.resume_before = None
         self.reporter.forget()
         if state is not None:
-            self.take_up(state)
+            self.resume_from(state)
         hand.notice(f"{reason}; {before - hand.num_steps} steps since the last checkpoint are repeated")
         source = "its beginning" if state is None else "the last checkpoint"
         self.reporter.report(event("recovered", step=hand.num_steps, size=len(self._devices), source=source))

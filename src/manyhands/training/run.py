@@ -95,9 +95,13 @@ class Run:
     @property
     def verdict(self) -> str:
         """Whether the first steps equal one device's: "equal", or "not verified, because …"; empty if unknown."""
-        told = self.record.get("verdict", {})
+        verdict = self.record.get("verdict", {})
         return (
-            "" if not told else "equal" if told["outcome"] == "equal" else f"{told['outcome']}, because {told['why']}"
+            ""
+            if not verdict
+            else "equal"
+            if verdict["outcome"] == "equal"
+            else f"{verdict['outcome']}, because {verdict['why']}"
         )
 
     @property

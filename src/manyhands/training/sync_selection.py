@@ -82,6 +82,8 @@ class Choosing:
         windows = steps[: self._window], steps[self._window : 2 * self._window]
         taken = max(hand.world.gather_objects(min(map(mean, windows))))
         if taken > self._exact:
-            told = f"a step took {format_duration(taken)}, an exact one {format_duration(self._exact)}"
-            hand.notice(f"sync={hand.spec.sync} is not faster here: {told}; the run continues with exact all-reduce")
+            comparison = f"a step took {format_duration(taken)}, an exact one {format_duration(self._exact)}"
+            hand.notice(
+                f"sync={hand.spec.sync} is not faster here: {comparison}; the run continues with exact all-reduce"
+            )
             hand.follow_policy("allreduce")

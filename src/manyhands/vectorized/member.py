@@ -68,7 +68,7 @@ class VectorizedMember:
         validated = {name: value for name, value in self.metrics.items() if name.startswith("valid_")}
         return {"metrics": validated, "measured": {}, "sums": {"loss": [self.total, self.count]}}
 
-    def take_up(self, loop: Mapping[str, Any]) -> None:
+    def resume_from(self, loop: Mapping[str, Any]) -> None:
         """Resume from what `loop_state` returned."""
         self.metrics = dict(loop.get("metrics", {}))
         self.total, self.count = loop.get("sums", {}).get("loss", (0.0, 0))

@@ -193,7 +193,7 @@ class OneByOne(MemberTraining):
         return self._alone[number].state(self._members[number].loop_state())
 
     def load(self, number: int, member: VectorizedMember, state: Mapping[str, Any]) -> None:
-        member.take_up(self._alone[number].load(state))
+        member.resume_from(self._alone[number].load(state))
         member.step, member.cursor = self._alone[number].step, self._alone[number].cursor
 
     def replace(self, number: int, task: Task) -> None:
