@@ -53,10 +53,10 @@ class FeedTiming:
             return "compute"
         return "copy" if self.copy > self.input else "input"
 
-    def said(self, workers: int) -> str:
+    def describe_limit(self, workers: int) -> str:
         """Return a message for the user if data is the bottleneck, else an empty string.
 
-        >>> FeedTiming(input=3.0, compute=7.0).said(workers=2)
+        >>> FeedTiming(input=3.0, compute=7.0).describe_limit(workers=2)
         'input is the bottleneck: 30% of the time was spent waiting for data, which 2 worker processes read'
         """
         readers = "this process reads" if not workers else f"{workers} worker process{'es' * (workers > 1)} read"

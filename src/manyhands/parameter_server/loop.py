@@ -330,6 +330,6 @@ class _Plan:
     def close(self) -> None:
         """Do nothing: there are no resources to free."""
 
-    def said(self) -> str:
+    def describe_limit(self) -> str:
         """Return no text: there is no input limit to report."""
         return ""

@@ -599,7 +599,7 @@ class TrainingLoop:
         """Report once what limits the speed of the steps, if it is not compute."""
         if feed.waited > INPUT_WAIT_WARNING_SECONDS and feed.limit not in ("compute", self.limit):
             self.limit = feed.limit
-            self.hand.notice(feed.said())
+            self.hand.notice(feed.describe_limit())
 
     def apply_patience(self) -> None:
         """End the run where patience ran out; the first replica's measurements decide for all."""
