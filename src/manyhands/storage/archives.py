@@ -84,12 +84,12 @@ def require_outputs(
         answer = answers.get(name)
         if not isinstance(answer, Tensor):
             raise OutputMismatch(f"output {name!r} must be {spec}", got=type(answer).__name__)
-        came = TensorSpec(str(answer.dtype).removeprefix("torch."), tuple(answer.shape))
-        wanted = TensorSpec(came.dtype, spec.shape) if any_dtype else spec
+        given_spec = TensorSpec(str(answer.dtype).removeprefix("torch."), tuple(answer.shape))
+        wanted = TensorSpec(given_spec.dtype, spec.shape) if any_dtype else spec
         if not wanted.accepts(answer) or (rows is not None and answer.shape[:1] != (rows,)):
             many = "" if rows is None else f" with {rows} rows"
             raise OutputMismatch(
-                f"output {name!r} must be {spec}{many}", got=str(came), remedy="export the model again"
+                f"output {name!r} must be {spec}{many}", got=str(given_spec), remedy="export the model again"
             )
 
 
@@ -406,8 +406,8 @@ def _checked(folder: Path) -> dict[str, bytes]:
     if manifest.get("format") != FORMAT or not isinstance(files, dict) or set(files) != set(FILES):
         raise _unsafe("a manifest that lists other files")
     texts = {name: read_file(folder / name, JSON_CAP) for name in (PROGRAM, SIGNATURE)}
-    for name, said in files.items():
-        if digest_of(folder / name).to_dict() != said:
+    for name, recorded in files.items():
+        if digest_of(folder / name).to_dict() != recorded:
             raise ArchiveError(
                 "every file must have the digest in the manifest",
                 got=f"another digest of {name}",

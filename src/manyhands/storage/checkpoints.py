@@ -434,9 +434,9 @@ def _read(folder: _Folder) -> Checkpoint:
     """Read a checkpoint after verifying the digest of every file."""
     try:
         manifest = _manifest(folder.path)
-        for name, said in manifest["files"].items():
+        for name, recorded in manifest["files"].items():
             size = (folder.path / name).lstat().st_size
-            if size != said["size"] or digest_of(folder.path / name).to_dict() != said:
+            if size != recorded["size"] or digest_of(folder.path / name).to_dict() != recorded:
                 raise CheckpointError(
                     "every file must have the digest in the manifest", got=f"another digest of {name}"
                 )
