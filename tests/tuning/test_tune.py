@@ -306,7 +306,7 @@ def test_model_build_error_fails_only_its_trial(tmp_path: Path) -> None:
 
 
 def test_empty_populations_are_released(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("manyhands.tuning.vectorized_trials.MOST_SHELVES", 2)
+    monkeypatch.setattr("manyhands.tuning.vectorized_trials.MAX_STACKS", 2)
     workshop = TrialRunner(networks.task, {}, 1, tmp_path, as_objectives("valid_loss"))
     with contextlib.closing(Stacked(workshop, resolve("cpu", 1)[0][0], 1, print, must_stack=True)) as executor:
         for number, width in enumerate((3, 4, 5, 5)):
