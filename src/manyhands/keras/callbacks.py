@@ -94,7 +94,7 @@ class OnceForAll(CallbackList):  # type: ignore[misc]
     def _end(self, name: str, logs: Any) -> None:
         self._once(name, logs)
         if self._in_begin_end_block_count == 0:
-            self._tell_what_they_know()
+            self._share_known_state()
 
     def _begin(self) -> None:
         if self._clock is not None:
@@ -104,7 +104,7 @@ class OnceForAll(CallbackList):  # type: ignore[misc]
         if self._clock is not None:
             self._clock.end(what)
 
-    def _tell_what_they_know(self) -> None:
+    def _share_known_state(self) -> None:
         """Copy callback attributes to all replicas, such as EarlyStopping's best epoch or the history."""
         # The first replica may have callbacks that the others lack; all have a history.
         groups = [self._given, [self._history] if self._history else []]
@@ -128,7 +128,7 @@ class OnceForAll(CallbackList):  # type: ignore[misc]
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self._strategy.share_memory(self.model)
         if self._clock is not None:
-            waits = self._strategy.hand.world.gather_objects(self._clock.told())
+            waits = self._strategy.hand.world.gather_objects(self._clock.describe())
             for each in self._given:
                 if isinstance(each, RunLog):
                     each.waits = waits

@@ -27,9 +27,9 @@ from .inputs import (
     InputContext,
     OwnInput,
     brought_by_all,
-    come_to_meeting,
     distributed,
-    next_meeting,
+    mark_call,
+    next_call_name,
     share_randomness,
 )
 from .metrics_sync import Measures
@@ -201,7 +201,7 @@ class Strategy:
     def barrier(self) -> None:
         """Wait until every replica has called this."""
         self._require_together("strategy.barrier")
-        come_to_meeting(self.hand)
+        mark_call(self.hand)
         self.hand.barrier()
 
     def _require_together(self, what: str) -> None:
@@ -295,7 +295,7 @@ class Strategy:
         place = f"{name} on the first replica at {', '.join(caller_lines())}"
         number = _num_done[place] = _num_done.get(place, 0) + 1
         if not self.hand.is_first:
-            return self.hand.world.wait_for(f"{place} ({number})", next_meeting(), SCRIPT_END)
+            return self.hand.world.wait_for(f"{place} ({number})", next_call_name(), SCRIPT_END)
         try:
             return act()
         finally:

@@ -162,9 +162,9 @@ def on_batch(original: Callable[..., Any], strategy_of: StrategyOf) -> Callable[
         hand_out(share)
         # The batch of a distributed dataset is split already.
         cut = functools.partial(_own_rows, share if known is None else None)
-        told = original(self, cut(x), *map(cut, args), **{name: cut(value) for name, value in kwargs.items()})
+        result = original(self, cut(x), *map(cut, args), **{name: cut(value) for name, value in kwargs.items()})
         strategy.share_memory(self)
-        return told
+        return result
 
     return on_batch
 
