@@ -121,13 +121,13 @@ def alone() -> Iterator[None]:
 
     Also disables torch's log: errors of manyhands report what cannot be traced.
     """
-    state, said = torch.get_rng_state(), _LOG.disabled
+    state, was_disabled = torch.get_rng_state(), _LOG.disabled
     try:
         _LOG.disabled = True
         with torch.enable_grad():
             yield
     finally:
-        _LOG.disabled = said
+        _LOG.disabled = was_disabled
         torch.set_rng_state(state)
 
 

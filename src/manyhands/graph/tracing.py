@@ -242,10 +242,10 @@ def _swapped(model: nn.Module, other: Callable[[Tensor], Tensor]) -> Iterator[No
 
 def _cannot(error: Exception) -> StrategyError:
     """Return an error with the first line of export's long message and the line of user code."""
-    said = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    text = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
     return StrategyError(
         "a partitioned network must be traceable: its operations must not depend on values that it computes",
-        got=f"{culprit(error)} ({said[:300]})",
+        got=f"{culprit(error)} ({text[:300]})",
         remedy="take that branch out of forward (torch.where computes both), or use mh.Mirrored() or mh.Sharded()",
     )
 

@@ -40,7 +40,7 @@ class VectorizedMember:
         """Whether the member takes steps."""
         return self.status == TRAINING
 
-    def hear(self, losses: Sequence[float], *, skips: bool) -> None:
+    def record_losses(self, losses: Sequence[float], *, skips: bool) -> None:
         """Record the losses of steps; those after a loss that ends the member are ignored."""
         total = sum(losses)
         if math.isfinite(total):
@@ -48,11 +48,11 @@ class VectorizedMember:
             self.total, self.count = self.total + total, self.count + len(losses)
             return
         for loss in losses if self.is_training else ():
-            self._hear(loss, skips)
+            self._record_loss(loss, skips)
             if not self.is_training:
                 return
 
-    def _hear(self, loss: float, skips: bool) -> None:
+    def _record_loss(self, loss: float, skips: bool) -> None:
         self.step += 1
         self.loss = loss
         if math.isfinite(loss):

@@ -194,20 +194,20 @@ class Population:
         try:
             self._way.take(active, most, self.total, taken)
         except CannotStack as reason:
-            self._hear(taken)
+            self._record_losses(taken)
             self._go_apart(reason)
             # Some members may have taken steps before one failed.
             rest = [number for number in active if not taken.get(number)]
             return taken | self._take(rest, 1 if len(rest) < len(active) else most) if rest else taken
-        self._hear(taken)
+        self._record_losses(taken)
         return taken
 
-    def _hear(self, taken: Mapping[int, list[float]]) -> None:
+    def _record_losses(self, taken: Mapping[int, list[float]]) -> None:
         for number, losses in taken.items():
             if not losses:
                 continue
             member = self.members[number]
-            member.hear(losses, skips=member.task.not_finite == "skip")
+            member.record_losses(losses, skips=member.task.not_finite == "skip")
             if member.status == FAILED:
                 self._notice(f"member {number} stops: {member.reason}")
             if member.is_training and member.step >= self.total:
