@@ -155,8 +155,8 @@ class _Probe:
 
     def _breakdown(self, samples: tuple[Sample, ...]) -> Breakdown:
         world = self._hand.world
-        told = [{"step": one.step, "seconds": one.seconds, "total": one.total} for one in samples]
-        return Breakdown.of(world.rank, world.rank_info.host, told)
+        rows = [{"step": one.step, "seconds": one.seconds, "total": one.total} for one in samples]
+        return Breakdown.of(world.rank, world.rank_info.host, rows)
 
     def _threads(self) -> dict[str, Any]:
         """How many threads compute; where they are more than cores, what a step takes with as many."""
