@@ -133,8 +133,8 @@ class Log(LogSource):
             return
         if kind.startswith("version_"):
             self._note_version(entry["model"], str(entry["version"]), kind.removeprefix("version_"))
-        told = [f"{key} {_words(key, value)}" for key, value in entry.items() if key not in ("v", "t", "kind")]
-        text = f"{kind.replace('_', ' ')}: {', '.join(told)}" if told else kind
+        values = [f"{key} {_words(key, value)}" for key, value in entry.items() if key not in ("v", "t", "kind")]
+        text = f"{kind.replace('_', ' ')}: {', '.join(values)}" if values else kind
         self.news.append({"t": entry["t"], "kind": kind, "text": text[:LONGEST_NEWS], "fault": kind in FAULTS})
 
     def _note_version(self, model: str, version: str, state: str) -> None:
