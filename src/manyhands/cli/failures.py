@@ -40,7 +40,7 @@ def guarded(verb: Callable[P, R]) -> Callable[P, R]:
         except (typer.Exit, BrokenPipeError):
             raise
         except (Exception, KeyboardInterrupt) as error:
-            tell(error)
+            print_error(error)
             raise typer.Exit(exit_code(error)) from None
 
     return run
@@ -52,7 +52,7 @@ def exit_code(error: BaseException) -> int:
     return int(getattr(error, "exit_code", usual))
 
 
-def tell(error: BaseException) -> None:
+def print_error(error: BaseException) -> None:
     """Shows an error on stderr: one line where that says all, the person's own part of the traceback elsewhere."""
     if _debug[0]:
         _print("".join(traceback.format_exception(error)))

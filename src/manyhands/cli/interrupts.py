@@ -24,12 +24,12 @@ class Interrupts:
 
     def __enter__(self) -> Self:
         if self._here:
-            self._heard, self._said = socket.socketpair()
-            self._heard.setblocking(False)
-            self._said.setblocking(False)
+            self._reader, self._writer = socket.socketpair()
+            self._reader.setblocking(False)
+            self._writer.setblocking(False)
             self._handler = signal.signal(signal.SIGINT, self._interrupt)
             self._on_end = signal.signal(signal.SIGTERM, self._end)
-            self._wakeup = signal.set_wakeup_fd(self._said.fileno(), warn_on_full_buffer=False)
+            self._wakeup = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         return self
 
     def __exit__(
@@ -40,8 +40,8 @@ class Interrupts:
             signal.signal(signal.SIGINT, self._handler)
             signal.signal(signal.SIGTERM, self._on_end)
             self.exit_code = self.exit_code or self._heard_code()
-            self._heard.close()
-            self._said.close()
+            self._reader.close()
+            self._writer.close()
             if isinstance(error, KeyboardInterrupt) and self.exit_code:
                 error.exit_code = self.exit_code  # type: ignore[attr-defined]
 
@@ -56,7 +56,7 @@ class Interrupts:
 
     def _heard_code(self) -> int:
         try:
-            numbers = self._heard.recv(4096)
+            numbers = self._reader.recv(4096)
         except BlockingIOError:
             return 0
         return next((128 + number for number in (signal.SIGINT, signal.SIGTERM) if number in numbers), 0)
@@ -68,12 +68,12 @@ def until_ended() -> Iterator[threading.Event]:
     ending = threading.Event()
     before: dict[signal.Signals, Any] = {}
 
-    def heard(number: int, frame: FrameType | None) -> None:
+    def on_signal(number: int, frame: FrameType | None) -> None:
         ending.set()
         signal.signal(number, before[signal.Signals(number)])
 
     for number in (signal.SIGTERM, signal.SIGINT):
-        before[number] = signal.signal(number, heard)
+        before[number] = signal.signal(number, on_signal)
     try:
         yield ending
     finally:

@@ -153,5 +153,5 @@ def _candidates(module: ModuleType) -> list[str]:
 
 
 def _returns_task(function: Callable[..., Any]) -> bool:
-    said = getattr(function, "__annotations__", {}).get("return")
-    return said is Task or (isinstance(said, str) and said.split(".")[-1] == Task.__name__)
+    annotation = getattr(function, "__annotations__", {}).get("return")
+    return annotation is Task or (isinstance(annotation, str) and annotation.split(".")[-1] == Task.__name__)

@@ -173,10 +173,10 @@ def show(study: Study, target: str) -> None:
     from rich.text import Text
 
     table = Table.grid(padding=(0, 2))
-    told = study.to_dict()
-    rows = {"trials": ", ".join(f"{num} {state}" for state, num in told["trials"].items())}
-    if told["best"] is not None:
-        best = told["best"]
+    summary = study.to_dict()
+    rows = {"trials": ", ".join(f"{num} {state}" for state, num in summary["trials"].items())}
+    if summary["best"] is not None:
+        best = summary["best"]
         rows["best trial"] = str(best["number"])
         rows.update({name: f"{value:.4g}" for name, value in best["metrics"].items()})
         rows.update({name: f"{value}" for name, value in best["params"].items()})
@@ -187,8 +187,8 @@ def show(study: Study, target: str) -> None:
         table.add_row(Text(name.replace("_", " "), style="bold"), Text(value, overflow="fold"))
     console = stdout()
     console.print(table)
-    if told["best"] is not None:
-        words = [f"{name}={value}" for name, value in told["best"]["params"].items()]
+    if summary["best"] is not None:
+        words = [f"{name}={value}" for name, value in summary["best"]["params"].items()]
         command = shlex.join(["manyhands", "fit", target, *words])
         console.print(
             Text("train it".ljust(2 + max(map(len, rows))), style="bold") + Text(command, style="not bold"),
