@@ -122,9 +122,9 @@ def settled(strategy: str | Path, task: Task, on: verbs.On, name: str) -> tuple[
         )
     found = plan(task, on=on)
     assert isinstance(found, Plan)
-    said = event("notice", text=f"auto: {found.best.spec} ({found.best.why})")
+    choice = event("notice", text=f"auto: {found.best.spec} ({found.best.why})")
     return training.with_micro_statistics(task, found.best.spec), [
-        said,
+        choice,
         event("plan", **{**found.to_dict(), "task": name}),
     ]
 

@@ -97,7 +97,7 @@ def _of_task(
     source = as_source(made.data, collate=made.collate)
     batch_size = check_source(source, made.batch_size)
     valid = None if made.valid is None else as_source(made.valid, collate=made.collate)
-    flops, said = _flops(made, batch_size, spec)
+    flops, notes = _flops(made, batch_size, spec)
     return Profile(
         name=task_name(task),
         strategy=str(spec),
@@ -107,7 +107,7 @@ def _of_task(
         flops=flops,
         epoch_steps=source.num_steps(batch_size),
         valid_steps=0 if valid is None else valid.num_steps(made.batch_size or batch_size) or 0,
-        notes=(*notices, *(told["text"] for told in picked if told["kind"] == "notice"), *said),
+        notes=(*notices, *(entry["text"] for entry in picked if entry["kind"] == "notice"), *notes),
     )
 
 
@@ -129,8 +129,8 @@ def _of_served(task: Task, spec: StrategySpec, on: verbs.Where, steps: int, time
         if run.stopped:
             raise KeyboardInterrupt
         found = _of_run(run)
-    flops, said = _flops(task, found.batch_size, spec)
-    return replace(found, flops=flops, upkeep={}, notes=(*found.notes, *said))
+    flops, notes = _flops(task, found.batch_size, spec)
+    return replace(found, flops=flops, upkeep={}, notes=(*found.notes, *notes))
 
 
 def _hottest(sizes: Sequence[int], num_steps: int) -> list[str]:

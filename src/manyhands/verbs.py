@@ -278,8 +278,8 @@ def fit(
         _recording(job, devices, shown, progress, sinks, task, writes=_is_first(on)) as (view, on_event),
         _holding(_here(on, devices), path.name, lambda text: on_event(0, event("notice", text=text))),
     ):
-        for told in [*planned, *(event("notice", text=text) for text in [*notices, *_notices(spec)])]:
-            on_event(0, told)
+        for entry in [*planned, *(event("notice", text=text) for text in [*notices, *_notices(spec)])]:
+            on_event(0, entry)
         if table is not None:
             on_event(0, event("split", lines=table.lines(), **table.to_dict()))
         if spec.servers:
@@ -409,13 +409,13 @@ def _check_served(task: Task, spec: StrategySpec, devices: Sequence[Device], tim
         return verdict
     exact = dataclasses.replace(spec, staleness=0, backup=0, correction=False, followers=0)
     plain = dataclasses.replace(exact, precision="fp64", deterministic=True)
-    told: list[Event] = []
+    entries: list[Event] = []
     with tempfile.TemporaryDirectory() as folder:
         job = Job(task=task, spec=plain, folder=Path(folder), steps=2, save_every=1, keep=3, verify=False)
-        _serve(job, devices, timeout, lambda rank, entry: told.append(entry), View(), None)
+        _serve(job, devices, timeout, lambda rank, entry: entries.append(entry), View(), None)
         store = CheckpointStore(job.folder / training.CHECKPOINTS)
         states = [store.load(step).model for step in (1, 2)]
-    losses = [loss for entry in told if entry["kind"] == "steps" for loss in entry["losses"]["loss"]]
+    losses = [loss for entry in entries if entry["kind"] == "steps" for loss in entry["losses"]["loss"]]
     with _own_randomness():
         return training.judge(task, spec, plan, whole, training.record_of(states, losses, whole))
 
@@ -850,11 +850,11 @@ def _here(on: Where, devices: Sequence[Device]) -> Sequence[Device]:
 
 
 def _holding(
-    devices: Sequence[Device], run: str, say: Callable[[str], None]
+    devices: Sequence[Device], run: str, notify: Callable[[str], None]
 ) -> contextlib.AbstractContextManager[None]:
     """Lease this host's devices for a long job; inside a rank the launching program already holds the lease."""
     here = [device for device in devices if not device.host]
-    return leased(here, run, say) if current_world() is None else contextlib.nullcontext()
+    return leased(here, run, notify) if current_world() is None else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
@@ -892,8 +892,8 @@ def _recording(
         view.show(rank, entry)
         for text in dispatcher.take(entry):
             notice(text)
-        for told in stragglers.handle_event(entry):
-            on_event(0, told)
+        for report in stragglers.handle_event(entry):
+            on_event(0, report)
 
     def notice(text: str) -> None:
         on_event(0, event("notice", text=text))
@@ -1098,12 +1098,12 @@ def _defer_sigterm() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread() or current_world() is not None:
         yield
         return
-    heard: list[int] = []
+    signals: list[int] = []
     before = signal.getsignal(signal.SIGTERM)
 
     def on_signal(number: int, frame: Any) -> None:
         if frame is None:
-            heard.append(number)
+            signals.append(number)
         else:
             _hand_on(before, frame)
 
@@ -1112,7 +1112,7 @@ def _defer_sigterm() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-    if heard:
+    if signals:
         _hand_on(before)
 
 
