@@ -305,7 +305,7 @@ class TorchWorld(_GroupWorld):
         if self._opening is not None:
             break_off(self._opening, self.rank_info.size)
         if self.channel.recovers:
-            # Gloo sometimes keeps waiting to send until its time limit, although all connections are gone.
+            # Gloo sometimes keeps waiting to send until its time limit, although all connections are closed.
             late = threading.Timer(self.rank_info.patience, self._leave_gloo)
             late.daemon = True
             late.start()

@@ -198,7 +198,7 @@ class LocalProcesses:
         """Kill all processes and close all pipes, however the wait ended."""
         self.kill()
         try:
-            # The others may have left processes that keep pipes open, but the zygote has nothing more to say of them.
+            # Exited ranks may have left processes that keep pipes open, but the zygote reports nothing more about them.
             for process in self._alive():
                 process.exit_socket.settimeout(ENDING_SECONDS)
                 while process.exit_code is None:

@@ -23,7 +23,7 @@ READY_SECONDS = 60.0
 
 
 class RayService(Service):
-    """A service whose actor is polled by a thread for events and output; a failed poll means that the actor is gone."""
+    """A service in an actor that a thread polls for events and output; if a poll fails, the actor has failed."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class RayService(Service):
         self._actor.call.remote(asked).future().add_done_callback(functools.partial(self._on_answer, number))
 
     def _on_answer(self, number: int, answer: Future[bytes]) -> None:
-        """Handle an answer; if the actor is gone and there is none, the monitoring thread handles that."""
+        """Handle an answer; if the actor has failed without one, the monitoring thread handles that."""
         if answer.exception() is None:
             self._answered(number, *cloudpickle.loads(answer.result()))
 
@@ -72,7 +72,7 @@ class RayService(Service):
         self._over(failure)
 
     def _poll_until_lost(self) -> BaseException | None:
-        """Return the service's failure, or None if it ended on request; raise Ray's error if the actor is gone."""
+        """Return the service's failure, or None if it ended on request; raise Ray's error if the actor has failed."""
         ray = self._ray
         asked = self._actor.facts.remote()
         if not ray.wait([asked], timeout=READY_SECONDS)[0]:

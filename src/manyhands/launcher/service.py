@@ -27,7 +27,7 @@ class Service(ABC):
     def __init__(self, device: Device) -> None:
         self.device, self.host = device, device.host or this_host()
         self.ended: Future[None] = Future()
-        """Done when the process is gone: with the failure that ended it, or without one if it was asked to end."""
+        """Done when the process has exited: with the failure that ended it, or without one if it was asked to end."""
         self._calls: dict[int, Future[Any]] = {}
         self._num_calls = 0
         self._booking = threading.Lock()
@@ -75,7 +75,7 @@ class Service(ABC):
             self.kill()
 
     def kill(self) -> None:
-        """Kill the process, and return when it is gone."""
+        """Kill the process, and wait until it has exited."""
         self._is_wished = True
         self._end_now()
         self.ended.exception()
@@ -94,7 +94,7 @@ class Service(ABC):
 
     @abstractmethod
     def _ask_to_end(self) -> None:
-        """Tell the process that there will be no more calls."""
+        """Notify the process that there will be no more calls."""
 
     @abstractmethod
     def _end_now(self) -> None:
@@ -111,7 +111,7 @@ class Service(ABC):
             answer.set_exception(outcome["error"] or failed)
 
     def _over(self, failure: BaseException | None) -> None:
-        """Record that the process is gone, and fail all unanswered calls."""
+        """Record that the process has exited, and fail all unanswered calls."""
         with self._booking:
             self.ended.set_exception(failure) if failure and not self._is_wished else self.ended.set_result(None)
         while self._calls:

@@ -136,7 +136,7 @@ class Agent(ProcessListener, RunningJob):
         return {**info, "interface": interface_of(address_towards(info["address"])), "key": key}
 
     def _on_coordinator_lost(self, why: str) -> None:
-        """Tell ranks to leave their collectives and keep their state, then rejoin the coordinator when it returns."""
+        """Abort the ranks' collectives, keep their state, and rejoin the coordinator when it is reachable again."""
         self._selector.unregister(self._channel)
         self._channel.close()
         for slot in list(self._running):

@@ -134,7 +134,7 @@ class Channel:
         threading.Thread(target=self._beat, name="manyhands-beat", daemon=True).start()
 
     def send(self, kind: str, **values: Any) -> bool:
-        """Send a message; return False, and end the connection, if the other side is gone or does not read."""
+        """Send a message; return False, and end the connection, if the peer has disconnected or does not read."""
         body = _written({"kind": kind, **values})
         with self._sending:
             frame = _HEAD.pack(len(body)) + self._proof(self._keys[0], self._sent, body) + body

@@ -113,7 +113,7 @@ class JoinListener:
             place.channel.send(kind, **values)
 
     def close(self, reason: str) -> None:
-        """Tell every host that the job is over, and why if it failed; release all sockets."""
+        """Notify every host that the job is over, with the reason if it failed; release all sockets."""
         if self._is_closed:
             return
         self._is_closed = True
