@@ -244,7 +244,7 @@ class ParameterClient:
             try:
                 return self._rows(name, ids, device)
             except ServersMoved:
-                # The coordinator only reads rows, and learns by itself that another server has them.
+                # The coordinator only reads rows, and detects itself that another server has them.
                 if self.coordinator is not None:
                     raise
 
@@ -354,4 +354,4 @@ def _on_message(coordinator: Caller) -> None:
         raise ServersMoved(got[0])
     if isinstance(got[0], EndOfWork):
         raise WorkEnded
-    raise AssertionError(f"the chief said {type(got[0]).__name__} unasked")
+    raise AssertionError(f"the coordinator sent an unexpected {type(got[0]).__name__}")

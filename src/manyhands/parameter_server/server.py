@@ -140,7 +140,7 @@ class ServerShard:
         self.forget(tickets)
 
     def apply_now(self, push: Push, dense: list[Tensor], tables: list[tuple[Tensor, Tensor]], slow: bool) -> int:
-        """Apply a push as an update of its own; return its staleness in updates."""
+        """Apply a push as a separate update; return its staleness in updates."""
         # A follower that became the server may have an older version than the values pulled from the failed server.
         staleness = max(0, self.version - push.version)
         rates = [rate / (1 + staleness) for rate in push.rates] if slow else push.rates
@@ -439,7 +439,7 @@ class ParameterShardServer:
 
     def _on_member_message(self, peer: bytes, message: Any, frames: list[Frame]) -> None:
         if isinstance(message, ReplicateMessage):
-            # A server leads only after the coordinator said so: one that another server fills becomes its follower.
+            # A server leads only on the coordinator's request: one that another server fills becomes its follower.
             self.leads = self.leads and not isinstance(message.message, Load)
             if not self.leads:
                 self._follow(message.message, frames)
@@ -451,7 +451,7 @@ class ParameterShardServer:
                 self._slots[message.worker] = peer, slots
             self._listener.send(peer, Attached(slots is not None))
         elif isinstance(message, Push | Pull) and message.is_shared and self._shared_with(peer) is None:
-            # The worker of this connection is gone.
+            # The worker of this connection has exited.
             return
         elif isinstance(message, Push) and message.term == self._term:
             self._take(peer, message, frames)
@@ -501,7 +501,7 @@ class ParameterShardServer:
         return dense, tables
 
     def _enter(self, push: Push, dense: list[Tensor], tables: list[tuple[Tensor, Tensor]]) -> Pushed:
-        """Store a gradient for its step, or apply it as an update of its own."""
+        """Store a gradient for its step, or apply it as a separate update."""
         shard = self.shard
         if not push.rates:
             return Pushed(push.ticket, 0, shard.keep(push, dense, tables))
