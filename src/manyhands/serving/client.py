@@ -251,7 +251,7 @@ def _reason(answer: bytes) -> str:
 
 
 def _as_bytes(name: str, value: Any) -> tuple[Array, str]:
-    """An array as it travels, and the protocol's name for its elements."""
+    """Return an array as bytes, and the protocol's name of its element type."""
     dtype = str(getattr(value, "dtype", ""))
     if dtype.startswith("torch."):
         value, dtype = value.detach().cpu().contiguous(), dtype.removeprefix("torch.")

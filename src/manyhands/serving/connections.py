@@ -1,4 +1,4 @@
-"""Which connection gives way when a listener has too many: clients are counted by network, from accept on."""
+"""Eviction of connections when a listener has too many: clients are counted by network, from accept on."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ class ConnectionBudget:
     def enter(self, slot: Slot) -> bool:
         """Count a connection that was accepted, and evict one if there are too many.
 
-        Returns whether there was room: there is none if the request of every connection is being answered.
+        Returns False if the request of every connection is being answered, so that none can be evicted.
         """
         if self._networks[slot.network] >= self._most_per_network:
             has_capacity = self._evict(self._most_per_network, slot.network)

@@ -1,4 +1,4 @@
-"""gRPC in a process of its own: floods of calls and frames cost that process its time, not the server's event loop.
+"""gRPC in a separate process: floods of calls and frames cost that process its time, not the server's event loop.
 
 gRPC's own threads accept what clients send as fast as it comes, and every call takes Python far more time than it
 takes its sender. The process has less priority than the server. It checks tokens and limits, reads whole messages, and
@@ -57,7 +57,7 @@ OnFrame = Callable[[int, int, bytes, bytes], None]
 
 
 class FrameError(Exception):
-    """Raised for a frame that the process never sends unless it is broken or has been taken over."""
+    """Raised for a frame that the process never sends unless it is broken or compromised."""
 
 
 class FrameSocket(asyncio.BufferedProtocol):
@@ -91,7 +91,7 @@ class FrameSocket(asyncio.BufferedProtocol):
         return frames
 
     def send(self, kind: int, number: int, head: bytes = b"", message: bytes = b"") -> None:
-        """Send a frame; where the other side is gone nothing happens."""
+        """Send a frame; do nothing if the peer has closed the connection."""
         if not self._transport.is_closing():
             start = HEAD.pack(kind, number, len(head), len(message)) + head
             if len(message) < NUM_READ:
@@ -413,7 +413,7 @@ class GrpcProcess:
         return await self._start()
 
     async def close(self, patience: float) -> None:
-        """Take nothing new, let what is there finish, and end the process."""
+        """Accept no new calls, finish those in flight, and end the process."""
         self._is_closing = True
         if self._restarting is not None:
             self._restarting.cancel()
@@ -477,7 +477,7 @@ class GrpcProcess:
     async def _restart(self) -> None:
         while True:
             if self._service is not None:
-                # A process that has been taken over need not end by itself.
+                # A compromised process may not end on request.
                 await asyncio.to_thread(self._service.kill)
             await asyncio.sleep(RESTART_SECONDS)
             with contextlib.suppress(OSError, RunError):
@@ -547,7 +547,7 @@ class GrpcProcess:
 
 
 def _ending(service: Service) -> asyncio.Future[None]:
-    """The end of a process, whose reason may be ignored."""
+    """Return a future of the end of a process, whose exception may be ignored."""
     ended = asyncio.wrap_future(service.ended)
     ended.add_done_callback(lambda done: None if done.cancelled() else done.exception())
     return ended

@@ -255,7 +255,7 @@ async def opened(listener: HttpListener | GrpcListener | GrpcProcess, host: str,
 
 
 def keep_memory() -> None:
-    """Lets the allocator keep what requests leave behind: the kernel would zero the same pages for each of them.
+    """Let the allocator keep freed memory: the kernel would zero the same pages again for every request.
 
     That is a third of the time for a request of 150 KB. Where the allocator is another one it has its own ways.
     """

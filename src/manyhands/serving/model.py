@@ -11,7 +11,7 @@ from .version import AVAILABLE, END, LOADING, Version
 
 
 class Unknown(RequestRefused):
-    """Raised for a model, version or label that is not served; each protocol words it differently."""
+    """Raised for a model, version or label that is not served; each protocol has its own message."""
 
     def __init__(
         self, model: str, version: int | None = None, label: str | None = None, *, is_empty: bool = False

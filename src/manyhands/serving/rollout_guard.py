@@ -103,7 +103,7 @@ class Judge:
         return ""
 
     def _is_suspicious(self, rule: RolloutGuard, current: Version, before: Version) -> bool:
-        """Whether the version is slower than the old one was, and takes the same inputs."""
+        """Return whether the version is slower than the old one was, and has the same inputs."""
         latency, older = current.metrics.latency, before.metrics.latency
         return (
             min(latency.num, older.num) >= rule.num_requests

@@ -1,4 +1,4 @@
-"""Management over HTTP, on a listener of its own: what is served, loading, labels, splits, rollback."""
+"""Management over HTTP, on a separate listener: status, loading, labels, splits and rollback."""
 
 from __future__ import annotations
 

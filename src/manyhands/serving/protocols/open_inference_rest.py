@@ -550,7 +550,7 @@ def _whole(name: str, value: object) -> int:
 
 
 def is_binary(name: str, version: Version, wanted: RequestedOutputs) -> bool:
-    """Whether an output is sent as binary data: as requested, and always where JSON has no such numbers."""
+    """Return whether an output is sent as binary data: if requested, and always if JSON cannot represent it."""
     return wanted.outputs[name] or BY_TORCH[version.signature.outputs[name].dtype].open in ("FP16", "BF16")
 
 

@@ -128,7 +128,7 @@ class ScaledRouter(Router):
         self._is_over = False
 
     async def _open(self, fleet: Fleet) -> None:
-        """Returns when as many servers as there are at least answer."""
+        """Wait until the minimum number of servers answers."""
         self._posts = [Post() for _ in range(self._scaling.least)]
         found = await asyncio.gather(*(self._fill(post, fleet) for post in self._posts), return_exceptions=True)
         for error in found:
@@ -195,7 +195,7 @@ class ScaledRouter(Router):
             await self._end(post)
 
     async def _leave(self, post: Post, fleet: Fleet) -> None:
-        """Gives it no more requests."""
+        """Stop sending requests to a server."""
         self._posts.remove(post)
         if post.address is not None:
             with contextlib.suppress(RequestRefused):
@@ -203,7 +203,7 @@ class ScaledRouter(Router):
             await fleet.look_up()
 
     async def _end(self, post: Post) -> None:
-        """Lets it finish what it has; one that was never asked anything has nothing."""
+        """Let a server finish its requests in flight, and end it."""
         if post.service is not None and post.address is None:
             await asyncio.to_thread(post.service.kill)
         elif post.service is not None:
