@@ -40,7 +40,7 @@ def shard(model: nn.Module, spec: StrategySpec, world: World, *, apart: bool = F
     """Shard a network over the ranks of its group, block by block, so that few parameters are gathered at a time.
 
     Args:
-        apart: Shard each callable submodule as a root of its own. Used with several optimizers, where the submodules
+        apart: Shard each callable submodule as a separate root. Used with several optimizers, where the submodules
             are called one by one and each gathers its own parameters.
         compares: Let the ranks check that they run the same blocks.
     """

@@ -19,7 +19,7 @@ T = TypeVar("T", bound=Tensor)
 FIRST_BYTES = 1 << 20
 """The first bucket is small: the last layers' gradients are ready first and need not wait for many others."""
 NUM_RIDERS = 3
-"""Number of values piggybacked on a step's gradients, so that they need no collective of their own."""
+"""Number of values piggybacked on a step's gradients, so that they need no separate collective."""
 
 
 class Buckets:

@@ -50,7 +50,7 @@ class Local(Policy):
     def explanation(self) -> str:
         times = "step" if self.every == 1 else f"{self.every} steps"
         apart = f"{self.between} train apart and agree every {times}, batch statistics included"
-        return f"sync={self} changes the mathematics: {apart}; a wish to stop is heard when they agree"
+        return f"sync={self} changes the mathematics: {apart}; a stop takes effect when they synchronize"
 
     @abstractmethod
     def follow(self, ways: Sequence[Tensor], velocities: Sequence[Tensor]) -> Sequence[Tensor]:

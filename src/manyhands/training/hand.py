@@ -649,7 +649,7 @@ class Hand:
         self.world.channel.stopping = True
 
     def voted_to_stop(self) -> bool:
-        """Whether a replica requested a stop in the last step; the same answer on every replica."""
+        """Return whether a replica requested a stop in the last step; equal on all replicas."""
         if self.world.size == 1:
             return self.world.channel.stopping
         if self._has_stop_vote:

@@ -65,7 +65,7 @@ class Tally:
         return loss if is_whole else loss * (part.size / part.total)
 
     def send(self, vote: Tensor, piggybacked: Tensor | None) -> None:
-        """Copy the numbers into the gradients' bucket (`piggybacked`), or start an all-reduce of their own."""
+        """Copy the numbers into the gradients' bucket (`piggybacked`), or start a separate all-reduce."""
         self.is_sent = True
         if self._world.size == 1 and not self._is_local_sgd:
             return

@@ -44,7 +44,8 @@ class PartDiffers:
 
     def __str__(self) -> str:
         return (
-            f"rank {self.rank} said {self.recorded:.6g} at step {self.step}, where its samples give {self.replayed:.6g}"
+            f"rank {self.rank} reported {self.recorded:.6g} at step {self.step}, "
+            f"but its samples give {self.replayed:.6g}"
         )
 
 

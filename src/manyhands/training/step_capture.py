@@ -132,7 +132,7 @@ class StepCapture:
     # -- before a capture -----------------------------------------------------------------------------------------
 
     def _approach(self, shape: Hashable, batch: Batch) -> str:
-        """Progress towards a capture: plain steps, then a rehearsal, then the capture."""
+        """Advance towards a capture: plain steps, then a rehearsal, then the capture."""
         if shape not in self._seen and len(self._seen) > 2 * MAX_SHAPES:
             return ""
         seen = self._seen[shape] = self._seen.get(shape, 0) + 1
