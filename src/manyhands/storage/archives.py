@@ -400,7 +400,7 @@ def _require_plain_folder(folder: Path) -> None:
 
 
 def _checked(folder: Path) -> dict[str, bytes]:
-    """The JSON files, after every file's digest was checked."""
+    """Check the digest of every file, and return the JSON files."""
     manifest = _parsed(MANIFEST, read_file(folder / MANIFEST, JSON_CAP))
     files = manifest.get("files")
     if manifest.get("format") != FORMAT or not isinstance(files, dict) or set(files) != set(FILES):
