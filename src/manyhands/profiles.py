@@ -1,4 +1,4 @@
-"""The verb `profile`: takes some steps of a task on its ranks, or reads a run's samples, and tells where time goes."""
+"""The function `profile`: times some steps of a task on its ranks, or reads the samples of a run."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def profile(
     steps: int = 20,
     timeout: float = DEFAULT_TIMEOUT,
 ) -> Profile:
-    """Where a step's time and memory go, by rank and by module, and what to do about it.
+    """Profile the time and memory of a step by rank and by module, with advice.
 
     - `task`: a task, of which some steps are taken and forgotten; or a run, or its folder, that was trained with
       `fit(profile=True)`, whose samples are read;
@@ -84,7 +84,7 @@ def _of_task(
     steps: int,
     timeout: float,
 ) -> Profile:
-    """The profile of steps that are taken now."""
+    """Return the profile of steps that are run now."""
     made = as_task(task, params)
     strategy, picked = verbs._planned(strategy, made, on, task_name(task))
     spec, devices, notices = verbs.settle(strategy, on, timeout=timeout, with_servers=True)
@@ -112,7 +112,7 @@ def _of_task(
 
 
 def _of_served(task: Task, spec: StrategySpec, on: verbs.Where, steps: int, timeout: float, name: str) -> Profile:
-    """The profile of a short run with parameter servers, in which every worker looks at each of its steps."""
+    """Return the profile of a short run with parameter servers, in which workers time every step."""
     with tempfile.TemporaryDirectory() as folder:
         run = verbs.fit(
             task.replace(valid=None),
@@ -134,7 +134,7 @@ def _of_served(task: Task, spec: StrategySpec, on: verbs.Where, steps: int, time
 
 
 def _hottest(sizes: Sequence[int], num_steps: int) -> list[str]:
-    """Which server workers exchange most with."""
+    """Return a note on the server that exchanges most with the workers."""
     if not sum(sizes):
         return []
     hot = max(range(len(sizes)), key=lambda number: sizes[number])
@@ -151,7 +151,7 @@ def _probed(world: World, task: Task, spec: StrategySpec, steps: int) -> list[Ra
 
 
 def _flops(task: Task, batch_size: int, spec: StrategySpec) -> tuple[float | None, list[str]]:
-    """Operations of a step as the network is written; None and the reason where it cannot be traced."""
+    """Return the FLOPs of a step; None and the reason if the network cannot be traced."""
     precision = "bf16" if spec.precision == "bf16" else "fp32"
     feed = Feed(as_source(task.data, collate=task.collate), batch_size=batch_size, workers=0)
     try:
@@ -170,7 +170,7 @@ def _flops(task: Task, batch_size: int, spec: StrategySpec) -> tuple[float | Non
 
 
 def _of_run(run: training.Run) -> Profile:
-    """The profile of a run that was sampled."""
+    """Return the profile of a sampled run."""
     taken = run.profile
     if not taken:
         raise UsageError(

@@ -159,7 +159,7 @@ class _Probe:
         return Breakdown.of(world.rank, world.rank_info.host, rows)
 
     def _threads(self) -> dict[str, Any]:
-        """How many threads compute; where they are more than cores, what a step takes with as many."""
+        """Return the number of compute threads; if it exceeds the cores, also a step's time with as many as cores."""
         threads, cores = torch.get_num_threads(), _num_cores()
         found: dict[str, Any] = {"threads": threads, "cores": cores}
         crowded = self._hand.device.type == "cpu" and threads > cores
