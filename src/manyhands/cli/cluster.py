@@ -189,7 +189,7 @@ def _lines(found: ResolvedCluster | None, facts: dict[str, Any], host: str) -> l
             f"this process is rank {standing.rank} of {standing.size}, number {standing.local_rank} of its host"
         )
     else:
-        lines.append("this process speaks for its whole host")
+        lines.append("this process represents its whole host")
     lines.append(f"ranks meet at {found.address}:{found.port}")
     if by := facts["joining"]:
         tls = f", under TLS with the certificate in {by['tls']}" if by["tls"] else ", without TLS"

@@ -12,14 +12,14 @@ from typing import Any, Self
 
 
 class Interrupts:
-    """Hears Ctrl-C and SIGTERM also beside the handlers that a verb installs.
+    """Detects Ctrl-C and SIGTERM, also while a command has installed its own handlers.
 
     A run can also stop early by itself, so an early end does not show that the user interrupted it.
     """
 
     def __init__(self) -> None:
         self.exit_code = 0
-        """What the program should end with: 130 after Ctrl-C, 143 after a SIGTERM, 0 if none came."""
+        """The exit code of the program: 130 after Ctrl-C, 143 after a SIGTERM, 0 without a signal."""
         self._here = threading.current_thread() is threading.main_thread()
 
     def __enter__(self) -> Self:

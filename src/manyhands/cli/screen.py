@@ -19,12 +19,12 @@ PIPE_WIDTH = 160
 
 
 def stdout() -> Console:
-    """Where results go."""
+    """Return the console for results."""
     return _console(stderr=False)
 
 
 def stderr() -> Console:
-    """Where notices and errors go."""
+    """Return the console for notices and errors."""
     return _console(stderr=True)
 
 
@@ -36,12 +36,12 @@ def _console(*, stderr: bool) -> Console:
 
 
 def note(text: str) -> None:
-    """A dim line on stderr."""
+    """Print a dim line to stderr."""
     stderr().print(text, style="dim", markup=False, highlight=False, soft_wrap=True)
 
 
 def print_json(value: Any) -> None:
-    """One JSON value on stdout; numbers that JSON does not have become null."""
+    """Print one JSON value to stdout; numbers that JSON does not support become null."""
     sys.stdout.write(json.dumps(_finite(value), default=str) + "\n")
     sys.stdout.flush()
 
@@ -54,7 +54,7 @@ def only_json(wanted: bool) -> Iterator[None]:
 
 
 def amount(num_bytes: int) -> str:
-    """A number of bytes as people say it.
+    """Return a number of bytes in a readable unit.
 
     >>> amount(150_000_000_000)
     '139.7 GiB'

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class TuneSettings:
-    """What a configuration file and the environment may set."""
+    """Options that a configuration file and the environment can set."""
 
     on: str | None = None
     trials: int | None = None
@@ -149,7 +149,7 @@ def tune(
 
 
 def _space(words: list[str], written: Mapping[str, Any]) -> dict[str, Any]:
-    """The ranges of the configuration file, and over them those of the command line."""
+    """Return the ranges of the configuration file, overridden by those of the command line."""
     ranges = dict(written)
     for word in words:
         key, equals, text = word.partition("=")
@@ -168,7 +168,7 @@ def _space(words: list[str], written: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def show(study: Study, target: str) -> None:
-    """The closing table: how trials ended, the best of them, and how to resume."""
+    """Print the closing table: how trials ended, the best one, and how to resume."""
     from rich.table import Table
     from rich.text import Text
 
