@@ -204,7 +204,7 @@ def _resumed(folder: str | Path, name: str | None, resume: bool | str) -> bool:
 
 @contextlib.contextmanager
 def _taken_away_if_useless(path: Path, resume: bool) -> Iterator[None]:
-    """A new study that a mistake has ended before anything was measured leaves no folder."""
+    """Remove the folder of a new study that failed before anything was measured."""
     try:
         yield
     except UsageError:
@@ -222,7 +222,7 @@ def _stack(
     execution: str | None,
     view: tuning.StudyView,
 ) -> int:
-    """How many trials are trained as one program, as the first one's task measures; 1 for none."""
+    """Return how many trials are trained as one program, measured on the first task; 1 for no stacking."""
     try:
         made = runner.look(tuning.proposed(searcher, constraint, 0, []))
     except SettingsError:
@@ -244,7 +244,7 @@ def _place(on: On) -> tuple[Engine, list[Device], list[str]]:
 
 
 def _mapped_here(fn: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
-    """In this process, so that a debugger works."""
+    """Map the items in this process, so that a debugger works."""
     results: list[Any] = []
     failures: dict[int, BaseException] = {}
     for place, item in enumerate(items):
@@ -264,7 +264,7 @@ def _require_number(value: int | None, name: str) -> None:
 
 
 class _Said(View):
-    """Says what the study's view should."""
+    """Prints lines through the study's view."""
 
     def __init__(self, view: tuning.StudyView) -> None:
         self._view = view

@@ -1,4 +1,4 @@
-"""The verbs: thin functions that join the rooms. One word, the strategy, changes how the work is split."""
+"""The API functions, which connect the packages. The strategy argument decides how the work is split."""
 
 from __future__ import annotations
 
@@ -743,7 +743,7 @@ def settle(
     timeout: float = DEFAULT_TIMEOUT,
     with_servers: bool = False,
 ) -> tuple[StrategySpec, list[Device], list[str]]:
-    """A definite spec, the devices for it, and notices; everything that can be refused is refused here."""
+    """Return a complete spec, its devices, and notices; raise for everything that is not supported."""
     spec = as_spec(strategy)
     if deterministic:
         spec = dataclasses.replace(spec, deterministic=True)
@@ -1052,7 +1052,7 @@ def _current_device(device: torch.device) -> contextlib.AbstractContextManager[A
 
 _STOPPING: dict[int, str] = {
     signal.SIGINT: "stopping after this step; Ctrl-C again stops at once",
-    signal.SIGTERM: "told to end (SIGTERM): stopping after this step, and then the program; once more stops at once",
+    signal.SIGTERM: "SIGTERM received: stopping after this step, then the program ends; a second signal stops at once",
 }
 
 

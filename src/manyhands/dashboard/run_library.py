@@ -305,7 +305,7 @@ def _locked_files() -> set[int]:
 
 
 def _is_of(run: RunFolder, plan: dict[str, Any]) -> bool:
-    """Whether a run has the task, batch size and kind of device of a plan, so that they can be compared."""
+    """Return whether a run has the task, batch size and device type of a plan, so that they can be compared."""
     record = run.record
     on_cpu = all(str(device).rpartition("/")[2].startswith("cpu") for device in record.get("devices", []))
     is_alike = record.get("task") == plan["task"] and record.get("batch_size") == plan.get("batch_size")

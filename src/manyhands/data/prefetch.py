@@ -21,8 +21,8 @@ POLL_SECONDS = 0.001
 class Prefetcher(Generic[T]):
     """Run an iterator in a background thread, a few items ahead of the consumer.
 
-    The depth doubles, up to `limit`, whenever the consumer had to wait and `has_memory(item, depth)` reports that memory
-    allows it, so that later input stalls are bridged. `is_idle()` is called when a wait starts, and returns a function
+    The depth doubles, up to `limit`, whenever the consumer had to wait and `has_memory(item, depth)` returns True, so
+    that later input stalls are bridged. `is_idle()` is called when a wait starts, and returns a function
     that reports whether the device has finished all work submitted until then.
     """
 

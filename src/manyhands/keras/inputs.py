@@ -430,7 +430,7 @@ def _differs(hand: Hand, facts: list[Any]) -> bool:
 
 
 def _is_indexed(loader: Any) -> bool:
-    """Whether a replica may read single samples; a custom collate function may depend on the whole batch."""
+    """Return whether a replica may read single samples; a custom collate function may depend on the whole batch."""
     return (
         isinstance(loader, DataLoader)
         and loader.batch_sampler is not None

@@ -166,7 +166,7 @@ def _roles() -> list[str]:
 
 
 def _looks_at_all(optimizer: Any) -> bool:
-    """Whether an optimizer's update of one variable depends on others, so that one server must have them all."""
+    """Return whether the update of one variable depends on others, so that one server must hold them all."""
     names = ("global_clipnorm", "use_ema", "gradient_accumulation_steps")
     is_plain = not isinstance(optimizer, LossScaleOptimizer) and not hasattr(optimizer, "optimizers")
     return not is_plain or any(getattr(optimizer, name, None) for name in names)

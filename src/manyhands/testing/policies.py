@@ -159,7 +159,7 @@ class PolicyContract:
     def _exchange(
         self, size: int, steps: Sequence[Gradients], policy: Policy | None = None, state: PolicyState | None = None
     ) -> list[list[PolicyOutcome]]:
-        """What comes of the steps, by rank."""
+        """Return the results of the steps, by rank."""
 
         def work(world: World) -> list[PolicyOutcome]:
             mine = steps[world.rank]
@@ -198,7 +198,7 @@ def _step(exchange: BucketExchange, gradient: Mapping[str, Tensor]) -> PolicyOut
 
 
 def _error(found: Tensor, wanted: Tensor) -> float:
-    """How far one is from the other, relative to it; scaled, because squares of huge numbers are not finite."""
+    """Return the relative error; values are scaled first, because squares of huge numbers are not finite."""
     scale = wanted.abs().max()
     return float((found / scale - wanted / scale).norm() / (wanted / scale).norm())
 
