@@ -128,7 +128,7 @@ class RayJob(Coordinator):
         self._ray, self._alone_since, self._is_ending = ray, 0.0, False
         self._work = ray.put(work)
         self._group: Any = None
-        rendezvous = _RayMeeting(self)
+        rendezvous = _RayRendezvous(self)
         super().__init__(_Nowhere(), rendezvous, after_loss=after_loss, timeout=timeout, unit=unit)  # type: ignore[arg-type]
         counts = Counter(device.host for device in devices)
         kind = devices[0].kind
@@ -351,7 +351,7 @@ class _RayPlace(RankHost):
             job.handle_exit(self, slot, ProcessExit(*rest))
 
 
-class _RayMeeting:
+class _RayRendezvous:
     """The rendezvous of the ranks: a store on one of the hosts, replaced when that host fails."""
 
     def __init__(self, job: RayJob) -> None:
@@ -381,7 +381,7 @@ class _RayMeeting:
         self._at = None
 
 
-class _NoCrew:
+class _NoProcesses:
     """Local processes of a program that runs no ranks itself."""
 
     is_over = True
@@ -400,7 +400,7 @@ class _Nowhere(LocalHost):
         self.host, self.devices = "", ()
 
     def open(self, coordinator: Coordinator) -> None:
-        self.processes = _NoCrew()  # type: ignore[assignment]
+        self.processes = _NoProcesses()  # type: ignore[assignment]
 
 
 def _hosts(ray: Any) -> dict[str, dict[str, float]]:

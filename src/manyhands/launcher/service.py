@@ -31,7 +31,7 @@ class Service(ABC):
         self._calls: dict[int, Future[Any]] = {}
         self._num_calls = 0
         self._booking = threading.Lock()
-        self._is_wished = False
+        self._is_requested = False
 
     @property
     def is_alive(self) -> bool:
@@ -67,7 +67,7 @@ class Service(ABC):
 
     def stop(self, seconds: float = STOP_SECONDS) -> None:
         """Let the service answer pending calls and close its object; kill it if that takes more than `seconds`."""
-        self._is_wished = True
+        self._is_requested = True
         self._ask_to_end()
         try:
             self.ended.exception(seconds)
@@ -76,7 +76,7 @@ class Service(ABC):
 
     def kill(self) -> None:
         """Kill the process, and wait until it has exited."""
-        self._is_wished = True
+        self._is_requested = True
         self._end_now()
         self.ended.exception()
 
@@ -113,7 +113,7 @@ class Service(ABC):
     def _over(self, failure: BaseException | None) -> None:
         """Record that the process has exited, and fail all unanswered calls."""
         with self._booking:
-            self.ended.set_exception(failure) if failure and not self._is_wished else self.ended.set_result(None)
+            self.ended.set_exception(failure) if failure and not self._is_requested else self.ended.set_result(None)
         while self._calls:
             _, answer = self._calls.popitem()
             answer.set_exception(failure or self._ended_error("was stopped before it answered"))

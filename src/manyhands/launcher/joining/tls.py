@@ -111,29 +111,29 @@ class Tunnel(Bare):
         self._peer = str(sock.getpeername()[0])
         self._is_proved = False
         try:
-            self._shake_hands(sock, limits, speaks_first=not mark)
+            self._shake_hands(sock, limits, is_client=not mark)
         except ssl.SSLError as error:
             raise self._refused(error) from None
         shown = self._tls.getpeercert(binary_form=True) or b""
         self.binding = (mark or hashlib.sha256(shown).hexdigest(),)
 
-    def _shake_hands(self, sock: socket.socket, limits: JoinTimeouts, *, speaks_first: bool) -> None:
+    def _shake_hands(self, sock: socket.socket, limits: JoinTimeouts, *, is_client: bool) -> None:
         end = time.monotonic() + limits.answer
         # A peer without TLS waits for this side's first message, so it must be refused before its own wait ends.
-        patience = limits.answer if speaks_first else min(FIRST_SECONDS, limits.answer / 2)
+        patience = limits.answer if is_client else min(FIRST_SECONDS, limits.answer / 2)
         has_received = False
         while not self._is_done(sock):
             sock.settimeout(max(0.01, min(patience, end - time.monotonic())))
             try:
                 chunk = sock.recv(65536)
             except TimeoutError:
-                if has_received or speaks_first:
+                if has_received or is_client:
                     raise TimeoutError(f"no TLS from {self._peer} in time") from None
                 chunk = b"\0"
             if not chunk:
                 raise ConnectionError("the connection was closed")
             if not has_received and chunk[0] not in _RECORDS:
-                raise self._not_tls(speaks_first)
+                raise self._not_tls(is_client)
             has_received, patience = True, limits.answer
             self._incoming.write(chunk)
 
@@ -172,8 +172,8 @@ class Tunnel(Bare):
         self._is_proved = self._is_proved or bool(found)
         return found
 
-    def _not_tls(self, speaks_first: bool) -> Exception:
-        if not speaks_first:
+    def _not_tls(self, is_client: bool) -> Exception:
+        if not is_client:
             return NotTls(f"{self._peer} was not admitted: it does not use TLS")
         return _refusal(
             "either all hosts of a job must use TLS, or none of them",
