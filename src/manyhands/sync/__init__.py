@@ -1,6 +1,6 @@
 """Gradient synchronization between replicas: policies, and the buckets that they reduce."""
 
-from .auto import Auto, choose, forecasts, is_open, tell_choice
+from .auto import Auto, choose, describe_choice, forecasts, is_open
 from .bucket_exchange import BucketExchange, PolicyState, report_policy, with_own_feedback
 from .buckets import Buckets
 from .hierarchical import acting
@@ -29,7 +29,7 @@ __all__ = [
     "is_open",
     "forecasts",
     "choose",
-    "tell_choice",
+    "describe_choice",
     "Links",
     "measure_links",
     "POLICIES",

@@ -134,8 +134,8 @@ def _forecast(
     carrier = policy.carrier if isinstance(policy, Local) else policy
     dry = _DryRun.of(carrier, parameters, size)
     if isinstance(policy, Local):
-        meeting = dry.seconds + links.seconds(dry.num_bytes, dry.rounds + 2)
-        return Forecast(policy, alone + meeting / policy.every, price)
+        exchange = dry.seconds + links.seconds(dry.num_bytes, dry.rounds + 2)
+        return Forecast(policy, alone + exchange / policy.every, price)
     exposed = max(0.0, links.seconds(dry.num_bytes, dry.rounds) - OVERLAP * alone)
     early = policy.warmup * (exact - alone) / HORIZON
     return Forecast(policy, alone + dry.seconds + exposed + early, price)
@@ -194,7 +194,7 @@ def _now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def tell_choice(links: Links, found: list[Forecast], chosen: Forecast, world: World) -> str:
+def describe_choice(links: Links, found: list[Forecast], chosen: Forecast, world: World) -> str:
     """Return one line about why a policy was chosen."""
     shown = ", ".join(f"{f.policy} {format_duration(f.seconds)} (x {f.price:.3g} steps)" for f in found[:4])
     exact = next(f for f in found if isinstance(f.policy, AllReduce))
