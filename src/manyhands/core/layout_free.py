@@ -218,7 +218,7 @@ class LayoutFree(TorchFunctionMode):
             self._watch(offset)
             generator.set_state(state)
 
-    def watch_anew(self) -> None:
+    def restart_watch(self) -> None:
         """Check the next draws as the first ones were checked; those belonged to a trial run in evaluation mode."""
         self._num_watched = 0
 

@@ -109,8 +109,8 @@ class OnceForAll(CallbackList):  # type: ignore[misc]
         # The first replica may have callbacks that the others lack; all have a history.
         groups = [self._given, [self._history] if self._history else []]
         own = [[(type(each).__name__, plain_attributes(each)) for each in group] for group in groups]
-        told = self._strategy.hand.world.gather_objects(own if self._strategy.hand.is_first else None)[0]
-        for mine, known, theirs in zip(groups, own, told, strict=True):
+        received = self._strategy.hand.world.gather_objects(own if self._strategy.hand.is_first else None)[0]
+        for mine, known, theirs in zip(groups, own, received, strict=True):
             if [name for name, _ in known] == [name for name, _ in theirs]:
                 for each, (_, values) in zip(mine, theirs, strict=True):
                     vars(each).update(values)
@@ -175,12 +175,12 @@ def met(strategy: Strategy, changes: Changes | None = None) -> Changes:
     """Return what the first replica's callbacks have changed; an exception raised there is raised on all replicas."""
     own, strategy.failure = strategy.failure, None
     packed = None if own is None else _packed(own)
-    failure, told = strategy.hand.world.gather_objects((packed, changes or Changes()))[0]
+    failure, received = strategy.hand.world.gather_objects((packed, changes or Changes()))[0]
     if own is not None:
         raise own
     if failure is not None:
         raise _unpacked(*failure)
-    return told  # type: ignore[no-any-return]
+    return received  # type: ignore[no-any-return]
 
 
 def _packed(error: Exception) -> tuple[str, Opaque | None]:

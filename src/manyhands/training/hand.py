@@ -484,9 +484,9 @@ class Hand:
         with self.during("optimizer"):
             self.update(key)
             self.note(key)
-        self.tell_step(lambda: self.num_steps)
+        self.report_step(lambda: self.num_steps)
 
-    def tell_step(self, step: Callable[[], int]) -> None:
+    def report_step(self, step: Callable[[], int]) -> None:
         """Report the step number of a custom loop at most every `REPORT_STEP_SECONDS`, where progress was asked for."""
         if self.reports_steps and self.is_first and time.monotonic() > self._reported_at + REPORT_STEP_SECONDS:
             self._reported_at = time.monotonic()

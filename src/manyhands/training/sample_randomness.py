@@ -19,7 +19,7 @@ def learn_draws(hand: Hand, task: Task, batch: Any) -> None:
     """
     if hand.randomness is None or task.loss is None:
         return
-    hand.randomness.watch_anew()
+    hand.randomness.restart_watch()
     rows = first_dim(batch)
     more = min(MOST_ROWS, rows)
     few = max(1, more - 2)
