@@ -160,7 +160,7 @@ def tune(
     resume = _resumed(folder, name, resume)
     path = new_folder(folder, name, default, resume)
     runner = TrialRunner(task, fixed, epochs, path / tuning.TRIALS, objectives)
-    with _taken_away_if_useless(path, resume), contextlib.closing(Journal(path, ranges)) as journal:
+    with _removed_on_failure(path, resume), contextlib.closing(Journal(path, ranges)) as journal:
         record = {**tuning.described(rules, search, seed), "params": tuning.as_json(fixed)}
         before, known = tuning.read_journal(path)
         if before:
@@ -190,7 +190,7 @@ def tune(
                 executor = tuning.InProcessExecutor(runner, devices[0])
             with contextlib.closing(executor):
                 driver = Driver(rules, runner, searcher, journal, known, executor, len(devices), view.show)
-                with _interruptible(driver.stop, _Said(view)):
+                with _interruptible(driver.stop, _StudyLines(view)):
                     driver.run()
     return Study(path, task, params=fixed, trials=driver.trials, stopped=driver.is_stopping)
 
@@ -203,7 +203,7 @@ def _resumed(folder: str | Path, name: str | None, resume: bool | str) -> bool:
 
 
 @contextlib.contextmanager
-def _taken_away_if_useless(path: Path, resume: bool) -> Iterator[None]:
+def _removed_on_failure(path: Path, resume: bool) -> Iterator[None]:
     """Remove the folder of a new study that failed before anything was measured."""
     try:
         yield
@@ -263,7 +263,7 @@ def _require_number(value: int | None, name: str) -> None:
         raise SettingsError(f"{name} must be a whole number of at least 1", got=value, remedy=f"pass {name}=1 or more")
 
 
-class _Said(View):
+class _StudyLines(View):
     """Prints lines through the study's view."""
 
     def __init__(self, view: tuning.StudyView) -> None:

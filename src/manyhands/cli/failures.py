@@ -59,12 +59,12 @@ def print_error(error: BaseException) -> None:
     elif isinstance(error, KeyboardInterrupt):
         _print("\n  ".join(["interrupted", *getattr(error, "__notes__", ())]), style="yellow")
     elif isinstance(error, ManyhandsError) or (isinstance(error, OSError) and not _where(error)):
-        _tell_in_a_line(error)
+        _print_one_line(error)
     else:
         _print(short_traceback(error))
 
 
-def _tell_in_a_line(error: Exception) -> None:
+def _print_one_line(error: Exception) -> None:
     first, _, rest = str(error).partition("\n")
     if not first:
         return

@@ -39,7 +39,7 @@ class Interrupts:
             signal.set_wakeup_fd(self._wakeup)
             signal.signal(signal.SIGINT, self._handler)
             signal.signal(signal.SIGTERM, self._on_end)
-            self.exit_code = self.exit_code or self._heard_code()
+            self.exit_code = self.exit_code or self._read_code()
             self._reader.close()
             self._writer.close()
             if isinstance(error, KeyboardInterrupt) and self.exit_code:
@@ -54,7 +54,7 @@ class Interrupts:
         if frame is not None:
             raise SystemExit(128 + number)
 
-    def _heard_code(self) -> int:
+    def _read_code(self) -> int:
         try:
             numbers = self._reader.recv(4096)
         except BlockingIOError:

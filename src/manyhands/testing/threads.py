@@ -34,13 +34,13 @@ class ThreadRendezvous:
         self._barrier = threading.Barrier(size, timeout=timeout)
         self._slots: list[Any] = [None] * size
         self._timeout = timeout
-        self._letters: defaultdict[tuple[int, int, int], queue.SimpleQueue[Tensor]] = defaultdict(queue.SimpleQueue)
+        self._messages: defaultdict[tuple[int, int, int], queue.SimpleQueue[Tensor]] = defaultdict(queue.SimpleQueue)
         self.marks: defaultdict[str, threading.Event] = defaultdict(threading.Event)
         self.lost = ""
 
     def messages(self, source: int, to: int, tag: int) -> queue.SimpleQueue[Tensor]:
         """Return the queue of tensors from one rank to another under a tag."""
-        return self._letters[source, to, tag]
+        return self._messages[source, to, tag]
 
     def take(self, source: int, to: int, tag: int) -> Tensor:
         """Wait for the next tensor from one rank to another under a tag."""
