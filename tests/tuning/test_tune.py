@@ -312,7 +312,7 @@ def test_empty_populations_are_released(tmp_path: Path, monkeypatch: pytest.Monk
         for number, width in enumerate((3, 4, 5, 5)):
             executor.start(TrialWork(number, {"width": width}, 1))
             assert executor.wait()[0].epochs == 1
-            assert len(executor._shelves) == min(number + 1, 2)
+            assert len(executor._stacks) == min(number + 1, 2)
 
 
 def test_stacked_execution_of_an_unsupported_task_raises_the_reason(tmp_path: Path) -> None:
