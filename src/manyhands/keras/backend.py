@@ -27,7 +27,7 @@ def require_torch_backend() -> ModuleType:
     active = keras.config.backend()
     if active != BACKEND:
         raise SettingsError(
-            "manyhands.keras works with Keras on its PyTorch backend",
+            "manyhands.keras needs Keras with its PyTorch backend",
             got=f"the backend {active!r}",
             remedy="set KERAS_BACKEND=torch in the environment, or import manyhands.keras before keras and tensorflow",
         )

@@ -131,7 +131,7 @@ class Strategy:
         self._require_together("strategy.run")
         if self.spec.accumulate > 1:
             raise StrategyError(
-                "strategy.run processes all its rows at once, so a custom training loop accumulates gradients itself",
+                "a custom training loop must accumulate gradients itself: strategy.run processes all its rows at once",
                 got=f"accumulate={self.spec.accumulate}",
                 remedy="omit it; add up the gradients of parts of the rows, as examples/keras/own_loop.py does",
             )
@@ -384,8 +384,8 @@ def require_step(optimizer: Any, variables: Sequence[Any]) -> None:
             continue
         if owner is optimizer or any(id(variable) in ids for variable in owner.variables):
             raise StrategyError(
-                "gradients are summed over the replicas in strategy.run",
-                got="an optimizer that is applied outside of it",
+                "an optimizer must be applied in strategy.run, which sums gradients over the replicas",
+                got="a call outside of it",
                 remedy="put the code that computes and applies them into a function, and call "
                 "strategy.run(function, args)",
             )
