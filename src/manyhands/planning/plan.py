@@ -224,8 +224,8 @@ def require_same(path: str | Path, planned: str, network: str) -> None:
     """Raise SettingsError if a plan was made for another network."""
     if planned and planned != network:
         raise SettingsError(
-            f"{path} was made for a network of {planned}",
-            got=f"one of {network}",
+            f"{path} must be used for the network for which it was made, of {planned}",
+            got=f"a network of {network}",
             remedy="plan this network with mh.plan(task).best.save(...), or delete the line 'network' to use the "
             "plan nevertheless",
         )
