@@ -509,7 +509,7 @@ def test_unpicklable_task_value_is_named(tmp_path: Path) -> None:
 
 def test_run_is_never_overwritten_and_mismatched_checkpoint_not_loaded(tmp_path: Path) -> None:
     run = fit(noisy(), steps=2, folder=tmp_path, name="mine")
-    with pytest.raises(SettingsError, match=r"never overwritten.*Pass resume=True"):
+    with pytest.raises(SettingsError, match=r"must not exist yet.*Pass resume=True"):
         fit(noisy(), folder=tmp_path, name="mine")
     before = {path: path.read_bytes() for path in run.path.rglob("*.safetensors")}
     with pytest.raises(CheckpointError, match=r"must contain the tensors of Linear.*missing.*unexpected"):

@@ -121,7 +121,7 @@ def test_study_resumes_by_name(tmp_path: Path) -> None:
     assert [trial.params for trial in part.trials] == [trial.params for trial in whole.trials]
     with pytest.raises(SettingsError, match="must have the search with which it was started, tpe, but got random"):
         tune(bowl, space, trials=30, folder=tmp_path, name="part", resume=True, search="random", **where)
-    with pytest.raises(SettingsError, match="never overwritten"):
+    with pytest.raises(SettingsError, match="must not exist yet"):
         tune(bowl, space, trials=30, folder=tmp_path, name="part")
     with pytest.raises(SettingsError, match="resume needs the name of the run"):
         tune(bowl, space, trials=30, folder=tmp_path, resume="auto")

@@ -345,7 +345,7 @@ def new_folder(folder: str | Path, name: str | None, default: str, resume: bool,
             continue
         return root / f"{chosen}{suffix}"
     raise SettingsError(
-        "an existing run is never overwritten",
+        "the folder of a new run must not exist yet",
         got=f"{root / chosen}, which exists",
         remedy="pass resume=True to resume it, or another name",
     )
