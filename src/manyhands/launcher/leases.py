@@ -119,7 +119,7 @@ def _take(shown: Mapping[str, str], run: str, choice: str, notify: Callable[[str
         except Busy as busy:
             if choice == REFUSE:
                 raise DeviceError(
-                    "a device can be used by one program at a time",
+                    "a device can be used by only one program at a time",
                     got=f"{shown[busy.device]}, held by {busy.holder}",
                     remedy="wait for it, choose another device, or set MANYHANDS_ON_BUSY to wait or share",
                 ) from None

@@ -375,7 +375,7 @@ def _require_room(begin: str, number: int, last: int, root: Path) -> None:
     """Raise if the next number does not fit into a file name; counting alone does not reach it."""
     if number > last:
         raise CheckpointError(
-            f"names in {root} can be numbered up to {last}",
+            f"names in {root} must be numbered below {last}",
             got=f"{begin}{last}",
             remedy="remove the entry of that name",
         )

@@ -251,7 +251,7 @@ def _require_one_device(spec: StrategySpec, num_tasks: int) -> None:
         raise UsageError("a population needs at least one task", remedy="pass one or more tasks")
     if (spec.replicas, spec.shards, spec.tensor, spec.stages, spec.accumulate) != (1,) * 5 or spec.servers:
         raise UsageError(
-            "a population runs on one device, with whole batches",
+            "a population must run on one device, with whole batches",
             got=str(spec),
             remedy="pass a strategy with precision and capture only",
         )
