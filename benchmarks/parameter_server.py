@@ -121,7 +121,7 @@ def sleepy_loss(model: nn.Module, batch: Any, seconds: float) -> Tensor:
     """A small loss after a sleep by the number of samples, twice as long on the first device."""
     world = current_world()
     if world is not None:
-        time.sleep(seconds * len(batch[0]) * (2 if world.seat.device.slot == 0 else 1))
+        time.sleep(seconds * len(batch[0]) * (2 if world.rank_info.device.slot == 0 else 1))
     return (model(batch[0]) - batch[1]).square().mean()
 
 
@@ -321,8 +321,8 @@ class Pair:
         """Seconds of as many bytes there and back, copied and nothing else."""
         link = self._client._links[0]
         began = time.perf_counter()
-        for room, values in zip(link.pushed, self._flat, strict=True):
-            room.copy_(values)
+        for buffer, values in zip(link.pushed, self._flat, strict=True):
+            buffer.copy_(values)
         push = messages.Push(1, 0, 0, link.is_shared, [])
         link.caller.send(push, [] if link.is_shared else frames_of(link.pushed))
         link.caller.expect(60.0)
@@ -377,13 +377,13 @@ def serve_bare(world: World, chief: str, token: bytes) -> None:
                 listener.send(peer, messages.Attached(True))
             elif isinstance(message, messages.Push):
                 mine = slots.get(peer)
-                for index, room in enumerate(held):
-                    room.copy_(mine.pushed[index] if mine else tensor_of(frames[index], room.dtype))
+                for index, buffer in enumerate(held):
+                    buffer.copy_(mine.pushed[index] if mine else tensor_of(frames[index], buffer.dtype))
                 listener.send(peer, messages.Pushed(0, 0, True))
             elif isinstance(message, messages.Pull):
                 mine = slots.get(peer)
-                for index, room in enumerate(held if mine else ()):
-                    mine.pulled[index].copy_(room)
+                for index, buffer in enumerate(held if mine else ()):
+                    mine.pulled[index].copy_(buffer)
                 listener.send(peer, messages.Values(0), [] if mine else frames_of(held))
     listener.close()
     caller.close()

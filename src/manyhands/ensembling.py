@@ -82,7 +82,7 @@ def ensemble(
     elif isinstance(source, (list, tuple)):
         chosen = list(source)
     else:
-        rule = "an ensemble is of a task, a study, or a list of runs or exported models"
+        rule = "an ensemble needs a task, a study, or a list of runs or exported models"
         raise SettingsError(rule, got=type(source).__name__, remedy="pass for example [run1, run2]")
     if not chosen:
         raise SettingsError(
@@ -102,7 +102,7 @@ def ensemble(
 
 
 def _homes(on: On) -> list[torch.device]:
-    """Devices of this machine that members are pinned to; none where they stay on the CPU."""
+    """Return the devices of this machine that members are pinned to; none if they stay on the CPU."""
     if on is None:
         return []
     engine, devices, _ = studies._place(on)
@@ -111,7 +111,7 @@ def _homes(on: On) -> list[torch.device]:
 
 
 def _best_of(study: Study, members: int | None) -> list[Trial]:
-    """The best trials of a study, as many as were asked for."""
+    """Return the best trials of a study, as many as requested."""
     best = study.top(_num(members, 5))
     if members is not None and len(best) < members:
         raise SettingsError(
@@ -182,7 +182,7 @@ def remote_ensemble(
 
 
 def _trained(source: Task | Callable[..., Task], members: int, *, params: Any, **options: Any) -> Study:
-    """A study of the same task with other seeds: every member is a trial that is kept."""
+    """Return a study of the same task with different seeds, whose trials are the members."""
     if isinstance(source, Task):
         base, seed = source, source.seed
 
@@ -212,7 +212,7 @@ def _trained(source: Task | Callable[..., Task], members: int, *, params: Any, *
 
 
 def _batches(chosen: Sequence[Any], data: Any) -> Batches:
-    """Inputs and labels of the validation data, as the first member's task takes them."""
+    """Yield inputs and labels of the validation data, as the first member's task uses them."""
     run = next((one for one in chosen if isinstance(one, Run)), None)
     if run is None:
         return _pairs(chosen[0].signature, data) if data is not None and isinstance(chosen[0], Archive) else ()
@@ -235,7 +235,7 @@ def _batches(chosen: Sequence[Any], data: Any) -> Batches:
 
 
 def _pairs(signature: Signature, data: Any) -> Batches:
-    """Arrays (inputs, labels), for members with one input."""
+    """Yield batches of the arrays (inputs, labels), for members with one input."""
     if not isinstance(data, (tuple, list)) or len(data) != 2 or len(signature.inputs) != 1:
         raise DataError(
             "data must be a pair (inputs, labels) for exported models",
@@ -246,7 +246,7 @@ def _pairs(signature: Signature, data: Any) -> Batches:
 
 
 def _labels(batch: Any) -> Tensor | None:
-    """The labels of a batch: the second element, or what a dict calls so."""
+    """Return the labels of a batch: the second element, or the entry of a dict with that name."""
     if isinstance(batch, Mapping):
         found = next((batch[name] for name in ("label", "labels", "target", "targets", "y") if name in batch), None)
     else:
@@ -269,7 +269,7 @@ def _served(
         parts = urlsplit(url)
         model = parts.path.strip("/")
         if not model:
-            rule = "an address names a model: http://host:8501/digits"
+            rule = "an address must name a model, as in http://host:8501/digits"
             raise SettingsError(rule, got=repr(url), remedy="add the name of the model")
         client = Client(f"{parts.scheme}://{parts.netloc}", token=token, timeout=deadline)
         signatures.append(client.signature(model))

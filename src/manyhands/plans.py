@@ -56,7 +56,7 @@ def plan(
     networks: int = 1,
     timeout: float = DEFAULT_TIMEOUT,
 ) -> Plan | Comparison:
-    """What every way of splitting a task would cost, ranked: step time by part, memory, speed against devices.
+    """Rank the strategies for a task by their cost: step time by part, memory, and speed by number of devices.
 
     - `cluster`: hardware that need not be here, "8 hosts x 8 H100, 400Gb/s" or a TOML file; several are compared, and
       so are the kinds of hosts in a file. By default the devices of this machine (or `on`), which are measured first;
@@ -109,7 +109,7 @@ def plan(
 
 
 def settled(strategy: str | Path, task: Task, on: verbs.On, name: str) -> tuple[StrategySpec, list[Event]]:
-    """The pick for "auto", or that of a plan file; and what a run's log tells about it."""
+    """Return the strategy for "auto" or from a plan file, and the events that describe it in the run's log."""
     if strategy != AUTO:
         spec, planned = planning.read_plan(strategy)
         planning.require_same(strategy, planned, costs.fingerprint(task))
@@ -122,9 +122,9 @@ def settled(strategy: str | Path, task: Task, on: verbs.On, name: str) -> tuple[
         )
     found = plan(task, on=on)
     assert isinstance(found, Plan)
-    said = event("notice", text=f"auto: {found.best.spec} ({found.best.why})")
+    choice = event("notice", text=f"auto: {found.best.spec} ({found.best.why})")
     return training.with_micro_statistics(task, found.best.spec), [
-        said,
+        choice,
         event("plan", **{**found.to_dict(), "task": name}),
     ]
 
@@ -147,7 +147,7 @@ class Bench:
         return found
 
     def cluster(self) -> Cluster:
-        """The devices as the catalogue knows them."""
+        """Return the devices with the constants of the catalogue."""
         first = self.devices[0]
         made = _chip_of(first)
         return Cluster(
@@ -159,7 +159,7 @@ class Bench:
         )
 
     def calibrated(self, workload: Workload, cluster: Cluster, precision: str) -> tuple[Workload, Cluster]:
-        """Both with what two batch sizes, a sweep of sums, the feed and the gradient's noise tell."""
+        """Return both, calibrated with two batch sizes, an all-reduce sweep, the feed and the gradient noise."""
         spec = StrategySpec(precision=precision)
         seen = []
         for size in _sizes(workload.batch_size):
@@ -191,11 +191,11 @@ class Bench:
         return replace(cluster, part=planning.calibrated(one, [seen], WIDE).chip)
 
     def measure(self, spec: StrategySpec) -> float | str:
-        """Seconds of a step, or why it could not be taken."""
+        """Return the seconds of a step, or why it could not run."""
         return self._seconds(spec)
 
     def steps(self, batch_size: int) -> float:
-        """Seconds of a step on one device, for a network that could not be traced."""
+        """Return the seconds of a step on one device, for a network that could not be traced."""
         seconds = self._seconds(StrategySpec(), batch_size=batch_size)
         if isinstance(seconds, str):
             raise StrategyError(
@@ -226,7 +226,7 @@ class Bench:
         return replace(cluster, inside=way, exchange=first)
 
     def _feed(self) -> float | None:
-        """Samples per second of the feed alone."""
+        """Return the samples per second of the feed alone."""
         source = as_source(self._task.data, collate=self._task.collate)
         size = check_source(source, self._task.batch_size)
         feed = Feed(source, batch_size=size, workers=self._task.workers)
@@ -263,7 +263,7 @@ def _listed(cluster: ClusterLike | Sequence[ClusterLike] | None) -> list[Cluster
 
 
 def workload_of(task: Task, name: str, bench: Bench) -> tuple[Workload, list[str]]:
-    """The task as numbers: traced, or measured where its network cannot be traced."""
+    """Return the workload of a task: traced, or measured if its network cannot be traced."""
     source = as_source(task.data, collate=task.collate)
     batch_size = check_source(source, task.batch_size)
     feed = Feed(source, batch_size=batch_size, workers=0)
@@ -280,7 +280,7 @@ def workload_of(task: Task, name: str, bench: Bench) -> tuple[Workload, list[str
 
 
 def _measured(task: Task, batch_size: int, bench: Bench, rows: int) -> Network:
-    """A network as one piece that takes as long as whole steps took here."""
+    """Return a network as one part whose time is that of measured whole steps."""
     small, large = _sizes(batch_size)
     first, second = bench.steps(small), bench.steps(large)
     each = max(1e-9, (second - first) / (large - small))
@@ -334,7 +334,7 @@ def _left_over(cluster: Cluster, seen: Sequence[Observation], workload: Workload
 
 
 def steady(times: Sequence[float]) -> float:
-    """A step's usual time: the lower quartile, because whatever else a machine does only ever adds to it.
+    """Return a step's usual time: the lower quartile, because other load on the machine only adds to it.
 
     >>> steady([1.0, 1.1, 1.2, 9.0, 1.0])
     1.0
@@ -343,21 +343,21 @@ def steady(times: Sequence[float]) -> float:
 
 
 def _spread(found: Sequence[Sequence[float]]) -> float:
-    """The standard deviation of a step over devices and time, as a part of it; a few odd ones do not count."""
+    """Return the relative standard deviation of a step over devices and time, without outliers."""
     every = [seconds for times in found for seconds in times]
     middle = median(every)
     return min(0.5, 1.48 * median(abs(seconds - middle) for seconds in every) / middle)
 
 
 def _apart(world: World, task: Task, spec: StrategySpec, batch_size: int) -> list[float]:
-    """Steps of each rank by itself, all of them at once."""
+    """Measure independent steps on every rank at the same time."""
     world.barrier()
-    alone = NullWorld(world.seat.device, world.line)
+    alone = NullWorld(world.rank_info.device, world.channel)
     return training.time_steps(alone, task, spec, batch_size=batch_size)
 
 
 def _sweep(world: World) -> list[float]:
-    """Seconds of sums of some sizes, the median of a few each."""
+    """Return the seconds of all-reduces of some sizes, each the median of a few."""
     times = []
     for size in SWEEP:
         tensor = torch.zeros(size // 4, device=world.device)

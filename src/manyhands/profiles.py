@@ -1,4 +1,4 @@
-"""The verb `profile`: takes some steps of a task on its ranks, or reads a run's samples, and tells where time goes."""
+"""The function `profile`: times some steps of a task on its ranks, or reads the samples of a run."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def profile(
     steps: int = 20,
     timeout: float = DEFAULT_TIMEOUT,
 ) -> Profile:
-    """Where a step's time and memory go, by rank and by module, and what to do about it.
+    """Profile the time and memory of a step by rank and by module, with advice.
 
     - `task`: a task, of which some steps are taken and forgotten; or a run, or its folder, that was trained with
       `fit(profile=True)`, whose samples are read;
@@ -84,7 +84,7 @@ def _of_task(
     steps: int,
     timeout: float,
 ) -> Profile:
-    """The profile of steps that are taken now."""
+    """Return the profile of steps that are run now."""
     made = as_task(task, params)
     strategy, picked = verbs._planned(strategy, made, on, task_name(task))
     spec, devices, notices = verbs.settle(strategy, on, timeout=timeout, with_servers=True)
@@ -97,7 +97,7 @@ def _of_task(
     source = as_source(made.data, collate=made.collate)
     batch_size = check_source(source, made.batch_size)
     valid = None if made.valid is None else as_source(made.valid, collate=made.collate)
-    flops, said = _flops(made, batch_size, spec)
+    flops, notes = _flops(made, batch_size, spec)
     return Profile(
         name=task_name(task),
         strategy=str(spec),
@@ -107,12 +107,12 @@ def _of_task(
         flops=flops,
         epoch_steps=source.num_steps(batch_size),
         valid_steps=0 if valid is None else valid.num_steps(made.batch_size or batch_size) or 0,
-        notes=(*notices, *(told["text"] for told in picked if told["kind"] == "notice"), *said),
+        notes=(*notices, *(entry["text"] for entry in picked if entry["kind"] == "notice"), *notes),
     )
 
 
 def _of_served(task: Task, spec: StrategySpec, on: verbs.Where, steps: int, timeout: float, name: str) -> Profile:
-    """The profile of a short run with parameter servers, in which every worker looks at each of its steps."""
+    """Return the profile of a short run with parameter servers, in which workers time every step."""
     with tempfile.TemporaryDirectory() as folder:
         run = verbs.fit(
             task.replace(valid=None),
@@ -129,12 +129,12 @@ def _of_served(task: Task, spec: StrategySpec, on: verbs.Where, steps: int, time
         if run.stopped:
             raise KeyboardInterrupt
         found = _of_run(run)
-    flops, said = _flops(task, found.batch_size, spec)
-    return replace(found, flops=flops, upkeep={}, notes=(*found.notes, *said))
+    flops, notes = _flops(task, found.batch_size, spec)
+    return replace(found, flops=flops, upkeep={}, notes=(*found.notes, *notes))
 
 
 def _hottest(sizes: Sequence[int], num_steps: int) -> list[str]:
-    """Which server workers exchange most with."""
+    """Return a note on the server that exchanges most with the workers."""
     if not sum(sizes):
         return []
     hot = max(range(len(sizes)), key=lambda number: sizes[number])
@@ -151,7 +151,7 @@ def _probed(world: World, task: Task, spec: StrategySpec, steps: int) -> list[Ra
 
 
 def _flops(task: Task, batch_size: int, spec: StrategySpec) -> tuple[float | None, list[str]]:
-    """Operations of a step as the network is written; None and the reason where it cannot be traced."""
+    """Return the FLOPs of a step; None and the reason if the network cannot be traced."""
     precision = "bf16" if spec.precision == "bf16" else "fp32"
     feed = Feed(as_source(task.data, collate=task.collate), batch_size=batch_size, workers=0)
     try:
@@ -170,7 +170,7 @@ def _flops(task: Task, batch_size: int, spec: StrategySpec) -> tuple[float | Non
 
 
 def _of_run(run: training.Run) -> Profile:
-    """The profile of a run that was sampled."""
+    """Return the profile of a sampled run."""
     taken = run.profile
     if not taken:
         raise UsageError(

@@ -159,8 +159,8 @@ def tune(
     default = f"{task_name(task)}-{time.strftime('%Y%m%d-%H%M%S')}"
     resume = _resumed(folder, name, resume)
     path = new_folder(folder, name, default, resume)
-    workshop = TrialRunner(task, fixed, epochs, path / tuning.TRIALS, objectives)
-    with _taken_away_if_useless(path, resume), contextlib.closing(Journal(path, ranges)) as journal:
+    runner = TrialRunner(task, fixed, epochs, path / tuning.TRIALS, objectives)
+    with _removed_on_failure(path, resume), contextlib.closing(Journal(path, ranges)) as journal:
         record = {**tuning.described(rules, search, seed), "params": tuning.as_json(fixed)}
         before, known = tuning.read_journal(path)
         if before:
@@ -173,7 +173,7 @@ def tune(
             is_alone = len(devices) == 1 and engine is _engine and per_device is None and execution != "processes"
             stack = before.get("stack", 1)
             if is_alone and not before:
-                stack = _stack(workshop, searcher, constraint, devices[0], limit, execution, view)
+                stack = _stack(runner, searcher, constraint, devices[0], limit, execution, view)
             elif execution == "stacked" and not is_alone:
                 raise SettingsError(
                     "execution='stacked' needs one device of this machine", got=repr(on), remedy="pass one device"
@@ -182,15 +182,15 @@ def tune(
                 journal.begin(path.name, objectives, {**record, "stack": stack})
             executor: Executor
             if not is_alone:
-                executor = tuning.Processes(workshop, engine, devices, per_device=per_device, on_output=view.output)
+                executor = tuning.Processes(runner, engine, devices, per_device=per_device, on_output=view.output)
             elif stack > 1 or execution == "stacked":
                 must = execution == "stacked"
-                executor = tuning.Stacked(workshop, devices[0], stack, view.line, must_stack=must)
+                executor = tuning.Stacked(runner, devices[0], stack, view.line, must_stack=must)
             else:
-                executor = tuning.InProcessExecutor(workshop, devices[0])
+                executor = tuning.InProcessExecutor(runner, devices[0])
             with contextlib.closing(executor):
-                driver = Driver(rules, workshop, searcher, journal, known, executor, len(devices), view.show)
-                with _interruptible(driver.stop, _Said(view)):
+                driver = Driver(rules, runner, searcher, journal, known, executor, len(devices), view.show)
+                with _interruptible(driver.stop, _StudyLines(view)):
                     driver.run()
     return Study(path, task, params=fixed, trials=driver.trials, stopped=driver.is_stopping)
 
@@ -203,8 +203,8 @@ def _resumed(folder: str | Path, name: str | None, resume: bool | str) -> bool:
 
 
 @contextlib.contextmanager
-def _taken_away_if_useless(path: Path, resume: bool) -> Iterator[None]:
-    """A new study that a mistake has ended before anything was measured leaves no folder."""
+def _removed_on_failure(path: Path, resume: bool) -> Iterator[None]:
+    """Remove the folder of a new study that failed before anything was measured."""
     try:
         yield
     except UsageError:
@@ -214,7 +214,7 @@ def _taken_away_if_useless(path: Path, resume: bool) -> Iterator[None]:
 
 
 def _stack(
-    workshop: TrialRunner,
+    runner: TrialRunner,
     searcher: tuning.Searcher,
     constraint: tuning.Constraint | None,
     device: Device,
@@ -222,18 +222,18 @@ def _stack(
     execution: str | None,
     view: tuning.StudyView,
 ) -> int:
-    """How many trials are trained as one program, as the first one's task measures; 1 for none."""
+    """Return how many trials are trained as one program, measured on the first task; 1 for no stacking."""
     try:
-        made = workshop.look(tuning.proposed(searcher, constraint, 0, []))
+        made = runner.look(tuning.proposed(searcher, constraint, 0, []))
     except SettingsError:
         raise
     except Exception:  # reported as the failure of a trial
         return 1
     if not isinstance(made, Task):
         return 1
-    size, said = tuning.stack_size(made, device, limit, must_stack=execution == "stacked")
-    if said:
-        view.line(said)
+    size, text = tuning.stack_size(made, device, limit, must_stack=execution == "stacked")
+    if text:
+        view.line(text)
     return size
 
 
@@ -244,7 +244,7 @@ def _place(on: On) -> tuple[Engine, list[Device], list[str]]:
 
 
 def _mapped_here(fn: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
-    """In this process, so that a debugger works."""
+    """Map the items in this process, so that a debugger works."""
     results: list[Any] = []
     failures: dict[int, BaseException] = {}
     for place, item in enumerate(items):
@@ -263,8 +263,8 @@ def _require_number(value: int | None, name: str) -> None:
         raise SettingsError(f"{name} must be a whole number of at least 1", got=value, remedy=f"pass {name}=1 or more")
 
 
-class _Said(View):
-    """Says what the study's view should."""
+class _StudyLines(View):
+    """Prints lines through the study's view."""
 
     def __init__(self, view: tuning.StudyView) -> None:
         self._view = view

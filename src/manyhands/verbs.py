@@ -1,4 +1,4 @@
-"""The verbs: thin functions that join the rooms. One word, the strategy, changes how the work is split."""
+"""The API functions, which connect the packages. The strategy argument decides how the work is split."""
 
 from __future__ import annotations
 
@@ -278,8 +278,8 @@ def fit(
         _recording(job, devices, shown, progress, sinks, task, writes=_is_first(on)) as (view, on_event),
         _holding(_here(on, devices), path.name, lambda text: on_event(0, event("notice", text=text))),
     ):
-        for told in [*planned, *(event("notice", text=text) for text in [*notices, *_notices(spec)])]:
-            on_event(0, told)
+        for entry in [*planned, *(event("notice", text=text) for text in [*notices, *_notices(spec)])]:
+            on_event(0, entry)
         if table is not None:
             on_event(0, event("split", lines=table.lines(), **table.to_dict()))
         if spec.servers:
@@ -409,13 +409,13 @@ def _check_served(task: Task, spec: StrategySpec, devices: Sequence[Device], tim
         return verdict
     exact = dataclasses.replace(spec, staleness=0, backup=0, correction=False, followers=0)
     plain = dataclasses.replace(exact, precision="fp64", deterministic=True)
-    told: list[Event] = []
+    entries: list[Event] = []
     with tempfile.TemporaryDirectory() as folder:
         job = Job(task=task, spec=plain, folder=Path(folder), steps=2, save_every=1, keep=3, verify=False)
-        _serve(job, devices, timeout, lambda rank, entry: told.append(entry), View(), None)
+        _serve(job, devices, timeout, lambda rank, entry: entries.append(entry), View(), None)
         store = CheckpointStore(job.folder / training.CHECKPOINTS)
         states = [store.load(step).model for step in (1, 2)]
-    losses = [loss for entry in told if entry["kind"] == "steps" for loss in entry["losses"]["loss"]]
+    losses = [loss for entry in entries if entry["kind"] == "steps" for loss in entry["losses"]["loss"]]
     with _own_randomness():
         return training.judge(task, spec, plan, whole, training.record_of(states, losses, whole))
 
@@ -743,7 +743,7 @@ def settle(
     timeout: float = DEFAULT_TIMEOUT,
     with_servers: bool = False,
 ) -> tuple[StrategySpec, list[Device], list[str]]:
-    """A definite spec, the devices for it, and notices; everything that can be refused is refused here."""
+    """Return a complete spec, its devices, and notices; raise for everything that is not supported."""
     spec = as_spec(strategy)
     if deterministic:
         spec = dataclasses.replace(spec, deterministic=True)
@@ -765,7 +765,7 @@ def settle(
     if isinstance(on, JoinedHosts):
         return spec.with_devices(len(on.devices)), list(on.devices), list(on.notices)
     if world is not None:
-        return spec.with_devices(world.size), [world.seat.device] * world.size, []
+        return spec.with_devices(world.size), [world.rank_info.device] * world.size, []
     devices, notices = engine_for(on, _engine).devices(on, spec.num_devices, spec.arithmetic)
     if None in (spec.replicas, spec.shards) and len(devices) == 1 and strategy is not None:
         part = "replica" if spec.replicas is None else "shard"
@@ -784,32 +784,32 @@ def _start(
     apart: bool = False,
     after_loss: AfterLoss = "end",
     unit: int = 1,
-    heeds_stop: bool = True,
+    checks_stop: bool = True,
 ) -> list[Any]:
     """Run a function on the devices: in this process for one device (unless `apart`) or in a rank, else in new ones.
 
-    Without `heeds_stop` the function cannot stop after a step, so the first Ctrl-C interrupts it.
+    Without `checks_stop` the function cannot stop after a step, so the first Ctrl-C interrupts it.
     """
     world = current_world()
     if world is not None:
         return [fn(world)]
     if len(devices) == 1 and not apart and not isinstance(on, JoinedHosts) and engine_for(on, _engine) is _engine:
-        line = DirectChannel(lambda entry: on_event(0, entry))
-        here = NullWorld(devices[0], line)
-        interruptible = _interruptible(lambda: _ask_to_stop(line, after_loss), view, heeds_stop)
+        channel = DirectChannel(lambda entry: on_event(0, entry))
+        here = NullWorld(devices[0], channel)
+        interruptible = _interruptible(lambda: _ask_to_stop(channel, after_loss), view, checks_stop)
         with _own_randomness(), _current_device(here.device), contextlib.closing(here), interruptible:
             return [fn(here)]
     if isinstance(on, JoinedHosts):
         job = on.start(_engine, carrying(fn), timeout=timeout, after_loss=after_loss, unit=unit)
     else:
         job = engine_for(on, _engine).start(carrying(fn), devices, timeout=timeout, after_loss=after_loss, unit=unit)
-    with _interruptible(job.stop, view, heeds_stop):
+    with _interruptible(job.stop, view, checks_stop):
         return job.wait(on_event, view.output)
 
 
 def _ask(fn: Callable[[World], Any], devices: Sequence[Device], timeout: float, *, on: Where = None) -> list[Any]:
     """Run a function on the devices and return its results, without progress output; Ctrl-C interrupts it."""
-    return _start(fn, devices, timeout, lambda rank, entry: None, View(), on=on, heeds_stop=False)
+    return _start(fn, devices, timeout, lambda rank, entry: None, View(), on=on, checks_stop=False)
 
 
 def _serve(
@@ -821,13 +821,13 @@ def _serve(
     place: parameter_server.ProcessRole | None,
 ) -> ReplicaResult:
     """Train with parameter servers: the coordinator runs here, every server and worker is a separate job."""
-    line = DirectChannel(lambda entry: on_event(0, entry))
-    here = NullWorld(devices[0], line)
+    channel = DirectChannel(lambda entry: on_event(0, entry))
+    here = NullWorld(devices[0], channel)
     with (
         _own_randomness(),
         _current_device(here.device),
         contextlib.closing(here),
-        _interruptible(lambda: line.hear({"stop": True}), view),
+        _interruptible(lambda: channel.handle_message({"stop": True}), view),
     ):
         return parameter_server.train_served(
             here,
@@ -850,11 +850,11 @@ def _here(on: Where, devices: Sequence[Device]) -> Sequence[Device]:
 
 
 def _holding(
-    devices: Sequence[Device], run: str, say: Callable[[str], None]
+    devices: Sequence[Device], run: str, notify: Callable[[str], None]
 ) -> contextlib.AbstractContextManager[None]:
     """Lease this host's devices for a long job; inside a rank the launching program already holds the lease."""
     here = [device for device in devices if not device.host]
-    return leased(here, run, say) if current_world() is None else contextlib.nullcontext()
+    return leased(here, run, notify) if current_world() is None else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
@@ -892,8 +892,8 @@ def _recording(
         view.show(rank, entry)
         for text in dispatcher.take(entry):
             notice(text)
-        for told in stragglers.hear(entry):
-            on_event(0, told)
+        for report in stragglers.handle_event(entry):
+            on_event(0, report)
 
     def notice(text: str) -> None:
         on_event(0, event("notice", text=text))
@@ -903,7 +903,7 @@ def _recording(
     tap = functools.partial(on_event, 0)
     try:
         if world is not None:
-            world.line.taps.append(tap)
+            world.channel.taps.append(tap)
         yield view, on_event
     except BaseException as error:
         on_event(0, event("failed", reason=f"{type(error).__name__}: {error}"))
@@ -912,7 +912,7 @@ def _recording(
         raise
     finally:
         if world is not None:
-            world.line.taps.remove(tap)
+            world.channel.taps.remove(tap)
         try:
             dispatcher.close(notice)
         finally:
@@ -964,7 +964,7 @@ _launch: list[str] = []
 
 def _with_hand(world: World, fn: Callable[[Hand], Any], spec: StrategySpec, launch: str) -> Any:
     hand = Hand(world, spec)
-    hand.tells_steps = True
+    hand.reports_steps = True
     _launch[:] = [launch]
     try:
         with training.holding(hand):
@@ -980,7 +980,7 @@ def _begun_before(folder: str | Path) -> Path | None:
     if not _launch or world is None:
         return None
     _launch.append(f"{_launch[0]}-{len(_launch)}")
-    if world.seat.generation == 0:
+    if world.rank_info.generation == 0:
         return None
 
     def find() -> Path | None:
@@ -1052,17 +1052,17 @@ def _current_device(device: torch.device) -> contextlib.AbstractContextManager[A
 
 _STOPPING: dict[int, str] = {
     signal.SIGINT: "stopping after this step; Ctrl-C again stops at once",
-    signal.SIGTERM: "told to end (SIGTERM): stopping after this step, and then the program; once more stops at once",
+    signal.SIGTERM: "SIGTERM received: stopping after this step, then the program ends; a second signal stops at once",
 }
 
 
 @contextlib.contextmanager
-def _interruptible(stop: Callable[[], None], view: View, heeds_stop: bool = True) -> Iterator[None]:
+def _interruptible(stop: Callable[[], None], view: View, checks_stop: bool = True) -> Iterator[None]:
     """Let the first Ctrl-C or SIGTERM request a stop after the current step; the second one interrupts.
 
     A SIGTERM is meant for the whole program, so the previous handler is called afterwards.
     """
-    if not heeds_stop or threading.current_thread() is not threading.main_thread():
+    if not checks_stop or threading.current_thread() is not threading.main_thread():
         yield
         return
 
@@ -1085,10 +1085,10 @@ def _interruptible(stop: Callable[[], None], view: View, heeds_stop: bool = True
         _hand_on(before[signal.SIGTERM])
 
 
-def _ask_to_stop(line: DirectChannel, after_loss: AfterLoss) -> None:
+def _ask_to_stop(channel: DirectChannel, after_loss: AfterLoss) -> None:
     """Request a stop after the current step; a script that never checks for it is interrupted at once."""
-    line.hear({"stop": True})
-    if after_loss == "restart" and not line.listens:
+    channel.handle_message({"stop": True})
+    if after_loss == "restart" and not channel.checks_stop:
         raise KeyboardInterrupt
 
 
@@ -1098,21 +1098,21 @@ def _defer_sigterm() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread() or current_world() is not None:
         yield
         return
-    heard: list[int] = []
+    signals: list[int] = []
     before = signal.getsignal(signal.SIGTERM)
 
-    def hear(number: int, frame: Any) -> None:
+    def on_signal(number: int, frame: Any) -> None:
         if frame is None:
-            heard.append(number)
+            signals.append(number)
         else:
             _hand_on(before, frame)
 
-    signal.signal(signal.SIGTERM, hear)
+    signal.signal(signal.SIGTERM, on_signal)
     try:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-    if heard:
+    if signals:
         _hand_on(before)
 
 
@@ -1178,7 +1178,7 @@ def _notices(spec: StrategySpec) -> list[str]:
     if spec.replicas == 1:
         return [f"there is one replica, so sync={policy} has nothing to do; more replicas would use it"]
     # The number of hosts is known only after the ranks' rendezvous.
-    return [f"where there are several hosts, {policy.said}" if policy.between == "hosts" else policy.said]
+    return [f"where there are several hosts, {policy.explanation}" if policy.between == "hosts" else policy.explanation]
 
 
 def _place(devices: Sequence[Device]) -> str:

@@ -148,7 +148,7 @@ def test_rendezvous_timeout_names_missing_ranks_and_their_hosts(monkeypatch: pyt
         meet("127.0.0.1", port, RankInfo(size=3, timeout=1.0), DirectChannel(), names=["host1", "host2", "host3"])
     _kept.clear()
     assert str(caught.value) == (
-        "all 3 ranks must connect within 1 s, but got 1, without rank 1 on host2, 2 on host3. "
+        "all 3 ranks must connect within 1 s, but got 1; rank 1 on host2, 2 on host3 did not connect. "
         "Start the missing ranks with the same command, or use fewer ranks."
     )
 

@@ -28,4 +28,4 @@ def test_placed_strategy_is_drawn_as_svg(invoke: Invoke, tmp_path: Path) -> None
     assert path.read_text().startswith("<svg")
     refused = invoke("explain", TARGET, "--strategy", "mirrored", "--on", "cpu*2", "--draw", str(path))
     assert refused.exit_code == 2
-    assert "only a network that is cut in pieces is drawn" in refused.stderr
+    assert "--draw needs a strategy that partitions the network" in refused.stderr

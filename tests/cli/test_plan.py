@@ -18,7 +18,7 @@ def test_plan_prints_a_table_and_writes_files(invoke: Invoke, tmp_path: Path) ->
     assert "<svg" in (tmp_path / "p.html").read_text()
     again = invoke("fit", "small_task.py", "--strategy", "p.toml", "--on", "cpu", "--steps", "1")
     assert again.exit_code == 2
-    assert "was made for a network of" in again.output
+    assert "for which it was made, of" in again.output
 
 
 def test_json_output_compares_two_clusters(invoke: Invoke) -> None:

@@ -34,7 +34,7 @@ def test_invalid_tune_arguments_exit_with_code_2(invoke: Invoke) -> None:
         (["--space", "width=uniform:4..2"], "needs a lower and a higher bound"),
         (["--space", "depth=choice:1,2"], "parameters of the task"),
         (["--space", "width=choice:2,4"], "a study needs a limit"),
-        (["--space", "width=choice:2,4", "--trials", "2", "--search", "luck"], "search is tpe"),
+        (["--space", "width=choice:2,4", "--trials", "2", "--search", "luck"], "search must be one of tpe"),
     ):
         wrong = invoke("tune", "small_task.py", "--on", "cpu", *words)
         assert wrong.exit_code == 2

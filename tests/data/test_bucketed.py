@@ -221,8 +221,8 @@ class TestRagged:
     @pytest.mark.parametrize(
         ("samples", "text"),
         [
-            ([{"x": np.ones((2, 3))}, {"x": np.ones((2, 4))}], r"field 'x' has shapes \[\(2, 3\), \(2, 4\)\]"),
-            ([{"x": 1}, {"y": 1}], r"samples have the fields x, and one has y"),
+            ([{"x": np.ones((2, 3))}, {"x": np.ones((2, 4))}], r"field 'x' has the shapes \[\(2, 3\), \(2, 4\)\]"),
+            ([{"x": 1}, {"y": 1}], r"all samples must have the fields x, but one has y"),
             ([(torch.zeros(2),), (torch.zeros(3),)], r"pass collate=.*or return samples as dicts"),
         ],
     )

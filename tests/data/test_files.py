@@ -331,13 +331,17 @@ class TestDamage:
     @pytest.mark.parametrize(
         ("format", "columns", "text"),
         [
-            ("parquet", {"size": "int64"}, r"0\.25 in 'size', which is no int64 in the row group at row 0[.]"),
-            ("tfrecord", {"size": "int64"}, r"0\.25 in 'size', which is no int64 at record 1[.]"),
-            ("tfrecord", {"tokens": "int32[]"}, r"-1099511627777 in 'tokens', which is no int32 at record 1[.]"),
+            ("parquet", {"size": "int64"}, r"0\.25 in 'size', which is not a valid int64 in the row group at row 0[.]"),
+            ("tfrecord", {"size": "int64"}, r"0\.25 in 'size', which is not a valid int64 at record 1[.]"),
+            (
+                "tfrecord",
+                {"tokens": "int32[]"},
+                r"-1099511627777 in 'tokens', which is not a valid int32 at record 1[.]",
+            ),
             (
                 "tfrecord",
                 {"name": "int64"},
-                r"bytes in 'name' where int64 was asked for \(write bytes\) at record 1[.]",
+                r"bytes in 'name' instead of int64 \(write bytes in columns=\) at record 1[.]",
             ),
         ],
     )
@@ -380,8 +384,11 @@ class TestDamage:
     def test_missing_or_multi_valued_tfrecord_feature_is_rejected(self, tmp_path):
         shards.tfrecord(tmp_path / "a.tfrecord", 0, 5)
         for columns, text in (
-            ({"weight": "float32"}, r"no feature 'weight' \(there are 'number', .*at record 1[.]"),
-            ({"tokens": "int64"}, r"2 values of 'tokens' where one was asked for \(write int64\[\]\) at record 1[.]"),
+            ({"weight": "float32"}, r"a record without the feature 'weight' \(it has 'number', .*at record 1[.]"),
+            (
+                {"tokens": "int64"},
+                r"2 values of 'tokens' instead of one \(write int64\[\] in columns=\) at record 1[.]",
+            ),
         ):
             with pytest.raises(DataError, match=text):
                 as_source(mh.files(tmp_path / "a.tfrecord", columns=columns)).fetch(np.array([1]))
@@ -394,9 +401,9 @@ class TestDescription:
             (["none-*.csv"], {}, r"data files must exist, but got .*none-\*\.csv"),
             (["."], {}, r"paths must name files, but got the folder"),
             (["a.csv", "b.tar"], {}, r"one format, but got csv, tar"),
-            (["a.txt"], {}, r"data files end in \.parquet.*a\.txt[.] Pass format="),
-            (["a.csv.gz"], {}, r"must not be packed as a whole.*a\.csv\.gz[.] Unpack it"),
-            (["a.csv"], {"format": "xml"}, r"the formats are parquet, csv, tfrecord, tar, but got 'xml'"),
+            (["a.txt"], {}, r"names of data files must end in \.parquet.*a\.txt[.] Rename it, or pass"),
+            (["a.csv.gz"], {}, r"must not be compressed as a whole.*a\.csv\.gz[.] Decompress it"),
+            (["a.csv"], {"format": "xml"}, r"format must be one of parquet, csv, tfrecord, tar, but got 'xml'"),
             (["a.csv"], {"columns": {"x": "floaty"}}, r"the type of a column must be .* but got 'floaty' for 'x'"),
             (["a.csv"], {"window": 0}, r"window must be at least 1 row, but got 0"),
         ],

@@ -109,10 +109,12 @@ def test_dataset_dict_is_rejected_with_a_hint_to_pass_one_split(data):
 
 def test_missing_value_error_names_column_and_sample():
     data = datasets.Dataset.from_dict({"label": [1, 2, None, 4]})
-    with pytest.raises(DataError, match=r"sample of Dataset must be readable.*no value in 'label' at sample 2"):
+    with pytest.raises(
+        DataError, match=r"sample of Dataset must be readable.*the column 'label' has no value at sample 2"
+    ):
         as_source(data).fetch(np.array([0, 2]))
     data = datasets.Dataset.from_dict({"tokens": [[1, 2, 3], [4, None], [5]]})
-    with pytest.raises(DataError, match=r"no value in 'tokens' at sample 1"):
+    with pytest.raises(DataError, match=r"the column 'tokens' has no value at sample 1"):
         as_source(data).fetch(np.array([0, 1]))
 
 

@@ -132,8 +132,8 @@ class TestFeed:
         feed = Feed(as_source(Slow(0.001)), batch_size=64, workers=0)
         list(feed.epoch(Cursor()))
         assert feed.limit == "input"
-        assert "input is the limit" in feed.said()
-        assert "this process reads" in feed.said()
-        assert FeedTiming(compute=1.0).said(2) == ""
+        assert "input is the bottleneck" in feed.describe_limit()
+        assert "this process reads" in feed.describe_limit()
+        assert FeedTiming(compute=1.0).describe_limit(2) == ""
         assert FeedTiming(compute=1.0, copying=0.9).limit == "copy"
-        assert "copying to the device is the limit" in FeedTiming(compute=1.0, copying=0.9).said(2)
+        assert "copying to the device is the bottleneck" in FeedTiming(compute=1.0, copying=0.9).describe_limit(2)

@@ -49,7 +49,7 @@ def test_depth_is_unchanged_when_the_consumer_does_not_wait():
 
 
 def test_depth_does_not_grow_beyond_available_memory():
-    ahead = Prefetcher(slow(6, 0.005), room=lambda item, depth: depth <= 4)
+    ahead = Prefetcher(slow(6, 0.005), has_memory=lambda item, depth: depth <= 4)
     assert len(list(ahead)) == 6
     assert ahead.depth == 4
     ahead.close()

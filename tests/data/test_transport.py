@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 
 from manyhands.data import Cursor, Feed, as_source, worker_memory
 from manyhands.data.collate import Fields
-from manyhands.data.worker_memory import SLOTS, Parcel, WorkerSlots
+from manyhands.data.worker_memory import SLOTS, PackedBatch, WorkerSlots
 
 Pair = namedtuple("Pair", "x y")
 
@@ -48,10 +48,10 @@ def assert_equal(found, number):
 
 def test_batch_through_shared_memory_is_equal_and_not_aliased():
     slots = WorkerSlots(num_workers=2)
-    parcel = slots.put(batch_of(3), worker=1)
-    assert isinstance(parcel, Parcel)
-    assert len(parcel.body) < 6000
-    found = slots.take(parcel)
+    packed = slots.put(batch_of(3), worker=1)
+    assert isinstance(packed, PackedBatch)
+    assert len(packed.body) < 6000
+    found = slots.take(packed)
     for number in range(4, 4 + SLOTS):
         assert_equal(slots.take(slots.put(batch_of(number), worker=1)), number)
     assert_equal(found, 3)
@@ -63,9 +63,9 @@ def test_batch_through_shared_memory_is_equal_and_not_aliased():
 
 def test_slots_are_not_overwritten_before_they_are_reused():
     slots = WorkerSlots(num_workers=1)
-    parcels = [slots.put(batch_of(number), worker=0) for number in range(SLOTS)]
-    for number, parcel in enumerate(parcels):
-        assert_equal(slots.take(parcel), number)
+    packed_items = [slots.put(batch_of(number), worker=0) for number in range(SLOTS)]
+    for number, packed in enumerate(packed_items):
+        assert_equal(slots.take(packed), number)
 
 
 class Rows(Dataset):

@@ -41,7 +41,9 @@ def test_malformed_device_string_raises(text: str) -> None:
 
 
 def test_unavailable_device_error_lists_available_devices() -> None:
-    with pytest.raises(DeviceError, match="those of this machine .*cpu.*, but got cuda:99. Choose one of them"):
+    with pytest.raises(
+        DeviceError, match="must name devices of this machine .*cpu.*, but got cuda:99. Choose one of them"
+    ):
         resolve("cuda:99")
 
 

@@ -52,15 +52,17 @@ class Impostor(TorchWorld):
 def meets_an_impostor(world: World) -> str:
     world.close()
     server = serve_store(listen("127.0.0.1"))
-    seat, key = replace(world.seat, size=2, timeout=30.0), RankKey.random()
+    rank_info, key = replace(world.rank_info, size=2, timeout=30.0), RankKey.random()
     child = os.fork()
     if not child:
         try:
-            Impostor(replace(seat, rank=1), DirectChannel(), reach_store("127.0.0.1", server.port, 30), "gloo", key)
+            Impostor(
+                replace(rank_info, rank=1), DirectChannel(), reach_store("127.0.0.1", server.port, 30), "gloo", key
+            )
         finally:
             os._exit(0)
     try:
-        TorchWorld(seat, DirectChannel(), reach_store("127.0.0.1", server.port, 30), "gloo", key).close()
+        TorchWorld(rank_info, DirectChannel(), reach_store("127.0.0.1", server.port, 30), "gloo", key).close()
         return "nothing"
     except PeerLost as lost:
         return lost.who
@@ -116,13 +118,13 @@ def test_forged_store_values_are_rejected() -> None:
 
 def test_ranks_with_different_tokens_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     server = serve_store(listen("127.0.0.1"))
-    seat = RankInfo(rank=0, size=1, timeout=1.0)
+    rank_info = RankInfo(rank=0, size=1, timeout=1.0)
     monkeypatch.setenv("MANYHANDS_TOKEN", "a" * 40)
-    _, first = _introduced(server, seat, [])
-    _, second = _introduced(server, seat, [])
+    _, first = _introduced(server, rank_info, [])
+    _, second = _introduced(server, rank_info, [])
     assert first.tag("x") != second.tag("x"), "what was overheard in one job must be worth nothing in the next"
     monkeypatch.setenv("MANYHANDS_TOKEN", "b" * 40)
     with pytest.raises(SettingsError, match="all ranks must have the same MANYHANDS_TOKEN"):
-        _introduced(server, replace(seat, rank=1, size=2), [])
+        _introduced(server, replace(rank_info, rank=1, size=2), [])
     monkeypatch.delenv("MANYHANDS_TOKEN")
-    assert not _introduced(server, seat, [])[1].is_secret
+    assert not _introduced(server, rank_info, [])[1].is_secret

@@ -60,7 +60,7 @@ def test_device_mesh_supports_torch_collectives(run_ranks: Callable[..., list[An
 
 
 def test_mesh_of_a_thread_world_raises() -> None:
-    with pytest.raises(UsageError, match="a mesh needs processes"):
+    with pytest.raises(UsageError, match="a mesh can only be created from processes"):
         run_threads(lambda world: world.mesh({"replicas": 1}), 1)
 
 
@@ -89,7 +89,7 @@ def survive(world: World, victim: int, how: str) -> str:
             world.all_reduce(tensor)
     except PeerLost as lost:
         text = f"{lost} | {time.monotonic() - start < 5}"
-        world.line.report({"kind": "survivor", "text": text})
+        world.channel.report({"kind": "survivor", "text": text})
         raise
     return "nothing happened"
 
@@ -173,18 +173,18 @@ def told_while_it_connects(world: World) -> list[str]:
     server = serve_store(listener)
     port, said = server.port, []
     for generation in range(1, 3):
-        seat = replace(world.seat, size=2, generation=generation, timeout=120.0)
+        rank_info = replace(world.rank_info, size=2, generation=generation, timeout=120.0)
         dead = os.fork()
         if not dead:
-            TorchWorld(replace(seat, rank=1), DirectChannel(), reach_store("127.0.0.1", port, 60), "gloo")
+            TorchWorld(replace(rank_info, rank=1), DirectChannel(), reach_store("127.0.0.1", port, 60), "gloo")
         time.sleep(0.3)
         os.kill(dead, signal.SIGKILL)
         os.waitpid(dead, 0)
-        line = DirectChannel()
-        news = threading.Timer(0.2, line.hear, [{"lost": "host2 is gone", "generation": generation}])
+        channel = DirectChannel()
+        news = threading.Timer(0.2, channel.handle_message, [{"lost": "host2 is gone", "generation": generation}])
         news.start()
         try:
-            TorchWorld(seat, line, reach_store("127.0.0.1", port, 60), "gloo")
+            TorchWorld(rank_info, channel, reach_store("127.0.0.1", port, 60), "gloo")
         except PeerLost as lost:
             said.append(lost.who)
         news.join()

@@ -240,7 +240,7 @@ def test_query_below_the_quorum_is_rejected_with_the_reasons(remote: mh.RemoteEn
         assert isinstance(handle, ProcessMember)
         handle.close()
         handle._started_at = time.monotonic() + 3600
-    with pytest.raises(RequestRefused, match=r"1 of 2 members answered \(member 0: .*; member 1: ") as caught:
+    with pytest.raises(RequestRefused, match=r"1 of 2 required members answered \(member 0: .*; member 1: ") as caught:
         remote.ask(INPUTS)
     assert caught.value.code == "UNAVAILABLE"
 
@@ -255,7 +255,7 @@ def test_slow_member_is_left_out_after_the_deadline(runs: list[mh.Run]) -> None:
         assert answer.missing[2] == "no answer within 0.5 s"
         for _ in range(MOST_OPEN - 1):
             handle.ask({"input": INPUTS[:1]})
-        assert remote.ask(INPUTS).missing[2] == f"{MOST_OPEN} earlier queries wait for it"
+        assert remote.ask(INPUTS).missing[2] == f"{MOST_OPEN} earlier queries are unanswered"
 
 
 def test_unreachable_or_silent_member_is_reported_as_missing() -> None:
@@ -323,5 +323,5 @@ def test_incompatible_members_and_settings_are_rejected(runs: list[mh.Run], stud
         mh.ensemble([3])
     with pytest.raises(SettingsError, match="quorum must be between 1 and 2, but got 3"):
         mh.remote_ensemble(mh.ensemble(runs[:2]), on="cpu*2", quorum=3)
-    with pytest.raises(SettingsError, match="an address names a model"):
+    with pytest.raises(SettingsError, match="an address must name a model"):
         mh.remote_ensemble(["http://127.0.0.1:1"])

@@ -17,7 +17,7 @@ Facts = list[dict[str, Any]]
 ACTS = LOOPS
 
 REFUSED = {
-    "applied outside": "an optimizer that is applied outside of it",
+    "applied outside": "a call outside of it",
     "weights beside": r"\(x, y, sample_weight\), but got class_weight",
     "targets beside": "but got y. Add them to the dataset",
     "accumulated": "but got accumulate=2. Omit it",

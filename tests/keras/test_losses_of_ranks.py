@@ -18,7 +18,7 @@ def train(hand: Any, folder: Path) -> dict[str, Any]:
 
     from .scenarios import INPUTS, TARGETS
 
-    if hand.world.seat.generation == 0 and hand.rank == 1:
+    if hand.world.rank_info.generation == 0 and hand.rank == 1:
 
         class Dies(mhk.DistributedInput):
             """An input whose reading ends the process in the third epoch."""

@@ -164,12 +164,12 @@ def test_replayed_join_proof_is_rejected(waiting: Callable[..., Waiting]) -> Non
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"torch": "1.0"}, "host2 has torch 1.0 and host1 has .*: install the same on both"),
+        ({"torch": "1.0"}, "host2 has torch 1.0 and host1 has .*: install the same version on both"),
         ({"manyhands": "9.9"}, "host2 has manyhands 9.9"),
         ({"python": "3.9.1"}, "host2 has python 3.9"),
-        ({"time": time.time() + 36_000}, "the clock of host2 is 3.... s ahead of that of host1: set it by NTP"),
-        ({"work": "another"}, "host2 was started to do something else"),
-        ({"host": "host1"}, "a host called host1 is in already"),
+        ({"time": time.time() + 36_000}, "the clock of host2 is 3.... s ahead of that of host1: run an NTP service"),
+        ({"work": "another"}, "host2 and host1 were started with different work"),
+        ({"host": "host1"}, "a host called host1 has already joined"),
     ],
 )
 def test_incompatible_host_is_rejected_with_the_reason(
@@ -184,9 +184,11 @@ def test_hosts_beyond_the_expected_number_are_rejected(waiting: Callable[..., Wa
     channel = desk.join(facts())
     desk._thread.join()
     # The listener's thread has ended, so its answer is read directly.
-    taker = threading.Thread(target=lambda: [desk.desk.selector.select(5), desk.desk._accept(), desk.desk._take_in()])
+    taker = threading.Thread(
+        target=lambda: [desk.desk.selector.select(5), desk.desk._accept(), desk.desk._admit_proved()]
+    )
     taker.start()
-    with pytest.raises(SettingsError, match="all 2 hosts are in"):
+    with pytest.raises(SettingsError, match="all 2 hosts have already joined"):
         desk.join(facts("host3"))
     taker.join()
     channel.close()
@@ -207,7 +209,7 @@ def test_silent_or_malformed_connections_do_not_block_joining(waiting: Callable[
     "body",
     [
         b"[]", b"{", b'{"kind": "unknown"}', b'{"kind": "start"}', b'{"kind": "beat", "more": 1}', b"[" * 100_000,
-        b'{"kind": "start", "slot": true, "summons": {}}', b'{"kind": "end", "slot": 0, "done": 1, "text": ""}',
+        b'{"kind": "start", "slot": true, "rendezvous": {}}', b'{"kind": "end", "slot": 0, "done": 1, "text": ""}',
     ],
 )  # fmt: skip
 def test_malformed_message_raises_protocol_error(body: bytes) -> None:
@@ -229,7 +231,7 @@ def test_authenticated_host_that_disconnects_does_not_end_the_job() -> None:
         channel.close()
         time.sleep(0.1)
         turn(desk.selector, 5)
-        assert "127.0.0.1 was not admitted to the job: a host called host1 is in already" in said[-1]
+        assert "127.0.0.1 was not admitted to the job: a host called host1 has already joined" in said[-1]
         desk.close("")
 
 
@@ -280,7 +282,7 @@ def test_unfinished_join_message_times_out(waiting: Callable[..., Waiting]) -> N
             except OSError:
                 is_closed = True
         assert idle.recv(4096), "it was greeted"
-    assert desk.said.count("no join within 1 s") == 2
+    assert desk.said.count("the peer sent no message join within 1 s") == 2
 
 
 def test_invalid_nonce_is_rejected(waiting: Callable[..., Waiting]) -> None:
@@ -290,7 +292,7 @@ def test_invalid_nonce_is_rejected(waiting: Callable[..., Waiting]) -> None:
     channel.send("join", nonce="\ud800", facts=asdict(facts()), proof="00", again="")
     with pytest.raises(OSError):  # noqa: PT011
         channel.wait_for("refused", seconds=5)
-    assert "join with a nonce that is no number" in desk.said[-1]
+    assert "the field nonce of the message join is not a hexadecimal number" in desk.said[-1]
     channel.close()
 
 
@@ -323,7 +325,7 @@ def test_long_texts_are_truncated_in_the_middle() -> None:
     assert told.endswith("x last")
     assert len(told) < 2 * MAX_TEXT
     assert there.wait_for("event", seconds=5)["entry"]["lines"][0] == told
-    with pytest.raises(RunError, match="begin.*are allowed"):
+    with pytest.raises(RunError, match="at most .* bytes, but begin has"):
         here.send("begin", devices=list(range(MAX_MESSAGE)))
     here.close()
     there.close()
@@ -335,7 +337,7 @@ def test_known_host_rejoins_after_token_expiry_and_new_hosts_cannot(waiting: Cal
     known = introduce(first, SECRET, facts())
     desk.desk.token = JoinToken(SECRET.secret, time.time() - 1)
     again = desk.connect()
-    with pytest.raises(JoinRefused, match="is in already") as refused:
+    with pytest.raises(JoinRefused, match="has already joined") as refused:
         introduce(again, SECRET, facts(), known)
     assert refused.value.code == "present"
     first.close()
@@ -403,7 +405,7 @@ def test_oversized_message_raises_protocol_error() -> None:
     ours, theirs = _pair()
     there = Channel(theirs, JoinTimeouts(20))
     ours.sendall((MAX_MESSAGE + 1).to_bytes(4, "big") + bytes(64))
-    with pytest.raises(ProtocolError, match="are allowed"):
+    with pytest.raises(ProtocolError, match="must have at most"):
         list(there.receive())
     ours.close()
     there.close()

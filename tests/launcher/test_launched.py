@@ -127,7 +127,7 @@ def test_tf_config_assigns_ranks_to_chief_and_workers(run_ranks: Ranks) -> None:
         roles["chief"] = [f"localhost:{ports[1]}"]
         every = functools.partial(join, parts=(*TRAINERS, SERVER))
         assert run_ranks(every, 3) == [(0, 3, 6.0), (1, 3, 6.0), (2, 3, 6.0)]
-    with pytest.raises(SettingsError, match="chief and worker can train.*got ps at localhost:2"):
+    with pytest.raises(SettingsError, match="tasks of the role chief or worker.*got ps at localhost:2"):
         launched(environ=variables("ps"))
 
 

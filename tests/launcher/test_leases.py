@@ -114,7 +114,7 @@ def test_second_program_waits_and_reports_the_lease_holder(program: Callable[...
     first.go()
     thread.join(120)
     assert done.is_set()
-    assert [text[:22] for text in said[1:]] == ["fake:0 came free after"]
+    assert [text[:24] for text in said[1:]] == ["fake:0 became free after"]
     assert first.hear() == "gone"
     assert leases.holders() == {}
 
@@ -159,7 +159,7 @@ def test_waiting_program_holds_none_of_its_devices(program: Callable[..., Progra
         assert later.hear() == "got"
         later.go()
         assert later.hear() == "gone"
-    assert both.hear().startswith("said fake:0, fake:1 came free")
+    assert both.hear().startswith("said fake:0, fake:1 became free")
     assert both.hear() == "got"
 
 
@@ -283,6 +283,6 @@ def test_busy_device_error_uses_the_requested_device_name(monkeypatch: pytest.Mo
 def test_unavailable_lock_folder_prints_a_notice_and_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "manyhands").write_text("in the way")
     said: list[str] = []
-    with leased([FAKE], say=said.append):
+    with leased([FAKE], notify=said.append):
         pass
-    assert said[0].startswith("whether other programs use fake:0 could not be found out")
+    assert said[0].startswith("the leases of fake:0 could not be checked")

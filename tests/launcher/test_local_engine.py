@@ -155,8 +155,8 @@ def test_rank_killed_before_fork_is_terminated(engine: LocalEngine) -> None:
 
 def test_stop_reaches_every_rank(engine: LocalEngine) -> None:
     def until_stopped(world: World) -> bool:
-        world.line.report({"kind": "ready"})
-        while not world.line.stopping:
+        world.channel.report({"kind": "ready"})
+        while not world.channel.stopping:
             time.sleep(0.01)
         return True
 
@@ -173,20 +173,20 @@ def test_stop_reaches_every_rank(engine: LocalEngine) -> None:
 
 def _standing(world: World) -> None:
     """Both listen, and each waits for what the other never sends."""
-    world.line.report({"kind": "listens", "is": not world.line.stopping})
+    world.channel.report({"kind": "listens", "is": not world.channel.stopping})
     world.start_receive(torch.empty(1), 1 - world.rank, 0).wait()
 
 
 def _deaf(world: World) -> None:
-    world.line.report({"kind": "ready"})
+    world.channel.report({"kind": "ready"})
     time.sleep(100)
 
 
 def _slow(world: World) -> bool:
     """Takes its time for a step, after which it looks."""
-    world.line.report({"kind": "listens", "is": not world.line.stopping})
+    world.channel.report({"kind": "listens", "is": not world.channel.stopping})
     time.sleep(3 * HEED)
-    while not world.line.stopping:
+    while not world.channel.stopping:
         time.sleep(0.01)
     return True
 
@@ -195,7 +195,7 @@ HEED = 0.5
 
 
 def test_script_that_ignores_stop_is_terminated(engine: LocalEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(coordinator, "HEED_SECONDS", HEED)
+    monkeypatch.setattr(coordinator, "STOP_RESPONSE_SECONDS", HEED)
 
     def stopped(fn: Callable[[World], Any]) -> list[Any]:
         job = engine.start(fn, resolve("cpu*2")[0], after_loss="restart", timeout=60)
@@ -211,7 +211,7 @@ def test_collective_waiting_for_exited_ranks_fails_with_the_reason(engine: Local
     begun: list[int] = []
 
     def work(world: World) -> None:
-        world.line.report({"kind": "begun"})
+        world.channel.report({"kind": "begun"})
         world.barrier()
         if world.rank == 0:
             world.all_reduce(torch.ones(1))
@@ -294,10 +294,10 @@ def test_listeners_are_on_loopback_only(run_ranks: Ranks) -> None:
 
 def test_replaced_ranks_leak_no_file_descriptors(engine: LocalEngine) -> None:
     def die_a_few_times(world: World) -> int:
-        if world.rank == 1 and world.seat.generation < 4:
-            world.line.report(event("step", step=world.seat.generation + 1))
+        if world.rank == 1 and world.rank_info.generation < 4:
+            world.channel.report(event("step", step=world.rank_info.generation + 1))
             os.kill(os.getpid(), signal.SIGKILL)
-        return world.seat.generation
+        return world.rank_info.generation
 
     open_at: list[int] = []
 

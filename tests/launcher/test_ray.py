@@ -42,11 +42,11 @@ class Faults(mh.Callback):
         self.folder = folder
 
     def on_step(self, hand: mh.Hand) -> None:
-        if hand.num_steps == 4 and hand.world.rank == 1 and hand.world.seat.generation == 0:
+        if hand.num_steps == 4 and hand.world.rank == 1 and hand.world.rank_info.generation == 0:
             os.kill(os.getpid(), signal.SIGKILL)
         if hand.num_steps == 12 and hand.size == 2:
             (self.folder / "kill").touch()
-            while not hand.world.line.has_lost(hand.world.seat.generation):
+            while not hand.world.channel.has_lost(hand.world.rank_info.generation):
                 time.sleep(0.05)
 
 

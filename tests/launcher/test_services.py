@@ -25,7 +25,7 @@ class Cores:
         self.world = world
 
     def seen(self) -> tuple[str, int, list[int]]:
-        return str(self.world.seat.device), torch.get_num_threads(), sorted(os.sched_getaffinity(0))
+        return str(self.world.rank_info.device), torch.get_num_threads(), sorted(os.sched_getaffinity(0))
 
     def freeze(self) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)

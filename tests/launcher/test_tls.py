@@ -186,7 +186,7 @@ def test_concurrent_large_messages_are_encrypted_and_delivered(
             "unknown ca",
         ),
         ("expired", "127.0.0.1 must accept this host's certificate, but got '.*expired", "certificate has expired"),
-        ("plain", "does not take this host in: this job is joined with TLS: .*--tls", "it does not use TLS"),
+        ("plain", "refuses this host: this job uses TLS: .*--tls", "it does not use TLS"),
     ],
 )
 def test_tls_mismatch_is_reported_on_both_sides(
@@ -206,12 +206,12 @@ def test_tls_mismatch_is_reported_on_both_sides(
 def test_tls_client_on_a_plain_listener_is_rejected_immediately(door: Callable[[NoTls], Door], host2: str) -> None:
     here = door(NoTls())
     with pytest.raises(
-        JoinRefused, match="must use TLS, or none of them, but got 127.0.0.1 without it. Start the first host"
+        JoinRefused, match="must use TLS, or none of them, but got 127.0.0.1 without TLS. Start the first host"
     ):
         here.join(tls_here(host2))
     while not here.said:
         threading.Event().wait(0.01)
-    assert "127.0.0.1 was not taken in: it uses TLS, and this job does not" in here.said[0]
+    assert "127.0.0.1 was not admitted: it uses TLS, but this job does not" in here.said[0]
 
 
 def test_token_proof_is_bound_to_the_tls_connection(
@@ -295,7 +295,7 @@ def test_corrupt_tls_records_and_plain_http_are_rejected(door: Callable[[NoTls],
     channel = here.join(tls_here(host2))
     there = here.first()
     channel._socket.sendall(b"\x17\x03\x03\x00\x20" + bytes(32))
-    with pytest.raises(ProtocolError, match="no TLS"):
+    with pytest.raises(ProtocolError, match="TLS connection to .* is broken"):
         _read(there)
     channel.close()
     rude = socket.create_connection(here.address)

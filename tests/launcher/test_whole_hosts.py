@@ -98,7 +98,7 @@ def test_whole_host_join_is_detected_from_environment_and_hosts_file(
     assert (task_per_node.address, task_per_node.hosts) == ("n1:15001", 2)
     with pytest.raises(SettingsError, match=r"shared token .* got no token. Run export MANYHANDS_TOKEN=\$\(openssl"):
         found.gather(None, 1.0, print)
-    with pytest.raises(SettingsError, match="only chief and worker can train, but got evaluator at host3"):
+    with pytest.raises(SettingsError, match="tasks of the role chief or worker, but got evaluator at host3"):
         whole_host("cpu*2", tf_config({"worker": ["host1:1", "host2:1"], "evaluator": ["host3:1"]}, "evaluator"))
 
 

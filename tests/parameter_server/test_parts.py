@@ -80,7 +80,7 @@ def test_whole_tensors_are_assigned_to_least_loaded_server() -> None:
 
 def test_more_servers_than_the_network_can_use_are_rejected() -> None:
     with pytest.raises(
-        StrategyError, match="2 tensors and 20 bytes is worth at most 2 servers, but got 3. Pass servers=2"
+        StrategyError, match="2 tensors and 20 bytes can be split over at most 2 servers, but got 3. Pass servers=2"
     ):
         cut(nn.Linear(4, 1), 3, whole=False)
 
@@ -112,7 +112,7 @@ class NormOfAll(torch.optim.SGD):
 
 
 def test_an_optimizer_that_needs_all_tensors_at_once_is_refused() -> None:
-    with pytest.raises(TaskError, match="updates every tensor by itself, but got NormOfAll"):
+    with pytest.raises(TaskError, match="update every tensor independently, but got NormOfAll"):
         needs_whole(NormOfAll(nn.Linear(4, 3).parameters(), lr=0.1))
 
 
@@ -134,7 +134,7 @@ def test_embedding_rows_are_initialized_on_first_access() -> None:
 @pytest.mark.parametrize(
     ("kind", "settings", "says"),
     [
-        ("SGD", {"momentum": 0.9}, r"with momentum=0.9, which moves all rows\. Put 0.weight into a parameter group"),
+        ("SGD", {"momentum": 0.9}, r"with momentum=0.9, which changes all rows\. Put 0.weight into a parameter group"),
         ("SGD", {"weight_decay": 0.1}, r'with weight_decay=0.1.*optimizer="sgd"'),
         ("Adagrad", {"weight_decay": 0.1}, "with weight_decay=0.1"),
         ("Adam", {"amsgrad": True}, "with amsgrad=True"),
@@ -316,7 +316,7 @@ def test_messages_are_split_into_frames_and_joined_again(monkeypatch: pytest.Mon
 
 def test_encoding_an_oversized_message_raises_on_the_sender() -> None:
     slots = [{"step": 1.0, "exp_avg": SlotTensor([3, 3, 256], "float32")}] * 400_000
-    with pytest.raises(RunError, match="a ServerState of .* bytes is too long, .* use more servers"):
+    with pytest.raises(RunError, match="message ServerState must have at most .* bytes, but got .* use more servers"):
         encode(ServerState(1, slots, [], 0, 0))
 
 

@@ -103,9 +103,11 @@ def test_find_role_reads_role_and_cluster_size_from_tf_config() -> None:
 
 
 def test_cluster_without_token_or_chief_is_rejected() -> None:
-    with pytest.raises(SettingsError, match=r"a secret of at least 16 characters in MANYHANDS_TOKEN, but got none"):
+    with pytest.raises(
+        SettingsError, match=r"a secret of at least 16 characters in MANYHANDS_TOKEN, but got no secret"
+    ):
         find_role(environ("ps", token="", **HOSTS))
-    with pytest.raises(SettingsError, match="has a chief and workers"):
+    with pytest.raises(SettingsError, match="must have a chief and workers"):
         find_role(environ("worker", **{k: v for k, v in HOSTS.items() if k != "chief"}))
 
 

@@ -57,7 +57,9 @@ def test_huge_table_saves_used_rows_and_resumes_on_more_servers(tmp_path: Path) 
     assert files < 50e6
     assert straight.state_dict()["things.weight"].shape == (0, 8)
     small = task.replace(model=lambda: Likes(USED), data=(task.data[0] % USED, task.data[1]))
-    with pytest.raises(CheckpointError, match=r"only rows were saved is trained by parameter servers.*100000 rows"):
+    with pytest.raises(
+        CheckpointError, match=r"only the used rows were saved can only be trained by parameter servers.*100000 rows"
+    ):
         mh.fit(small, mh.Single(), on="cpu", epochs=3, resume=straight, **QUIET)
 
 

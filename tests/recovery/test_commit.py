@@ -25,7 +25,7 @@ class Traps(mh.Callback):
 
     def on_step(self, hand: mh.Hand) -> None:
         index = len(list(self.folder.glob("trap-*")))
-        laid = index, hand.world.seat.generation
+        laid = index, hand.world.rank_info.generation
         if index >= len(POINTS) or hand.rank != index % 2 or laid == self.laid:
             return
         self.laid, point, flag = laid, POINTS[index], self.folder / f"trap-{index}-{hand.num_steps + 1}"

@@ -36,9 +36,9 @@ def train(hand: mh.Hand, folder: Path, kill_at: int = 0, times: int = 1) -> tupl
             if hand.num_steps % 4 == 0:
                 hand.save(folder)
                 hand.store(folder).wait()
-            if (hand.rank, hand.num_steps) == (1, kill_at) and hand.world.seat.generation < times:
+            if (hand.rank, hand.num_steps) == (1, kill_at) and hand.world.rank_info.generation < times:
                 kill()
-    return began, hand.world.seat.generation, float(hand.loss)
+    return began, hand.world.rank_info.generation, float(hand.loss)
 
 
 def test_launch_restarts_all_ranks_from_checkpoint_after_kill(
@@ -50,7 +50,7 @@ def test_launch_restarts_all_ranks_from_checkpoint_after_kill(
     assert hit[0][2] == pytest.approx(calm[0][2], rel=1e-5)
     said = capfd.readouterr().err
     assert f"rank 1 on {os.uname().nodename} was killed by signal 9" in said
-    assert "all 2 ranks restart" in said
+    assert "all 2 ranks are restarted" in said
 
 
 def test_launch_raises_no_progress_after_three_failed_restarts(engine: Any, tmp_path: Path) -> None:
@@ -92,9 +92,9 @@ def test_fit_in_launched_script_resumes_its_run_after_kill(engine: Any, tmp_path
 SCRIPT = """
 import os, signal, manyhands as mh
 hand = mh.hand()
-print("generation", hand.world.seat.generation, "rank", hand.rank, "of", hand.size, "on", os.uname().nodename)
+print("generation", hand.world.rank_info.generation, "rank", hand.rank, "of", hand.size, "on", os.uname().nodename)
 hand.barrier()
-if hand.rank == hand.size - 1 and hand.world.seat.generation == 0:
+if hand.rank == hand.size - 1 and hand.world.rank_info.generation == 0:
     os.kill(os.getpid(), signal.SIGKILL)
 hand.barrier()
 print("total", int(hand.sum(hand.rank + 1)))

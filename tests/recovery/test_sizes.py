@@ -30,11 +30,11 @@ STEPS = 24
 class Beside(LocalHost):
     """A second host, whose processes are on this machine too: it is gone when its rank is killed."""
 
-    def heard_end(self, slot: int, process: Process) -> None:
+    def handle_exit(self, slot: int, process: Process) -> None:
         if process.done:
-            super().heard_end(slot, process)
+            super().handle_exit(slot, process)
         else:
-            self._conductor.dismiss(self, "is gone")
+            self._coordinator.dismiss(self, "is gone")
 
 
 class TwoHosts:
@@ -46,23 +46,23 @@ class TwoHosts:
         self._parcel = pack(Assignment.here(functools.partial(training.train, job=job), _devices(size), 60, True))
         zygote = engine.warm_up()
         here = LocalHost("host1", _devices(size - 1), zygote, self._parcel)
-        self.conductor = Coordinator(here, Rendezvous(), after_loss="regroup", timeout=60, unit=unit)
+        self.coordinator = Coordinator(here, Rendezvous(), after_loss="regroup", timeout=60, unit=unit)
         self._zygote, self.beside = zygote, []
         self._join()
-        self.conductor.call()
+        self.coordinator.call()
 
     def _join(self) -> None:
         beside = Beside("host2", _devices(1), self._zygote, self._parcel)
-        beside.open(self.conductor)
+        beside.open(self.coordinator)
         self.beside.append(beside)
-        self.conductor.admit(beside)
+        self.coordinator.admit(beside)
 
     def run(self) -> None:
         try:
-            self.conductor.wait(self._hear, lambda rank, text, stream: print(rank, text))
+            self.coordinator.wait(self._hear, lambda rank, text, stream: print(rank, text))
         finally:
             for beside in self.beside:
-                beside.crew.finish()
+                beside.processes.finish()
             os.close(self._parcel)
 
     def _hear(self, rank: int, entry: dict[str, Any]) -> None:
@@ -87,7 +87,7 @@ class Pace(mh.Callback):
     def on_step(self, hand: mh.Hand) -> None:
         with (self.folder / f"ledger-{os.getpid()}").open("a") as file:
             file.write(f"{hand.num_steps}|{hand.rank}|{hand.size}|{list(hand.batch.sizes)}|{hand.batch.ids.tolist()}\n")
-        if hand.world.seat.generation == 1 and hand.num_steps < STEPS - 2:
+        if hand.world.rank_info.generation == 1 and hand.num_steps < STEPS - 2:
             time.sleep(0.1)
 
 
@@ -169,6 +169,6 @@ def test_failed_rank_removes_its_whole_tensor_parallel_group(engine: LocalEngine
     assert recovered(hosts, "size") == [1, 2], "groups of two ranks"
     assert "the memory of ranks 0, 1" in recovered(hosts, "source")
     assert any(
-        "ranks on host1 wait until a group is complete" in e["text"] for e in hosts.events if e["kind"] == "notice"
+        "ranks on host1 wait until their group is complete" in e["text"] for e in hosts.events if e["kind"] == "notice"
     )
     assert_same(tmp_path / "run", hosts, calm)

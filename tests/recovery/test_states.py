@@ -103,7 +103,7 @@ def test_nonfinite_gradients_after_rollback_fail_the_run(engine: Any, tmp_path: 
         optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=1e6),
         data=(inputs, inputs.sum(1, keepdim=True)), batch_size=12, not_finite="skip", max_skipped=2,
     )  # fmt: skip
-    with pytest.raises(LossNotFinite, match="again, after the run had gone back .*lower the learning rate"):
+    with pytest.raises(LossNotFinite, match="again, after the run was rolled back .*lower the learning rate"):
         fit(wild, tmp_path / "wild")
 
 

@@ -335,7 +335,7 @@ def test_batch_size_is_limited_by_the_replica_memory_slot() -> None:
     scripted.compute()
     scripted.compute()
     assert wide.outputs["y"].shape == (6, 10)
-    with pytest.raises(RequestRefused, match="rows of 164 bytes are more than a batch can hold"):
+    with pytest.raises(RequestRefused, match="must fit into a batch, but got a row of 164 bytes"):
         scripted.submit(np.ones((1, 41)))
     assert scripted.batcher.num_live == scripted.batcher.num_queued == 0
 

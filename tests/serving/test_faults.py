@@ -146,7 +146,7 @@ def test_hung_replica_is_replaced(start: Start, tmp_path: Path, monkeypatch: pyt
     assert ask(1, 100_000).status_code == 504
     until(lambda: [replica for replica in figures(server)["replicas"] if replica["pid"] != before])
     assert ask(0, 5_000_000).json()["outputs"][0]["data"] == [1.0]
-    late = "is an integer from 0 to 2**63 - 1, but got '-1'"
+    late = "must be an integer from 0 to 2**63 - 1, but got '-1'"
     assert ask(0, -1).json() == {"error": f"the parameter timeout (microseconds) {late}"}
     # Nor does it keep a server from ending.
     monkeypatch.setattr("manyhands.serving.replica.STUCK_SECONDS", 60.0)

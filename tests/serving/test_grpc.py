@@ -125,15 +125,15 @@ def test_infer_requires_token_and_enforces_deadline(start: Start) -> None:
 
 
 def test_unauthenticated_calls_are_rejected_in_the_grpc_process(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are refused by the process for gRPC: a flood of them costs the server nothing."""
+    """They are refused by the gRPC process: a flood of them costs the server nothing."""
     heard: list[int] = []
-    original = GrpcProcess._hear
+    original = GrpcProcess._handle_frame
 
     def hear(listener: GrpcProcess, kind: int, *rest: Any) -> None:
         heard.append(kind)
         original(listener, kind, *rest)
 
-    monkeypatch.setattr(GrpcProcess, "_hear", hear)
+    monkeypatch.setattr(GrpcProcess, "_handle_frame", hear)
     server = start({"moody": Moody()}, token="secret")
     heard.clear()
     messages = health_grpc.MESSAGES

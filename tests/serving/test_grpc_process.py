@@ -50,13 +50,13 @@ UNLOAD, LIVE = "/inference.GRPCInferenceService/RepositoryModelUnload", "/infere
 def heard(start: Start, monkeypatch: pytest.MonkeyPatch) -> tuple[Server, list[int]]:
     """A server, and the sizes of all messages that its process for gRPC has handed on."""
     sizes: list[int] = []
-    original = GrpcProcess._hear
+    original = GrpcProcess._handle_frame
 
     def hear(listener: GrpcProcess, kind: int, number: int, head: bytes, message: bytes) -> None:
         sizes.append(len(message))
         original(listener, kind, number, head, message)
 
-    monkeypatch.setattr(GrpcProcess, "_hear", hear)
+    monkeypatch.setattr(GrpcProcess, "_handle_frame", hear)
     server = start({"moody": Moody()})
     sizes.clear()
     return server, sizes
@@ -129,7 +129,7 @@ def test_oversized_model_name_is_rejected_in_the_grpc_process(heard: tuple[Serve
 
 
 class TakenOver:
-    """The end of the process for gRPC in the hands of an attacker, who sends the frames of his choice."""
+    """The end of the gRPC process in the hands of an attacker, who sends the frames of his choice."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.unloaded: list[str] = []
@@ -166,12 +166,14 @@ def attack(act: Callable[[TakenOver], Awaitable[None]], *, manages: bool = False
         def find(name: str, *rest: Any) -> Any:
             raise RequestRefused("NOT_FOUND", f"no model {name}")
 
-        desk: Any = SimpleNamespace(catalogue=SimpleNamespace(unload=unload, find=find))
+        gateway: Any = SimpleNamespace(catalogue=SimpleNamespace(unload=unload, find=find))
         loop, most = asyncio.get_running_loop(), Limits(**limits)
         loop.set_exception_handler(lambda loop, context: attacker.reports.append(context["message"]))
-        listener = GrpcProcess([OpenInferenceGrpc(desk)], AccessToken(None), most, manages=manages)
+        listener = GrpcProcess([OpenInferenceGrpc(gateway)], AccessToken(None), most, manages=manages)
         listener._is_closing = True
-        listener._frames = await FrameSocket.over(ours, listener._hear, listener._end, (MAX_FRAME_HEAD, most.body))
+        listener._frames = await FrameSocket.over(
+            ours, listener._handle_frame, listener._end, (MAX_FRAME_HEAD, most.body)
+        )
         try:
             async with asyncio.timeout(20):
                 await act(attacker)
@@ -198,9 +200,7 @@ def test_compromised_grpc_process_cannot_manage_models() -> None:
 
     attacker = attack(act)
     assert attacker.unloaded == []
-    assert attacker.reports == [
-        "the process for gRPC sent a call of a method that its listener has not, and is restarted"
-    ]
+    assert attacker.reports == ["the gRPC process sent a call of a method that its listener has not, and is restarted"]
 
 
 def test_management_listener_can_unload_models() -> None:
@@ -240,7 +240,7 @@ def test_invalid_frames_close_the_connection_and_are_reported(kind: int, number:
         assert await attacker.answer() is None
 
     (report,) = attack(act).reports
-    assert report.startswith("the process for gRPC sent ")
+    assert report.startswith("the gRPC process sent ")
 
 
 @pytest.mark.parametrize(("num_head", "num_message"), [(MAX_FRAME_HEAD + 1, 0), (0, 2 * MIB), (2**32 - 1, 2**32 - 1)])

@@ -51,31 +51,33 @@ class Shy:
 
 def test_replica_without_a_free_core_is_loaded_at_normal_priority(engine: LocalEngine) -> None:
     async def start(device: Device) -> tuple[int, str]:
-        meeting = ReplicaRendezvous()
+        rendezvous = ReplicaRendezvous()
         try:
-            replica = await ServingReplica.start(engine, meeting, Shy(), device, (1,))
+            replica = await ServingReplica.start(engine, rendezvous, Shy(), device, (1,))
             policy = os.sched_getscheduler(replica.pid)
             replica.close()
             return policy, await replica.ended()
         finally:
-            meeting.close()
+            rendezvous.close()
 
     assert asyncio.run(start(resolve("cpu")[0][0])) == (os.SCHED_OTHER, "")
 
 
 def test_version_unloaded_during_loading_stays_unloaded(engine: LocalEngine) -> None:
     async def run(device: Device) -> str:
-        meeting = ReplicaRendezvous()
+        rendezvous = ReplicaRendezvous()
         try:
-            version = Version("shy", 1, Shy(), ReplicaPlacement(engine, meeting, [device]), BatchSettings(max_rows=1))
+            version = Version(
+                "shy", 1, Shy(), ReplicaPlacement(engine, rendezvous, [device]), BatchSettings(max_rows=1)
+            )
             loading = asyncio.create_task(version.load(quietly=True))
             await asyncio.sleep(0)
             await version.end(patience=1.0)
-            with pytest.raises(RequestRefused, match="unloaded while it was loading"):
+            with pytest.raises(RequestRefused, match="unloaded while it was being loaded"):
                 await loading
             return version.state
         finally:
-            meeting.close()
+            rendezvous.close()
 
     assert asyncio.run(run(resolve("cpu")[0][0])) == "END"
 
@@ -91,11 +93,11 @@ class Doubtful(Predictor):
 
 def test_warm_up_output_mismatch_is_raised(engine: LocalEngine) -> None:
     async def start(device: Device) -> None:
-        meeting = ReplicaRendezvous()
+        rendezvous = ReplicaRendezvous()
         try:
-            await ServingReplica.start(engine, meeting, Given(Doubtful()), device, (1,), quietly=False)
+            await ServingReplica.start(engine, rendezvous, Given(Doubtful()), device, (1,), quietly=False)
         finally:
-            meeting.close()
+            rendezvous.close()
 
     with pytest.raises(OutputMismatch, match=r"output 'y' must be float32\[\*, 1\] with 1 rows, but got int64\[1, 1\]"):
         asyncio.run(start(resolve("cpu")[0][0]))
@@ -127,8 +129,8 @@ def run_uneven(
     """Does something when the first of two replicas is ready; the version ends after that."""
 
     async def run() -> None:
-        meeting = ReplicaRendezvous()
-        place = ReplicaPlacement(engine, meeting, resolve("cpu*2")[0])
+        rendezvous = ReplicaRendezvous()
+        place = ReplicaPlacement(engine, rendezvous, resolve("cpu*2")[0])
         version = Version("uneven", 1, Uneven(folder), place, BatchSettings(max_rows=1))
         loading = asyncio.create_task(version.load(quietly=False))
         try:
@@ -136,7 +138,7 @@ def run_uneven(
             await then(version, loading)
         finally:
             await version.end(patience=1.0)
-            meeting.close()
+            rendezvous.close()
 
     asyncio.run(run())
 
@@ -190,8 +192,8 @@ def test_concurrent_load_requests_for_one_version_load_it_once(
             loaded.append(values["version"])
 
     async def run() -> list[int]:
-        meeting = ReplicaRendezvous()
-        catalogue = Catalogue(settings, ReplicaPlacement(engine, meeting, resolve("cpu")[0]), say)
+        rendezvous = ReplicaRendezvous()
+        catalogue = Catalogue(settings, ReplicaPlacement(engine, rendezvous, resolve("cpu")[0]), say)
         try:
             await catalogue.start()
             found = await asyncio.gather(catalogue.roll_back("adder"), catalogue.roll_back("adder"))
@@ -206,7 +208,7 @@ def test_concurrent_load_requests_for_one_version_load_it_once(
             return found
         finally:
             await catalogue.stop()
-            meeting.close()
+            rendezvous.close()
 
     assert asyncio.run(run()) == [1, 1]
     assert loaded == [2, 1, 1]
@@ -233,13 +235,13 @@ async def catalogue_of(
         batch=BatchSettings(max_rows=1),
         poll=0.05,
     )
-    meeting = ReplicaRendezvous()
-    catalogue = Catalogue(settings, ReplicaPlacement(engine, meeting, resolve("cpu")[0]), say)
+    rendezvous = ReplicaRendezvous()
+    catalogue = Catalogue(settings, ReplicaPlacement(engine, rendezvous, resolve("cpu")[0]), say)
     try:
         yield catalogue
     finally:
         await catalogue.stop()
-        meeting.close()
+        rendezvous.close()
 
 
 def test_models_load_swap_and_roll_back_while_another_model_hangs(
@@ -323,9 +325,9 @@ class Hanging:
 
 def test_hung_load_and_hung_warm_up_time_out(engine: LocalEngine, tmp_path: Path) -> None:
     async def load(source: Hanging) -> str:
-        meeting = ReplicaRendezvous()
+        rendezvous = ReplicaRendezvous()
         try:
-            place = ReplicaPlacement(engine, meeting, resolve("cpu")[0])
+            place = ReplicaPlacement(engine, rendezvous, resolve("cpu")[0])
             version = Version("m", 1, source, place, BatchSettings(max_rows=1))
             version.warm_up = lambda _: asyncio.Event().wait()  # type: ignore[assignment, return-value]
             with pytest.raises(RunError):
@@ -333,7 +335,7 @@ def test_hung_load_and_hung_warm_up_time_out(engine: LocalEngine, tmp_path: Path
             await until(lambda: not psutil.pid_exists(int((tmp_path / "pid").read_text())))
             return version.detail
         finally:
-            meeting.close()
+            rendezvous.close()
 
     assert asyncio.run(load(Hanging(True, tmp_path, [60.0, 1.0]))) == "the warm-up did not end within 1 s"
     assert asyncio.run(load(Hanging(False, tmp_path, [3.0]))) == "the model was not loaded within 3 s"

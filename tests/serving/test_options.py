@@ -42,7 +42,7 @@ def test_bf16_precision_returns_float32_outputs(start: Start, tmp_path: Path) ->
     with torch.autocast("cpu", torch.bfloat16):
         np.testing.assert_allclose(found["bf16"], network(rows).float().detach().numpy(), rtol=1e-2, atol=1e-2)
     assert np.abs(found["bf16"] - exact).max() > 1e-5
-    with pytest.raises(SettingsError, match="precision is fp32 or bf16"):
+    with pytest.raises(SettingsError, match="precision must be fp32 or bf16"):
         ServeSettings(precision="int8")
 
 

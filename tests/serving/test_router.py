@@ -144,14 +144,14 @@ def test_management_call_is_applied_to_all_backends_or_none(
             assert server.state()["models"][0]["labels"] == {"stable": 2}
             assert server.state()["splits"]["adder"][0]["version"] == 1
         # If a backend fails during the change, the new label is removed from all backends.
-        tell = RouterManagement._tell
+        tell = RouterManagement._forward
 
         async def lose(self: Any, backend: Backend, model: str, act: str, value: dict[str, Any]) -> dict[str, Any]:
             if value["version"] == 1 and backend.address == Address.parse(address(servers[1])):
                 raise RequestRefused("UNAVAILABLE", "lost")
             return await tell(self, backend, model, act, value)
 
-        monkeypatch.setattr(RouterManagement, "_tell", lose)
+        monkeypatch.setattr(RouterManagement, "_forward", lose)
         with pytest.raises(RequestRefused, match="lost"):
             client.label("adder", "fresh", 1)
         assert [server.state()["models"][0]["labels"] for server in servers] == 2 * [{"stable": 2}]
@@ -280,7 +280,7 @@ def test_request_that_crashes_servers_fails_after_max_attempts(route: Route) -> 
         ports = [each.server_address[1] for each in (first, second)]
         router = route(*(f"127.0.0.1:{port}/{port}/{port}" for port in ports))
         answer = httpx.get(f"{router.url}/v1/models/poison", timeout=60)
-        assert (answer.status_code, answer.json()["error"]) == (500, "servers were lost while computing this request")
+        assert (answer.status_code, answer.json()["error"]) == (500, "servers failed while computing this request")
         assert first.asked + second.asked == 3
 
 

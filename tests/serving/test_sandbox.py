@@ -122,11 +122,13 @@ def test_sandboxed_replica_cannot_escape(
     other.write_text("secret")
 
     async def start(device: Device, port: int) -> None:
-        meeting = ReplicaRendezvous()
+        rendezvous = ReplicaRendezvous()
         try:
-            await ServingReplica.start(engine, meeting, Escaping(adder, str(other), port), device, (1,), quietly=False)
+            await ServingReplica.start(
+                engine, rendezvous, Escaping(adder, str(other), port), device, (1,), quietly=False
+            )
         finally:
-            meeting.close()
+            rendezvous.close()
 
     with socket.create_server(("127.0.0.1", 0)) as listening, pytest.raises(ArchiveError) as caught:
         asyncio.run(start(resolve("cpu")[0][0], listening.getsockname()[1]))
@@ -246,12 +248,12 @@ def test_compiling_replica_cannot_escape_and_leaves_no_processes_or_files(
     listening = str(tmp_path / "socket")
 
     async def start(device: Device, victim: int) -> None:
-        meeting = ReplicaRendezvous()
+        rendezvous = ReplicaRendezvous()
         try:
             source = CompilingEscaping(adder, victim, listening)
-            await ServingReplica.start(engine, meeting, source, device, (1,), quietly=False)
+            await ServingReplica.start(engine, rendezvous, source, device, (1,), quietly=False)
         finally:
-            meeting.close()
+            rendezvous.close()
 
     zygote = engine.warm_up()
     with subprocess.Popen(["/bin/sleep", "600"]) as victim, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as log:
@@ -302,15 +304,15 @@ def test_temporary_folder_of_a_killed_replica_is_removed(
             return Moody()
 
     async def run() -> None:
-        meeting = ReplicaRendezvous()
+        rendezvous = ReplicaRendezvous()
         try:
             device = resolve("cpu")[0][0]
-            replica = await ServingReplica.start(engine, meeting, Compiling(), device, (1,), quietly=False)
+            replica = await ServingReplica.start(engine, rendezvous, Compiling(), device, (1,), quietly=False)
             assert (Path(made[0]) / "made").exists()
             os.kill(replica.pid, signal.SIGKILL)
             await replica.ended()
         finally:
-            meeting.close()
+            rendezvous.close()
 
     asyncio.run(run())
     assert len(made) == 1
@@ -547,15 +549,15 @@ class Confined:
 
 def start_confined(engine: LocalEngine, source: Confined, rows: int) -> ServingReplica:
     async def start() -> ServingReplica:
-        meeting = ReplicaRendezvous()
+        rendezvous = ReplicaRendezvous()
         try:
             device = resolve("cpu")[0][0]
-            replica = await ServingReplica.start(engine, meeting, source, device, (rows,), quietly=False)
+            replica = await ServingReplica.start(engine, rendezvous, source, device, (rows,), quietly=False)
             replica.close()
             await replica.ended()
             return replica
         finally:
-            meeting.close()
+            rendezvous.close()
 
     return asyncio.run(start())
 

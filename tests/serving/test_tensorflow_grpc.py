@@ -277,22 +277,22 @@ class FakeGateway(SimpleNamespace):
 def test_decoded_bytes_count_toward_the_body_limit_during_a_call(dtype: str, field: str) -> None:
     kind = BY_TORCH[dtype]
     signature = Signature({"x": TensorSpec(dtype, (None, None))}, {"y": TensorSpec("int64", (None,))})
-    desk: Any = FakeGateway(signature=signature, bodies=Bodies(100_000), limits=Limits(body=100_000))
+    gateway: Any = FakeGateway(signature=signature, bodies=Bodies(100_000), limits=Limits(body=100_000))
     context = SimpleNamespace(invocation_metadata=lambda: ())
 
     class Counting(PredictionService):
         async def ask(self, *args: Any, **options: Any) -> Any:
-            return {"y": np.array([desk.bodies.num_bytes])}
+            return {"y": np.array([gateway.bodies.num_bytes])}
 
     tensor = filled(2, 5000, number=kind.number, **{field: [1]})
     request = MESSAGES["PredictRequest"](model_spec={"name": "only"}, inputs={"x": tensor})
-    answer = asyncio.run(Counting(desk)._predict(request, context))
+    answer = asyncio.run(Counting(gateway)._predict(request, context))
     (held,) = answer.outputs["y"].int64_val
     assert held == 10_000 * kind.numpy.itemsize - request.ByteSize()
-    assert desk.bodies.num_bytes == 0
-    desk.bodies.take(95_000)
+    assert gateway.bodies.num_bytes == 0
+    gateway.bodies.take(95_000)
     with pytest.raises(RequestRefused, match="overloaded: 95000 bytes of requests are waiting"):
-        asyncio.run(Counting(desk)._predict(request, context))
+        asyncio.run(Counting(gateway)._predict(request, context))
 
 
 def test_string_values_in_a_tensor_proto_are_rejected(scored: Server) -> None:

@@ -266,9 +266,9 @@ def test_failing_new_version_is_rolled_back(adder: Path, tmp_path: Path, start: 
     publish(adder, tmp_path / "adder", 2)
     until(lambda: current(server) == 2)
     assert versions(server) == {1: "AVAILABLE", 2: "AVAILABLE"}
-    model = server._management.desk.catalogue.models["adder"]  # type: ignore[union-attr]
+    model = server._management.gateway.catalogue.models["adder"]  # type: ignore[union-attr]
     for _ in range(10):
-        model.versions[2].figures.count("INTERNAL", 0.0)
+        model.versions[2].metrics.count("INTERNAL", 0.0)
     until(lambda: current(server) == 1)
     time.sleep(0.2)
     assert current(server) == 1
@@ -278,12 +278,12 @@ def test_only_sustained_slowdown_of_a_new_version_triggers_rollback(adder: Path,
     for number in (1, 2):
         publish(adder, tmp_path / "adder", number)
     server = start(tmp_path, versions="latest:2", poll=60)
-    model = server._management.desk.catalogue.models["adder"]  # type: ignore[union-attr]
+    model = server._management.gateway.catalogue.models["adder"]  # type: ignore[union-attr]
     rule = RolloutGuard(seconds=600)
 
     def answered(number: int, num: int, seconds: float) -> None:
         for _ in range(num):
-            model.versions[number].figures.count("OK", seconds)
+            model.versions[number].metrics.count("OK", seconds)
 
     def ask(num: int) -> None:
         """Real requests, whose times are those of this machine as it is now."""
@@ -311,7 +311,7 @@ def test_only_sustained_slowdown_of_a_new_version_triggers_rollback(adder: Path,
         answered(2, 30, 60.0)
         until(lambda: re.fullmatch(r"p90 is [\d.]+ ms, and [\d.]+ of version 1 at the same time", model.verdict(rule)))
     assert model.versions[2].shadow is None
-    assert model.versions[1].figures.num_requests == 40
+    assert model.versions[1].metrics.num_requests == 40
 
 
 def test_empty_or_broken_model_folder_does_not_affect_other_models(adder: Path, tmp_path: Path, start: Start) -> None:

@@ -60,7 +60,7 @@ def test_compiled_network_with_different_outputs_is_not_used(
     faster(monkeypatch, answer)
     run, batch = fastest(load(folder), CPU, MAX_ROWS, compiles=True), {"x": torch.randn(2, 3, 8, 8)}
     torch.testing.assert_close(run(batch), EagerExecution(load(folder), CPU)(batch))
-    reason = "no compiler here" if kind == "broken" else "'output' would not be the same"
+    reason = "no compiler here" if kind == "broken" else "the output 'output' would differ"
     assert capsys.readouterr().err == f"batches are not compiled: {reason}\n"
 
 
@@ -85,7 +85,7 @@ def test_network_that_mixes_rows_is_not_captured(tmp_path: Path, capsys: pytest.
     run = fastest(load(tmp_path, "cuda:0"), device, MAX_ROWS, compiles=False)
     batch = {"x": torch.randn(3, 3)}
     torch.testing.assert_close(run(batch)["output"].cpu(), batch["x"] - batch["x"].mean(0))
-    assert "batches are not captured: 'output' would not be the same" in capsys.readouterr().err
+    assert "batches are not captured: the output 'output' would differ" in capsys.readouterr().err
 
 
 @pytest.mark.gpu

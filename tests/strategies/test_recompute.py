@@ -75,7 +75,7 @@ def trained(world: World, ways: list[str], folder: Path, deterministic: bool) ->
     for way in ways:
         for name, task in tasks().items():
             losses: dict[str, list[float]] = {}
-            world.line.taps[:] = [partial(keep, into=losses)]
+            world.channel.taps[:] = [partial(keep, into=losses)]
             spec = mh.Mirrored(world.size, precision="fp64", recompute=way, deterministic=deterministic)
             where = folder / f"{name}-{world.size}-{way.replace('*', 'all')}"
             train(world, Job(task=task, spec=spec, folder=where, epochs=2))

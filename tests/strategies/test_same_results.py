@@ -75,7 +75,7 @@ def trained(world: World, names: list[str], spec: mh.StrategySpec, folder: Path)
     results = {}
     for name in names:
         losses: dict[str, list[float]] = {}
-        world.line.taps[:] = [partial(keep, into=losses)]
+        world.channel.taps[:] = [partial(keep, into=losses)]
         where = folder / f"{name}-{world.size}"
         train(world, Job(task=TASKS[name], spec=spec.with_devices(world.size), folder=where, epochs=2))
         world.barrier()

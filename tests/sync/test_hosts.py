@@ -31,18 +31,18 @@ def flat(tensors: dict[str, torch.Tensor]) -> torch.Tensor:
 
 def exchange(world: World, policy: str, num_steps: int) -> tuple[list[torch.Tensor], list[torch.Tensor], int]:
     """What comes of some steps on one rank: results, feedback, and the bytes of the last."""
-    course = BucketExchange(make_policy(policy), world, gradients(0, 0))
+    bucket_exchange = BucketExchange(make_policy(policy), world, gradients(0, 0))
     results, owed = [], []
     for step in range(num_steps):
         sent = torch.cat([flat(gradients(world.rank, step)), torch.tensor([1.0, 2.0])])
-        course.begin(sent)
-        while course.advance():
+        bucket_exchange.begin(sent)
+        while bucket_exchange.advance():
             pass
         assert sent[-2:].tolist() == [4.0, 8.0]
         results.append(sent[:-2].clone())
-        feedback = [part.reshape(-1) for part in course.state().feedback.values()]
+        feedback = [part.reshape(-1) for part in bucket_exchange.state().feedback.values()]
         owed.append(torch.cat(feedback).clone() if feedback else torch.zeros(len(sent) - 2))
-    return results, owed, course.num_bytes
+    return results, owed, bucket_exchange.num_bytes
 
 
 def run(engine: LocalEngine, work: Any, ranks: int) -> list[Any]:

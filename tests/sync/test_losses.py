@@ -49,7 +49,7 @@ class Dies(mh.Callback):
             self.write(hand)
 
     def on_step(self, hand: mh.Hand) -> None:
-        generation = hand.world.seat.generation
+        generation = hand.world.rank_info.generation
         assert hand.batch is not None
         with (self.folder / f"{hand.world.rank}.{generation}.ids").open("a") as file:
             file.write(f"{hand.num_steps} {' '.join(map(str, hand.batch.ids.tolist()))}\n")
@@ -60,7 +60,7 @@ class Dies(mh.Callback):
 
     def write(self, hand: mh.Hand) -> None:
         remembered = {name: tensor.clone() for name, tensor in hand.replica.own_policy_state().items()}
-        save_file(remembered, self.folder / f"{hand.world.rank}.{hand.world.seat.generation}.safetensors")
+        save_file(remembered, self.folder / f"{hand.world.rank}.{hand.world.rank_info.generation}.safetensors")
 
     def remembered(self, rank: int, generation: int) -> dict[str, torch.Tensor]:
         return load_file(self.folder / f"{rank}.{generation}.safetensors")

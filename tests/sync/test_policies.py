@@ -117,12 +117,12 @@ def test_powersgd_of_rank_4_is_exact_for_a_rank_4_gradient() -> None:
     ("text", "said"),
     [
         ("telepathy", "sync must be one of allreduce, auto, bf16, diloco, fp16, int8, localsteps, powersgd"),
-        ("topk(2)", "fraction lies above 0 and not above 1, but got 2"),
-        ("topk(0)", "fraction lies above 0 and not above 1, but got 0"),
-        ("topk(many)", "fraction lies above 0 and not above 1, but got 'many'"),
-        ("powersgd(0)", "rank is a whole number from 1, but got 0"),
-        ("powersgd(rank=1.5)", "rank is a whole number from 1, but got 1.5"),
-        ("int8(warmup=-1)", "warmup is a whole number from 0, but got -1"),
+        ("topk(2)", "fraction must be above 0 and at most 1, but got 2"),
+        ("topk(0)", "fraction must be above 0 and at most 1, but got 0"),
+        ("topk(many)", "fraction must be above 0 and at most 1, but got 'many'"),
+        ("powersgd(0)", "rank must be a whole number of at least 1, but got 0"),
+        ("powersgd(rank=1.5)", "rank must be a whole number of at least 1, but got 1.5"),
+        ("int8(warmup=-1)", "warmup must be a whole number of at least 0, but got -1"),
         ("int8(bits=4)", "the policy int8 must have the settings warmup"),
         ("bf16(", "sync must be one of"),
     ],
@@ -156,7 +156,7 @@ def test_invalid_sync_argument_is_rejected_by_the_strategy_constructor(sync: obj
     [
         (lambda: Int8(bits=4), "the policy int8 must have the settings warmup=, between=, but got Int8(bits=4)"),
         (lambda: mh.sync.Auto(True), "but got Auto(True). Write for example auto(lossy=…)"),
-        (lambda: mh.sync.Auto(lossy="yes"), "lossy is True or False, but got 'yes'"),
+        (lambda: mh.sync.Auto(lossy="yes"), "lossy must be True or False, but got 'yes'"),
         (
             lambda: mh.Embedding(10, 4, padding_idx=0),
             "a table can only have rows, dim, optimizer, std and seed, but got padding",

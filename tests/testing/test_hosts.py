@@ -49,7 +49,7 @@ def test_ranks_on_emulated_hosts_all_reduce_at_the_link_rate(engine: LocalEngine
         data = torch.ones(250_000) * (world.rank + 1)
         began = time.monotonic()
         world.all_reduce(data)
-        return float(data.sum()), time.monotonic() - began, world.seat.host
+        return float(data.sum()), time.monotonic() - began, world.rank_info.host
 
     def run(**options: Any) -> list[Any]:
         with NamespaceHosts(2, **options) as hosts:

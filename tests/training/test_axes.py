@@ -13,7 +13,7 @@ from manyhands.distributed import World
 from manyhands.training import Hand
 
 
-def seated(world: World) -> dict[str, Any]:
+def assign_ranks(world: World) -> dict[str, Any]:
     """What a rank sees of a mesh of two replicas, two stages and two tensor ranks."""
     spec = mh.StrategySpec(tensor=2, stages=2, replicas=2)
     hand = Hand(world, spec)
@@ -33,7 +33,7 @@ def seated(world: World) -> dict[str, Any]:
 
 
 def test_ranks_that_differ_along_stages_or_tensor_get_the_same_samples(run_ranks: Any) -> None:
-    ranks = run_ranks(seated, 8)
+    ranks = run_ranks(assign_ranks, 8)
     assert [rank["place"] for rank in ranks] == [(r // 4, 2, r == 0) for r in range(8)]
     assert all(rank["rows"] == [[0, 1], [4]] for rank in ranks[:4])
     assert all(rank["rows"] == [[2, 3], [5]] for rank in ranks[4:])

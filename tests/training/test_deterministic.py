@@ -115,7 +115,7 @@ def losses_of(world: World, spec: mh.StrategySpec, folder: Path) -> dict[str, di
     """The losses of every task, trained in one set of ranks."""
     results: dict[str, dict[str, list[float]]] = {}
     for name, task in tasks().items():
-        world.line.taps[:] = [partial(keep, into=results.setdefault(name, {}))]
+        world.channel.taps[:] = [partial(keep, into=results.setdefault(name, {}))]
         where = folder / f"{name}-{world.size}-{spec.accumulate}"
         train(world, Job(task=task, spec=spec.with_devices(world.size), folder=where, epochs=2))
         world.barrier()

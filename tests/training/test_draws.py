@@ -72,7 +72,7 @@ def losses_of(world: World, folder: Path, noises: list[str]) -> dict[str, dict[s
     results: dict[str, dict[str, list[float]]] = {}
     spec = mh.Mirrored(deterministic=True).with_devices(world.size)
     for name in noises:
-        world.line.taps[:] = [partial(keep, into=results.setdefault(name, {}))]
+        world.channel.taps[:] = [partial(keep, into=results.setdefault(name, {}))]
         train(world, Job(task=task(NOISES[name]), spec=spec, folder=folder / f"{name}-{world.size}", epochs=2))
         world.barrier()
     return results
@@ -91,9 +91,9 @@ def test_random_draws_are_assigned_to_samples_independently_of_the_split(
 
 def notices_of(made: mh.Task, folder: Path) -> list[str]:
     world, heard = NullWorld(), []
-    world.line.taps[:] = [lambda entry: heard.append(entry["text"]) if entry["kind"] == "notice" else None]
+    world.channel.taps[:] = [lambda entry: heard.append(entry["text"]) if entry["kind"] == "notice" else None]
     train(world, Job(task=made, spec=mh.Single(deterministic=True), folder=folder))
-    return [text for text in heard if "only their size" in text]
+    return [text for text in heard if "inferred from their size" in text]
 
 
 def test_draw_classified_by_shape_alone_logs_a_notice(tmp_path: Path) -> None:

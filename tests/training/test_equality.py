@@ -30,7 +30,7 @@ def trained(world: World, tasks: dict[str, mh.Task], spec: mh.StrategySpec, fold
     results = {}
     for name, task in tasks.items():
         losses: dict[str, list[float]] = {}
-        world.line.taps[:] = [partial(keep, into=losses)]
+        world.channel.taps[:] = [partial(keep, into=losses)]
         where = folder / f"{name}-{world.size}-{spec.precision}-{spec.accumulate}"
         train(world, Job(task=task, spec=spec.with_devices(world.size), folder=where, epochs=EPOCHS, verify=False))
         world.barrier()

@@ -30,7 +30,7 @@ def test_smaller_memory_limits_choose_stronger_memory_savings() -> None:
     assert chosen[1].accumulate > 1
     assert chosen[1].shards == 1
     assert chosen[3].shards == 2, "two replicas of the optimizer's state are too much"
-    with pytest.raises(OutOfMemory, match="nothing fits into 90% of 16.0 MiB: the least is"):
+    with pytest.raises(OutOfMemory, match="no option fits into 90% of 16.0 MiB: the smallest is"):
         fit_in(task, mh.Mirrored(), 16 * MIB, 1)
 
 
@@ -41,7 +41,7 @@ def test_optimizer_state_is_offloaded_only_as_a_last_resort(monkeypatch: pytest.
     assert spec.offload == "optimizer"
     assert "replicas=1 would take" in text
     assert not fit_in(task, mh.Single(), 1 << 30, 1, host=1 << 30)[0].offload
-    with pytest.raises(OutOfMemory, match="nothing fits into 90% of 14.0 MiB"):
+    with pytest.raises(OutOfMemory, match="no option fits into 90% of 14.0 MiB"):
         fit_in(task, mh.Single(), 14 * MIB, 1, host=4 * MIB)
 
 

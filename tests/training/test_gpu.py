@@ -86,8 +86,8 @@ class NcclContract(WorldContract):
 
 def nccl_alone() -> None:
     """Two ranks cannot share a GPU under nccl; one shows that tensors of both kinds find their backend."""
-    seat = RankInfo(device=Device("cuda", 0))
-    world = TorchWorld(seat, DirectChannel(), torch.distributed.HashStore(), "cpu:gloo,cuda:nccl")
+    rank_info = RankInfo(device=Device("cuda", 0))
+    world = TorchWorld(rank_info, DirectChannel(), torch.distributed.HashStore(), "cpu:gloo,cuda:nccl")
     kit = NcclContract(world)
     for name in [name for name in dir(kit) if name.startswith("test_")]:
         getattr(kit, name)()

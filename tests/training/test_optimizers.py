@@ -332,7 +332,7 @@ def twice(model: nn.Module) -> list[Optimizer]:
         (with_scheduler, "creates a CosineAnnealingLR"),
         (twice, "out.bias in two of them"),
         (lambda model: [optim.SGD(model.parameters(), lr=0.1), 3], "a int among them"),
-        (lambda model: [], "an empty one"),
+        (lambda model: [], "an empty list"),
         (
             lambda model: Hiding(model),
             r"Hiding, whose inner optimizers \(AdamW\) have 4 parameters that are in none of its groups.*as a "
@@ -427,7 +427,7 @@ class Own(Optimizer):
         (lambda model: Both(model), r"Both, which steps SGD, AdamW inside it. Return them as a list, \[SGD, AdamW\]"),
         (CASES["lookahead"], "Lookahead, which steps AdamW inside it"),
         (stepping, r"SGD, whose step has hooks .*[.] Pass Task\(schedule="),
-        (CASES["noisy"], r"Noisy, which draws random numbers, other ones on every server[.] Use mh.Mirrored\(\)"),
+        (CASES["noisy"], r"Noisy, which draws random numbers that would differ between servers[.] Use mh.Mirrored\(\)"),
         (
             lambda model: Own(model.parameters()),
             "Own, which does not update the tensors of its parameter groups",

@@ -61,11 +61,11 @@ def test_unpartitionable_networks_are_rejected_with_the_reason() -> None:
         task("mlp"), mh.Pipeline(4), on="cpu*4"
     )
     said = refused(deep.replace(model=Branching), mh.Placed({"layer": 1, "*": 0}))
-    assert "may not depend on values" in said
+    assert "must not depend on values" in said
     assert "test_partitions.py" in said
     assert "if y.sum() > 0" in said
     said = refused(deep.replace(model=Overwriting), mh.Pipeline(2))
-    assert "leaves its inputs as they are, but got add_ in place, in the network itself" in said
+    assert "must not change its inputs, but got add_ in place, in the network itself" in said
     twice = deep.replace(loss=lambda model, batch: (model.first(batch[0])).mean())
     assert "must call model(...) exactly once, but got 0 calls" in refused(twice, mh.Pipeline(2))
     assert "a task with loss=" in refused(problem("gan"), mh.Pipeline(2))

@@ -65,7 +65,7 @@ def test_replay_names_the_rank_with_a_wrong_loss(tmp_path: Path, engine: Any) ->
     assert not found.equal
     assert {part.rank for part in found.ranks} == {1}
     assert found.ranks[0].recorded == pytest.approx(1.5 * found.ranks[0].replayed, rel=1e-4)
-    assert "rank 1 said" in str(found)
+    assert "rank 1 reported" in str(found)
     assert found.first == 1
 
 

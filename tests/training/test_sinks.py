@@ -210,7 +210,7 @@ def test_sink_that_raises_is_dropped_once_and_the_run_continues(moment: str, tmp
     run = fit(tmp_path, [sink, "csv"], on="cpu*2")
     assert run.num_steps == 8
     told = [text for text in notices(run.path) if "was dropped" in text]
-    assert told == ["log_to Faulty was dropped, the run does without it: OSError: the server is gone"]
+    assert told == ["log_to Faulty was dropped, and the run continues without it: OSError: the server is gone"]
     assert sink.heard[-1] == moment
     assert "valid/loss" in (run.path / "metrics.csv").read_text()
 
@@ -223,7 +223,7 @@ def test_hanging_sink_does_not_block_the_run(tmp_path: Path, hanging: Faulty, mo
     assert hanging.heard == ["start of it"]
     assert [text.split(":")[0] for text in notices(run.path)] == [
         "waiting for Faulty to write the last events, 0 s at most",
-        "log_to Faulty was dropped, the run does without it",
+        "log_to Faulty was dropped, and the run continues without it",
     ]
 
 
@@ -265,7 +265,7 @@ def test_rejected_run_closes_sinks_and_leaves_no_folder(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("log_to", ["nope", ["csv", "csv"], [3], [Faulty], "csv,nope"])
 def test_invalid_log_to_is_rejected(log_to: Any, tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match=r"log_to names csv, tensorboard|a sink must be named once"):
+    with pytest.raises(SettingsError, match=r"log_to must be one of csv, tensorboard|a sink must be named once"):
         fit(tmp_path, log_to)
     assert list(tmp_path.iterdir()) == []
 
@@ -368,7 +368,7 @@ def test_logged_learning_rate_follows_the_schedule(tmp_path: Path) -> None:
 
 def test_dropped_sink_is_printed_with_progress_disabled(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     fit(tmp_path, Faulty(raise_at="epoch"))
-    told = "log_to Faulty was dropped, the run does without it: OSError: the server is gone\n"
+    told = "log_to Faulty was dropped, and the run continues without it: OSError: the server is gone\n"
     assert capfd.readouterr().err == told
 
 

@@ -53,7 +53,7 @@ def trained(world: World, cases: dict[str, Case], folder: Path) -> dict[str, Any
     results = {}
     for label, (name, spec) in cases.items():
         losses: dict[str, list[float]] = {}
-        world.line.taps[:] = [partial(keep, into=losses)]
+        world.channel.taps[:] = [partial(keep, into=losses)]
         # Each size of a call is traced, so what takes longest has batches of one size.
         rows = 16 if name == "translator" or "tensor" in label or "shards" in label else 21
         made = task(name, rows, dropout=0.2 if spec.deterministic else 0.0)
@@ -303,7 +303,7 @@ def split_in_turn(world: World, splits: list[mh.StrategySpec], folder: Path) -> 
     found = {}
     for name, made in hugging_face().items():
         losses: dict[str, list[float]] = {}
-        world.line.taps[:] = [partial(keep, into=losses)]
+        world.channel.taps[:] = [partial(keep, into=losses)]
         for number, spec in enumerate(splits):
             train(world, Job(task=made, spec=f64(spec), folder=folder / f"{name}-{number}", steps=2))
             world.barrier()

@@ -22,7 +22,7 @@ from manyhands.data import as_source
 from manyhands.distributed import NullWorld, World
 from manyhands.training import Hand, step_capture, step_variants, stepping
 from manyhands.training.step_capture import StepCapture
-from manyhands.training.step_variants import Ways
+from manyhands.training.step_variants import StepVariants
 from manyhands.training.stepping import Stepper, take_step
 
 from .problems import Cnn, Sometimes, classify, generator, mlp
@@ -46,7 +46,7 @@ def in_parts(world: World, model: Callable[[], nn.Module], *, deferred: bool) ->
     hand = Hand(world, mh.StrategySpec(replicas=world.size))
     hand.build(task)
     assert task.loss is not None
-    in_phases = StepCapture(hand, task.loss, Ways(hand, task.loss, None), None) if deferred else None
+    in_phases = StepCapture(hand, task.loss, StepVariants(hand, task.loss, None), None) if deferred else None
     losses = []
     for number, batch in enumerate(hand.one_epoch(hand.make_feed(as_source(task.data), 8, shuffle=True))):
         if in_phases is not None:
@@ -108,9 +108,9 @@ def test_step_variants_are_tried_in_long_runs_and_give_the_same_losses(
 def test_bfloat16_falls_back_to_float32_where_it_is_slower(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(step_variants.WORTH_SECONDS, "cpu", 0.0)
     measured = {step_variants.AS_WRITTEN: 0.3, step_variants.CHANNELS_LAST: 0.4, step_variants.FULL_WIDTH: 0.1}
-    monkeypatch.setattr(step_variants.Ways, "_measured", lambda self: measured[self._way])
+    monkeypatch.setattr(step_variants.StepVariants, "_measured", lambda self: measured[self._variant])
     run = mh.fit(pictures(), mh.Single(precision="bf16"), on="cpu", epochs=1, folder=tmp_path, progress=False)
-    assert any("executed fp32 from here on" in text for text in notices(run))
+    assert any("executed fp32 from now on" in text for text in notices(run))
     full = mh.fit(pictures(), mh.Single(capture="off"), on="cpu", epochs=1, folder=tmp_path, progress=False)
     np.testing.assert_allclose(run.losses, full.losses, rtol=0.05)
 

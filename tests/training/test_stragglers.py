@@ -17,9 +17,9 @@ from manyhands.training import Stragglers
 from manyhands.training.stragglers import NUM_WINDOWS, WINDOW_STEPS
 
 
-def hear(stragglers: Stragglers, seconds: dict[int, float], step: int = 0) -> list[str]:
+def handle_event(stragglers: Stragglers, seconds: dict[int, float], step: int = 0) -> list[str]:
     told = [
-        stragglers.hear(event("pace", rank=rank, host=f"host{rank}", step=step, seconds=value))
+        stragglers.handle_event(event("pace", rank=rank, host=f"host{rank}", step=step, seconds=value))
         for rank, value in seconds.items()
     ]
     return [entry["text"] for entries in told for entry in entries]
@@ -28,16 +28,16 @@ def hear(stragglers: Stragglers, seconds: dict[int, float], step: int = 0) -> li
 def test_straggler_is_reported_once_within_three_windows() -> None:
     stragglers = Stragglers(size=4)
     slow = {0: 0.1, 1: 0.11, 2: 0.15, 3: 0.1}
-    told = [hear(stragglers, slow) for _ in range(NUM_WINDOWS + 3)]
+    told = [handle_event(stragglers, slow) for _ in range(NUM_WINDOWS + 3)]
     assert sum(map(len, told[:NUM_WINDOWS])) == sum(map(len, told)) == 1
     assert "rank 2 on host2 is slow: its work takes 150 ms a step, that of the others 100 ms" in told[2][0]
-    assert hear(stragglers, {**slow, 2: 0.1}) == ["rank 2 on host2 is as fast as the others again"]
+    assert handle_event(stragglers, {**slow, 2: 0.1}) == ["rank 2 on host2 is as fast as the others again"]
 
 
 def test_short_slowdown_reports_no_straggler() -> None:
     stragglers = Stragglers(size=3)
     fine, hiccup = {0: 0.1, 1: 0.1, 2: 0.1}, {0: 0.1, 1: 0.1, 2: 0.9}
-    assert not [text for round in (hiccup, hiccup, fine) * 20 for text in hear(stragglers, round)]
+    assert not [text for round in (hiccup, hiccup, fine) * 20 for text in handle_event(stragglers, round)]
 
 
 def test_noisy_healthy_replicas_report_no_straggler() -> None:
@@ -46,15 +46,15 @@ def test_noisy_healthy_replicas_report_no_straggler() -> None:
     stragglers = Stragglers(size=8)
     for step in range(200):
         paces = {rank: 0.1 * noise.lognormvariate(0, 0.1) for rank in range(8)}
-        assert hear(stragglers, paces, step) == []
+        assert handle_event(stragglers, paces, step) == []
 
 
 def test_straggler_history_is_reset_after_recovery() -> None:
     stragglers = Stragglers(size=3)
     for _ in range(2):
-        hear(stragglers, {0: 0.1, 1: 0.1, 2: 0.5})
-    stragglers.hear(event("recovered", size=2, step=3, generation=1, source="a test"))
-    assert hear(stragglers, {0: 0.1, 1: 0.1}) == []
+        handle_event(stragglers, {0: 0.1, 1: 0.1, 2: 0.5})
+    stragglers.handle_event(event("recovered", size=2, step=3, generation=1, source="a test"))
+    assert handle_event(stragglers, {0: 0.1, 1: 0.1}) == []
 
 
 def slow_loss(model: nn.Module, batch: Any) -> torch.Tensor:

@@ -75,7 +75,7 @@ class Odd(nn.Module):
 def ways(world: World, names: dict[str, str]) -> dict[str, Any]:
     """Return how layers were split, what ranks hold, and the notices."""
     told: list[str] = []
-    world.line.taps[:] = [lambda entry: told.append(entry["text"]) if entry["kind"] == "notice" else None]
+    world.channel.taps[:] = [lambda entry: told.append(entry["text"]) if entry["kind"] == "notice" else None]
     found: dict[str, Any] = {}
     for name, layout in names.items():
         task = problem("mlp").replace(model=Odd) if name == "odd" else network(name)

@@ -83,7 +83,7 @@ def test_packing_settles_on_the_process_count_with_highest_throughput(monkeypatc
     levels = []
     for _ in range(60):
         now[0] += 1.0 / min(packing.level, 2)
-        packing.hear(1, packing.level)
+        packing.record_results(1, packing.level)
         levels.append(packing.level)
     assert max(levels) == 4
     assert levels[-1] == 2

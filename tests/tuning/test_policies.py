@@ -23,12 +23,12 @@ def search(searcher: Searcher, num: int, known: list[Trial] | None = None) -> li
     """Run a number of trials that end at once."""
     trials = known or []
     for trial in trials:
-        searcher.hear(trial)
+        searcher.observe(trial)
     for number in range(len(trials), num):
         trial = Trial(number, searcher.propose(number, trials))
         trial.values, trial.state = (bowl(trial.params),), "finished"
         trials.append(trial)
-        searcher.hear(trial)
+        searcher.observe(trial)
     return trials
 
 
@@ -59,7 +59,7 @@ def test_number_of_trials_passed_to_optuna_is_bounded(monkeypatch: pytest.Monkey
     searcher = make_searcher("tpe", SPACE, LOSS, 0)
     trials = [Trial(n, {"x": n / 400, "y": 0.1}, "finished", (float(n),)) for n in range(2000)]
     for trial in trials:
-        searcher.hear(trial)
+        searcher.observe(trial)
     searcher.propose(2000, trials)
     assert seen == [200]
 
@@ -73,7 +73,7 @@ def test_tpe_search_supports_two_objectives() -> None:
         trial.values = (trial.params["x"] ** 2, -((trial.params["x"] - 2) ** 2))
         trial.state = "finished"
         trials.append(trial)
-        searcher.hear(trial)
+        searcher.observe(trial)
     late = [trial.params["x"] for trial in trials[30:]]
     assert sum(-0.5 <= x <= 2.5 for x in late) > len(late) / 2
 
@@ -91,7 +91,7 @@ def test_cma_waits_until_its_generation_is_finished() -> None:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: make_searcher("luck", SPACE, LOSS, 0), "search is tpe, random, grid, cma, but got 'luck'"),
+        (lambda: make_searcher("luck", SPACE, LOSS, 0), "search must be one of tpe, random, grid, cma, but got 'luck'"),
         (lambda: make_searcher("cma", {"a": mh.choice(1, 2), "b": mh.uniform(0, 1)}, LOSS, 0), "'a', a choice"),
         (lambda: mh.ASHA(factor=1), "a factor of at least 2"),
         (lambda: mh.Median(others=0), "at least 1"),

@@ -129,7 +129,7 @@ def test_full_disk_is_reported_and_written_trials_are_kept(tmp_path: Path, small
             journal.propose(Trial(num_kept, {"lr": 0.01, "width": 64, "depth": 2}))
             num_kept += 1
 
-    with pytest.raises(RunError, match="cannot be written: No space left on device; what was written before is kept"):
+    with pytest.raises(RunError, match="cannot be written: No space left on device; earlier results are kept"):
         fill()
     journal.close()
     assert num_kept > 100

@@ -121,7 +121,7 @@ def test_study_resumes_by_name(tmp_path: Path) -> None:
     assert [trial.params for trial in part.trials] == [trial.params for trial in whole.trials]
     with pytest.raises(SettingsError, match="must have the search with which it was started, tpe, but got random"):
         tune(bowl, space, trials=30, folder=tmp_path, name="part", resume=True, search="random", **where)
-    with pytest.raises(SettingsError, match="never overwritten"):
+    with pytest.raises(SettingsError, match="must not exist yet"):
         tune(bowl, space, trials=30, folder=tmp_path, name="part")
     with pytest.raises(SettingsError, match="resume needs the name of the run"):
         tune(bowl, space, trials=30, folder=tmp_path, resume="auto")
@@ -181,7 +181,9 @@ def test_three_identical_failures_end_a_study_with_the_traceback(tmp_path: Path,
     def broken(x: float = 0.0) -> float:
         raise ArithmeticError("always")
 
-    with pytest.raises(TrialsFailed, match=r"3 trials failed alike(.|\n)*in broken(.|\n)*ArithmeticError: always"):
+    with pytest.raises(
+        TrialsFailed, match=r"3 trials failed with the same error(.|\n)*in broken(.|\n)*ArithmeticError: always"
+    ):
         tune(broken, {"x": mh.uniform(0, 1)}, trials=50, folder=tmp_path, on=on, name="broken")
     study = mh.Study(tmp_path / "broken")
     assert len(study.trials) <= 6
@@ -195,11 +197,11 @@ def test_three_identical_failures_end_a_study_with_the_traceback(tmp_path: Path,
         ({"space": {"lr": mh.uniform(0, 1)}, "params": {"lr": 1}}, "fixed or searched, but got 'lr' in both"),
         ({"objective": "valid_f1"}, "something that the task measures: loss, valid_loss, valid_accuracy, but got 'val"),
         ({"task": networks.task()}, "needs a function that returns a Task.*, but got Task"),
-        ({"stop": "soon"}, "stop is asha, hyperband, median, but got 'soon'"),
+        ({"stop": "soon"}, "stop must be one of asha, hyperband, median, but got 'soon'"),
         ({"execution": "magic"}, "execution must be stacked or processes, but got 'magic'"),
         ({"trials": 0}, "trials must be a whole number of at least 1, but got 0"),
         ({"constraint": lambda params: False}, "the constraint must accept some of the proposals"),
-        ({"constraint": lambda params: False, "search": "grid"}, "of all combinations it took none"),
+        ({"constraint": lambda params: False, "search": "grid"}, "must accept at least one combination of the grid"),
         (
             {"space": {"width": mh.uniform(4, 9)}},
             "width must be a whole number in the task, but got mh.uniform. Use mh.in",
@@ -217,7 +219,7 @@ def test_invalid_study_settings_are_rejected_and_leave_no_files(
 
 
 def test_unmeasured_objective_is_rejected(tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match="one reported error, but got 'valid_loss'"):
+    with pytest.raises(SettingsError, match="a trial reports \\(error\\), but got 'valid_loss'"):
         tune(lambda x=0.0: {"error": x}, {"x": mh.uniform(0, 1)}, trials=3, folder=tmp_path)
 
 
@@ -304,13 +306,13 @@ def test_model_build_error_fails_only_its_trial(tmp_path: Path) -> None:
 
 
 def test_empty_populations_are_released(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("manyhands.tuning.vectorized_trials.MOST_SHELVES", 2)
+    monkeypatch.setattr("manyhands.tuning.vectorized_trials.MAX_STACKS", 2)
     workshop = TrialRunner(networks.task, {}, 1, tmp_path, as_objectives("valid_loss"))
     with contextlib.closing(Stacked(workshop, resolve("cpu", 1)[0][0], 1, print, must_stack=True)) as executor:
         for number, width in enumerate((3, 4, 5, 5)):
             executor.start(TrialWork(number, {"width": width}, 1))
             assert executor.wait()[0].epochs == 1
-            assert len(executor._shelves) == min(number + 1, 2)
+            assert len(executor._stacks) == min(number + 1, 2)
 
 
 def test_stacked_execution_of_an_unsupported_task_raises_the_reason(tmp_path: Path) -> None:

@@ -110,8 +110,8 @@ def _heal() -> None:
 def _reason(error: Exception) -> str:
     if isinstance(error, torch.OutOfMemoryError):
         return "captured graphs need memory of their own, and there is not enough"
-    said = str(error).splitlines()[0] if str(error) else type(error).__name__
-    return f"{culprit(error)} cannot be captured ({said})"
+    text = str(error).splitlines()[0] if str(error) else type(error).__name__
+    return f"{culprit(error)} cannot be captured ({text})"
 
 
 _PLAIN = (bool, int, float, str, bytes, type(None))

@@ -6,7 +6,7 @@ __all__ = ["main"]
 
 
 def main() -> None:
-    """Runs the command line of this process; it ends the process with an exit code."""
+    """Run the command line of this process, and exit with its exit code."""
     try:
         from .app import app
 

@@ -75,9 +75,9 @@ def cluster(
         [] if found is None or survey is not None else [reach(h.name, h.port or found.port, timeout) for h in hosts]
     )
     warnings = _warnings(found, probes, survey, meet) + unfit + no_task
-    told = {**_as_dict(found, probes, survey, warnings, data), "joining": joining}
+    facts = {**_as_dict(found, probes, survey, warnings, data), "joining": joining}
     if survey is None or found is None or found.standing is None or found.standing.rank == 0:
-        print_json(told) if as_json else _show(found, told, this_host())
+        print_json(facts) if as_json else _show(found, facts, this_host())
     if [text for text in warnings if "is here too" not in text]:
         raise typer.Exit(1)
 
@@ -92,8 +92,10 @@ def _with_any_task(environ: Mapping[str, str]) -> tuple[Mapping[str, str], list[
     except (ValueError, KeyError, TypeError, AttributeError, StopIteration):
         return environ, []
     config["task"] = {"type": role, "index": 0}
-    says = f"TF_CONFIG does not say which task this is: it is shown as {role} 0 sees it, and nothing can be trained so"
-    return {**environ, "TF_CONFIG": json.dumps(config)}, [says]
+    warning = (
+        f"TF_CONFIG does not say which task this is: it is shown as {role} 0 sees it, and nothing can be trained so"
+    )
+    return {**environ, "TF_CONFIG": json.dumps(config)}, [warning]
 
 
 def _joining(
@@ -161,21 +163,21 @@ def _as_dict(
     }
 
 
-def _show(found: ResolvedCluster | None, told: dict[str, Any], host: str) -> None:
+def _show(found: ResolvedCluster | None, facts: dict[str, Any], host: str) -> None:
     from rich.text import Text
 
     console = stdout()
-    for line in _lines(found, told, host):
+    for line in _lines(found, facts, host):
         console.print(Text(line), soft_wrap=True)
-    for text in told["warnings"]:
+    for text in facts["warnings"]:
         console.print(Text(text, style="yellow"), soft_wrap=True)
 
 
-def _lines(found: ResolvedCluster | None, told: dict[str, Any], host: str) -> list[str]:
+def _lines(found: ResolvedCluster | None, facts: dict[str, Any], host: str) -> list[str]:
     if found is None:
-        data = [f"data: {told['data']}"] if told["data"] else []
+        data = [f"data: {facts['data']}"] if facts["data"] else []
         return [f"no cluster: this program was started by hand on {host}, and uses this machine's devices", *data]
-    probes = {probe["host"]: probe for probe in told["reach"]}
+    probes = {probe["host"]: probe for probe in facts["reach"]}
     lines = [f"{found.source}, read from {', '.join(found.variables)}"]
     for index, one in enumerate(found.hosts):
         mark = "*" if index == found.here else " "
@@ -187,17 +189,17 @@ def _lines(found: ResolvedCluster | None, told: dict[str, Any], host: str) -> li
             f"this process is rank {standing.rank} of {standing.size}, number {standing.local_rank} of its host"
         )
     else:
-        lines.append("this process speaks for its whole host")
+        lines.append("this process represents its whole host")
     lines.append(f"ranks meet at {found.address}:{found.port}")
-    if by := told["joining"]:
+    if by := facts["joining"]:
         tls = f", under TLS with the certificate in {by['tls']}" if by["tls"] else ", without TLS"
         lines.append(f"hosts join by the token in {by['token']}{tls}")
-    chosen = told["interface"]
-    for link in told["links"]:
+    chosen = facts["interface"]
+    for link in facts["links"]:
         speed = f"{link['bytes_per_second'] / 1e9:.2f} GB/s, {1e6 * link['seconds']:.0f} µs"
         mark = ", chosen" if chosen.get(link["host"]) == link["interface"] else ""
         lines.append(f"{link['host']} reaches {link['address']} by {link['interface']}: {speed}{mark}")
-    return [*lines, f"data: {told['data']}"] if told["data"] else lines
+    return [*lines, f"data: {facts['data']}"] if facts["data"] else lines
 
 
 def _answer(probe: dict[str, Any] | None) -> str:

@@ -36,7 +36,7 @@ def explain(
     draw: Draw = None,
     json: Json = False,
 ) -> None:
-    """Say how a strategy would split a network: layers, bytes on each device, what travels; nothing is trained."""
+    """Show how a strategy would split a network: layers, bytes on each device, and what is sent; nothing is trained."""
     settings = resolve_settings(SplitSettings, {"strategy": strategy, "on": on}).values
     with only_json(json):
         task = load_task(target)
@@ -46,8 +46,8 @@ def explain(
     if draw is not None:
         if not hasattr(found, "show"):
             raise SettingsError(
-                "only a network that is cut in pieces is drawn",
-                got=f"--draw with {found.spec}",
+                "--draw needs a strategy that partitions the network",
+                got=f"{found.spec}",
                 remedy="omit --draw, or use --strategy placed or pipeline",
             )
         found.show(draw)

@@ -26,7 +26,7 @@ _debug = [False]
 
 
 def debug(wanted: bool) -> None:
-    """Whether errors show Python's whole traceback."""
+    """Return whether errors are shown with the whole traceback."""
     _debug[0] = wanted
 
 
@@ -40,7 +40,7 @@ def guarded(verb: Callable[P, R]) -> Callable[P, R]:
         except (typer.Exit, BrokenPipeError):
             raise
         except (Exception, KeyboardInterrupt) as error:
-            tell(error)
+            print_error(error)
             raise typer.Exit(exit_code(error)) from None
 
     return run
@@ -52,19 +52,19 @@ def exit_code(error: BaseException) -> int:
     return int(getattr(error, "exit_code", usual))
 
 
-def tell(error: BaseException) -> None:
-    """Shows an error on stderr: one line where that says all, the person's own part of the traceback elsewhere."""
+def print_error(error: BaseException) -> None:
+    """Print an error to stderr: one line if that is sufficient, else the user's part of the traceback."""
     if _debug[0]:
         _print("".join(traceback.format_exception(error)))
     elif isinstance(error, KeyboardInterrupt):
         _print("\n  ".join(["interrupted", *getattr(error, "__notes__", ())]), style="yellow")
     elif isinstance(error, ManyhandsError) or (isinstance(error, OSError) and not _where(error)):
-        _tell_in_a_line(error)
+        _print_one_line(error)
     else:
         _print(short_traceback(error))
 
 
-def _tell_in_a_line(error: Exception) -> None:
+def _print_one_line(error: Exception) -> None:
     first, _, rest = str(error).partition("\n")
     if not first:
         return
@@ -79,7 +79,7 @@ def _tell_in_a_line(error: Exception) -> None:
 
 
 def short_traceback(error: BaseException) -> str:
-    """The traceback from the person's own first line on; the whole one where the error is all ours."""
+    """Return the traceback from the first line of user code on; the whole one if it contains no user code."""
     if isinstance(error, SyntaxError):
         return "".join(traceback.format_exception_only(error))
     whole = traceback.TracebackException.from_exception(error)
@@ -90,8 +90,8 @@ def short_traceback(error: BaseException) -> str:
 
 
 def _where(error: BaseException) -> str:
-    """The innermost line of the person's own code on the way to an error, here or in a worker."""
-    # Compiled libraries name sources that lie nowhere here: uvloop/loop.pyx.
+    """Return the innermost line of user code in an error's traceback, in this process or in a worker."""
+    # Compiled libraries name sources that are not installed: uvloop/loop.pyx.
     theirs = [place for place in _places(error) if not place.startswith(_LIBRARIES) and ".pyx:" not in place]
     return theirs[-1] if theirs else ""
 

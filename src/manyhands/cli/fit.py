@@ -264,12 +264,12 @@ def _show(run: Run, command: str) -> None:
     from rich.text import Text
 
     table = Table.grid(padding=(0, 2))
-    told = rows(run)
-    for name, value in told.items():
+    shown = rows(run)
+    for name, value in shown.items():
         table.add_row(Text(name, style="bold"), Text(value, overflow="fold"))
     console = stdout()
     console.print(table)
-    label = Text("to resume".ljust(2 + max(map(len, told))), style="bold")
+    label = Text("to resume".ljust(2 + max(map(len, shown))), style="bold")
     console.print(label + Text(command, style="not bold"), soft_wrap=True)
 
 

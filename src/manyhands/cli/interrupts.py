@@ -12,24 +12,24 @@ from typing import Any, Self
 
 
 class Interrupts:
-    """Hears Ctrl-C and SIGTERM also beside the handlers that a verb installs.
+    """Detects Ctrl-C and SIGTERM, also while a command has installed its own handlers.
 
     A run can also stop early by itself, so an early end does not show that the user interrupted it.
     """
 
     def __init__(self) -> None:
         self.exit_code = 0
-        """What the program should end with: 130 after Ctrl-C, 143 after a SIGTERM, 0 if none came."""
+        """The exit code of the program: 130 after Ctrl-C, 143 after a SIGTERM, 0 without a signal."""
         self._here = threading.current_thread() is threading.main_thread()
 
     def __enter__(self) -> Self:
         if self._here:
-            self._heard, self._said = socket.socketpair()
-            self._heard.setblocking(False)
-            self._said.setblocking(False)
+            self._reader, self._writer = socket.socketpair()
+            self._reader.setblocking(False)
+            self._writer.setblocking(False)
             self._handler = signal.signal(signal.SIGINT, self._interrupt)
             self._on_end = signal.signal(signal.SIGTERM, self._end)
-            self._wakeup = signal.set_wakeup_fd(self._said.fileno(), warn_on_full_buffer=False)
+            self._wakeup = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         return self
 
     def __exit__(
@@ -39,9 +39,9 @@ class Interrupts:
             signal.set_wakeup_fd(self._wakeup)
             signal.signal(signal.SIGINT, self._handler)
             signal.signal(signal.SIGTERM, self._on_end)
-            self.exit_code = self.exit_code or self._heard_code()
-            self._heard.close()
-            self._said.close()
+            self.exit_code = self.exit_code or self._read_code()
+            self._reader.close()
+            self._writer.close()
             if isinstance(error, KeyboardInterrupt) and self.exit_code:
                 error.exit_code = self.exit_code  # type: ignore[attr-defined]
 
@@ -54,9 +54,9 @@ class Interrupts:
         if frame is not None:
             raise SystemExit(128 + number)
 
-    def _heard_code(self) -> int:
+    def _read_code(self) -> int:
         try:
-            numbers = self._heard.recv(4096)
+            numbers = self._reader.recv(4096)
         except BlockingIOError:
             return 0
         return next((128 + number for number in (signal.SIGINT, signal.SIGTERM) if number in numbers), 0)
@@ -68,12 +68,12 @@ def until_ended() -> Iterator[threading.Event]:
     ending = threading.Event()
     before: dict[signal.Signals, Any] = {}
 
-    def heard(number: int, frame: FrameType | None) -> None:
+    def on_signal(number: int, frame: FrameType | None) -> None:
         ending.set()
         signal.signal(number, before[signal.Signals(number)])
 
     for number in (signal.SIGTERM, signal.SIGINT):
-        before[number] = signal.signal(number, heard)
+        before[number] = signal.signal(number, on_signal)
     try:
         yield ending
     finally:

@@ -112,7 +112,7 @@ def manifest(
 
 
 def slurm(wanted: ManifestRequest) -> str:
-    """A script for sbatch: a task per device, started by srun."""
+    """Return a script for sbatch: a task per device, started by srun."""
     gpus = f"#SBATCH --gpus-per-node={wanted.gpus}\n" if wanted.gpus else ""
     return (
         "#!/bin/bash\n"
@@ -152,7 +152,7 @@ def pytorchjob(wanted: ManifestRequest) -> str:
 
 
 def jobset(wanted: ManifestRequest) -> str:
-    """A JobSet of Kubernetes' own: one indexed job, whose pods reach each other by name."""
+    """Return a Kubernetes JobSet: one indexed job whose pods reach each other by name."""
     first = f"{wanted.name}-workers-0-0.{wanted.name}"
     command = _launched(
         wanted,
@@ -185,14 +185,14 @@ MANIFESTS: dict[str, Callable[[ManifestRequest], str]] = {"kubernetes": pytorchj
 
 
 def _launched(wanted: ManifestRequest, *options: str) -> tuple[str, ...]:
-    """The command itself where a pod has one device; torchrun starts it once per device where there are several."""
+    """Return the command itself if a pod has one device, else a torchrun command that starts it once per device."""
     return wanted.command if wanted.ranks == 1 else ("torchrun", *options, "--no-python", *wanted.command)
 
 
 def _pod(
     wanted: ManifestRequest, command: tuple[str, ...], environ: dict[str, str] | None = None, restart: str = ""
 ) -> list[str]:
-    """A pod's template, line by line; texts are written as JSON, which YAML takes."""
+    """Return the lines of a pod template; strings are written as JSON, which is valid YAML."""
     variables = {**(environ or {}), **({"MANYHANDS_FOLDER": "/runs"} if wanted.claim else {})}
     lines = ["spec:"]
     if restart:

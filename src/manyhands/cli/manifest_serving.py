@@ -1,4 +1,4 @@
-"""A Kubernetes manifest for a server: pods that are asked when ready, finish when they go, and grow with the queue."""
+"""A Kubernetes manifest for a server: readiness probes, graceful shutdown, and scaling by the length of the queue."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import json
 from dataclasses import dataclass
 
 DRAIN_SECONDS = 25
-"""What a server takes to finish at most, as `mh.serving.ServeSettings` has it."""
+"""Maximum seconds that a server takes to shut down, as in `mh.serving.ServeSettings`."""
 LEAVING_SECONDS = 5
 """Seconds until a terminating pod gets no more requests."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Served:
-    """What is to be served, and by how many pods."""
+    """The models to serve, and the number of pods."""
 
     name: str
     image: str
@@ -25,7 +25,7 @@ class Served:
 
 
 def serving(wanted: Served) -> str:
-    """A deployment, its services, and what scales it; the tokens lie in a secret of the same name."""
+    """Return a deployment, its services and its autoscaler; the tokens are in a secret of the same name."""
     parts = (
         _deployment(wanted),
         _service(wanted),

@@ -135,9 +135,9 @@ class HostsSettings(SplitSettings):
             )
         assert self.hosts is not None
         assert self.join is not None
-        said = " ".join([hashlib.sha256(file.read_bytes()).hexdigest(), str(self.strategy), *work])
+        work_key = " ".join([hashlib.sha256(file.read_bytes()).hexdigest(), str(self.strategy), *work])
         token, tls = self.token_file or "", self.tls or ""
-        return Join(address=self.join, hosts=self.hosts, token_file=token, tls=tls, on=self.on, work=said)
+        return Join(address=self.join, hosts=self.hosts, token_file=token, tls=tls, on=self.on, work=work_key)
 
 
 def add_verb(app: typer.Typer, verb: Callable[..., None], examples: Sequence[str], **context: Any) -> None:
@@ -170,8 +170,8 @@ def in_options(settings: type[Any]) -> Iterator[None]:
     try:
         yield
     except UsageError as error:
-        told = UsageError(reworded(error.rule, names), got=error.got, remedy=reworded(error.remedy, names))
-        error.args = told.args
+        reworded_error = UsageError(reworded(error.rule, names), got=error.got, remedy=reworded(error.remedy, names))
+        error.args = reworded_error.args
         raise
 
 

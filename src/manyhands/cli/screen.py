@@ -59,7 +59,7 @@ def note(text: str) -> None:
 
 
 def print_json(value: Any) -> None:
-    """One JSON value on stdout; numbers that JSON does not have become null."""
+    """Print one JSON value to stdout; numbers that JSON does not support become null."""
     sys.stdout.write(json.dumps(_finite(value), default=str) + "\n")
     sys.stdout.flush()
 
@@ -72,7 +72,7 @@ def only_json(wanted: bool) -> Iterator[None]:
 
 
 def amount(num_bytes: int) -> str:
-    """A number of bytes as people say it.
+    """Return a number of bytes in a readable unit.
 
     >>> amount(150_000_000_000)
     '139.7 GiB'

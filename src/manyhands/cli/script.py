@@ -30,12 +30,12 @@ class ScriptExit(RunError):
 
 
 def run_script(hand: Hand, script: str, args: Sequence[str]) -> None:
-    """Runs a script as `__main__` in this rank; what it raises shows its own lines only."""
+    """Run a script as `__main__` in this rank; tracebacks of its errors contain only its own lines."""
     run_main(script, args, hand.world.size)
 
 
 def run_main(script: str, args: Sequence[str], num_ranks: int = 1) -> None:
-    """Runs a script as `__main__` in this process, one of so many ranks."""
+    """Run a script as `__main__` in this process, which is one of several ranks."""
     try:
         with _as_main_program(script, args), _default_signals(num_ranks):
             runpy.run_path(script, run_name="__main__")
@@ -46,7 +46,7 @@ def run_main(script: str, args: Sequence[str], num_ranks: int = 1) -> None:
 
 
 def _end(code: object) -> None:
-    """What Python does with the value of a SystemExit."""
+    """Exit as Python does for the value of a SystemExit."""
     if isinstance(code, int) or code is None:
         if code:
             raise ScriptExit(code)
@@ -56,7 +56,7 @@ def _end(code: object) -> None:
 
 @contextlib.contextmanager
 def _as_main_program(script: str, args: Sequence[str]) -> Iterator[None]:
-    """The script's arguments and folder, as `python script.py` would set them; and its lines shown as they come."""
+    """Set the arguments and the folder as `python script.py` would, and flush its output after every line."""
     argv, path = list(sys.argv), list(sys.path)
     sys.argv[:] = [script, *args]
     sys.path.insert(0, str(Path(script).resolve().parent))
@@ -71,7 +71,7 @@ def _as_main_program(script: str, args: Sequence[str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _default_signals(size: int) -> Iterator[None]:
-    """Alone in the person's own process, Ctrl-C interrupts a script as it does under Python."""
+    """Restore Python's handling of Ctrl-C for a script that is alone in the user's process."""
     if size > 1 or threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -255,7 +255,7 @@ def _require_none(rule: str, remedy: str, options: Mapping[str, Any]) -> None:
 def _show(server: Server | Router, ending: threading.Event, quiet: bool) -> None:
     if not quiet:
         note(f"serving on {server.url} (gRPC on {server.grpc}), managed on {server.manage_url}")
-        server.on_event = _tell
+        server.on_event = _print_event
     _watch(server, ending, quiet)
 
 
@@ -294,7 +294,7 @@ def _listening(options: ListenOptions) -> dict[str, Any]:
     return {**dataclasses.asdict(options), "allow": allow}
 
 
-def _tell(entry: Mapping[str, Any]) -> None:
+def _print_event(entry: Mapping[str, Any]) -> None:
     values = {key: value for key, value in entry.items() if key not in ("v", "t", "kind")}
     note(" ".join([str(entry["kind"]).replace("_", " "), *(f"{key}={value}" for key, value in values.items())]))
 

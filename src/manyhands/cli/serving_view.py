@@ -1,4 +1,4 @@
-"""What a server does right now: requests per second, percentiles, batch sizes and queues, by version and replica."""
+"""Live view of a server: requests per second, percentiles, batch sizes and queues, by version and replica."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TITLES = ("model", "version", "state", "requests/s", "p50 ms", "p99 ms", "rows/b
 
 @dataclass(frozen=True)
 class VersionRow:
-    """A version in the last moments."""
+    """The recent activity of a version."""
 
     model: str
     version: str
@@ -30,21 +30,21 @@ class VersionRow:
     replicas: str
 
     def cells(self) -> tuple[str, ...]:
-        """The row as text."""
+        """Return the cells of the row as text."""
         rate = "" if math.isnan(self.rate) else f"{self.rate:,.0f}"
         numbers = (rate, _shown(1000 * self.p50), _shown(1000 * self.p99), _shown(self.rows))
         return (self.model, self.version, self.state, *numbers, str(self.queue), str(self.refused), self.replicas)
 
 
 class ServingView:
-    """Compares what a server says now with what it said the last time."""
+    """Compares the metrics of a server with those of the previous query."""
 
     def __init__(self) -> None:
         self._before: dict[tuple[str, int], Mapping[str, Any]] = {}
         self._time = time.monotonic()
 
     def rows(self, state: Mapping[str, Any]) -> list[VersionRow]:
-        """A row for every version, from a server's state."""
+        """Return a row for every version, from a server's state."""
         now = time.monotonic()
         seconds, self._time = max(now - self._time, 1e-6), now
         found, seen = [], {}
@@ -57,7 +57,7 @@ class ServingView:
         return found
 
     def table(self, state: Mapping[str, Any]) -> Table:
-        """The rows as a table for the terminal."""
+        """Return the rows as a table for the terminal."""
         from rich.box import SIMPLE_HEAD
         from rich.table import Table
 

@@ -45,7 +45,7 @@ def load_task(target: str) -> TaskLike:
 
 
 def split_target(target: str) -> tuple[Path, str]:
-    """The file and the name in it, empty where none was given.
+    """Return the file and the name in it, which is empty if none was given.
 
     >>> split_target("digits.py:big")
     (PosixPath('digits.py'), 'big')
@@ -55,7 +55,7 @@ def split_target(target: str) -> tuple[Path, str]:
 
 
 def parse_params(words: Sequence[str], written: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The task's parameters: those of the configuration file, and over them `key=value` words.
+    """Return the task's parameters: those of the configuration file, overridden by `key=value` arguments.
 
     >>> parse_params(["lr=3e-4"], {"lr": 0.1, "width": 8})
     {'lr': '3e-4', 'width': '8'}
@@ -72,12 +72,12 @@ def parse_params(words: Sequence[str], written: Mapping[str, Any] | None = None)
 
 
 def _as_text(value: Any) -> Any:
-    """Numbers as texts, so that the signature decides their type as it does for the command line's words."""
+    """Return numbers as strings, so that the signature decides their type, as for command line arguments."""
     return str(value) if isinstance(value, (bool, int, float)) else value
 
 
 def require_file(path: Path) -> None:
-    """Refuses what is not a Python file, naming those that are there."""
+    """Raise unless the path is a Python file; the error names existing Python files."""
     if path.is_file() and path.suffix == ".py":
         return
     folder = path if path.is_dir() else path.parent
@@ -89,7 +89,7 @@ def require_file(path: Path) -> None:
 
 
 def load_module(path: Path) -> ModuleType:
-    """Imports a file under a name made from its own, with its folder on the path."""
+    """Import a file as a module named after it, with its folder on the path."""
     import cloudpickle
 
     require_file(path)
@@ -143,7 +143,7 @@ def _not_there(module: ModuleType, path: Path, got: str) -> SettingsError:
 
 
 def _candidates(module: ModuleType) -> list[str]:
-    """Tasks of a module, and functions of its own that say that they return one."""
+    """Return the tasks of a module, and its functions that are annotated to return one."""
     return [
         name
         for name, value in vars(module).items()
@@ -153,5 +153,5 @@ def _candidates(module: ModuleType) -> list[str]:
 
 
 def _returns_task(function: Callable[..., Any]) -> bool:
-    said = getattr(function, "__annotations__", {}).get("return")
-    return said is Task or (isinstance(said, str) and said.split(".")[-1] == Task.__name__)
+    annotation = getattr(function, "__annotations__", {}).get("return")
+    return annotation is Task or (isinstance(annotation, str) and annotation.split(".")[-1] == Task.__name__)

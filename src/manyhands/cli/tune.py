@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class TuneSettings:
-    """What a configuration file and the environment may set."""
+    """Options that a configuration file and the environment can set."""
 
     on: str | None = None
     trials: int | None = None
@@ -149,7 +149,7 @@ def tune(
 
 
 def _space(words: list[str], written: Mapping[str, Any]) -> dict[str, Any]:
-    """The ranges of the configuration file, and over them those of the command line."""
+    """Return the ranges of the configuration file, overridden by those of the command line."""
     ranges = dict(written)
     for word in words:
         key, equals, text = word.partition("=")
@@ -168,15 +168,15 @@ def _space(words: list[str], written: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def show(study: Study, target: str) -> None:
-    """The closing table: how trials ended, the best of them, and how to resume."""
+    """Print the closing table: how trials ended, the best one, and how to resume."""
     from rich.table import Table
     from rich.text import Text
 
     table = Table.grid(padding=(0, 2))
-    told = study.to_dict()
-    rows = {"trials": ", ".join(f"{num} {state}" for state, num in told["trials"].items())}
-    if told["best"] is not None:
-        best = told["best"]
+    summary = study.to_dict()
+    rows = {"trials": ", ".join(f"{num} {state}" for state, num in summary["trials"].items())}
+    if summary["best"] is not None:
+        best = summary["best"]
         rows["best trial"] = str(best["number"])
         rows.update({name: f"{value:.4g}" for name, value in best["metrics"].items()})
         rows.update({name: f"{value}" for name, value in best["params"].items()})
@@ -187,8 +187,8 @@ def show(study: Study, target: str) -> None:
         table.add_row(Text(name.replace("_", " "), style="bold"), Text(value, overflow="fold"))
     console = stdout()
     console.print(table)
-    if told["best"] is not None:
-        words = [f"{name}={value}" for name, value in told["best"]["params"].items()]
+    if summary["best"] is not None:
+        words = [f"{name}={value}" for name, value in summary["best"]["params"].items()]
         command = shlex.join(["manyhands", "fit", target, *words])
         console.print(
             Text("train it".ljust(2 + max(map(len, rows))), style="bold") + Text(command, style="not bold"),

@@ -1,4 +1,4 @@
-"""Plain data and promises that every room shares: Task, Predictor, StrategySpec, errors, events."""
+"""Plain data and interfaces that all packages share: Task, Predictor, StrategySpec, errors, events."""
 
 from __future__ import annotations
 

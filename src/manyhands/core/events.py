@@ -56,7 +56,9 @@ class EventLog:
         except OSError as error:
             self._num_lost, self._reason = self._num_lost + 1, error.strerror or str(error)
             if not self._has_warned:
-                warnings.warn(f"events are lost, {self.path} cannot be written: {error}", RuntimeWarning, stacklevel=2)
+                warnings.warn(
+                    f"events are lost, because {self.path} cannot be written: {error}", RuntimeWarning, stacklevel=2
+                )
             self._has_warned = True
         else:
             self._num_lost = 0

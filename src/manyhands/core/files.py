@@ -1,7 +1,7 @@
 """Open and parse files that another program, or an attacker, may have written.
 
 A folder of runs, models or checkpoints may hold a FIFO, a device, a link or a damaged file where a plain file is
-expected. These functions never block on one, never follow a link unless told to, never read more than a limit, and
+expected. These functions never block on one, never follow a link unless requested, never read more than a limit, and
 raise `FileError` with the reason.
 """
 

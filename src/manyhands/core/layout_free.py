@@ -164,7 +164,7 @@ class LayoutFree(TorchFunctionMode):
     def learn(
         self, compute: Callable[[int], Any], few: int, more: int, any_rank: Callable[[bool], bool] = bool
     ) -> None:
-        """Find out which dim of every draw holds the samples; `compute` does with so many rows what a step does.
+        """Find the sample dimension of every draw; `compute` performs a step with the given number of rows.
 
         `compute` may contain collectives, so all ranks must call it equally often although a rank may see no draw, as
         a pipeline stage without dropout: `any_rank` returns whether its argument is true on any of them.
@@ -218,12 +218,12 @@ class LayoutFree(TorchFunctionMode):
             self._watch(offset)
             generator.set_state(state)
 
-    def watch_anew(self) -> None:
+    def restart_watch(self) -> None:
         """Check the next draws as the first ones were checked; those belonged to a trial run in evaluation mode."""
         self._num_watched = 0
 
     def _watch(self, offset: int) -> None:
-        """In the first few scopes, check whether something drew from torch's own generators."""
+        """Check in the first few scopes whether an operation drew from torch's own generators."""
         if self._num_watched < NUM_WATCHED:
             untouched = torch.Generator().manual_seed(self._call).get_state()
             self.strayed |= self._device_offset() != offset

@@ -379,7 +379,7 @@ def _text_of(policy: object) -> str:
         return policy
     if isinstance(policy, type) or not hasattr(policy, "changes_mathematics"):
         got = f"the class {policy.__name__}" if isinstance(policy, type) else repr(policy)
-        made = f"mh.sync.{policy.__name__}(...)" if isinstance(policy, type) else 'mh.sync.Int8() or "bf16", say'
+        made = f"mh.sync.{policy.__name__}(...)" if isinstance(policy, type) else 'mh.sync.Int8() or "bf16"'
         raise StrategyError("sync must be a policy or its name", got=got, remedy=f"write for example {made}")
     return str(policy)
 

@@ -60,9 +60,7 @@ def trace(task: Task, batch: Any, *, rows: int, precision: str = "fp32") -> Netw
     (['0', '1', '2', '(own lines and loss)'], 1024.0)
     """
     if task.loss is None:
-        raise CannotTrace(
-            "a task with step= is measured, because it cannot be traced", remedy="measured costs are used"
-        )
+        raise CannotTrace("a task with step= cannot be traced", remedy="its costs are measured instead")
     try:
         with alone(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
             model = weightless(task.model, mode)
@@ -71,9 +69,9 @@ def trace(task: Task, batch: Any, *, rows: int, precision: str = "fp32") -> Netw
         raise
     except Exception as error:
         raise CannotTrace(
-            "a network is traced with tensors that have shapes but no values",
+            "a network must be traceable with tensors that have shapes but no values",
             got=f"{type(error).__name__} at {culprit(error)}",
-            remedy="whole steps are measured instead; without that line the network could be planned piece by piece",
+            remedy="whole steps are measured instead; change that line to plan the network piece by piece",
         ) from error
 
 
@@ -123,13 +121,13 @@ def alone() -> Iterator[None]:
 
     Also disables torch's log: errors of manyhands report what cannot be traced.
     """
-    state, said = torch.get_rng_state(), _LOG.disabled
+    state, was_disabled = torch.get_rng_state(), _LOG.disabled
     try:
         _LOG.disabled = True
         with torch.enable_grad():
             yield
     finally:
-        _LOG.disabled = said
+        _LOG.disabled = was_disabled
         torch.set_rng_state(state)
 
 

@@ -133,8 +133,8 @@ class Log(LogSource):
             return
         if kind.startswith("version_"):
             self._note_version(entry["model"], str(entry["version"]), kind.removeprefix("version_"))
-        told = [f"{key} {_words(key, value)}" for key, value in entry.items() if key not in ("v", "t", "kind")]
-        text = f"{kind.replace('_', ' ')}: {', '.join(told)}" if told else kind
+        values = [f"{key} {_words(key, value)}" for key, value in entry.items() if key not in ("v", "t", "kind")]
+        text = f"{kind.replace('_', ' ')}: {', '.join(values)}" if values else kind
         self.news.append({"t": entry["t"], "kind": kind, "text": text[:LONGEST_NEWS], "fault": kind in FAULTS})
 
     def _note_version(self, model: str, version: str, state: str) -> None:
@@ -146,7 +146,7 @@ class Log(LogSource):
     def take_access(self, line: dict[str, Any]) -> None:
         """Count a request from the access log."""
         if not fields.holds(line, ACCESS_FIELDS):
-            raise ValueError("not a line of an access log")
+            raise ValueError("the line is not an entry of an access log")
         self.changed = max(self.changed, min(line["t"], time.time()))
         at = int(line["t"]) // self.width * self.width
         bucket = self.buckets.get(at)

@@ -93,7 +93,7 @@ class LogSource(ABC):
     def take_event(self, entry: dict[str, Any]) -> None:
         """Process an event; raises ValueError if it is malformed."""
         if not fields.is_event(entry):
-            raise ValueError("not an event")
+            raise ValueError("the line is not an event")
         # The writer's clock may be ahead: an event that was read has happened.
         moment = min(entry["t"], time.time())
         self.began, self.changed = self.began or moment, max(self.changed, moment)

@@ -28,7 +28,7 @@ NEWS = (
     "notice", "skipped", "lost", "recovered", "straggler", "hang", "member_lost", "followed", "chosen", "sync",
 )  # fmt: skip
 FAULTS = ("lost", "hang", "straggler", "skipped", "member_lost", "failed")
-TALKED = ("v", "t", "kind", "text")
+COMMON_FIELDS = ("v", "t", "kind", "text")
 
 
 class Rank:
@@ -154,7 +154,7 @@ class RunFolder(LogSource):
     def on_start(self, entry: dict[str, Any]) -> None:
         self.total, self.parameters, self.end = entry["total"], entry["parameters"], {}
         self._began_when, self._began_at = self._timed_from = entry["t"], entry["step"]
-        self._tell(entry, "resumed" if entry["step"] else "started")
+        self._add_news(entry, "resumed" if entry["step"] else "started")
         if entry["step"]:
             self._forget_after(entry["step"])
 
@@ -236,23 +236,23 @@ class RunFolder(LogSource):
         self.plan = entry
 
     def on_servers(self, entry: dict[str, Any]) -> None:
-        self.servers = {name: value for name, value in entry.items() if name not in (*TALKED, "step")}
+        self.servers = {name: value for name, value in entry.items() if name not in (*COMMON_FIELDS, "step")}
 
     def on_end(self, entry: dict[str, Any]) -> None:
         self.step = max(self.step, entry["step"])
         self.end = {"state": "stopped" if entry.get("stopped") else "finished", "t": entry["t"]}
-        self._tell(entry, self.end["state"])
+        self._add_news(entry, self.end["state"])
 
     def on_failed(self, entry: dict[str, Any]) -> None:
         self.end = {"state": "failed", "t": entry["t"], "reason": entry["reason"][:LONGEST_NEWS]}
-        self._tell(entry, entry["reason"])
+        self._add_news(entry, entry["reason"])
 
     def take(self, entry: dict[str, Any]) -> None:
         super().take(entry)
         kind = entry["kind"]
         self.num_faults += kind in FAULTS
         if kind in NEWS:
-            self._tell(entry, str(entry.get("text") or _said(entry)))
+            self._add_news(entry, str(entry.get("text") or _describe(entry)))
 
     # -- data of the pages ----------------------------------------------------------------------------------------
 
@@ -319,14 +319,14 @@ class RunFolder(LogSource):
         rank = self.ranks.get(place)
         if rank is None:
             if place >= MOST_RANKS:
-                raise ValueError("too many ranks")
+                raise ValueError("the run has too many ranks")
             rank = self.ranks[place] = Rank()
         rank.host, rank.device = entry.get("host") or rank.host, entry.get("device") or rank.device
         return rank
 
-    def _tell(self, entry: dict[str, Any], text: str) -> None:
-        told = {"t": entry["t"], "kind": entry["kind"], "text": text[:LONGEST_NEWS], "fault": entry["kind"] in FAULTS}
-        self.news.append({**told, "step": entry.get("step"), "rank": entry.get("rank")})
+    def _add_news(self, entry: dict[str, Any], text: str) -> None:
+        item = {"t": entry["t"], "kind": entry["kind"], "text": text[:LONGEST_NEWS], "fault": entry["kind"] in FAULTS}
+        self.news.append({**item, "step": entry.get("step"), "rank": entry.get("rank")})
 
     def _forget_after(self, step: int) -> None:
         """Drop data after the step from which a run resumes, because these steps are repeated."""
@@ -338,7 +338,7 @@ class RunFolder(LogSource):
         self._timed_from = None
 
 
-def _said(entry: dict[str, Any]) -> str:
+def _describe(entry: dict[str, Any]) -> str:
     """Return a description of an event that has no text."""
     if entry["kind"] == "lost":
         return f"rank {entry.get('rank')} on {entry.get('host')} was lost: {entry.get('reason')}"
@@ -346,7 +346,7 @@ def _said(entry: dict[str, Any]) -> str:
         return f"resumed at step {entry.get('step')} with {entry.get('size')} replicas, from {entry.get('source')}"
     if entry["kind"] == "skipped":
         return f"step {entry.get('step')} was left out"
-    return ", ".join(f"{key} {value}" for key, value in entry.items() if key not in TALKED)
+    return ", ".join(f"{key} {value}" for key, value in entry.items() if key not in COMMON_FIELDS)
 
 
 def _text(spec: dict[str, Any]) -> str:

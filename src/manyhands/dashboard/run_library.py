@@ -106,7 +106,7 @@ class Library:
         """Return summaries of everything that changed after a stamp, and the names of all sources."""
         changed = [source for source in self.sources.values() if source.stamp > since]
         found: dict[str, Any] = {
-            name: [self._told(source, "summary") for source in changed if source.kind == kind]
+            name: [self._content(source, "summary") for source in changed if source.kind == kind]
             for name, kind in (("runs", RunFolder.kind), ("studies", StudyFolder.kind), ("logs", Log.kind))
         }
         pending = sum(source.pending for source in self.sources.values())
@@ -115,15 +115,15 @@ class Library:
     def detail(self, name: str, kind: str) -> dict[str, Any] | None:
         """Return the data of a source's page and read it with priority; None if there is no such source."""
         source = self.want(name)
-        return self._told(source, "detail") if source is not None and source.kind == kind else None
+        return self._content(source, "detail") if source is not None and source.kind == kind else None
 
-    def _told(self, source: LogSource, what: str) -> dict[str, Any]:
+    def _content(self, source: LogSource, what: str) -> dict[str, Any]:
         """Return a source's summary or detail; on an error, that of an empty source with the error."""
         try:
-            told = getattr(source, what)()
+            content = getattr(source, what)()
         except Exception as error:
-            told = getattr(self._failed(source, error), what)()
-        return dict(told)
+            content = getattr(self._failed(source, error), what)()
+        return dict(content)
 
     def _failed(self, source: LogSource, error: Exception) -> LogSource:
         """Replace a source whose files could not be parsed by an empty one; others are not affected."""
@@ -203,8 +203,8 @@ class Library:
         found = {name: (kind, path) for name, kind, path in self._found()}
         held = _locked_files()
         with self.turn():
-            gone = self.sources.keys() - found.keys()
-            for name in gone:
+            removed = self.sources.keys() - found.keys()
+            for name in removed:
                 del self.sources[name]
             changed: list[LogSource] = []
             for name, (kind, path) in found.items():
@@ -221,7 +221,7 @@ class Library:
                 if self._states.get(name) != source.state:
                     self._states[name] = source.state
                     changed.append(source)
-            if gone:
+            if removed:
                 self.stamp += 1
         self._note(changed)
 
@@ -305,7 +305,7 @@ def _locked_files() -> set[int]:
 
 
 def _is_of(run: RunFolder, plan: dict[str, Any]) -> bool:
-    """Whether a run has the task, batch size and kind of device of a plan, so that they can be compared."""
+    """Return whether a run has the task, batch size and device type of a plan, so that they can be compared."""
     record = run.record
     on_cpu = all(str(device).rpartition("/")[2].startswith("cpu") for device in record.get("devices", []))
     is_alike = record.get("task") == plan["task"] and record.get("batch_size") == plan.get("batch_size")

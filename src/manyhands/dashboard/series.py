@@ -48,8 +48,8 @@ class Series:
             xs = [x for x, value in zip(xs, values, strict=True) if value is not None and math.isfinite(value)]
         at = 0
         while at < len(found):
-            room = self.stride - (self._count[-1] if self._count else 0)
-            some = found[at : at + (room if room > 0 else self.stride)]
+            free = self.stride - (self._count[-1] if self._count else 0)
+            some = found[at : at + (free if free > 0 else self.stride)]
             self._take(xs[at], xs[at + len(some) - 1], sum(some), len(some), min(some), max(some))
             self.last = some[-1]
             at += len(some)

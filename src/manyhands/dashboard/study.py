@@ -61,7 +61,7 @@ class StudyFolder(LogSource):
     def take_line(self, line: dict[str, Any]) -> None:
         """Process a line of the journal."""
         if not fields.is_journal_line(line):
-            raise ValueError("not a line of a journal")
+            raise ValueError("the line is not an entry of a journal")
         code = line["op_code"]
         if code == fields.STUDY_ATTRIBUTE:
             self.study = line["user_attr"].get("manyhands", self.study)
@@ -81,7 +81,7 @@ class StudyFolder(LogSource):
     def _create(self, line: dict[str, Any]) -> None:
         number = len(self.trials)
         if number >= MOST_READ:
-            raise ValueError("too many trials")
+            raise ValueError("the study has too many trials")
         trial = {"number": number, "params": line["given"], "state": STATES[0], "values": [], "metrics": {}}
         self.trials.append({**trial, "reports": [], "seconds": 0.0, "reason": "", "feasible": True, "worker": None})
         self.counts[STATES[0]] += 1

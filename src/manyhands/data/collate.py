@@ -70,7 +70,7 @@ def collate(samples: Sequence[Any]) -> Any:
     keys = first.keys()
     strange = next((sample for sample in samples if sample.keys() != keys), None)
     if strange is not None:
-        raise ValueError(f"samples have the fields {', '.join(keys)}, and one has {', '.join(strange)}")
+        raise ValueError(f"all samples must have the fields {', '.join(keys)}, but one has {', '.join(strange)}")
     fields, padded = {}, {}
     for key in keys:
         fields[key], lengths = _field(key, [sample[key] for sample in samples])
@@ -102,7 +102,9 @@ def _padded(key: str, arrays: list[Tensor]) -> tuple[Tensor, Tensor]:
     rests = {tuple(array.shape[1:]) for array in arrays}
     if len(rests) > 1 or any(array.ndim == 0 for array in arrays):
         shapes = sorted({tuple(array.shape) for array in arrays})
-        raise ValueError(f"samples may differ in their first dim alone, and the field {key!r} has shapes {shapes}")
+        raise ValueError(
+            f"samples may differ only in their first dimension, but the field {key!r} has the shapes {shapes}"
+        )
     lengths = torch.tensor([len(array) for array in arrays])
     # An empty list does not show the dtype of its numbers.
     kind = next((array.dtype for array in arrays if len(array)), arrays[0].dtype)

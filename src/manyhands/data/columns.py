@@ -27,7 +27,7 @@ def cast(values: Array, kind: str, name: str) -> Array:
     found = values.astype(kind, copy=False)
     if found.dtype.kind in "iu" and found.dtype != values.dtype and not np.array_equal(found, values):
         lost = values[found != values].flat[0]
-        raise ValueError(f"{lost} in {name!r}, which is no {kind}")
+        raise ValueError(f"{lost} in {name!r}, which is not a valid {kind}")
     return found
 
 

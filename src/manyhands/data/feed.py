@@ -93,9 +93,9 @@ class Feed:
         """What limits the speed so far: "input", "copy" or "compute"."""
         return self.pace.limit
 
-    def said(self) -> str:
+    def describe_limit(self) -> str:
         """Return a message for the user if data is the bottleneck so far, else an empty string."""
-        return self.pace.said(self.workers)
+        return self.pace.describe_limit(self.workers)
 
     def epoch(self, cursor: Cursor) -> Iterator[Batch]:
         """Yield the batches from the cursor to the end of its epoch."""
@@ -242,7 +242,7 @@ class Feed:
     def _ahead(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         copy, pace = DeviceCopy(self.device, self.dtype), self.pace
         ahead = Prefetcher(
-            copy.sent(batches), room=lambda item, depth: copy.room(item[1], depth), is_idle=copy.when_idle
+            copy.sent(batches), has_memory=lambda item, depth: copy.has_memory(item[1], depth), is_idle=copy.when_idle
         )
         starved = hidden = copying = 0.0
         try:

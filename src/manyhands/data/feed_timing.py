@@ -53,17 +53,17 @@ class FeedTiming:
             return "compute"
         return "copy" if self.copy > self.input else "input"
 
-    def said(self, workers: int) -> str:
+    def describe_limit(self, workers: int) -> str:
         """Return a message for the user if data is the bottleneck, else an empty string.
 
-        >>> FeedTiming(input=3.0, compute=7.0).said(workers=2)
-        'input is the limit: 30% of the time went into waiting for data, which 2 worker processes read'
+        >>> FeedTiming(input=3.0, compute=7.0).describe_limit(workers=2)
+        'input is the bottleneck: 30% of the time was spent waiting for data, which 2 worker processes read'
         """
         readers = "this process reads" if not workers else f"{workers} worker process{'es' * (workers > 1)} read"
         share = (self.input + self.copy) / self.total if self.total else 0.0
         texts = {
-            "input": f"input is the limit: {share:.0%} of the time went into waiting for data, which {readers}",
-            "copy": "copying to the device is the limit: smaller types (uint8, bf16) would be quicker",
+            "input": f"input is the bottleneck: {share:.0%} of the time was spent waiting for data, which {readers}",
+            "copy": "copying to the device is the bottleneck: smaller dtypes (uint8, bf16) would be faster",
         }
         return texts.get(self.limit, "")
 

@@ -268,7 +268,7 @@ class TableSource(FileSource):
             found = self._read(block)
         self._tables[block] = found
         self._kept += self._sizes[block] if is_new else 0
-        while len(self._tables) > 1 and self._kept > self._room:
+        while len(self._tables) > 1 and self._kept > self._cache_bytes:
             self._kept -= self._sizes[self._tables.popitem(last=False)[0]]
         return found
 
@@ -279,7 +279,7 @@ class TableSource(FileSource):
         asked = super()._blocks_per_window(window)
         # Depends only on the files and not on this machine's memory, so that the order is the same everywhere.
         found = asked if window is not None else max(1, min(asked, MIXED_BYTES // largest))
-        self._room = max(min(2 * found * largest, 2 * MIXED_BYTES), found * largest)
+        self._cache_bytes = max(min(2 * found * largest, 2 * MIXED_BYTES), found * largest)
         return found
 
     def _read(self, block: int) -> ColumnTable:

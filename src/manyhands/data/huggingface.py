@@ -39,7 +39,7 @@ def refuse_splits(data: Any, collate: Collate | None) -> Source:
     """Raise for several datasets, because only the user knows which one is meant."""
     first = "train" if "train" in data else next(iter(data), "train")
     raise DataError(
-        "data is one dataset",
+        "data must be one dataset",
         got=f"a {type(data).__name__} of {', '.join(map(str, data)) or 'none'}",
         remedy=f"pass data[{first!r}]",
     )
@@ -91,7 +91,9 @@ class ArrowSource(IndexedSource):
         try:
             return table_of(self._arrow[ids.tolist()], self._types).batch()
         except Null as null:
-            raise unreadable(self.name, int(ids[null.row]), ValueError(f"no value in {null.column!r}")) from None
+            raise unreadable(
+                self.name, int(ids[null.row]), ValueError(f"the column {null.column!r} has no value")
+            ) from None
         except ValueError as error:
             raise unreadable(self.name, int(ids[0]), error) from error
 

@@ -21,8 +21,8 @@ POLL_SECONDS = 0.001
 class Prefetcher(Generic[T]):
     """Run an iterator in a background thread, a few items ahead of the consumer.
 
-    The depth doubles, up to `limit`, whenever the consumer had to wait and `room(item, depth)` reports that memory
-    allows it, so that later input stalls are bridged. `is_idle()` is called when a wait starts, and returns a function
+    The depth doubles, up to `limit`, whenever the consumer had to wait and `has_memory(item, depth)` returns True, so
+    that later input stalls are bridged. `is_idle()` is called when a wait starts, and returns a function
     that reports whether the device has finished all work submitted until then.
     """
 
@@ -32,7 +32,7 @@ class Prefetcher(Generic[T]):
         *,
         depth: int = 2,
         limit: int = 16,
-        room: Callable[[T, int], bool] = lambda item, depth: True,
+        has_memory: Callable[[T, int], bool] = lambda item, depth: True,
         is_idle: Callable[[], Callable[[], bool]] = lambda: lambda: True,
     ) -> None:
         self.depth = depth
@@ -40,7 +40,7 @@ class Prefetcher(Generic[T]):
         """Seconds that the consumer waited while its device was idle."""
         self.hidden = 0.0
         """Seconds that the consumer waited while its device was still busy, so that no time was lost."""
-        self._items, self._limit, self._room, self._is_idle = items, limit, room, is_idle
+        self._items, self._limit, self._has_memory, self._is_idle = items, limit, has_memory, is_idle
         self._ready: deque[T] = deque()
         self._changed = threading.Condition()
         self._error: BaseException | None = None
@@ -82,11 +82,11 @@ class Prefetcher(Generic[T]):
             if idle_since is None and idle():
                 idle_since = perf_counter()
             self._changed.wait(None if idle_since is not None else POLL_SECONDS)
-        came = perf_counter()
+        arrived_at = perf_counter()
         if idle_since is None:
-            idle_since = came
+            idle_since = arrived_at
         self.hidden += idle_since - asked
-        self.waited += came - idle_since
+        self.waited += arrived_at - idle_since
 
     def _raise_end(self) -> None:
         error, self._error = self._error, None
@@ -94,7 +94,7 @@ class Prefetcher(Generic[T]):
 
     def _deepen(self, item: T) -> None:
         deeper = min(2 * self.depth, self._limit)
-        if self._room(item, deeper):
+        if self._has_memory(item, deeper):
             self.depth = deeper
 
     def _produce(self) -> None:
@@ -195,7 +195,7 @@ class DeviceCopy:
         pinned = leaf.pin_memory() if leaf.device.type == "cpu" else leaf
         return to_device(pinned, self._device, non_blocking=True, dtype=self._dtype)
 
-    def room(self, data: Any, depth: int) -> bool:
+    def has_memory(self, data: Any, depth: int) -> bool:
         """Return whether `depth` such batches are small compared with the memory of host and device."""
         needed = depth * sum(tensor.nbytes for tensor in tensors(data))
         on_device = getattr(self._module, "mem_get_info", None)

@@ -24,7 +24,7 @@ _INLINE = 512
 
 
 @dataclass(frozen=True)
-class Parcel:
+class PackedBatch:
     """A batch whose tensor data is in a slot."""
 
     body: bytes
@@ -80,11 +80,11 @@ class WorkerSlots:
             self._memory[place : place + view.nbytes] = view
             places.append((place, view.nbytes))
             place += -(-view.nbytes // _ALIGN) * _ALIGN
-        return Parcel(body.getvalue(), tuple(places))
+        return PackedBatch(body.getvalue(), tuple(places))
 
     def take(self, item: Any) -> Any:
         """Return the batch of a parcel, copied out of its slot, which is then free."""
-        if not isinstance(item, Parcel):
+        if not isinstance(item, PackedBatch):
             return item
         copies = [self._numbers[place : place + size].clone().numpy() for place, size in item.places]
         return pickle.loads(item.body, buffers=copies)

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from ..core import DataError
 from .batch import Batch
 from .source import Source
-from .worker_memory import Parcel, WorkerSlots
+from .worker_memory import PackedBatch, WorkerSlots
 
 Read = Callable[[int, int], Iterator[Batch]]
 """`read(first, step)` yields batches number first, first + step, ... of an epoch."""
@@ -38,7 +38,7 @@ class _InWorker(IterableDataset[Any]):
     def __init__(self, read: Read, slots: WorkerSlots | None) -> None:
         self._read, self._slots = read, slots
 
-    def __iter__(self) -> Iterator[Batch | Parcel | _Failure]:
+    def __iter__(self) -> Iterator[Batch | PackedBatch | _Failure]:
         info = get_worker_info()
         assert info is not None, "made to run in a worker"
         # A terminal sends Ctrl-C to workers too, which inherit the trainer's handler; they end with the trainer.

@@ -145,8 +145,8 @@ def _gpus(found: NvidiaDriver | None) -> tuple[Gpu, ...]:
     return known.gpus if known is not None else ()
 
 
-def _each(gpus: list[Gpu], say: Callable[[Gpu], str]) -> str:
-    return "; ".join(f"cuda:{gpu.index} {say(gpu)}" for gpu in gpus)
+def _each(gpus: list[Gpu], describe: Callable[[Gpu], str]) -> str:
+    return "; ".join(f"cuda:{gpu.index} {describe(gpu)}" for gpu in gpus)
 
 
 def _dotted(version: tuple[int, int] | None) -> str:

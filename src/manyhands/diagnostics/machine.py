@@ -140,8 +140,8 @@ def clock(source: str | None = None, is_set: bool | None = None, jump: float | N
     source = (_CLOCK.read_text().strip() if _CLOCK.exists() else "") if source is None else source
     jump = measure_jump() if jump is None else jump
     is_set = _is_synchronized() if is_set is None else is_set
-    said = {True: "synchronized", False: "not synchronized", None: "synchronization unknown"}[is_set]
-    text = f"{source or 'unknown source'}, {said}"
+    state = {True: "synchronized", False: "not synchronized", None: "synchronization unknown"}[is_set]
+    text = f"{source or 'unknown source'}, {state}"
     if abs(jump) > _MEANINGFUL_JUMP:
         found = f"{text}, it jumped by {jump:+.3f} s just now"
         return slow("clock", found, "events seem to come in another order than they did", "see what sets the clock")

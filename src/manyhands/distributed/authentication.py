@@ -31,7 +31,7 @@ MAX_BYTES = 1 << 32
 """Maximum bytes of one rank's message."""
 POLL_SECONDS = 0.05
 _LENGTH = struct.Struct("<Q")
-_ROOM = FRAME_BYTES - _LENGTH.size - TAG_BYTES
+_INLINE_BYTES = FRAME_BYTES - _LENGTH.size - TAG_BYTES
 
 Context = str | int | bytes
 
@@ -96,7 +96,7 @@ class SignedStore(dist.Store):
             if time.monotonic() > deadline:
                 raise NotAuthentic(
                     f"the value of {key!r} in the ranks' store has no valid signature: a process that is not part of "
-                    f"this job has written it. Find that process, or keep others away from this network"
+                    f"this job has written it. Find that process, or restrict access to this network"
                 )
             time.sleep(POLL_SECONDS)
 
@@ -142,52 +142,54 @@ class ObjectGather:
         """
         payload = encode(value)
         if len(payload) > MAX_BYTES:
-            raise RunError(f"a message between ranks has {len(payload)} bytes; {MAX_BYTES} are allowed")
+            raise RunError(
+                f"a message between ranks must have at most {MAX_BYTES} bytes, but got {len(payload)}; send it in parts"
+            )
         number, self._number = self._number, self._number + 1
         # A longer message is announced by its own code, so no length is trusted before it is authenticated.
-        first = payload if len(payload) <= _ROOM else self._tag(self._rank, number, 1, payload)
-        frames = _rows(all_gather(_tensor(self._framed(number, len(payload), first))))
-        heads = [self._opened(source, number, frame) for source, frame in enumerate(frames)]
-        longest = max((length for length, _ in heads if length > _ROOM), default=0)
+        first = payload if len(payload) <= _INLINE_BYTES else self._tag(self._rank, number, 1, payload)
+        frames = _rows(all_gather(_tensor(self._make_frame(number, len(payload), first))))
+        heads = [self._verify_frame(source, number, frame) for source, frame in enumerate(frames)]
+        longest = max((length for length, _ in heads if length > _INLINE_BYTES), default=0)
         rest = frames
         if longest:
-            large = payload if len(payload) > _ROOM else b""
+            large = payload if len(payload) > _INLINE_BYTES else b""
             rest = _rows(all_gather(_tensor(large.ljust(longest, b"\0"))))
         return [self._value(source, number, *head, rest[source]) for source, head in enumerate(heads)]
 
     def _tag(self, source: int, number: int, part: int, payload: bytes | memoryview) -> bytes:
         return self._key.tag("objects", self._group, source, number, part, payload=payload)
 
-    def _framed(self, number: int, length: int, content: bytes) -> bytes:
+    def _make_frame(self, number: int, length: int, content: bytes) -> bytes:
         head = _LENGTH.pack(length)
         frame = head + self._tag(self._rank, number, 0, head + content) + content
         return frame.ljust(FRAME_BYTES, b"\0")
 
-    def _opened(self, source: int, number: int, frame: memoryview) -> tuple[int, memoryview]:
+    def _verify_frame(self, source: int, number: int, frame: memoryview) -> tuple[int, memoryview]:
         """Return a message's length, and its content or, if it follows in the second round, its code."""
         (length,) = _LENGTH.unpack_from(frame)
         start = _LENGTH.size + TAG_BYTES
-        content = frame[start : start + (length if length <= _ROOM else TAG_BYTES)]
+        content = frame[start : start + (length if length <= _INLINE_BYTES else TAG_BYTES)]
         expected = self._tag(source, number, 0, bytes(frame[: _LENGTH.size]) + content)
         if not hmac.compare_digest(expected, frame[_LENGTH.size : start]) or length > MAX_BYTES:
-            raise self._refused(source, number)
+            raise self._forgery_error(source, number)
         return length, content
 
     def _value(self, source: int, number: int, length: int, content: memoryview, rest: memoryview) -> Any:
-        if length > _ROOM:
+        if length > _INLINE_BYTES:
             tag, content = content, rest[:length]
             if not hmac.compare_digest(self._tag(source, number, 1, content), tag):
-                raise self._refused(source, number)
+                raise self._forgery_error(source, number)
         try:
             return decode(content, is_authentic=self._key.is_secret)
         except InvalidMessage as error:
-            raise NotAuthentic(f"rank {source} sent bytes that are no message: {error}") from None
+            raise NotAuthentic(f"rank {source} sent an invalid message: {error}") from None
 
-    def _refused(self, source: int, number: int) -> NotAuthentic:
+    def _forgery_error(self, source: int, number: int) -> NotAuthentic:
         return NotAuthentic(
             f"message {number} of rank {source} in group {self._group} has no valid authentication code: it was "
-            f"changed on its way, or a process that is not part of this job has taken that rank's connection. Keep "
-            f"others away from this network"
+            f"changed in transit, or a process that is not part of this job has taken that rank's connection. "
+            f"Restrict access to this network"
         )
 
 
@@ -230,7 +232,7 @@ def confirm(key: RankKey, group: dist.ProcessGroup, name: str, nonces: Mapping[i
         if not hmac.compare_digest(code(rank, mine), given.numpy().tobytes()):
             raise NotAuthentic(
                 f"the connection to rank {rank} in group {name} leads to a process that is not part of this job. Find "
-                f"that process, or keep others away from this network"
+                f"that process, or restrict access to this network"
             )
 
 

@@ -29,9 +29,9 @@ class ControlChannel(ABC):
     """Whether a coordinator is connected that can ask all ranks for their stacks."""
 
     def __init__(self) -> None:
-        self.asked: Callable[[], Event] | None = None
+        self.report_stack: Callable[[], Event] | None = None
         """Returns the stack and the current operation of this rank; called on another thread."""
-        self.listens = False
+        self.checks_stop = False
         """Whether the training loop checks the stop flag, as the loops of manyhands do after every step."""
         self._stopping = False
         self.lost = ""
@@ -39,15 +39,15 @@ class ControlChannel(ABC):
         self.taps: list[Callable[[Event], None]] = []
         """Called in this process with every event before it is sent."""
         self._lost_generation = -1
-        self._summons: dict[str, Any] = {}
+        self._rendezvous: dict[str, Any] = {}
         self._is_closed = False
-        self._news = threading.Condition()
+        self._changed = threading.Condition()
         self._on_lost: tuple[int, Callable[[], None]] = 0, lambda: None
 
     @property
     def stopping(self) -> bool:
         """Return whether the user asked to stop; the loop then ends at the next step that all replicas agree on."""
-        self.listens = True
+        self.checks_stop = True
         return self._stopping
 
     @stopping.setter
@@ -70,7 +70,7 @@ class ControlChannel(ABC):
 
     def on_lost(self, generation: int, act: Callable[[], None]) -> None:
         """Call `act` (on another thread) as soon as a peer of this generation is known to have failed."""
-        with self._news:
+        with self._changed:
             self._on_lost = generation, act
         if self.has_lost(generation):
             act()
@@ -79,39 +79,39 @@ class ControlChannel(ABC):
         """Return whether the world of this generation has ended."""
         return self._lost_generation >= generation
 
-    def wait_for_news(self, generation: int, seconds: float) -> str:
+    def wait_for_failure(self, generation: int, seconds: float) -> str:
         """Wait for the description of the failed peer: a broken connection is noticed before its cause is known."""
-        with self._news:
-            heard = self._news.wait_for(lambda: self.has_lost(generation) or self._is_closed, seconds)
-        return self.lost if heard else ""
+        with self._changed:
+            is_known = self._changed.wait_for(lambda: self.has_lost(generation) or self._is_closed, seconds)
+        return self.lost if is_known else ""
 
-    def wait_for_summons(self, generation: int) -> dict[str, Any] | None:
+    def wait_for_rendezvous(self, generation: int) -> dict[str, Any] | None:
         """Wait for the rendezvous info of the next generation; return None when there will be none."""
-        with self._news:
-            self._news.wait_for(lambda: self._summons.get("generation", -1) > generation or self._is_closed)
-            return None if self._is_closed else self._summons
+        with self._changed:
+            self._changed.wait_for(lambda: self._rendezvous.get("generation", -1) > generation or self._is_closed)
+            return None if self._is_closed else self._rendezvous
 
-    def hear(self, message: dict[str, Any]) -> None:
+    def handle_message(self, message: dict[str, Any]) -> None:
         """Handle a message from the coordinator."""
         if message.get("stop"):
             self.stopping = True
-        if message.get("stacks") and self.asked is not None:
-            self.send_up({**self.asked(), "listens": self.listens})
-        with self._news:
-            self._summons = message.get("summons", self._summons)
+        if message.get("stacks") and self.report_stack is not None:
+            self.send_up({**self.report_stack(), "listens": self.checks_stop})
+        with self._changed:
+            self._rendezvous = message.get("rendezvous", self._rendezvous)
             self._is_closed = self._is_closed or bool(message.get("final"))
             if "lost" in message:
                 self.lost, self._lost_generation = str(message["lost"]), int(message["generation"])
             generation, act = self._on_lost
-            self._news.notify_all()
+            self._changed.notify_all()
         if "lost" in message and self.has_lost(generation):
             act()
 
-    def hang_up(self) -> None:
+    def mark_closed(self) -> None:
         """Mark the channel as closed and wake all waiting threads."""
-        with self._news:
+        with self._changed:
             self._is_closed = True
-            self._news.notify_all()
+            self._changed.notify_all()
 
 
 class DirectChannel(ControlChannel):
@@ -137,7 +137,7 @@ class SocketChannel(ControlChannel):
         self.calls: queue.SimpleQueue[tuple[int, int] | None] = queue.SimpleQueue()
         """Calls to a service: a call's number and the file descriptor of its pickle; None when there are no more."""
         self._sending = threading.Lock()
-        threading.Thread(target=self._listen, name="manyhands-line", daemon=True).start()
+        threading.Thread(target=self._listen, name="manyhands-channel", daemon=True).start()
 
     def send_up(self, entry: Event) -> None:
         self.send(EVENT, json.dumps(entry, default=str).encode())
@@ -150,25 +150,25 @@ class SocketChannel(ControlChannel):
         with self._sending:
             send_frame(self._socket, kind, body, fds)
 
-    def hear(self, message: dict[str, Any]) -> None:
-        super().hear(message)
+    def handle_message(self, message: dict[str, Any]) -> None:
+        super().handle_message(message)
         if self._stopping:
             self.calls.put(None)
 
     def _listen(self) -> None:
-        frames, parcels = FrameReader(), list[int]()
+        frames, pickle_fds = FrameReader(), list[int]()
         while True:
             chunk, fds = _receive(self._socket)
             if not chunk:
                 break
-            parcels += fds
+            pickle_fds += fds
             for kind, body in frames.feed(chunk):
                 if kind == CALL:
-                    self.calls.put((json.loads(body)["number"], parcels.pop(0)))
+                    self.calls.put((json.loads(body)["number"], pickle_fds.pop(0)))
                 else:
-                    self.hear(json.loads(body))
+                    self.handle_message(json.loads(body))
         self.calls.put(None)
-        self.hang_up()
+        self.mark_closed()
 
 
 class FrameReader:

@@ -146,7 +146,9 @@ def _crowd(found: Sequence[Device]) -> list[str]:
     num_processes = sum(device.kind == "cpu" for device in found)
     if num_processes <= max(1, num_cores()):
         return []
-    return [f"{num_processes} processes share {num_cores()} CPU cores: right, but no faster than {num_cores()}"]
+    return [
+        f"{num_processes} processes share {num_cores()} CPU cores: they are not faster than {num_cores()} processes"
+    ]
 
 
 def _default(on: str | None, num_wanted: int | None) -> tuple[list[Device], list[str]]:
@@ -192,9 +194,9 @@ def _named(kind: str, index: str | None, copies: str | None) -> Iterator[Device]
         have = ", ".join(str(device) for device in [*_accelerators(), _cpu()])
         wanted = kind if index is None else f"{kind}:{index}"
         raise DeviceError(
-            f"devices must be among those of this machine ({have})",
+            f"on must name devices of this machine ({have})",
             got=wanted,
-            remedy='choose one of them, or on="cpu*2" for a trial',
+            remedy='choose one of them, or pass on="cpu*2" to try the strategy on the CPU',
         )
     for device in known:
         if copies is not None and int(copies) < 1:

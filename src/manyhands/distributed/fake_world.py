@@ -23,7 +23,9 @@ class FakeWorld(World):
         super().__init__(RankInfo(size=size), DirectChannel())
         if dist.is_initialized():
             raise UsageError(
-                "a process takes part in one world at a time", got="another that is open", remedy="close it first"
+                "a process can be part of only one world at a time",
+                got="a second world",
+                remedy="close the first one with world.close()",
             )
         # Importing this module registers torch's "fake" backend.
         from torch.testing._internal.distributed.fake_pg import FakeStore

@@ -35,7 +35,7 @@ class CollectiveListener(Protocol):
         """Handle the end of the wait."""
 
 
-class Diary:
+class CollectiveLog:
     """The current operation of a rank, its start time, and the number of collectives that the rank has started."""
 
     def __init__(self) -> None:
@@ -76,7 +76,7 @@ class Diary:
         finally:
             self.operation = ""
 
-    def told(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, Any]:
         """Return the current operation, its duration, its number, and the stack of the computing thread."""
         seconds = time.monotonic() - self.since if self.operation else 0.0
         frames = traceback.extract_stack(sys._current_frames().get(self.thread))
@@ -84,26 +84,26 @@ class Diary:
         return {"operation": self.operation, "seconds": seconds, "number": self.number, "stack": stack}
 
 
-class Watchman:
+class StallWatchdog:
     """A thread beside a rank that reports each operation that stalls, once."""
 
-    def __init__(self, diary: Diary, seconds: float, report: Callable[[Event], None]) -> None:
-        self._diary, self._seconds, self._report = diary, seconds, report
+    def __init__(self, collective_log: CollectiveLog, seconds: float, report: Callable[[Event], None]) -> None:
+        self._log, self._seconds, self._report = collective_log, seconds, report
         self._over = threading.Event()
-        self._told = -1
-        threading.Thread(target=self._watch, name="manyhands-watchman", daemon=True).start()
+        self._reported_number = -1
+        threading.Thread(target=self._watch, name="manyhands-watchdog", daemon=True).start()
 
     def close(self) -> None:
         """Stop the thread."""
         self._over.set()
 
     def _watch(self) -> None:
-        diary = self._diary
+        collective_log = self._log
         while not self._over.wait(self._seconds / 4):
-            hangs = diary.operation and time.monotonic() - diary.since > self._seconds
-            if hangs and diary.number != self._told:
-                self._told = diary.number
-                self._report(event("stalled", **diary.told()))
+            hangs = collective_log.operation and time.monotonic() - collective_log.since > self._seconds
+            if hangs and collective_log.number != self._reported_number:
+                self._reported_number = collective_log.number
+                self._report(event("stalled", **collective_log.describe()))
 
 
 @dataclass
@@ -128,11 +128,11 @@ class HangReport:
         A send and a receive between two ranks do match.
         """
         every = sorted(self.answers.items())
-        all_wait = all(told["operation"] not in _ALONE and told["seconds"] > CROSSED_SECONDS for _, told in every)
-        names = {told["operation"] for _, told in every}
+        all_wait = all(report["operation"] not in _ALONE and report["seconds"] > CROSSED_SECONDS for _, report in every)
+        names = {report["operation"] for _, report in every}
         if len(every) < self.size or not all_wait or len(names) == 1:
             return ""
-        return ", ".join(f"rank {rank} in {told['operation']}" for rank, told in every)
+        return ", ".join(f"rank {rank} in {report['operation']}" for rank, report in every)
 
     def text(self, hosts: Mapping[int, str]) -> str:
         """Return the report: first the ranks that have not arrived, then those that wait, each with its stack.
@@ -146,39 +146,39 @@ class HangReport:
           rank 0 on host1 waits in all_reduce, its collective number 7
             a.py:1 in f: f()
         """
-        waiting = {rank: told for rank, told in self.answers.items() if self._waits(told)}
+        waiting = {rank: report for rank, report in self.answers.items() if self._waits(report)}
         late = [rank for rank in hosts if rank not in waiting]
         lines = [self._headline(waiting, late)]
         for rank in [*late, *waiting]:
-            told = self.answers.get(rank)
-            lines.append(f"  rank {rank} on {hosts[rank]} {self._said(told)}")
-            lines += [f"    {frame}" for frame in _shortened(told["stack"])] if told is not None else []
+            report = self.answers.get(rank)
+            lines.append(f"  rank {rank} on {hosts[rank]} {self._describe_rank(report)}")
+            lines += [f"    {frame}" for frame in _shortened(report["stack"])] if report is not None else []
         return "\n".join(lines)
 
-    def _waits(self, told: Mapping[str, Any]) -> bool:
-        return told["operation"] not in ("", STEP) and told["number"] >= self.number
+    def _waits(self, report: Mapping[str, Any]) -> bool:
+        return report["operation"] not in ("", STEP) and report["number"] >= self.number
 
     def _headline(self, waiting: Mapping[int, Mapping[str, Any]], late: list[int]) -> str:
         if not waiting:
-            return "a step hangs, and no rank waits in a collective of manyhands"
-        rank, told = max(waiting.items(), key=lambda item: item[1]["seconds"])
+            return "a step hangs, but no rank waits in a collective of manyhands"
+        rank, report = max(waiting.items(), key=lambda item: item[1]["seconds"])
         for_whom = f" for rank {', '.join(map(str, late))}" if late else ", though all ranks are in it"
-        return f"rank {rank} has waited {told['seconds']:.0f} s in {told['operation']}{for_whom}"
+        return f"rank {rank} has waited {report['seconds']:.0f} s in {report['operation']}{for_whom}"
 
-    def _said(self, told: Mapping[str, Any] | None) -> str:
-        if told is None:
-            return "does not answer: it is frozen, or in code that never lets other threads run"
-        if self._waits(told):
-            return f"waits in {told['operation']}, its collective number {told['number']}"
-        if told["operation"] not in ("", STEP):
-            return f"has not arrived; it waits in {told['operation']}, its collective number {told['number']}"
-        where = "in the computation of a step" if told["operation"] == STEP else "outside of collectives"
-        return f"has not arrived; it is {where}, after {told['number']} of them"
+    def _describe_rank(self, report: Mapping[str, Any] | None) -> str:
+        if report is None:
+            return "does not answer: its process is frozen, or in code that does not release the GIL"
+        if self._waits(report):
+            return f"waits in {report['operation']}, its collective number {report['number']}"
+        if report["operation"] not in ("", STEP):
+            return f"has not arrived; it waits in {report['operation']}, its collective number {report['number']}"
+        where = "in the computation of a step" if report["operation"] == STEP else "outside of collectives"
+        return f"has not arrived; it is {where}, after {report['number']} of them"
 
 
-def answer(diary: Diary) -> Event:
+def stack_event(collective_log: CollectiveLog) -> Event:
     """Return a rank's answer when the coordinator asks for its current operation and stack."""
-    return event("stack", **diary.told())
+    return event("stack", **collective_log.describe())
 
 
 def _shortened(stack: list[str]) -> list[str]:

@@ -73,14 +73,15 @@ def reach(host: str, port: int, patience: float = PATIENCE) -> Reach:
             code = error.errno or errno.EIO
         seconds = time.perf_counter() - began
         if code not in (0, errno.ECONNREFUSED):
-            said = "no answer" if code in (errno.EAGAIN, errno.ETIMEDOUT, errno.EINPROGRESS) else errno.errorcode[code]
-            return Reach(host, address, why=f"{said} from {address} within {patience:.0f} s")
+            is_silent = code in (errno.EAGAIN, errno.ETIMEDOUT, errno.EINPROGRESS)
+            problem = "no answer" if is_silent else errno.errorcode[code]
+            return Reach(host, address, why=f"{problem} from {address} within {patience:.0f} s")
     return Reach(host, address, _interface_towards(address), seconds)
 
 
 def measure(world: World) -> list[MeasuredLink]:
     """Return every link from a host to the first one, the fastest of each host first; all ranks must call it."""
-    hosts = world.gather_objects(world.seat.host)
+    hosts = world.gather_objects(world.rank_info.host)
     is_alone = len(set(hosts)) == 1
     with contextlib.ExitStack() as held:
         served: tuple[list[tuple[str, int]], bytes] | None = None
@@ -89,7 +90,7 @@ def measure(world: World) -> list[MeasuredLink]:
         ways, token = world.gather_objects(served)[0]
         found: list[MeasuredLink] = []
         for turn in sorted({hosts.index(host) for host in hosts[1:]} - ({0} if not is_alone else set())):
-            mine = measured(world.seat.host, ways, token) if world.rank == turn else []
+            mine = measured(world.rank_info.host, ways, token) if world.rank == turn else []
             found += world.gather_objects(mine)[turn]
     return sorted(found, key=lambda link: (hosts.index(link.host), -link.bytes_per_second))
 
@@ -131,7 +132,7 @@ def _rate(link: socket.socket) -> float:
         sent += CHUNK
     link.shutdown(socket.SHUT_WR)
     if not link.recv(1):
-        raise ConnectionError("the other end hung up")
+        raise ConnectionError("the peer closed the connection")
     return sent / (time.perf_counter() - began)
 
 
@@ -140,7 +141,7 @@ def _pings(link: socket.socket) -> Iterator[float]:
         began = time.perf_counter()
         link.sendall(b"?")
         if not link.recv(1):
-            raise ConnectionError("the other end hung up")
+            raise ConnectionError("the peer closed the connection")
         yield time.perf_counter() - began
 
 
@@ -194,8 +195,8 @@ def _take_bytes(link: socket.socket) -> None:
         if not link.recv(1):
             return
         link.sendall(b"!")
-    room = bytearray(4 * CHUNK)
-    while link.recv_into(room):
+    buffer = bytearray(4 * CHUNK)
+    while link.recv_into(buffer):
         pass
     link.sendall(b"!")
 

@@ -113,7 +113,11 @@ def encode(value: Any) -> bytes:
     try:
         body = _pack(encoder.plain(value))
     except RecursionError:
-        raise SendError("values that ranks exchange must not contain themselves", got=type(value).__name__) from None
+        raise SendError(
+            "values that ranks exchange must not contain themselves",
+            got=f"a {type(value).__name__} that does",
+            remedy="send it without the circular reference",
+        ) from None
     return b"".join((_HEAD.pack(len(body)), body, bytes(-len(body) % _ALIGNMENT), *encoder.buffers))
 
 
@@ -182,7 +186,7 @@ class _Encoder:
         raise SendError(
             "values that ranks exchange must be plain data: numbers, strings, lists, tuples, dicts, tensors, arrays",
             got=f"a {kind.__module__}.{kind.__qualname__}",
-            remedy="send its parts",
+            remedy="send its parts, or wrap it in distributed.messages.Opaque",
         )
 
     def _items(self, values: Any) -> list[Any]:
@@ -192,7 +196,7 @@ class _Encoder:
             return list(values)
         return [self.plain(each) for each in values]
 
-    def _aside(self, data: memoryview) -> int:
+    def _append_buffer(self, data: memoryview) -> int:
         """Store bytes outside of the MessagePack part, so that they are copied once; return their offset."""
         start = self._size
         self.buffers += [data, bytes(-data.nbytes % _ALIGNMENT)]
@@ -201,17 +205,26 @@ class _Encoder:
 
     def _tensor(self, tensor: Tensor) -> list[Any]:
         if tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized:
-            raise SendError("tensors that ranks exchange must be dense", got=f"{tensor.layout} on {tensor.device}")
+            raise SendError(
+                "tensors that ranks exchange must be dense, with values, and not quantized",
+                got=f"a tensor with {tensor.layout} on {tensor.device}",
+                remedy="convert it, for example with tensor.to_dense()",
+            )
         flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
-        return [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), self._aside(memoryview(flat.numpy()))]  # type: ignore[arg-type]
+        data = memoryview(flat.numpy())  # type: ignore[arg-type]
+        return [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), self._append_buffer(data)]
 
     def _array(self, array: np.ndarray[Any, Any]) -> list[Any]:
         if not _ARRAY_DTYPE.fullmatch(array.dtype.str):
-            raise SendError("arrays that ranks exchange must contain numbers or strings", got=f"dtype {array.dtype}")
-        return [array.dtype.str, list(array.shape), self._aside(memoryview(array.tobytes()))]
+            raise SendError(
+                "arrays that ranks exchange must contain numbers or strings",
+                got=f"an array of dtype {array.dtype}",
+                remedy="convert it, for example with array.astype(float)",
+            )
+        return [array.dtype.str, list(array.shape), self._append_buffer(memoryview(array.tobytes()))]
 
     def _opaque(self, value: Opaque) -> list[int]:
-        return [self._aside(memoryview(value.data)), len(value.data)]
+        return [self._append_buffer(memoryview(value.data)), len(value.data)]
 
 
 _WRITERS: dict[type[Any], Callable[[_Encoder, Any], Any]] = {
@@ -236,12 +249,12 @@ class _Decoder:
 
     def _ext(self, code: int, data: memoryview) -> Any:
         if not 0 <= code < len(_READERS):
-            raise InvalidMessage(f"an unknown kind of value ({code})")
+            raise InvalidMessage(f"a value has the unknown type code {code}")
         return _READERS[code](self, self.read(data))
 
     def _bytes(self, start: int, count: int) -> memoryview:
         if start < 0 or count < 0 or start + count > len(self._buffers):
-            raise InvalidMessage("a tensor that is longer than its message")
+            raise InvalidMessage("a tensor is longer than its message")
         return self._buffers[start : start + count]
 
     def _tensor(self, name: str, shape: list[int], start: int) -> Tensor:
@@ -251,7 +264,7 @@ class _Decoder:
 
     def _array(self, name: str, shape: list[int], start: int) -> np.ndarray[Any, Any]:
         if not _ARRAY_DTYPE.fullmatch(name):
-            raise InvalidMessage(f"an array of dtype {name}")
+            raise InvalidMessage(f"an array has the unsupported dtype {name}")
         dtype, count = np.dtype(name), _count(shape)
         data = bytearray(self._bytes(start, count * dtype.itemsize))
         return np.frombuffer(data, dtype).reshape(shape) if data else np.empty(shape, dtype)
@@ -265,7 +278,7 @@ class _Decoder:
 
 def _count(shape: list[int]) -> int:
     if any(type(size) is not int or size < 0 for size in shape):
-        raise InvalidMessage(f"a tensor of shape {shape}")
+        raise InvalidMessage(f"a tensor has the invalid shape {shape}")
     return math.prod(shape)
 
 

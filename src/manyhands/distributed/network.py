@@ -61,7 +61,7 @@ def address_towards(address: str) -> str:
             probe.connect((address, 9))
         except OSError as error:
             raise SettingsError(
-                "a host must be reachable",
+                "the network must have a route to the host",
                 got=f"{address} ({error.strerror})",
                 remedy="check the network and the address",
             ) from None
@@ -100,7 +100,7 @@ def interface_of(address: str) -> str:
     if found is None:
         have = ", ".join(sorted(our_addresses()))
         raise SettingsError(
-            f"the address must be one of this machine ({have})", got=address, remedy="choose one of them"
+            f"the address must be one of this machine's ({have})", got=address, remedy="choose one of them"
         )
     return found
 
@@ -122,7 +122,9 @@ def listen(address: str, port: int = 0) -> socket.socket:
                 remedy="stop that program, or choose another port",
             ) from None
         raise SettingsError(
-            f"{address} must be an address of this machine", got=error.strerror, remedy="choose one of its addresses"
+            f"{address} must be an address of this machine",
+            got=error.strerror,
+            remedy=f"choose one of {', '.join(sorted(our_addresses()))}",
         ) from None
     return listener
 

@@ -62,7 +62,9 @@ def require_alike(world: World) -> None:
     if found:
         world.close()
         raise SettingsError(
-            "all ranks need the same software", got="; ".join(found), remedy="install the same versions on every host"
+            "all ranks must have the same versions of manyhands, torch and Python",
+            got="; ".join(found),
+            remedy="install the same versions on every host",
         )
 
 
@@ -71,8 +73,8 @@ def facts(world: World, data: str = "") -> list[RankFacts]:
     world.barrier()
     mine = RankFacts(
         rank=world.rank,
-        host=world.seat.host,
-        device=str(world.seat.device),
+        host=world.rank_info.host,
+        device=str(world.rank_info.device),
         manyhands=version("manyhands"),
         torch=str(torch.__version__),
         python=platform.python_version(),
@@ -102,8 +104,8 @@ def differences(ranks: Sequence[RankFacts]) -> list[str]:
         for one in ranks:
             hosts.setdefault(value(one), []).append(one.host)
         if len(hosts) > 1:
-            said = ", ".join(f"{text} on {' '.join(dict.fromkeys(names))}" for text, names in hosts.items())
-            found.append(f"{what} differs: {said}; {remedy}")
+            values = ", ".join(f"{text} on {' '.join(dict.fromkeys(names))}" for text, names in hosts.items())
+            found.append(f"{what} differs: {values}; {remedy}")
     early, late = min(ranks, key=lambda one: one.clock), max(ranks, key=lambda one: one.clock)
     if late.clock - early.clock > MAX_SKEW:
         skew = late.clock - early.clock

@@ -24,7 +24,7 @@ from .authentication import NotAuthentic, ObjectGather, RankKey, SignedStore, co
 from .control_channel import ControlChannel
 from .devices import Device
 from .gloo_sockets import break_off, inodes, listening_ports, shut_down
-from .hangs import STALL, STEP, HangReport, Watchman, answer
+from .hangs import STALL, STEP, HangReport, StallWatchdog, stack_event
 from .world import Pending, RankInfo, World, caller_line
 
 if TYPE_CHECKING:
@@ -140,10 +140,10 @@ class _GroupWorld(World):
     @contextlib.contextmanager
     def _naming(self, operation: str) -> Iterator[None]:
         """Convert a broken connection into a PeerLost error with the lost peer, the operation and the caller's line."""
-        start, before = time.perf_counter(), self._whole.diary.begin(operation)
+        start, before = time.perf_counter(), self._whole.collective_log.begin(operation)
         try:
-            if self.line.has_lost(self.seat.generation):
-                raise PeerLost(operation, caller_line(), self.line.lost)
+            if self.channel.has_lost(self.rank_info.generation):
+                raise PeerLost(operation, caller_line(), self.channel.lost)
             yield
             self._whole.waited += time.perf_counter() - start
         except RuntimeError as error:
@@ -151,12 +151,12 @@ class _GroupWorld(World):
                 raise
             if isinstance(error, NotAuthentic):
                 raise PeerLost(operation, caller_line(), str(error)) from error
-            who = self.line.wait_for_news(self.seat.generation, self.seat.patience)
+            who = self.channel.wait_for_failure(self.rank_info.generation, self.rank_info.patience)
             if not who and not _is_connection_error(error):
                 raise
             raise PeerLost(operation, caller_line(), who or "a peer closed its connection", _brief(error)) from error
         finally:
-            self._whole.diary.end(before)
+            self._whole.collective_log.end(before)
 
 
 class TorchWorld(_GroupWorld):
@@ -166,15 +166,15 @@ class TorchWorld(_GroupWorld):
     """
 
     def __init__(
-        self, seat: RankInfo, line: ControlChannel, store: dist.Store, backend: str, key: RankKey | None = None
+        self, rank_info: RankInfo, channel: ControlChannel, store: dist.Store, backend: str, key: RankKey | None = None
     ) -> None:
-        super().__init__(seat, line)
+        super().__init__(rank_info, channel)
         self._key = key or RankKey.none()
-        self._objects = ObjectGather(self._key, "whole", seat.rank)
+        self._objects = ObjectGather(self._key, "whole", rank_info.rank)
         # A value written by another process is ignored for as long as a rank may take to write the authentic one.
-        self._root = SignedStore(store, self._key, seat.timeout / 10)
-        self._store = dist.PrefixStore(f"ports{seat.generation}", self._root)
-        self._marks = dist.PrefixStore(f"marks{seat.generation}", self._root)
+        self._root = SignedStore(store, self._key, rank_info.timeout / 10)
+        self._store = dist.PrefixStore(f"ports{rank_info.generation}", self._root)
+        self._marks = dist.PrefixStore(f"marks{rank_info.generation}", self._root)
         self._ports = _Ports({store.port} if isinstance(store, dist.TCPStore) else set())
         self._meshes: dict[tuple[tuple[str, int], ...], DeviceMesh] = {}
         self._parts: dict[tuple[tuple[int, ...], ...], World] = {}
@@ -182,36 +182,36 @@ class TorchWorld(_GroupWorld):
         self._opening: set[int] | None = None
         """The sockets that were open before, while connections are being made."""
         self._is_closed = False
-        line.on_lost(seat.generation, self._abort)
-        line.asked = functools.partial(answer, self.diary)
-        self._watchman = Watchman(self.diary, STALL * seat.timeout, self._tell_stall)
+        channel.on_lost(rank_info.generation, self._abort)
+        channel.report_stack = functools.partial(stack_event, self.collective_log)
+        self._watchdog = StallWatchdog(self.collective_log, STALL * rank_info.timeout, self._report_stall)
         try:
             self._connect(backend)
         except RuntimeError as error:
             self.close()
-            # A peer that never came fails no connection: the others' state is kept for the next rendezvous.
-            is_missing = isinstance(error, dist.DistStoreError) and line.recovers
+            # A peer that never connected breaks no connection: the others' state is kept for the next rendezvous.
+            is_missing = isinstance(error, dist.DistStoreError) and channel.recovers
             if not is_missing and not self.is_loss(error):
                 raise
             if isinstance(error, NotAuthentic):
-                raise PeerLost("joining", caller_line(), line.lost or str(error)) from error
-            raise PeerLost("joining", caller_line(), line.lost or "a peer did not come", _brief(error)) from error
+                raise PeerLost("joining", caller_line(), channel.lost or str(error)) from error
+            raise PeerLost("joining", caller_line(), channel.lost or "a peer did not connect", _brief(error)) from error
 
     def _connect(self, backend: str) -> None:
-        seat = self.seat
+        rank_info = self.rank_info
         with self._opening_groups() as groups:
             dist.init_process_group(
                 backend,
-                store=dist.PrefixStore(f"generation{seat.generation}", self._root),
-                rank=seat.rank,
-                world_size=seat.size,
-                timeout=timedelta(seconds=seat.timeout),
+                store=dist.PrefixStore(f"generation{rank_info.generation}", self._root),
+                rank=rank_info.rank,
+                world_size=rank_info.size,
+                timeout=timedelta(seconds=rank_info.timeout),
                 device_id=self.device if "nccl" in backend else None,
             )
             whole = dist.group.WORLD
             assert whole is not None
             self._whole, self._group = self, whole
-            self._aside = whole if "nccl" in backend else dist.new_group(timeout=timedelta(seconds=seat.timeout))
+            self._aside = whole if "nccl" in backend else dist.new_group(timeout=timedelta(seconds=rank_info.timeout))
             groups |= {"whole": whole} if self._aside is whole else {"whole": whole, "aside": self._aside}
 
     def is_loss(self, error: BaseException) -> bool:
@@ -219,7 +219,7 @@ class TorchWorld(_GroupWorld):
             return True
         # Errors that torch's own parallel modules raise when their connections are shut down are not wrapped.
         is_broken = isinstance(error, RuntimeError) and _is_connection_error(error)
-        return is_broken and bool(self.line.wait_for_news(self.seat.generation, self.seat.patience))
+        return is_broken and bool(self.channel.wait_for_failure(self.rank_info.generation, self.rank_info.patience))
 
     @property
     def is_capturable(self) -> bool:
@@ -229,11 +229,11 @@ class TorchWorld(_GroupWorld):
         self._marks.set(name, "1")
 
     def wait_for(self, *names: str) -> None:
-        deadline = time.monotonic() + self.seat.timeout
-        with self.diary.waiting(f"waiting for {names[0]}"):
+        deadline = time.monotonic() + self.rank_info.timeout
+        with self.collective_log.waiting(f"waiting for {names[0]}"):
             while not any(self._marks.check([name]) and self._marks.get(name) for name in names):
-                if self.line.has_lost(self.seat.generation) or time.monotonic() > deadline:
-                    lost = self.line.lost or f"no rank reported a reason within the timeout: {names[0]}"
+                if self.channel.has_lost(self.rank_info.generation) or time.monotonic() > deadline:
+                    lost = self.channel.lost or f"no rank reported a reason within the timeout: {names[0]}"
                     raise PeerLost("waiting", caller_line(), lost)
                 time.sleep(0.01)
 
@@ -245,14 +245,16 @@ class TorchWorld(_GroupWorld):
                 mesh = self._meshes[key] = dist.init_device_mesh(self.device.type, sizes, mesh_dim_names=names)
                 for name in names:
                     # init_device_mesh has no argument for it, and the default is half an hour.
-                    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=self.seat.timeout), mesh.get_group(name))
+                    dist.distributed_c10d._set_pg_timeout(
+                        timedelta(seconds=self.rank_info.timeout), mesh.get_group(name)
+                    )
                 groups |= {f"mesh {key} {name}": mesh.get_group(name) for name, size in key if size > 1}
         return self._meshes[key]
 
     def _part(self, groups: Sequence[Sequence[int]]) -> World:
         key = tuple(map(tuple, groups))
         if key not in self._parts:
-            timeout = timedelta(seconds=self.seat.timeout)
+            timeout = timedelta(seconds=self.rank_info.timeout)
             with self._naming("mesh"), self._opening_groups() as opened:
                 ours, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in groups], timeout=timeout)
                 aside = ours
@@ -274,23 +276,23 @@ class TorchWorld(_GroupWorld):
         groups: dict[str, dist.ProcessGroup] = {}
         try:
             yield groups
-            nonces = self._ports.add(self._store, self.seat, set(listening_ports()) - before)
+            nonces = self._ports.add(self._store, self.rank_info, set(listening_ports()) - before)
             for name, group in groups.items():
                 if torch.device("cpu") in group._device_types:
-                    confirm(self._key, group, name, nonces, min(CONFIRM_SECONDS, self.seat.timeout / 2))
+                    confirm(self._key, group, name, nonces, min(CONFIRM_SECONDS, self.rank_info.timeout / 2))
         finally:
             self._opening = None
 
-    def _tell_stall(self, entry: Event) -> None:
+    def _report_stall(self, entry: Event) -> None:
         """Report a stall to the coordinator, which asks the other ranks; without a coordinator, print it to stderr."""
-        if self.line.is_watched:
-            self.line.report(entry)
+        if self.channel.is_watched:
+            self.channel.report(entry)
         else:
             alone = HangReport(entry["number"], 1, answers={self.rank: entry})
-            print(alone.text({self.rank: self.seat.host}), file=sys.stderr, flush=True)
+            print(alone.text({self.rank: self.rank_info.host}), file=sys.stderr, flush=True)
 
     def close(self) -> None:
-        self._watchman.close()
+        self._watchdog.close()
         if dist.is_initialized():
             dist.destroy_process_group()
         # A group that failed during creation has used up a number, so the ranks' group names would differ next time.
@@ -299,12 +301,12 @@ class TorchWorld(_GroupWorld):
 
     def _abort(self) -> None:
         """Wake threads that are blocked in a collective: gloo has no abort, but its sockets can be shut down."""
-        shut_down(self._ports.known, self.seat.patience)
+        shut_down(self._ports.known, self.rank_info.patience)
         if self._opening is not None:
-            break_off(self._opening, self.seat.size)
-        if self.line.recovers:
-            # Gloo sometimes keeps waiting to send until its time limit, although all connections are gone.
-            late = threading.Timer(self.seat.patience, self._leave_gloo)
+            break_off(self._opening, self.rank_info.size)
+        if self.channel.recovers:
+            # Gloo sometimes keeps waiting to send until its time limit, although all connections are closed.
+            late = threading.Timer(self.rank_info.patience, self._leave_gloo)
             late.daemon = True
             late.start()
         group = dist.group.WORLD
@@ -317,24 +319,24 @@ class TorchWorld(_GroupWorld):
         before = self._blocked_in()
         time.sleep(BLOCKED_SECONDS)
         if before and self._blocked_in() == before:
-            told = f"waits in {before[0]} though its connections are gone: it is ended, and replaced"
-            print(told, file=sys.stderr, flush=True)
+            text = f"this rank is blocked in {before[0]}, although its connections are closed: it exits and is replaced"
+            print(text, file=sys.stderr, flush=True)
             os._exit(os.EX_TEMPFAIL)
 
     def _blocked_in(self) -> tuple[object, ...]:
         """Identify the collective that the computing thread is in; return an empty tuple if it is in none.
 
-        Collectives that torch's own modules call, such as those of `fully_shard`, are not in the diary: their innermost
-        Python frame is one of torch.distributed.
+        Collectives that torch's own modules call, such as those of `fully_shard`, are not in the collective log: their
+        innermost Python frame is one of torch.distributed.
         """
-        diary = self.diary
+        collective_log = self.collective_log
         if self._is_closed:
             return ()
-        if diary.operation not in ("", STEP):
-            return diary.operation, diary.number, diary.since
+        if collective_log.operation not in ("", STEP):
+            return collective_log.operation, collective_log.number, collective_log.since
         if self._opening is not None:
             return "gloo", id(self._opening)
-        frame = sys._current_frames().get(diary.thread)
+        frame = sys._current_frames().get(collective_log.thread)
         if frame is None or not frame.f_code.co_filename.startswith(_TORCH_DISTRIBUTED):
             return ()
         return frame.f_code.co_name, id(frame), frame.f_lasti
@@ -346,8 +348,8 @@ class _Along(_GroupWorld):
     def __init__(
         self, whole: TorchWorld, group: dist.ProcessGroup, aside: dist.ProcessGroup, objects: ObjectGather
     ) -> None:
-        seat = dataclasses.replace(whole.seat, rank=dist.get_rank(group), size=dist.get_world_size(group))
-        super().__init__(seat, whole.line)
+        rank_info = dataclasses.replace(whole.rank_info, rank=dist.get_rank(group), size=dist.get_world_size(group))
+        super().__init__(rank_info, whole.channel)
         self._whole, self._group, self._aside, self._is_nccl = whole, group, aside, whole._is_nccl
         self._objects = objects
 
@@ -421,10 +423,10 @@ class _Ports:
         self.known = known
         self._num_rounds = 0
 
-    def add(self, store: dist.Store, seat: RankInfo, ours: set[int]) -> dict[int, bytes]:
+    def add(self, store: dist.Store, rank_info: RankInfo, ours: set[int]) -> dict[int, bytes]:
         """Add the ports that every rank has opened since the last call; return a fresh random number of each rank."""
         prefix, self._num_rounds = str(self._num_rounds), self._num_rounds + 1
-        store.set(f"{prefix}/{seat.rank}", f"{secrets.token_hex(16)} {','.join(map(str, ours)) or '0'}")
-        texts = [store.get(f"{prefix}/{rank}").decode().split() for rank in range(seat.size)]
+        store.set(f"{prefix}/{rank_info.rank}", f"{secrets.token_hex(16)} {','.join(map(str, ours)) or '0'}")
+        texts = [store.get(f"{prefix}/{rank}").decode().split() for rank in range(rank_info.size)]
         self.known |= {int(port) for _, ports in texts for port in ports.split(",")} - {0}
         return {rank: bytes.fromhex(nonce) for rank, (nonce, _) in enumerate(texts)}

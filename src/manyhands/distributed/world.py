@@ -15,7 +15,7 @@ from torch import Tensor
 from ..core import PeerLost, UsageError
 from .control_channel import ControlChannel, DirectChannel
 from .devices import Device, require_usable, this_host
-from .hangs import Diary
+from .hangs import CollectiveLog
 from .network import LOOPBACK, gloo_on_loopback
 from .user_lines import innermost
 
@@ -38,7 +38,7 @@ class RankInfo:
     generation: int = 0
     timeout: float = DEFAULT_TIMEOUT
     """Seconds that a healthy operation may take; every other time limit is derived from it."""
-    heard: int = 0
+    reported_step: int = 0
     """The last step whose loss value the coordinator had received at the time of the rendezvous."""
 
     @property
@@ -57,12 +57,12 @@ class Pending:
 class World(ABC):
     """The replicas that train together. Collectives work in place or return new tensors, as documented for each."""
 
-    def __init__(self, seat: RankInfo, line: ControlChannel) -> None:
-        require_usable(seat.device)
-        self.seat, self.line = seat, line
-        self.rank, self.size = seat.rank, seat.size
-        self.device = seat.device.torch
-        self.diary = Diary()
+    def __init__(self, rank_info: RankInfo, channel: ControlChannel) -> None:
+        require_usable(rank_info.device)
+        self.rank_info, self.channel = rank_info, channel
+        self.rank, self.size = rank_info.rank, rank_info.size
+        self.device = rank_info.device.torch
+        self.collective_log = CollectiveLog()
         self.waited = 0.0
         """Seconds that this rank was blocked in collectives, waiting for other ranks or for the network."""
 
@@ -143,7 +143,7 @@ class World(ABC):
         >>> [world.size for world in NullWorld().by_hosts()]
         [1, 1]
         """
-        hosts = self.gather_objects(self.seat.host)
+        hosts = self.gather_objects(self.rank_info.host)
         inside = [[rank for rank, host in enumerate(hosts) if host == name] for name in dict.fromkeys(hosts)]
         if len(set(map(len, inside))) > 1:
             raise UsageError(
@@ -157,7 +157,7 @@ class World(ABC):
         """Return the world of this rank's group among some groups of equal size."""
         if len(groups[0]) == self.size:
             return self
-        return NullWorld(self.seat.device, self.line) if len(groups[0]) == 1 else self._part(groups)
+        return NullWorld(self.rank_info.device, self.channel) if len(groups[0]) == 1 else self._part(groups)
 
     def _part(self, groups: Sequence[Sequence[int]]) -> World:
         """Return the world of this rank's group; called for groups of more than one rank and less than all."""
@@ -175,8 +175,8 @@ class World(ABC):
 
     def require_current(self) -> None:
         """Raise PeerLost if this world has ended: a rank without collectives must also notice that others joined."""
-        if self.line.has_lost(self.seat.generation):
-            raise PeerLost("a step", caller_line(), self.line.lost)
+        if self.channel.has_lost(self.rank_info.generation):
+            raise PeerLost("a step", caller_line(), self.channel.lost)
 
     def is_loss(self, error: BaseException) -> bool:
         """Return whether an error only means that this world has ended."""
@@ -205,9 +205,9 @@ class NullWorld(World):
     """A world of one replica: every collective is the identity."""
 
     def __init__(
-        self, device: Device | None = None, line: ControlChannel | None = None, seat: RankInfo | None = None
+        self, device: Device | None = None, channel: ControlChannel | None = None, rank_info: RankInfo | None = None
     ) -> None:
-        super().__init__(seat or RankInfo(device=device or Device("cpu")), line or DirectChannel())
+        super().__init__(rank_info or RankInfo(device=device or Device("cpu")), channel or DirectChannel())
         self._owns_group = False
 
     @property

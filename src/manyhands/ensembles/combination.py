@@ -187,7 +187,7 @@ COMBINATIONS: dict[str, type[Combination]] = {kind.name: kind for kind in (MeanC
 
 
 def require_combination(name: str) -> type[Combination]:
-    """The combination of a name."""
+    """Return the combination with this name."""
     if name not in COMBINATIONS:
         raise SettingsError(
             f"combine must be one of {', '.join(COMBINATIONS)}", got=repr(name), remedy="choose one of them"
@@ -196,7 +196,7 @@ def require_combination(name: str) -> type[Combination]:
 
 
 def _of_label(probabilities: Tensor, labels: Tensor) -> Tensor:
-    """What each member gave the label, by member and row."""
+    """Return the probability that each member assigns to the label, by member and row."""
     index = labels.long().expand(len(probabilities), *labels.shape).unsqueeze(-1)
     return probabilities.gather(-1, index).squeeze(-1).flatten(1)
 
@@ -206,7 +206,7 @@ def _cross_entropy(scores: Tensor, labels: Tensor) -> Tensor:
 
 
 def _least_squares(answers: Tensor, labels: Tensor) -> Tensor:
-    """Weights on the simplex with the least squared error, by multiplicative steps."""
+    """Return the weights on the simplex with the least squared error, found by multiplicative updates."""
     flat, wanted = answers.flatten(1), labels.expand_as(answers[0]).flatten()
     gram, slope = flat @ flat.T / flat.shape[1], flat @ wanted / flat.shape[1]
     weights = torch.full((len(flat),), 1.0 / len(flat), dtype=torch.float64)

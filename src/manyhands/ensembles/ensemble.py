@@ -116,8 +116,8 @@ class Ensemble(Predictor):
     def uncertainty(self, inputs: Any) -> dict[str, Tensor]:
         """Return the members' disagreement for every row: their spread, and for classes the mutual information."""
         answers = self.each(inputs)
-        told = CombinationRule(self.rule.combinations, True).combined(answers)
-        return {name: told[name] for name in (SPREAD, MUTUAL) if name in told}
+        measures = CombinationRule(self.rule.combinations, True).combined(answers)
+        return {name: measures[name] for name in (SPREAD, MUTUAL) if name in measures}
 
     def calibration(self, batches: Batches | None = None) -> tuple[Calibration, list[Calibration]]:
         """Return the calibration of the ensemble and of every member alone, on the validation data."""

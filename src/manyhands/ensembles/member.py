@@ -56,11 +56,13 @@ def require_alike(names: Sequence[str], signatures: Sequence[Signature]) -> None
     first = signatures[0]
     for name, other in zip(names[1:], signatures[1:], strict=True):
         for side in ("inputs", "outputs"):
-            mine, theirs = getattr(first, side), getattr(other, side)
-            if {key: (spec.dtype, spec.shape[1:]) for key, spec in mine.items()} != {
-                key: (spec.dtype, spec.shape[1:]) for key, spec in theirs.items()
+            first_side, other_side = getattr(first, side), getattr(other, side)
+            if {key: (spec.dtype, spec.shape[1:]) for key, spec in first_side.items()} != {
+                key: (spec.dtype, spec.shape[1:]) for key, spec in other_side.items()
             }:
-                shown = [", ".join(f"{key}: {spec}" for key, spec in specs.items()) for specs in (mine, theirs)]
+                shown = [
+                    ", ".join(f"{key}: {spec}" for key, spec in specs.items()) for specs in (first_side, other_side)
+                ]
                 raise TaskError(
                     f"members of an ensemble must have the same {side}: {names[0]} has {shown[0]}",
                     got=f"{shown[1]} of {name}",

@@ -59,7 +59,7 @@ class MemberHandle(ABC):
         answer: Future[dict[str, Tensor]]
         try:
             if self._num_open >= MOST_OPEN:
-                raise RuntimeError(f"{self._num_open} earlier queries wait for it")
+                raise RuntimeError(f"{self._num_open} earlier queries are unanswered")
             answer = self._asked(inputs)
         except Exception as error:
             answer = Future()
@@ -159,8 +159,8 @@ class RemoteEnsemble(Predictor):
                 "deadline must be above 0 seconds", got=deadline, remedy="pass for example deadline=1.0"
             )
         self._handles, self._rule, self.deadline, self.quorum = list(handles), rule, deadline, enough
-        said = {**rule.signature(signature).outputs, ANSWERED: TensorSpec("bool", (None, len(handles)))}
-        self.signature = Signature(signature.inputs, said)
+        outputs = {**rule.signature(signature).outputs, ANSWERED: TensorSpec("bool", (None, len(handles)))}
+        self.signature = Signature(signature.inputs, outputs)
 
     def __repr__(self) -> str:
         return f"RemoteEnsemble of {len(self._handles)}, {self.quorum} of which must answer within {self.deadline:g} s"
@@ -199,7 +199,7 @@ class RemoteEnsemble(Predictor):
         open_ = set(asked)
         while open_ and (left := end - time.monotonic()) > 0:
             open_ -= wait(open_, left, FIRST_COMPLETED).done
-        came: dict[int, dict[str, Tensor]] = {}
+        answered: dict[int, dict[str, Tensor]] = {}
         missing = {asked[future]: f"no answer within {self.deadline:g} s" for future in open_}
         for future, number in asked.items():
             if future in open_:
@@ -207,15 +207,19 @@ class RemoteEnsemble(Predictor):
             if (error := future.exception()) is not None:
                 missing[number] = (str(error) or type(error).__name__).splitlines()[0]
             else:
-                came[number] = future.result()
-        if len(came) < self.quorum:
+                answered[number] = future.result()
+        if len(answered) < self.quorum:
             reasons = "; ".join(f"member {number}: {reason}" for number, reason in sorted(missing.items()))
-            raise RequestRefused("UNAVAILABLE", f"{len(came)} of {self.quorum} members answered ({reasons})", 1.0)
-        who = sorted(came)
-        answers = {name: torch.stack([came[number][name] for number in who]) for name in self._rule.combinations}
+            raise RequestRefused(
+                "UNAVAILABLE", f"only {len(answered)} of {self.quorum} required members answered ({reasons})", 1.0
+            )
+        numbers = sorted(answered)
+        answers = {
+            name: torch.stack([answered[number][name] for number in numbers]) for name in self._rule.combinations
+        }
         with torch.no_grad():
-            outputs = self._rule.combined(answers, None if len(who) == len(self._handles) else who)
-        return EnsemblePrediction(outputs, tuple(who), missing)
+            outputs = self._rule.combined(answers, None if len(numbers) == len(self._handles) else numbers)
+        return EnsemblePrediction(outputs, tuple(numbers), missing)
 
 
 class _Making:

@@ -26,7 +26,7 @@ class StackedMembers(nn.Module):
         self._devices: list[torch.device] | None = None
 
     def place(self, devices: Sequence[torch.device]) -> None:
-        """Pins a copy of every member to a device, in turn; answers come back to where the inputs are."""
+        """Pin a copy of every member to a device, round-robin; outputs are copied to the device of the inputs."""
         self._devices = [devices[number % len(devices)] for number in range(len(self.models))]
         placed = zip(self.models, self._devices, strict=True)
         self.models = nn.ModuleList(copy.deepcopy(model).to(device) for model, device in placed)

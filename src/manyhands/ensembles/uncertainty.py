@@ -75,10 +75,10 @@ def calibration(probabilities: Tensor, labels: Tensor) -> Calibration:
         inside = bins == number
         if inside.any():
             rows.append((float(confidence[inside].mean()), float(right[inside].mean()), int(inside.sum())))
-    error = sum(count * abs(said - was) for said, was, count in rows) / len(labels)
+    error = sum(count * abs(predicted - observed) for predicted, observed, count in rows) / len(labels)
     likelihood = probabilities.gather(-1, labels[:, None]).clamp_min(1e-12).log()
-    said, was, counts = zip(*rows, strict=True)
-    return Calibration(round(error, 12), float(right.mean()), -float(likelihood.mean()), said, was, counts)
+    predicted, observed, counts = zip(*rows, strict=True)
+    return Calibration(round(error, 12), float(right.mean()), -float(likelihood.mean()), predicted, observed, counts)
 
 
 def _by_row(values: Tensor) -> Tensor:

@@ -124,7 +124,7 @@ def _require_inputs_kept(traced: TracedGraph, facts: GraphFacts, nodes: Sequence
                 target = source
             if target.name in traced.inputs:
                 raise StrategyError(
-                    "a network that is cut leaves its inputs as they are",
+                    "a partitioned network must not change its inputs",
                     got=f"{getattr(node.target, '_opname', node.target)} in place, in "
                     f"{traced.paths[node.name] or 'the network itself'}",
                     remedy="write it out of place (x = x + 1 and not x += 1), or start from x.clone()",

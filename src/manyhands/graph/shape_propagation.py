@@ -101,7 +101,7 @@ def _follow_one(node: fx.Node, held: Mapping[str, Any], facts: GraphFacts, draws
             return plainly(node)(*args, **kwargs)
         except torch._subclasses.fake_tensor.DataDependentOutputException as error:
             raise StrategyError(
-                "a network that is cut must be traced: sizes in it may not depend on values",
+                "a partitioned network must be traceable: sizes in it must not depend on values",
                 got=f"{node.target} in {node.meta.get('stack_trace', '').strip().splitlines()[-1:]}",
                 remedy="compute that size outside of forward",
             ) from error

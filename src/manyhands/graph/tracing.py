@@ -194,7 +194,7 @@ def _buffers_kept(model: nn.Module) -> Iterator[None]:
             continue
         if now is None or now.shape != held.shape:
             raise StrategyError(
-                "a buffer of a network that is cut keeps its size",
+                "a buffer of a partitioned network must keep its size",
                 got=f"{name} of {type(module).__name__}, {'None' if now is None else list(now.shape)} after "
                 f"{list(held.shape)}",
                 remedy="register it with its largest size, or use mh.Mirrored() or mh.Sharded()",
@@ -242,10 +242,10 @@ def _swapped(model: nn.Module, other: Callable[[Tensor], Tensor]) -> Iterator[No
 
 def _cannot(error: Exception) -> StrategyError:
     """Return an error with the first line of export's long message and the line of user code."""
-    said = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    text = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
     return StrategyError(
-        "a network that is cut must be traced: what it does may not depend on values that are computed in it",
-        got=f"{culprit(error)} ({said[:300]})",
+        "a partitioned network must be traceable: its operations must not depend on values that it computes",
+        got=f"{culprit(error)} ({text[:300]})",
         remedy="take that branch out of forward (torch.where computes both), or use mh.Mirrored() or mh.Sharded()",
     )
 
@@ -263,7 +263,7 @@ def _traced(program: Any, answer: OutputStructure, names: Mapping[str, str]) -> 
     graph: fx.Graph = program.graph_module.graph
     if any("batch_dim" in getattr(node.target, "__name__", "") for node in graph.nodes):
         raise StrategyError(
-            "a network that is split into stages is traced, and the trace does not support torch.func.vmap",
+            "a partitioned network is traced, and the trace does not support torch.func.vmap",
             got="a call of it in forward",
             remedy="write the loop over its dimension, or use mh.Mirrored() or mh.Sharded()",
         )

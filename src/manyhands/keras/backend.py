@@ -21,12 +21,13 @@ def require_torch_backend() -> ModuleType:
         if error.name != "keras":
             raise
         raise SettingsError(
-            "manyhands.keras needs Keras 3", got="none installed", remedy="pip install 'manyhands[keras]'"
+            "manyhands.keras needs Keras 3, which is not installed",
+            remedy="install it with pip install 'manyhands[keras]'",
         ) from None
     active = keras.config.backend()
     if active != BACKEND:
         raise SettingsError(
-            "manyhands.keras works with Keras on its PyTorch backend",
+            "manyhands.keras needs Keras with its PyTorch backend",
             got=f"the backend {active!r}",
             remedy="set KERAS_BACKEND=torch in the environment, or import manyhands.keras before keras and tensorflow",
         )

@@ -94,7 +94,7 @@ class OnceForAll(CallbackList):  # type: ignore[misc]
     def _end(self, name: str, logs: Any) -> None:
         self._once(name, logs)
         if self._in_begin_end_block_count == 0:
-            self._tell_what_they_know()
+            self._share_known_state()
 
     def _begin(self) -> None:
         if self._clock is not None:
@@ -104,13 +104,13 @@ class OnceForAll(CallbackList):  # type: ignore[misc]
         if self._clock is not None:
             self._clock.end(what)
 
-    def _tell_what_they_know(self) -> None:
+    def _share_known_state(self) -> None:
         """Copy callback attributes to all replicas, such as EarlyStopping's best epoch or the history."""
         # The first replica may have callbacks that the others lack; all have a history.
         groups = [self._given, [self._history] if self._history else []]
         own = [[(type(each).__name__, plain_attributes(each)) for each in group] for group in groups]
-        told = self._strategy.hand.world.gather_objects(own if self._strategy.hand.is_first else None)[0]
-        for mine, known, theirs in zip(groups, own, told, strict=True):
+        received = self._strategy.hand.world.gather_objects(own if self._strategy.hand.is_first else None)[0]
+        for mine, known, theirs in zip(groups, own, received, strict=True):
             if [name for name, _ in known] == [name for name, _ in theirs]:
                 for each, (_, values) in zip(mine, theirs, strict=True):
                     vars(each).update(values)
@@ -128,7 +128,7 @@ class OnceForAll(CallbackList):  # type: ignore[misc]
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self._strategy.share_memory(self.model)
         if self._clock is not None:
-            waits = self._strategy.hand.world.gather_objects(self._clock.told())
+            waits = self._strategy.hand.world.gather_objects(self._clock.describe())
             for each in self._given:
                 if isinstance(each, RunLog):
                     each.waits = waits
@@ -175,12 +175,12 @@ def met(strategy: Strategy, changes: Changes | None = None) -> Changes:
     """Return what the first replica's callbacks have changed; an exception raised there is raised on all replicas."""
     own, strategy.failure = strategy.failure, None
     packed = None if own is None else _packed(own)
-    failure, told = strategy.hand.world.gather_objects((packed, changes or Changes()))[0]
+    failure, received = strategy.hand.world.gather_objects((packed, changes or Changes()))[0]
     if own is not None:
         raise own
     if failure is not None:
         raise _unpacked(*failure)
-    return told  # type: ignore[no-any-return]
+    return received  # type: ignore[no-any-return]
 
 
 def _packed(error: Exception) -> tuple[str, Opaque | None]:

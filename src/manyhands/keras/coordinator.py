@@ -10,7 +10,6 @@ from ..core import SettingsError
 def ClusterCoordinator(*args: Any, **kwargs: Any) -> NoReturn:
     """Raise SettingsError: there is no scheduling, since every replica runs the loop."""
     raise SettingsError(
-        "every replica runs the loop itself",
-        got="a ClusterCoordinator",
+        "a ClusterCoordinator is not supported, because every replica runs the training loop itself",
         remedy="call model.fit, or strategy.run(step, args) in the loop where schedule was called",
     )

@@ -28,5 +28,6 @@ __all__ = [
 def CentralStorageStrategy(*args: Any, **kwargs: Any) -> NoReturn:
     """Raise StrategyError: central storage is not supported, since every replica has all variables."""
     raise StrategyError(
-        "every replica has all variables", got="CentralStorageStrategy", remedy="use MirroredStrategy instead"
+        "CentralStorageStrategy is not supported, because every replica holds all variables",
+        remedy="use MirroredStrategy instead",
     )

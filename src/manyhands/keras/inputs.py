@@ -86,7 +86,7 @@ class DistributedInput(DataAdapter):  # type: ignore[misc]
 
     def __len__(self) -> int:
         if self.num_batches is None:
-            raise TypeError("the number of batches is not known")
+            raise TypeError("the distributed dataset has no length: its number of batches is not known")
         return int(self.num_batches)
 
     def _share(self, total: int) -> KerasShare:
@@ -308,9 +308,9 @@ def share_randomness(hand: Hand, doing: str) -> None:
 
 def brought_by_all(hand: Hand, doing: str, value: Any = None) -> list[Any]:
     """Gather a value from each replica at a point that all must reach; raises StrategyError if they do not."""
-    come_to_meeting(hand)
-    told = hand.world.gather_objects((doing, value))
-    every = [_doing(each) for each in told]
+    mark_call(hand)
+    gathered = hand.world.gather_objects((doing, value))
+    every = [_doing(each) for each in gathered]
     if len(set(every)) > 1:
         raise StrategyError(
             "all replicas must make the same calls, each with its own rows",
@@ -318,31 +318,31 @@ def brought_by_all(hand: Hand, doing: str, value: Any = None) -> list[Any]:
             remedy="make this call on every replica; use `if strategy.hand.is_first:` only for code that prints "
             "or writes",
         )
-    return [each[1] for each in told]
+    return [each[1] for each in gathered]
 
 
-def come_to_meeting(hand: Hand) -> None:
+def mark_call(hand: Hand) -> None:
     """Count a synchronization point and mark on the first replica that it was reached."""
-    _num_meetings[0] += 1
+    _num_calls[0] += 1
     if hand.is_first:
-        hand.world.mark(_meeting(_num_meetings[0]))
+        hand.world.mark(_call_name(_num_calls[0]))
 
 
-def next_meeting() -> str:
+def next_call_name() -> str:
     """Return the mark that the first replica sets at the next synchronization point."""
-    return _meeting(_num_meetings[0] + 1)
+    return _call_name(_num_calls[0] + 1)
 
 
-def _meeting(number: int) -> str:
+def _call_name(number: int) -> str:
     return f"the first replica comes to meeting {number}"
 
 
-_num_meetings = [0]
+_num_calls = [0]
 
 
-def _doing(told: Any) -> str:
-    is_ours = isinstance(told, tuple) and len(told) == 2 and isinstance(told[0], str)
-    return told[0] if is_ours else "something else"
+def _doing(gathered: Any) -> str:
+    is_ours = isinstance(gathered, tuple) and len(gathered) == 2 and isinstance(gathered[0], str)
+    return gathered[0] if is_ours else "something else"
 
 
 def _seed_tensorflow(seed: int) -> None:
@@ -360,7 +360,7 @@ def _require_same(hand: Hand, batch: Any) -> None:
     """
     if hand.size == 1:
         return
-    own = [(_digest(leaf), _tells_order(leaf)) for leaf in _leaves(batch)]
+    own = [(_digest(leaf), _shows_order(leaf)) for leaf in _leaves(batch)]
     every = brought_by_all(hand, "take batches of data", own)
     is_equal = len({tuple(each) for each in every}) == 1
     is_one_order = len({len(each) for each in every}) == 1 and any(
@@ -412,7 +412,7 @@ def _digest(leaf: torch.Tensor) -> tuple[Any, ...]:
     return str(leaf.dtype), tuple(leaf.shape), zlib.crc32(leaf.reshape(-1).view(torch.uint8).numpy().data)
 
 
-def _tells_order(leaf: torch.Tensor) -> bool:
+def _shows_order(leaf: torch.Tensor) -> bool:
     """Return whether a batch's rows have more than a million distinct orders, so that equality is no coincidence.
 
     >>> _tells_order(torch.arange(10)), _tells_order(torch.arange(100) % 2), _tells_order(torch.arange(8) % 2)
@@ -430,7 +430,7 @@ def _differs(hand: Hand, facts: list[Any]) -> bool:
 
 
 def _is_indexed(loader: Any) -> bool:
-    """Whether a replica may read single samples; a custom collate function may depend on the whole batch."""
+    """Return whether a replica may read single samples; a custom collate function may depend on the whole batch."""
     return (
         isinstance(loader, DataLoader)
         and loader.batch_sampler is not None

@@ -87,11 +87,13 @@ class Measures:
             variable.assign((self._before[id(variable)].double() + added).to(variable.value.dtype))
         for variable, mixed in zip(self._moved(), sums[len(sums) - len(self._mixed) :], strict=True):
             variable.assign(mixed.to(variable.value.dtype))
-        told = dict(zip(extra, sums[len(metrics) :], strict=False))
+        results_by_path = dict(zip(extra, sums[len(metrics) :], strict=False))
         results: dict[str, Any] = {}
         if self._results:
             results = self._model.get_metrics_result() if self._is_plain else _results_of(self._metrics)
-        return _filled(logs, told | {path: results[path[-1]] for path in self._results if path[-1] in results})
+        return _filled(
+            logs, results_by_path | {path: results[path[-1]] for path in self._results if path[-1] in results}
+        )
 
     def _results_in(self, logs: Any) -> set[Path]:
         """Return the log paths that are results of metrics; a custom step may log another number under such a name."""
@@ -137,11 +139,11 @@ def _flat(logs: Any, before: Path = ()) -> Iterator[tuple[Path, Any]]:
             yield (*before, name), value
 
 
-def _filled(logs: Any, told: dict[Path, Any], before: Path = ()) -> Any:
+def _filled(logs: Any, results_by_path: dict[Path, Any], before: Path = ()) -> Any:
     """Return the logs with the values of all replicas filled in."""
     if not isinstance(logs, dict):
-        return told.get(before, logs)
-    return {name: _filled(value, told, (*before, name)) for name, value in logs.items()}
+        return results_by_path.get(before, logs)
+    return {name: _filled(value, results_by_path, (*before, name)) for name, value in logs.items()}
 
 
 def _results_of(metrics: Sequence[Any]) -> dict[str, Any]:

@@ -44,15 +44,15 @@ class FitTimer:
         passed, waited = (now - then for now, then in zip(self._now(), self._since, strict=True))
         self._seconds[what] += passed - waited
 
-    def told(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, Any]:
         """Return the timings and memory of this rank for the dashboard."""
         total, waited = (now - then for now, then in zip(self._now(), self._began, strict=True))
         known = {"sync": waited, **self._seconds}
-        seat = self._hand.world.seat
+        rank_info = self._hand.world.rank_info
         return {
             "rank": self._hand.world.rank,
-            "host": seat.host,
-            "device": str(seat.device),
+            "host": rank_info.host,
+            "device": str(rank_info.device),
             "seconds": {"total": total, "compute": max(0.0, total - sum(known.values())), **known},
             "memory": held_now(self._hand.device),
         }
@@ -74,7 +74,7 @@ class RunLog(Callback):  # type: ignore[misc]
         self._record: dict[str, Any] = {}
         self._step = self._epoch = 0
         self._batches: list[tuple[int, float]] = []
-        self._told = 0.0, 0.0
+        self._reported = 0.0, 0.0
         """Sum and count of the epoch's loss after the previous batch."""
         self._written_at = 0.0
 
@@ -84,7 +84,7 @@ class RunLog(Callback):  # type: ignore[misc]
 
     def on_epoch_begin(self, epoch: int, logs: Mapping[str, float] | None = None) -> None:
         """Open the run at the first epoch, when all callbacks have started: one may have restored another step."""
-        self._epoch, self._told = epoch, (0.0, 0.0)
+        self._epoch, self._reported = epoch, (0.0, 0.0)
         if self.path is None:
             self._begin()
 
@@ -136,8 +136,8 @@ class RunLog(Callback):  # type: ignore[misc]
         if tracker is None or not float(ops.convert_to_numpy(tracker.count)):
             return float(logs.get("loss", "nan"))
         total, count = (float(ops.convert_to_numpy(variable)) for variable in (tracker.total, tracker.count))
-        before_total, before_count = self._told if count > self._told[1] else (0.0, 0.0)
-        self._told = total, count
+        before_total, before_count = self._reported if count > self._reported[1] else (0.0, 0.0)
+        self._reported = total, count
         if "batch_size" not in self._record:
             # Keras does not pass the batch size to callbacks; the first batch is a whole one.
             self._record["batch_size"] = round(count - before_count)

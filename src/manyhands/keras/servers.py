@@ -111,7 +111,7 @@ class ParameterServerStrategy(Strategy):
         """Return the summed gradients of this rank's variables, and send its gradients for the other servers."""
         world, rank = self.hand.replicas, self.hand.rank
         sent, total = [], None
-        rooms: dict[int, Tensor] = {}
+        buffers: dict[int, Tensor] = {}
         got: dict[int, Pending] = {}
         # Servers in the same order on all ranks: over NCCL, two ranks that both send first would deadlock.
         for server, indexes in held.items():
@@ -119,15 +119,15 @@ class ParameterServerStrategy(Strategy):
             flat = torch.cat([each.detach().reshape(-1) for each in whole])  # type: ignore[union-attr]
             if server == rank:
                 total = flat
-                rooms = {worker: torch.empty_like(flat) for worker in self._workers if worker != rank}
-                got = {worker: world.start_receive(room, worker, rank) for worker, room in rooms.items()}
+                buffers = {worker: torch.empty_like(flat) for worker in self._workers if worker != rank}
+                got = {worker: world.start_receive(buffer, worker, rank) for worker, buffer in buffers.items()}
             elif self.worker is not None:
                 sent.append(world.start_send(flat, server, server))
         if total is not None:
             for each in got.values():
                 each.wait()
             # Summed in rank order, so that the result is deterministic.
-            total = torch.stack([rooms.get(worker, total) for worker in self._workers]).sum(0)
+            total = torch.stack([buffers.get(worker, total) for worker in self._workers]).sum(0)
         for each in sent:
             each.wait()
         return [] if total is None else _cut(total, [values[index] for index in held[rank]])
@@ -144,9 +144,9 @@ class ParameterServerStrategy(Strategy):
     def _count(self, optimizer: Any, server: int) -> None:
         """Broadcast scalar optimizer variables, such as steps, rates and scales, from a server."""
         numbers = [variable for variable in optimizer.variables if variable._value.dim() == 0]
-        told = torch.stack([number._value.detach().double() for number in numbers])
-        self.hand.replicas.broadcast(told, server)
-        for number, value in zip(numbers, told, strict=True):
+        values = torch.stack([number._value.detach().double() for number in numbers])
+        self.hand.replicas.broadcast(values, server)
+        for number, value in zip(numbers, values, strict=True):
             number.assign(value.to(number._value.dtype))
 
     def share_memory(self, model: Any) -> None:
@@ -166,7 +166,7 @@ def _roles() -> list[str]:
 
 
 def _looks_at_all(optimizer: Any) -> bool:
-    """Whether an optimizer's update of one variable depends on others, so that one server must have them all."""
+    """Return whether the update of one variable depends on others, so that one server must hold them all."""
     names = ("global_clipnorm", "use_ema", "gradient_accumulation_steps")
     is_plain = not isinstance(optimizer, LossScaleOptimizer) and not hasattr(optimizer, "optimizers")
     return not is_plain or any(getattr(optimizer, name, None) for name in names)

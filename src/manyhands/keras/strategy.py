@@ -27,9 +27,9 @@ from .inputs import (
     InputContext,
     OwnInput,
     brought_by_all,
-    come_to_meeting,
     distributed,
-    next_meeting,
+    mark_call,
+    next_call_name,
     share_randomness,
 )
 from .metrics_sync import Measures
@@ -131,7 +131,7 @@ class Strategy:
         self._require_together("strategy.run")
         if self.spec.accumulate > 1:
             raise StrategyError(
-                "strategy.run processes all its rows at once, so a custom training loop accumulates gradients itself",
+                "a custom training loop must accumulate gradients itself: strategy.run processes all its rows at once",
                 got=f"accumulate={self.spec.accumulate}",
                 remedy="omit it; add up the gradients of parts of the rows, as examples/keras/own_loop.py does",
             )
@@ -201,7 +201,7 @@ class Strategy:
     def barrier(self) -> None:
         """Wait until every replica has called this."""
         self._require_together("strategy.barrier")
-        come_to_meeting(self.hand)
+        mark_call(self.hand)
         self.hand.barrier()
 
     def _require_together(self, what: str) -> None:
@@ -295,7 +295,7 @@ class Strategy:
         place = f"{name} on the first replica at {', '.join(caller_lines())}"
         number = _num_done[place] = _num_done.get(place, 0) + 1
         if not self.hand.is_first:
-            return self.hand.world.wait_for(f"{place} ({number})", next_meeting(), SCRIPT_END)
+            return self.hand.world.wait_for(f"{place} ({number})", next_call_name(), SCRIPT_END)
         try:
             return act()
         finally:
@@ -384,8 +384,8 @@ def require_step(optimizer: Any, variables: Sequence[Any]) -> None:
             continue
         if owner is optimizer or any(id(variable) in ids for variable in owner.variables):
             raise StrategyError(
-                "gradients are summed over the replicas in strategy.run",
-                got="an optimizer that is applied outside of it",
+                "an optimizer must be applied in strategy.run, which sums gradients over the replicas",
+                got="a call outside of it",
                 remedy="put the code that computes and applies them into a function, and call "
                 "strategy.run(function, args)",
             )

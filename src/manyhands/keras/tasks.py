@@ -78,7 +78,7 @@ def _require_trainable(model: Any) -> None:
     if not model.built or not model.compiled:
         raise TaskError(
             "the model function must return a built and compiled model",
-            got=f"one that is not {'built' if model.compiled else 'compiled'}",
+            got=f"a model that is not {'built' if model.compiled else 'compiled'}",
             remedy="start the model with keras.Input(shape), and call model.compile(...)",
         )
     found = [layer.name for layer in model._flatten_layers() if isinstance(layer, BatchNormalization)]

@@ -21,7 +21,9 @@ class TensorBoard(Callback):  # type: ignore[misc]
         super().__init__()
         if update_freq not in ("epoch", "batch") and not isinstance(update_freq, int):
             raise SettingsError(
-                'update_freq is "epoch", "batch" or a number of batches', got=repr(update_freq), remedy="pass one"
+                'update_freq must be "epoch", "batch" or a number of batches',
+                got=repr(update_freq),
+                remedy='pass for example update_freq="epoch"',
             )
         self._folder, self._every = Path(log_dir), {"epoch": 0, "batch": 1}.get(str(update_freq), update_freq)
         self._num_batches = 0

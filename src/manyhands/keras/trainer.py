@@ -162,9 +162,9 @@ def on_batch(original: Callable[..., Any], strategy_of: StrategyOf) -> Callable[
         hand_out(share)
         # The batch of a distributed dataset is split already.
         cut = functools.partial(_own_rows, share if known is None else None)
-        told = original(self, cut(x), *map(cut, args), **{name: cut(value) for name, value in kwargs.items()})
+        result = original(self, cut(x), *map(cut, args), **{name: cut(value) for name, value in kwargs.items()})
         strategy.share_memory(self)
-        return told
+        return result
 
     return on_batch
 
@@ -203,7 +203,7 @@ def _joined(model: Any, plain: Callable[..., Any], strategy_of: StrategyOf, kind
             logs = _stepped(model, strategy, plain, share, data[0])
         if kind == "train" and model.optimizer is not None:
             # A variable, or a tensor if the optimizer accumulates; on any device.
-            strategy.hand.tell_step(lambda: int(ops.convert_to_numpy(model.optimizer.iterations)))
+            strategy.hand.report_step(lambda: int(ops.convert_to_numpy(model.optimizer.iterations)))
         return logs
 
     return function

@@ -16,14 +16,14 @@ from typing import Any
 from ..core import Event, NoProgress, WorkerFailed, event
 from ..distributed import LOOPBACK, STEP, Device, HangReport, backend_for, interface_of, listen, serve_store
 from .engine import AfterLoss, OnEvent, OnOutput, RunningJob
-from .processes import Hearer, LocalProcesses, Process, turn
+from .processes import LocalProcesses, Process, ProcessListener, turn
 from .rendezvous import RendezvousInfo
 from .restart_policy import RankFailure, RestartPolicy
 from .zygote import ZygoteHandle
 
 SETTLE_SECONDS = 5.0
 """Seconds after a rank failure in which the other ranks may report that they wait, or fail from the same cause."""
-HEED_SECONDS = 5.0
+STOP_RESPONSE_SECONDS = 5.0
 """Seconds that ranks asked to stop may run without checking the stop flag, or stay blocked in one collective."""
 
 
@@ -39,11 +39,11 @@ class RankHost(ABC):
         return ()
 
     @abstractmethod
-    def start(self, slot: int, summons: RendezvousInfo) -> None:
+    def start(self, slot: int, info: RendezvousInfo) -> None:
         """Start the rank of a slot."""
 
     @abstractmethod
-    def tell(self, slot: int, message: dict[str, Any]) -> None:
+    def send_message(self, slot: int, message: dict[str, Any]) -> None:
         """Send a message to the rank of a slot."""
 
     @abstractmethod
@@ -82,42 +82,42 @@ class Rendezvous:
         self._server = None
 
 
-class LocalHost(RankHost, Hearer):
+class LocalHost(RankHost, ProcessListener):
     """The coordinator's own host: forwards reports of its local processes to the coordinator."""
 
-    def __init__(self, host: str, devices: Sequence[Device], zygote: ZygoteHandle, parcel: int) -> None:
+    def __init__(self, host: str, devices: Sequence[Device], zygote: ZygoteHandle, pickle_fd: int) -> None:
         self.host, self.devices = host, devices
-        self._zygote, self._parcel = zygote, parcel
+        self._zygote, self._pickle_fd = zygote, pickle_fd
 
-    def open(self, conductor: Coordinator) -> None:
+    def open(self, coordinator: Coordinator) -> None:
         """Create the local processes and connect them to the coordinator."""
-        self._conductor = conductor
-        self.crew = LocalProcesses(self._zygote, self._parcel, self, conductor.selector)
+        self._coordinator = coordinator
+        self.processes = LocalProcesses(self._zygote, self._pickle_fd, self, coordinator.selector)
 
-    def start(self, slot: int, summons: RendezvousInfo) -> None:
-        self.crew.start(slot, summons)
+    def start(self, slot: int, info: RendezvousInfo) -> None:
+        self.processes.start(slot, info)
 
-    def tell(self, slot: int, message: dict[str, Any]) -> None:
-        self.crew.tell(slot, message)
+    def send_message(self, slot: int, message: dict[str, Any]) -> None:
+        self.processes.send_message(slot, message)
 
     def kill(self, slot: int | None = None) -> None:
-        self.crew.kill(slot)
+        self.processes.kill(slot)
 
-    def heard_event(self, slot: int, entry: Event) -> None:
-        self._conductor.heard_event(self, slot, entry)
+    def handle_event(self, slot: int, entry: Event) -> None:
+        self._coordinator.handle_event(self, slot, entry)
 
-    def heard_output(self, slot: int, text: str, stream: str) -> None:
-        self._conductor.heard_output(self, slot, text, stream)
+    def handle_output(self, slot: int, text: str, stream: str) -> None:
+        self._coordinator.handle_output(self, slot, text, stream)
 
-    def heard_lost_world(self, slot: int, told: dict[str, Any]) -> None:
-        self._conductor.heard_lost_world(self, slot, told)
+    def handle_lost_world(self, slot: int, report: dict[str, Any]) -> None:
+        self._coordinator.handle_lost_world(self, slot, report)
 
-    def heard_failure(self, slot: int, failure: dict[str, Any]) -> None:
-        self._conductor.heard_failure(self, slot, failure)
+    def handle_failure(self, slot: int, failure: dict[str, Any]) -> None:
+        self._coordinator.handle_failure(self, slot, failure)
 
-    def heard_end(self, slot: int, process: Process) -> None:
+    def handle_exit(self, slot: int, process: Process) -> None:
         done = process.done and process.exit_code == 0
-        self._conductor.heard_end(self, slot, ProcessExit(done, process.end, process.result))
+        self._coordinator.handle_exit(self, slot, ProcessExit(done, process.end, process.result))
 
 
 @dataclass(eq=False)
@@ -136,11 +136,11 @@ class RankHandle:
     result: Any = None
     failure: dict[str, Any] = field(default_factory=dict)
     loss: RankFailure | None = None
-    heeds: bool = False
+    will_stop: bool = False
     """Whether the rank is expected to end by itself: it checks the stop flag and is not blocked in a collective."""
 
 
-def seated(members: list[RankHandle], unit: int) -> tuple[list[RankHandle], list[RankHandle]]:
+def assign_ranks(members: list[RankHandle], unit: int) -> tuple[list[RankHandle], list[RankHandle]]:
     """Return the members in the order of their new ranks, in whole groups, and the members that are left over.
 
     A member keeps its position within a group where possible, because it holds that part of the network; a member that
@@ -148,14 +148,14 @@ def seated(members: list[RankHandle], unit: int) -> tuple[list[RankHandle], list
     """
     count = len(members) // unit * unit or len(members)
     left = list(members)
-    seats: list[RankHandle | None] = []
-    for seat in range(count):
-        same = (m for m in left if m.rank >= 0 and m.rank % unit == seat % unit)
+    assigned: list[RankHandle | None] = []
+    for position in range(count):
+        same = (m for m in left if m.rank >= 0 and m.rank % unit == position % unit)
         one = next(same, None) if unit > 1 else left[0]
-        seats.append(one)
+        assigned.append(one)
         if one is not None:
             left.remove(one)
-    return [seat if seat is not None else left.pop(0) for seat in seats], left
+    return [position if position is not None else left.pop(0) for position in assigned], left
 
 
 class Coordinator(RunningJob):
@@ -164,7 +164,7 @@ class Coordinator(RunningJob):
     def __init__(
         self,
         here: LocalHost,
-        meeting: Rendezvous,
+        rendezvous: Rendezvous,
         *,
         after_loss: AfterLoss,
         timeout: float,
@@ -173,14 +173,14 @@ class Coordinator(RunningJob):
     ) -> None:
         """Create a coordinator; `unit` is the number of ranks that together hold one network, one whole group."""
         self.selector = selector or selectors.DefaultSelector()
-        self._here, self._meeting, self._after_loss, self._timeout = here, meeting, after_loss, timeout
-        self._judgement, self._unit = RestartPolicy(), unit
+        self._here, self._rendezvous, self._after_loss, self._timeout = here, rendezvous, after_loss, timeout
+        self._restart_policy, self._unit = RestartPolicy(), unit
         self._members: list[RankHandle] = []
         self._newcomers: list[RankHandle] = []
         """Ranks that join at the next rendezvous: newly arrived ones, and those that did not fill a whole group."""
         self._generation = -1
         self._has_begun = False
-        self._heard = 0
+        self._reported_step = 0
         """The last step whose loss value the coordinator has received."""
         self._committed = 0
         """The last step that some rank is known to have completed."""
@@ -211,15 +211,15 @@ class Coordinator(RunningJob):
 
     def dismiss(self, place: RankHost, reason: str) -> None:
         """Remove a failed host and its ranks; depending on `after_loss`, end the job or regroup the other ranks."""
-        gone = [member for member in self._members if member.place is place]
+        lost = [member for member in self._members if member.place is place]
         self._newcomers = [member for member in self._newcomers if member.place is not place]
-        if not gone:
+        if not lost:
             return
-        for member in gone:
-            self._say(event("lost", rank=member.rank, host=place.host, reason=reason))
+        for member in lost:
+            self._notify(event("lost", rank=member.rank, host=place.host, reason=reason))
         self._members = [member for member in self._members if member.place is not place]
         if self._after_loss == "end" and self._has_begun and self._failed is None:
-            self._give_up(gone[0], RankFailure(gone[0].rank, place.host, reason))
+            self._give_up(lost[0], RankFailure(lost[0].rank, place.host, reason))
         elif self._after_loss == "restart" or not any(member.done for member in self._members):
             self._interrupt(f"{place.host} {reason}")
 
@@ -232,11 +232,14 @@ class Coordinator(RunningJob):
         self._members += self._newcomers
         # The coordinator's own host comes first: its first rank reports for all ranks, and writes.
         self._members.sort(key=lambda member: member.place is not self._here)
-        self._members, self._newcomers = seated(self._members, self._unit)
+        self._members, self._newcomers = assign_ranks(self._members, self._unit)
         if self._newcomers:
             left = ", ".join(member.place.host for member in self._newcomers)
-            self._say(
-                event("notice", text=f"{self._unit} ranks form a group; ranks on {left} wait until a group is complete")
+            self._notify(
+                event(
+                    "notice",
+                    text=f"{self._unit} ranks form a group; the ranks on {left} wait until their group is complete",
+                )
             )
         backend = backend_for([member.place.devices[member.slot] for member in self._members])
         key, salt = self._new_key()
@@ -245,95 +248,95 @@ class Coordinator(RunningJob):
                 member.late_since = time.monotonic()
             member.rank, member.loss, member.waits = rank, None, False
         for member in self._members:
-            summons = self._summons(member.rank, backend, key, salt)
+            info = self._rendezvous_info(member.rank, backend, key, salt)
             if member.is_running:
-                member.place.tell(member.slot, {"summons": summons.to_dict()})
+                member.place.send_message(member.slot, {"rendezvous": info.to_dict()})
             else:
                 member.is_running, member.done, member.failure, member.late_since = True, False, {}, None
-                member.place.start(member.slot, summons)
+                member.place.start(member.slot, info)
             if self._is_stopping:
-                member.place.tell(member.slot, {"stop": True})
+                member.place.send_message(member.slot, {"stop": True})
 
     def _new_key(self) -> tuple[str, str]:
         """Return the secret key of this generation's ranks, in hex, and a salt from which other hosts derive it."""
         return secrets.token_hex(32), ""
 
-    def _summons(self, rank: int, backend: str, key: str, salt: str) -> RendezvousInfo:
+    def _rendezvous_info(self, rank: int, backend: str, key: str, salt: str) -> RendezvousInfo:
         return RendezvousInfo(
             generation=self._generation,
             rank=rank,
             size=len(self._members),
-            address=self._meeting.address,
-            interface=self._meeting.interface,
-            port=self._meeting.port if len(self._members) > 1 else 0,
+            address=self._rendezvous.address,
+            interface=self._rendezvous.interface,
+            port=self._rendezvous.port if len(self._members) > 1 else 0,
             backend=backend,
-            heard=self._heard,
+            reported_step=self._reported_step,
             key=key,
             salt=salt,
         )
 
     # -- reports from ranks ---------------------------------------------------------------------------------------
 
-    def heard_event(self, place: RankHost, slot: int, entry: Event) -> None:
+    def handle_event(self, place: RankHost, slot: int, entry: Event) -> None:
         """Handle an event of a rank; events of ranks that are no longer members are ignored."""
         for member in self._at(place, slot):
             if entry["kind"] in ("stalled", "stack"):
-                self._hear_hang(member, entry)
+                self._handle_stall(member, entry)
                 continue
             if entry["kind"] == "steps":
-                self._heard = entry["steps"][-1]
-                self._committed = max(self._committed, self._heard)
+                self._reported_step = entry["steps"][-1]
+                self._committed = max(self._committed, self._reported_step)
             elif entry["kind"] == "step":
                 self._committed = max(self._committed, entry["step"])
             elif entry["kind"] == "recovered":
-                self._heard = min(self._heard, entry["step"])
+                self._reported_step = min(self._reported_step, entry["step"])
             self._on_event(member.rank, entry)
 
-    def _hear_hang(self, member: RankHandle, entry: Event) -> None:
+    def _handle_stall(self, member: RankHandle, entry: Event) -> None:
         """Request the stacks of all ranks when one reports a stall, or store the stack that a rank returned."""
         if entry["kind"] == "stack":
-            is_blocked = entry["operation"] not in ("", STEP) and entry["seconds"] > HEED_SECONDS
-            member.heeds = entry["listens"] and not is_blocked
+            is_blocked = entry["operation"] not in ("", STEP) and entry["seconds"] > STOP_RESPONSE_SECONDS
+            member.will_stop = entry["listens"] and not is_blocked
             if self._hang is not None:
                 self._hang.answers[member.rank] = entry
         elif self._hang is None and entry["number"] > self._hung:
             self._hung = entry["number"]
             self._hang = HangReport(entry["number"], len(self._members))
-            self._tell({"stacks": True})
+            self._broadcast({"stacks": True})
 
-    def heard_output(self, place: RankHost, slot: int, text: str, stream: str) -> None:
+    def handle_output(self, place: RankHost, slot: int, text: str, stream: str) -> None:
         """Forward a line that a rank printed."""
         for member in self._at(place, slot):
             self._on_output(member.rank, text, stream)
 
-    def heard_lost_world(self, place: RankHost, slot: int, told: dict[str, Any]) -> None:
+    def handle_lost_world(self, place: RankHost, slot: int, report: dict[str, Any]) -> None:
         """Handle a rank that lost its peers and waits for a rendezvous; if no failure is known, regroup all ranks."""
-        self._committed = max(self._committed, int(told["step"]))
+        self._committed = max(self._committed, int(report["step"]))
         for member in self._at(place, slot):
-            member.waits, member.late_since = int(told["lost_world"]) == self._generation, None
+            member.waits, member.late_since = int(report["lost_world"]) == self._generation, None
             if not member.waits or self._settles_at is not None or self._failed is not None:
                 continue
             if any(other.done for other in self._members):
-                self._lose(member, f"lost the others: {told['reason']}")
+                self._record_failure(member, f"lost the others: {report['reason']}")
             else:
-                self._losses.append(RankFailure(member.rank, place.host, f"lost the others: {told['reason']}"))
+                self._losses.append(RankFailure(member.rank, place.host, f"lost the others: {report['reason']}"))
                 self._interrupt(str(self._losses[-1]))
 
-    def heard_failure(self, place: RankHost, slot: int, failure: dict[str, Any]) -> None:
+    def handle_failure(self, place: RankHost, slot: int, failure: dict[str, Any]) -> None:
         """Handle an exception of a rank; a mere echo of another rank's failure is stored and not counted."""
         for member in self._at(place, slot):
             member.failure = failure
             if not failure["echo"]:
-                self._lose(member, f"raised {failure['reason']}")
+                self._record_failure(member, f"raised {failure['reason']}")
 
-    def heard_end(self, place: RankHost, slot: int, end: ProcessExit) -> None:
+    def handle_exit(self, place: RankHost, slot: int, end: ProcessExit) -> None:
         """Handle the end of a rank's process."""
         for member in self._at(place, slot):
             member.is_running = False
             if end.done:
                 member.done, member.result = True, end.result
             else:
-                self._lose(member, end.text)
+                self._record_failure(member, end.text)
         for member in self._newcomers:
             if member.place is place and member.slot == slot:
                 member.is_running = False
@@ -365,10 +368,10 @@ class Coordinator(RunningJob):
 
     def tick(self) -> None:
         """Handle what depends on time: frozen processes, hang reports, deadlines and pending decisions."""
-        self._here.crew.look()
+        self._here.processes.look()
         if self._hang is not None and self._hang.is_due:
             hosts = {member.rank: member.place.host for member in self._members}
-            self._say(event("hang", text=self._hang.text(hosts)))
+            self._notify(event("hang", text=self._hang.text(hosts)))
             crossed, self._hang = self._hang.crossed, None
             if crossed and self._after_loss == "restart" and self._failed is None:
                 # The ranks of a user's script do not all run the same collectives; a restart would deadlock again.
@@ -384,21 +387,21 @@ class Coordinator(RunningJob):
         if self._deadline is not None and now > self._deadline:
             self.kill()
 
-        self._require_heed(now)
+        self._check_stop_status(now)
 
     def stop(self) -> None:
         self._is_stopping = True
-        self._tell({"stop": True})
-        self._await_heed()
+        self._broadcast({"stop": True})
+        self._request_stop_status()
 
-    def _await_heed(self) -> None:
-        """Request the stacks of all ranks, to learn within `HEED_SECONDS` whether any rank will end by itself."""
-        self._ends_at = time.monotonic() + HEED_SECONDS
+    def _request_stop_status(self) -> None:
+        """Request the stacks of all ranks, which show whether any rank will end by itself."""
+        self._ends_at = time.monotonic() + STOP_RESPONSE_SECONDS
         for member in self._members:
-            member.heeds = False
-        self._tell({"stacks": True})
+            member.will_stop = False
+        self._broadcast({"stacks": True})
 
-    def _require_heed(self, now: float) -> None:
+    def _check_stop_status(self, now: float) -> None:
         """Raise KeyboardInterrupt if no rank will stop by itself.
 
         A user's script may never check the stop flag, or may be blocked where it cannot.
@@ -406,9 +409,9 @@ class Coordinator(RunningJob):
         if not self._is_stopping or self._after_loss != "restart" or now < self._ends_at:
             return
         running = [member for member in self._members if member.is_running]
-        if running and not any(member.heeds for member in running):
+        if running and not any(member.will_stop for member in running):
             raise KeyboardInterrupt
-        self._await_heed()
+        self._request_stop_status()
 
     def kill(self) -> None:
         for place in {id(member.place): member.place for member in (*self._members, *self._newcomers)}.values():
@@ -417,9 +420,9 @@ class Coordinator(RunningJob):
     def finish(self) -> None:
         """Kill all ranks and release every resource, however `wait` ended."""
         self.kill()
-        self._here.crew.finish()
+        self._here.processes.finish()
         self.selector.close()
-        self._meeting.close()
+        self._rendezvous.close()
 
     @property
     def is_complete(self) -> bool:
@@ -427,10 +430,10 @@ class Coordinator(RunningJob):
         return all(member.done for member in self._members)
 
     def _is_over(self) -> bool:
-        running = any(member.is_running for member in self._members) or not self._here.crew.is_over
+        running = any(member.is_running for member in self._members) or not self._here.processes.is_over
         return not running and (self._failed is not None or self.is_complete)
 
-    def _lose(self, member: RankHandle, reason: str) -> None:
+    def _record_failure(self, member: RankHandle, reason: str) -> None:
         """Record a rank failure and notify the other ranks at once, so that none waits; `_decide` acts later."""
         if self._failed is not None or member.loss is not None or member.done:
             return
@@ -459,56 +462,58 @@ class Coordinator(RunningJob):
         """End this generation: notify all ranks and start the settling period."""
         if self._settles_at is None and self._failed is None:
             self._settles_at = time.monotonic() + SETTLE_SECONDS
-            self._tell({"lost": why, "generation": self._generation})
+            self._broadcast({"lost": why, "generation": self._generation})
 
     def _is_settled(self) -> bool:
         return all(not member.is_running or member.waits or member.loss is not None for member in self._members)
 
     def _decide(self) -> None:
         restarts = self._after_loss == "restart"
-        self._lose_late()
+        self._record_late_failures()
         ending = [member for member in self._members if member.is_running and (restarts or member.loss is not None)]
         if ending:
             # These ranks have failed or will be restarted, so there is no need to wait for a clean exit.
             for member in ending:
-                member.loss = member.loss or RankFailure(member.rank, member.place.host, "was ended with the others")
+                member.loss = member.loss or RankFailure(
+                    member.rank, member.place.host, "was killed with the other ranks"
+                )
                 member.place.kill(member.slot)
             return
         losses = [loss for loss in self._losses if not loss.is_echo] or self._losses
-        if not losses or self._judgement.goes_on(losses, size=len(self._members), step=self._committed):
+        if not losses or self._restart_policy.allows_restart(losses, size=len(self._members), step=self._committed):
             for loss in losses:
-                self._say(event("lost", rank=loss.rank, host=loss.host, reason=loss.reason))
+                self._notify(event("lost", rank=loss.rank, host=loss.host, reason=loss.reason))
             self.call()
             if restarts:
-                self._say(event("notice", text=f"all {len(self._members)} ranks restart"))
+                self._notify(event("notice", text=f"all {len(self._members)} ranks are restarted"))
         else:
             member = next((member for member in self._members if member.loss is losses[0]), self._members[0])
             self._give_up(member, losses[0])
 
-    def _lose_late(self) -> None:
+    def _record_late_failures(self) -> None:
         """Record the failure of ranks for which the others have waited in vain through a whole rendezvous."""
         for member in self._members:
             is_late = member.late_since is not None and time.monotonic() - member.late_since >= self._timeout
             if is_late and member.is_running and member.loss is None:
-                reason = f"did not join the others within {self._timeout:g} s: it is ended, and replaced"
+                reason = f"did not join the others within {self._timeout:g} s, so it is killed and replaced"
                 member.loss = RankFailure(member.rank, member.place.host, reason)
                 self._losses.append(member.loss)
 
     def _give_up(self, member: RankHandle, loss: RankFailure) -> None:
         failure = member.failure
         reason, trace = failure.get("reason") or loss.reason, failure.get("traceback", "")
-        if self._judgement.has_tired:
+        if self._restart_policy.has_given_up:
             self._failed = NoProgress(loss.rank, loss.host, reason, trace)
         else:
             self._failed, self._cause = WorkerFailed(loss.rank, loss.host, reason, trace), failure.get("error")
         self._settles_at = None
-        self._tell({"lost": str(loss), "generation": self._generation, "final": True}, without=member)
+        self._broadcast({"lost": str(loss), "generation": self._generation, "final": True}, without=member)
         self._deadline = time.monotonic() + min(10.0, self._timeout / 5)
 
-    def _say(self, entry: Event) -> None:
+    def _notify(self, entry: Event) -> None:
         self._on_event(0, entry)
 
-    def _tell(self, message: dict[str, Any], without: RankHandle | None = None) -> None:
+    def _broadcast(self, message: dict[str, Any], without: RankHandle | None = None) -> None:
         for member in self._members:
             if member is not without and member.is_running:
-                member.place.tell(member.slot, message)
+                member.place.send_message(member.slot, message)

@@ -83,7 +83,7 @@ class Engine(ABC):
     ) -> Service:
         """Create an object by `make(world)` in its own process on a device; its methods are called by message.
 
-        This method returns at once. Events that the object reports through `world.line` and lines that it prints
+        This method returns at once. Events that the object reports through `world.channel` and lines that it prints
         are passed
         to the callbacks on another thread.
         """

@@ -107,7 +107,7 @@ def _hosts_of(cluster: ResolvedCluster, roles: Sequence[str]) -> list[Host]:
     found = [host for host in cluster.hosts if host.role in roles]
     if cluster.host not in found:
         raise SettingsError(
-            f"only {' and '.join(roles)} can train",
+            f"training must be started by tasks of the role {' or '.join(roles)}",
             got=f"{cluster.host.role} at {cluster.host}, by {cluster.source}",
             remedy="do not start the training in this process",
         )
@@ -142,7 +142,7 @@ def join_launched(
         return None
     standing = cluster.standing
     assert standing is not None
-    seat = RankInfo(
+    rank_info = RankInfo(
         rank=standing.rank,
         size=standing.size,
         device=_device(standing, None if is_hosts_file(on) else on),
@@ -150,12 +150,12 @@ def join_launched(
         timeout=timeout,
     )
     if standing.size == 1:
-        world = NullWorld(seat.device, DirectChannel())
+        world = NullWorld(rank_info.device, DirectChannel())
     else:
         world = meet(
             cluster.address,
             cluster.port,
-            seat,
+            rank_info,
             DirectChannel(),
             is_served=cluster.is_served,
             names=_host_by_rank(cluster),
@@ -175,14 +175,20 @@ def _host_by_rank(cluster: ResolvedCluster) -> list[str]:
 
 
 def meet(
-    host: str, port: int, seat: RankInfo, line: ControlChannel, *, is_served: bool = False, names: Sequence[str] = ()
+    host: str,
+    port: int,
+    rank_info: RankInfo,
+    channel: ControlChannel,
+    *,
+    is_served: bool = False,
+    names: Sequence[str] = (),
 ) -> TorchWorld:
     """Join ranks on one or more hosts at an address of the first one; rank 0 serves the store unless `is_served`.
 
     `names` are the hosts of all ranks, if known, used to name missing ranks in the error.
     """
     address = resolve_host(host)
-    if seat.rank == 0 and not is_served:
+    if rank_info.rank == 0 and not is_served:
         if not is_ours(address):
             raise SettingsError(
                 "rank 0 must run on the host whose address the other ranks use",
@@ -191,35 +197,35 @@ def meet(
             )
         _kept[:] = [serve_store(listen(address, port))]
     try:
-        store = reach_store(address, port, seat.timeout)
+        store = reach_store(address, port, rank_info.timeout)
     except RuntimeError:
         raise SettingsError(
-            f"rank 0 must answer {this_host()} within {seat.timeout:.0f} s",
+            f"rank 0 must answer {this_host()} within {rank_info.timeout:.0f} s",
             got=f"no answer from {host}:{port}",
             remedy="start rank 0 there, and check the address, the network and the firewall",
         ) from None
     # Gloo would use the interface that the host name resolves to, which other hosts may not reach.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_of(address_towards(address)))
     os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={os.environ['GLOO_SOCKET_IFNAME']}")
-    backend, key = _introduced(store, seat, names)
-    world = TorchWorld(seat, line, store, backend, key)
+    backend, key = _introduced(store, rank_info, names)
+    world = TorchWorld(rank_info, channel, store, backend, key)
     if not is_served:
-        atexit.register(_end_together, store, seat)
+        atexit.register(_end_together, store, rank_info)
     return world
 
 
-def _end_together(store: dist.Store, seat: RankInfo) -> None:
+def _end_together(store: dist.Store, rank_info: RankInfo) -> None:
     """Delay the exit of rank 0, which serves the store, briefly: other ranks may still read from the store."""
     if hasattr(sys, "last_value"):
         return  # This rank failed; the others notice when its process ends.
-    name, deadline = f"ended{seat.generation}", time.monotonic() + seat.patience
+    name, deadline = f"ended{rank_info.generation}", time.monotonic() + rank_info.patience
     with contextlib.suppress(RuntimeError):
         store.add(name, 1)
-        while seat.rank == 0 and store.add(name, 0) < seat.size and time.monotonic() < deadline:
+        while rank_info.rank == 0 and store.add(name, 0) < rank_info.size and time.monotonic() < deadline:
             time.sleep(0.01)
 
 
-def _introduced(store: dist.Store, seat: RankInfo, names: Sequence[str]) -> tuple[str, RankKey]:
+def _introduced(store: dist.Store, rank_info: RankInfo, names: Sequence[str]) -> tuple[str, RankKey]:
     """Return the backend and the key of ranks that another launcher started, after they exchange their devices.
 
     The backend is NCCL beside gloo where every rank has its own GPU. The key is derived from the token in
@@ -229,11 +235,13 @@ def _introduced(store: dist.Store, seat: RankInfo, names: Sequence[str]) -> tupl
     """
     token = token_here("") if os.environ.get(TOKEN_VARIABLE) else None
     signing = (
-        RankKey.none() if token is None else RankKey(bytes.fromhex(token.rank_key("introduction", seat.generation)))
+        RankKey.none()
+        if token is None
+        else RankKey(bytes.fromhex(token.rank_key("introduction", rank_info.generation)))
     )
-    signed = SignedStore(store, signing, seat.patience)
-    keys = [f"devices{seat.generation}/{rank}" for rank in range(seat.size)]
-    signed.set(keys[seat.rank], f"{secrets.token_hex(16)} {seat.host}/{seat.device.torch}")
+    signed = SignedStore(store, signing, rank_info.patience)
+    keys = [f"devices{rank_info.generation}/{rank}" for rank in range(rank_info.size)]
+    signed.set(keys[rank_info.rank], f"{secrets.token_hex(16)} {rank_info.host}/{rank_info.device.torch}")
     try:
         every = [signed.get(key).decode().partition(" ")[::2] for key in keys]
     except NotAuthentic as error:
@@ -244,17 +252,17 @@ def _introduced(store: dist.Store, seat: RankInfo, names: Sequence[str]) -> tupl
         ) from None
     except RuntimeError:
         missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
-        said = ", ".join(f"{rank} on {names[rank]}" if names else str(rank) for rank in missing[:8])
+        missing_ranks = ", ".join(f"{rank} on {names[rank]}" if names else str(rank) for rank in missing[:8])
         raise SettingsError(
-            f"all {seat.size} ranks must connect within {seat.timeout:.0f} s",
-            got=f"{seat.size - len(missing)}, without rank {said}",
+            f"all {rank_info.size} ranks must connect within {rank_info.timeout:.0f} s",
+            got=f"{rank_info.size - len(missing)}; rank {missing_ranks} did not connect",
             remedy="start the missing ranks with the same command, or use fewer ranks",
         ) from None
-    is_alone = len({text for _, text in every if "/cuda" in text}) == seat.size
+    is_alone = len({text for _, text in every if "/cuda" in text}) == rank_info.size
     backend = "cpu:gloo,cuda:nccl" if is_alone else "gloo"
     if token is None:
         return backend, RankKey.none()
-    return backend, RankKey(bytes.fromhex(token.rank_key(" ".join(nonce for nonce, _ in every), seat.generation)))
+    return backend, RankKey(bytes.fromhex(token.rank_key(" ".join(nonce for nonce, _ in every), rank_info.generation)))
 
 
 def _device(standing: Standing, on: object) -> Device:

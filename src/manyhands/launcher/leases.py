@@ -79,7 +79,9 @@ class Busy(Exception):
 
 
 @contextlib.contextmanager
-def leased(devices: Sequence[Device], run: str = "", say: Callable[[str], None] = lambda text: None) -> Iterator[None]:
+def leased(
+    devices: Sequence[Device], run: str = "", notify: Callable[[str], None] = lambda text: None
+) -> Iterator[None]:
     """Hold the devices within the context; wait, and report the holder, while another program of this user holds one.
 
     Jobs of one program share its leases, and so do virtual devices that are parts of one real device.
@@ -90,7 +92,7 @@ def leased(devices: Sequence[Device], run: str = "", say: Callable[[str], None] 
     shown = {lease_name(one): f"{one.kind}:{one.index}" for one in devices if one.kind not in UNLEASED}
     names = sorted(shown)
     choice = resolve_settings(LeaseSettings, {}).values.on_busy
-    if not names or choice == SHARE or not _take(shown, run, choice, say):
+    if not names or choice == SHARE or not _take(shown, run, choice, notify):
         yield
         return
     try:
@@ -108,30 +110,30 @@ def lease_name(device: Device) -> str:
     return f"{device.kind}:{gpu_identity(device.index) if device.kind == 'cuda' else device.index}"
 
 
-def _take(shown: Mapping[str, str], run: str, choice: str, say: Callable[[str], None]) -> bool:
+def _take(shown: Mapping[str, str], run: str, choice: str, notify: Callable[[str], None]) -> bool:
     """Return True once the devices are held, False if no file can be locked on this machine."""
-    started, told, names, listed = time.monotonic(), "", sorted(shown), ", ".join(shown.values())
+    started, reported, names, listed = time.monotonic(), "", sorted(shown), ", ".join(shown.values())
     while True:
         try:
             _table.take(names, run)
         except Busy as busy:
             if choice == REFUSE:
                 raise DeviceError(
-                    "a device can be used by one program at a time",
+                    "a device can be used by only one program at a time",
                     got=f"{shown[busy.device]}, held by {busy.holder}",
                     remedy="wait for it, choose another device, or set MANYHANDS_ON_BUSY to wait or share",
                 ) from None
             text = f"{shown[busy.device]} is held by {busy.holder}: waiting for it (MANYHANDS_ON_BUSY=share would not)"
-            if text != told:
-                say(text)
-            told = text
+            if text != reported:
+                notify(text)
+            reported = text
             time.sleep(POLL_SECONDS)
         except OSError as error:
-            say(f"whether other programs use {listed} could not be found out: {error}")
+            notify(f"the leases of {listed} could not be checked, so other programs may use them too: {error}")
             return False
         else:
-            if told:
-                say(f"{listed} came free after {time.monotonic() - started:.0f} s")
+            if reported:
+                notify(f"{listed} became free after {time.monotonic() - started:.0f} s")
             return True
 
 

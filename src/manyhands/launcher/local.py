@@ -47,14 +47,14 @@ class LocalEngine(Engine):
     ) -> RunningJob:
         _require_linux()
         require_unpacked()
-        parcel = pack(Assignment.here(fn, devices, timeout, after_loss == "regroup"))
+        pickle_fd = pack(Assignment.here(fn, devices, timeout, after_loss == "regroup"))
         try:
-            here = LocalHost(this_host(), devices, self.warm_up(), parcel)
+            here = LocalHost(this_host(), devices, self.warm_up(), pickle_fd)
             job = Coordinator(here, Rendezvous(), after_loss=after_loss, timeout=timeout, unit=unit)
             job.call()
             return job
         finally:
-            os.close(parcel)
+            os.close(pickle_fd)
 
     def start_service(
         self,
@@ -79,5 +79,7 @@ class LocalEngine(Engine):
 def _require_linux() -> None:
     if not (hasattr(os, "memfd_create") and hasattr(os, "pidfd_open")):
         raise DeviceError(
-            "several processes need Linux", got=sys.platform, remedy="use one device on this machine: mh.Single()"
+            "running several processes needs Linux",
+            got=sys.platform,
+            remedy="use one device on this machine: mh.Single()",
         )

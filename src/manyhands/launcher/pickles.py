@@ -94,7 +94,7 @@ def require_unpacked() -> None:
         line = next((frame for frame in reversed(traceback.extract_stack()) if frame.name == "<module>"), None)
         raise TaskError(
             "a module that ranks import must not start ranks while it is imported",
-            got=f"{line.filename}, line {line.lineno}" if line else "a module that does",
+            got=f"{line.filename}, line {line.lineno}" if line else "a module that starts ranks",
             remedy='put that line under if __name__ == "__main__":',
         )
 

@@ -30,32 +30,32 @@ FROZEN_SECONDS = 2.0
 LOOK_SECONDS = 0.5
 
 
-class Hearer(ABC):
+class ProcessListener(ABC):
     """Receives the reports of local processes, identified by the slots of their ranks."""
 
     @abstractmethod
-    def heard_event(self, slot: int, entry: Event) -> None:
+    def handle_event(self, slot: int, entry: Event) -> None:
         """Handle an event that a rank reported."""
 
     @abstractmethod
-    def heard_output(self, slot: int, text: str, stream: str) -> None:
+    def handle_output(self, slot: int, text: str, stream: str) -> None:
         """Handle a line that a rank printed."""
 
     @abstractmethod
-    def heard_lost_world(self, slot: int, told: dict[str, Any]) -> None:
+    def handle_lost_world(self, slot: int, report: dict[str, Any]) -> None:
         """Handle a rank that lost its peers and waits for the next rendezvous."""
 
     @abstractmethod
-    def heard_failure(self, slot: int, failure: dict[str, Any]) -> None:
+    def handle_failure(self, slot: int, failure: dict[str, Any]) -> None:
         """Handle an exception that a rank raised before it exits."""
 
     @abstractmethod
-    def heard_end(self, slot: int, process: Process) -> None:
+    def handle_exit(self, slot: int, process: Process) -> None:
         """Handle the end of a rank's process."""
 
-    def heard_answer(self, slot: int, told: dict[str, Any], outcome: Any) -> None:
+    def handle_answer(self, slot: int, report: dict[str, Any], outcome: Any) -> None:
         """Handle a service's answer to a call; raises here, because ranks do not receive calls."""
-        raise RunError(f"rank {slot} sent an unexpected reply")
+        raise RunError(f"rank {slot} sent a reply, although no call was made")
 
 
 class Process:
@@ -63,50 +63,50 @@ class Process:
 
     def __init__(self, slot: int) -> None:
         self.slot = slot
-        self.line, self.their_line = socket.socketpair()
-        self.fate, self.their_fate = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.out, self.their_out = os.pipe()
-        self.err, self.their_err = os.pipe()
+        self.channel_socket, self.child_channel_socket = socket.socketpair()
+        self.exit_socket, self.child_exit_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.out, self.child_out = os.pipe()
+        self.err, self.child_err = os.pipe()
         self.pid = 0
         self.must_end = False
         """Whether to kill the process as soon as its pid is known."""
         self.exit_code: int | None = None
-        self.heard_at = self.ended_at = 0.0
+        self.received_at = self.ended_at = 0.0
         self.frozen_since: float | None = None
         self.was_frozen = False
-        self.parcels: list[int] = []
+        self.pickle_fds: list[int] = []
         self.result: Any = None
         self.done = False
         self.failure: dict[str, Any] | None = None
         self.frames = FrameReader()
         self.text = {self.out: b"", self.err: b""}
-        self.open: set[int] = {self.line.fileno(), self.fate.fileno(), self.out, self.err}
+        self.open: set[int] = {self.channel_socket.fileno(), self.exit_socket.fileno(), self.out, self.err}
 
-    def theirs(self) -> list[int]:
+    def child_ends(self) -> list[int]:
         """Return the child's ends: the control channel, stdout, stderr, and the socket that reports its exit."""
-        return [self.their_line.fileno(), self.their_out, self.their_err, self.their_fate.fileno()]
+        return [self.child_channel_socket.fileno(), self.child_out, self.child_err, self.child_exit_socket.fileno()]
 
-    def close_theirs(self) -> None:
-        self.their_line.close()
-        self.their_fate.close()
-        os.close(self.their_out)
-        os.close(self.their_err)
+    def close_child_ends(self) -> None:
+        self.child_channel_socket.close()
+        self.child_exit_socket.close()
+        os.close(self.child_out)
+        os.close(self.child_err)
 
     def close(self, fd: int) -> None:
         """Close one of the parent's ends."""
         self.open.discard(fd)
-        for sock in (self.line, self.fate):
+        for sock in (self.channel_socket, self.exit_socket):
             if sock.fileno() == fd:
                 sock.close()
                 return
         os.close(fd)
 
-    def close_ours(self) -> None:
+    def close_parent_ends(self) -> None:
         """Close all of the parent's ends and the pickles that were not read."""
         for fd in list(self.open):
             self.close(fd)
-        for parcel in self.parcels:
-            os.close(parcel)
+        for pickle_fd in self.pickle_fds:
+            os.close(pickle_fd)
 
     @property
     def over(self) -> bool:
@@ -115,7 +115,7 @@ class Process:
         A process that it left behind may keep the pipes open, so after one second without output, or some seconds
         with output, they are not waited for.
         """
-        until = min(self.heard_at + 1.0, self.ended_at + LAST_OUTPUT_SECONDS)
+        until = min(self.received_at + 1.0, self.ended_at + LAST_OUTPUT_SECONDS)
         return self.exit_code is not None and (not self.open or time.monotonic() > until)
 
     @property
@@ -124,10 +124,10 @@ class Process:
         if self.failure is not None:
             return f"raised {self.failure['reason']}"
         if self.was_frozen:
-            return f"was frozen for {FROZEN_SECONDS:g} seconds and was ended"
+            return f"was frozen for {FROZEN_SECONDS:g} seconds and was killed"
         code = self.exit_code or 0
         if code < 0:
-            hint = "; often the system ran out of memory" if -code == signal.SIGKILL else ""
+            hint = "; often because the system ran out of memory" if -code == signal.SIGKILL else ""
             return f"was killed by signal {-code} ({signal.Signals(-code).name}{hint})"
         return f"ended with exit code {code} before it was done"
 
@@ -135,35 +135,37 @@ class Process:
 class LocalProcesses:
     """Processes of ranks on this host, at most one alive per slot."""
 
-    def __init__(self, zygote: ZygoteHandle, parcel: int, hearer: Hearer, selector: selectors.BaseSelector) -> None:
-        self._zygote, self._hearer, self._selector = zygote, hearer, selector
-        self._parcel = os.dup(parcel)
+    def __init__(
+        self, zygote: ZygoteHandle, pickle_fd: int, listener: ProcessListener, selector: selectors.BaseSelector
+    ) -> None:
+        self._zygote, self._listener, self._selector = zygote, listener, selector
+        self._pickle_fd = os.dup(pickle_fd)
         self._processes: list[Process] = []
         self._looked_at = 0.0
 
-    def start(self, slot: int, summons: RendezvousInfo) -> None:
+    def start(self, slot: int, info: RendezvousInfo) -> None:
         """Fork a rank that joins the other ranks by this rendezvous info."""
         process = Process(slot)
         self._processes.append(process)
-        line, out, err, fate = process.theirs()
-        self._zygote.fork(slot, summons.to_dict(), [line, self._parcel, out, err, fate])
-        process.close_theirs()
-        self._listen(process.fate.fileno(), lambda: self._hear_fate(process))
-        self._listen(process.line.fileno(), lambda: self._hear_line(process))
+        line, out, err, exit_socket = process.child_ends()
+        self._zygote.fork(slot, info.to_dict(), [line, self._pickle_fd, out, err, exit_socket])
+        process.close_child_ends()
+        self._listen(process.exit_socket.fileno(), lambda: self._read_exit(process))
+        self._listen(process.channel_socket.fileno(), lambda: self._read_channel(process))
         for fd in (process.out, process.err):
-            self._listen(fd, lambda fd=fd: self._hear_output(process, fd))  # type: ignore[misc]
+            self._listen(fd, lambda fd=fd: self._read_output(process, fd))  # type: ignore[misc]
 
-    def tell(self, slot: int, message: dict[str, Any]) -> None:
+    def send_message(self, slot: int, message: dict[str, Any]) -> None:
         """Send a message to the rank that is alive in this slot."""
         for process in self._alive(slot):
             with contextlib.suppress(OSError):
-                process.line.sendall(frame(message))
+                process.channel_socket.sendall(frame(message))
 
-    def call(self, slot: int, number: int, parcel: int) -> None:
+    def call(self, slot: int, number: int, pickle_fd: int) -> None:
         """Send a call to the service that is alive in this slot."""
         for process in self._alive(slot):
             with contextlib.suppress(OSError):
-                send_frame(process.line, CALL, json.dumps({"number": number}).encode(), [parcel])
+                send_frame(process.channel_socket, CALL, json.dumps({"number": number}).encode(), [pickle_fd])
 
     def kill(self, slot: int | None = None) -> None:
         """Kill the rank of a slot, or all ranks when `slot` is None."""
@@ -196,18 +198,18 @@ class LocalProcesses:
         """Kill all processes and close all pipes, however the wait ended."""
         self.kill()
         try:
-            # The others may have left processes that keep pipes open, but the zygote has nothing more to say of them.
+            # Exited ranks may have left processes that keep pipes open, but the zygote reports nothing more about them.
             for process in self._alive():
-                process.fate.settimeout(ENDING_SECONDS)
+                process.exit_socket.settimeout(ENDING_SECONDS)
                 while process.exit_code is None:
-                    self._hear_fate(process, last=True)
+                    self._read_exit(process, last=True)
                     self.kill()
         except (RunError, OSError):
             # The zygote does not answer; its ranks end with it.
             self._zygote.kill_all()
         for process in self._processes:
-            process.close_ours()
-        os.close(self._parcel)
+            process.close_parent_ends()
+        os.close(self._pickle_fd)
 
     def _alive(self, slot: int | None = None) -> list[Process]:
         return [p for p in self._processes if p.exit_code is None and slot in (None, p.slot)]
@@ -215,13 +217,13 @@ class LocalProcesses:
     def _listen(self, fd: int, act: Callable[[], None]) -> None:
         self._selector.register(fd, selectors.EVENT_READ, act)
 
-    def _hear_fate(self, process: Process, *, last: bool = False) -> None:
+    def _read_exit(self, process: Process, *, last: bool = False) -> None:
         """Handle the zygote's report that a process was forked, could not be started, or has exited."""
-        data = process.fate.recv(MAX_REQUEST)
+        data = process.exit_socket.recv(MAX_REQUEST)
         if not data:
             if process.exit_code is None:
                 raise RunError("the process that starts ranks has died; see its output above")
-            self._forget(process, process.fate.fileno())
+            self._forget(process, process.exit_socket.fileno())
             return
         message = json.loads(data)
         if "failed" in message:
@@ -233,53 +235,53 @@ class LocalProcesses:
                 self._zygote.kill(process.pid)
         else:
             if not last:
-                self._hear_last_words(process)
-            process.heard_at = process.ended_at = time.monotonic()
+                self._read_remaining(process)
+            process.received_at = process.ended_at = time.monotonic()
             process.exit_code = message["code"]
             if not last:
-                self._hearer.heard_end(process.slot, process)
+                self._listener.handle_exit(process.slot, process)
 
-    def _hear_last_words(self, process: Process) -> None:
+    def _read_remaining(self, process: Process) -> None:
         """Read what a rank sent before it exited, so that it is handled before the exit."""
         with contextlib.suppress(BlockingIOError):
-            while process.line.fileno() in process.open:
-                process.line.setblocking(False)
-                self._hear_line(process)
+            while process.channel_socket.fileno() in process.open:
+                process.channel_socket.setblocking(False)
+                self._read_channel(process)
 
-    def _hear_line(self, process: Process) -> None:
+    def _read_channel(self, process: Process) -> None:
         try:
-            chunk, fds, _, _ = socket.recv_fds(process.line, 65536, 1)
+            chunk, fds, _, _ = socket.recv_fds(process.channel_socket, 65536, 1)
         except ConnectionError:
             chunk, fds = b"", []
         if not chunk:
-            self._forget(process, process.line.fileno())
+            self._forget(process, process.channel_socket.fileno())
             return
-        process.parcels.extend(fds)
+        process.pickle_fds.extend(fds)
         for kind, body in process.frames.feed(chunk):
             if kind == EVENT:
-                self._hearer.heard_event(process.slot, json.loads(body))
+                self._listener.handle_event(process.slot, json.loads(body))
             elif kind == CONTROL:
-                self._hearer.heard_lost_world(process.slot, json.loads(body))
+                self._listener.handle_lost_world(process.slot, json.loads(body))
             else:
-                self._take_outcome(process, kind, body, process.parcels.pop(0))
+                self._take_outcome(process, kind, body, process.pickle_fds.pop(0))
 
-    def _take_outcome(self, process: Process, kind: bytes, body: bytes, parcel: int) -> None:
+    def _take_outcome(self, process: Process, kind: bytes, body: bytes, pickle_fd: int) -> None:
         try:
-            outcome = unpack(parcel)
+            outcome = unpack(pickle_fd)
         finally:
-            os.close(parcel)
+            os.close(pickle_fd)
         if kind == ANSWER:
-            self._hearer.heard_answer(process.slot, json.loads(body), outcome)
+            self._listener.handle_answer(process.slot, json.loads(body), outcome)
             return
         if kind == RESULT:
             process.result, process.done = outcome, True
             return
         process.failure = outcome
-        self._hearer.heard_failure(process.slot, outcome)
+        self._listener.handle_failure(process.slot, outcome)
 
-    def _hear_output(self, process: Process, fd: int) -> None:
+    def _read_output(self, process: Process, fd: int) -> None:
         chunk = os.read(fd, 65536)
-        process.heard_at = time.monotonic()
+        process.received_at = time.monotonic()
         # A progress bar ends its lines with a carriage return; a line without an end is forwarded in pieces.
         *lines, process.text[fd] = (process.text[fd] + chunk.replace(b"\r", b"\n")).split(b"\n")
         if len(process.text[fd]) > MAX_LINE:
@@ -289,14 +291,14 @@ class LocalProcesses:
             self._forget(process, fd)
         for line in lines:
             stream = "stdout" if fd == process.out else "stderr"
-            self._hearer.heard_output(process.slot, line.decode(errors="replace"), stream)
+            self._listener.handle_output(process.slot, line.decode(errors="replace"), stream)
 
     def _forget(self, process: Process, fd: int) -> None:
         """Release the resources of an ended process at once: a job may outlive many of its processes."""
         self._selector.unregister(fd)
         process.close(fd)
         if not process.open:
-            process.close_ours()
+            process.close_parent_ends()
             # A new list, because another thread may be iterating over the old one.
             self._processes = [other for other in self._processes if other is not process]
 

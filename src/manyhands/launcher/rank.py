@@ -93,18 +93,18 @@ _kept: list[object] = []
 """Never freed: the user's objects may wait for a process group that no longer exists."""
 
 
-def run_rank(request: dict[str, Any], sock: socket.socket, parcel: int) -> int:
+def run_rank(request: dict[str, Any], sock: socket.socket, pickle_fd: int) -> int:
     """Run one rank and return its exit code; the outcome is sent over the control channel."""
-    line = SocketChannel(sock)
+    channel = SocketChannel(sock)
     slot = int(request["slot"])
     try:
         _settle_signals()
         sys.path[:] = request["path"]
-        assignment: Assignment = unpack(parcel)
+        assignment: Assignment = unpack(pickle_fd)
         _kept.append(assignment)
-        os.close(parcel)
+        os.close(pickle_fd)
         _settle(assignment, slot)
-        line.recovers = assignment.recovers
+        channel.recovers = assignment.recovers
         device = assignment.devices[slot]
         # Two hosts of a job may be one machine under different names.
         host = device.host or assignment.host
@@ -112,15 +112,15 @@ def run_rank(request: dict[str, Any], sock: socket.socket, parcel: int) -> int:
             # Creating a world initializes the device and starts driver threads: too early for a process that is
             # sandboxed later.
             device = Device("cpu")
-        seat = RankInfo(device=device, host=host, timeout=assignment.timeout)
-        world = join(RendezvousInfo(**request["summons"]), seat, line)
+        rank_info = RankInfo(device=device, host=host, timeout=assignment.timeout)
+        world = join(RendezvousInfo(**request["rendezvous"]), rank_info, channel)
         _pin(assignment, slot)
         fd = pack(assignment.fn(world), "the result")
         (current_world() or world).close()
     except BaseException as error:
-        _send_failure(line, error)
+        _send_failure(channel, error)
         return 1
-    line.send(RESULT, b"", (fd,))
+    channel.send(RESULT, b"", (fd,))
     os.close(fd)
     return 0
 
@@ -180,10 +180,10 @@ def failure_of(error: BaseException) -> dict[str, Any]:
     }
 
 
-def _send_failure(line: SocketChannel, error: BaseException) -> None:
+def _send_failure(channel: SocketChannel, error: BaseException) -> None:
     with contextlib.suppress(Exception):
         fd = pack(failure_of(error), "the failure")
-        line.send(FAILURE, b"", (fd,))
+        channel.send(FAILURE, b"", (fd,))
         os.close(fd)
 
 

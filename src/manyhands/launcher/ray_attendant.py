@@ -14,19 +14,19 @@ from ..core import Event
 from ..distributed import ControlChannel, Device, NullWorld, RankInfo
 from .rank import failure_of
 from .ray_host import Mailbox, News, facts_here, settle_here
-from .service import Attendant
+from .service import ServiceRunner
 
 
-class RayAttendant:
+class RayServiceActor:
     """Handles calls in order; concurrently it accepts requests to end and requests for events and output."""
 
     def __init__(self, path: Sequence[str], folder: str) -> None:
         settle_here(path, folder)
         self._mail = Mailbox()
-        self._line = _MailLine(lambda entry: self._mail.put(("event", 0, entry)))
+        self._channel = _MailboxChannel(lambda entry: self._mail.put(("event", 0, entry)))
         for stream in ("stdout", "stderr"):
             setattr(sys, stream, _Lines(stream, lambda text, stream: self._mail.put(("output", 0, (text, stream)))))
-        self._attendant = Attendant(None)
+        self._runner = ServiceRunner(None)
         self._failure: dict[str, Any] | None = None
 
     @ray.method(concurrency_group="commands")
@@ -38,30 +38,30 @@ class RayAttendant:
         """Create the object; return the failure if that raises, else None."""
         try:
             address = facts_here()["address"]
-            seat = RankInfo(device=device, host=device.host, address=address, timeout=timeout)
-            world = NullWorld(line=self._line, seat=seat)
-            self._attendant = Attendant(cloudpickle.loads(make)(world))
+            rank_info = RankInfo(device=device, host=device.host, address=address, timeout=timeout)
+            world = NullWorld(channel=self._channel, rank_info=rank_info)
+            self._runner = ServiceRunner(cloudpickle.loads(make)(world))
         except Exception as error:
             self._failure = failure_of(error)
         return self._failure
 
     def call(self, asked: bytes) -> bytes:
         """Run a pickled call and return the pickled answer."""
-        told = self._attendant.answer(*cloudpickle.loads(asked)) if self._failure is None else (False, self._failure)
+        outcome = self._runner.answer(*cloudpickle.loads(asked)) if self._failure is None else (False, self._failure)
         try:
-            return bytes(cloudpickle.dumps(told))
+            return bytes(cloudpickle.dumps(outcome))
         except Exception as error:
             return bytes(cloudpickle.dumps((False, failure_of(error))))
 
     @ray.method(concurrency_group="commands")
     def end(self) -> None:
         """Ask the running computation to stop, through the control channel."""
-        self._line.hear({"stop": True})
+        self._channel.handle_message({"stop": True})
 
     def close(self) -> dict[str, Any] | None:
         """Close the object as the last call; return the failure if that raises, else None."""
         try:
-            self._attendant.close()
+            self._runner.close()
         except Exception as error:
             return failure_of(error)
         return None
@@ -72,7 +72,7 @@ class RayAttendant:
         return self._mail.take(seconds)
 
 
-class _MailLine(ControlChannel):
+class _MailboxChannel(ControlChannel):
     """A control channel that puts events into the mailbox."""
 
     def __init__(self, put: Callable[[Event], None]) -> None:

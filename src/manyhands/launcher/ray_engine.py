@@ -128,8 +128,8 @@ class RayJob(Coordinator):
         self._ray, self._alone_since, self._is_ending = ray, 0.0, False
         self._work = ray.put(work)
         self._group: Any = None
-        meeting = _RayMeeting(self)
-        super().__init__(_Nowhere(), meeting, after_loss=after_loss, timeout=timeout, unit=unit)  # type: ignore[arg-type]
+        rendezvous = _RayRendezvous(self)
+        super().__init__(_Nowhere(), rendezvous, after_loss=after_loss, timeout=timeout, unit=unit)  # type: ignore[arg-type]
         counts = Counter(device.host for device in devices)
         kind = devices[0].kind
         try:
@@ -156,11 +156,11 @@ class RayJob(Coordinator):
         return True
 
     def dismiss(self, place: RankHost, reason: str) -> None:
-        gone = [member for member in self._members if member.place is place and member.is_running]
-        if gone and self._after_loss == "end":
-            for member in gone:
+        lost = [member for member in self._members if member.place is place and member.is_running]
+        if lost and self._after_loss == "end":
+            for member in lost:
                 member.is_running = False
-            self._lose(gone[0], reason)
+            self._record_failure(lost[0], reason)
         else:
             super().dismiss(place, reason)
 
@@ -171,7 +171,7 @@ class RayJob(Coordinator):
         elif not self._alone_since:
             self._alone_since = time.monotonic()
         elif time.monotonic() > self._alone_since + READY_SECONDS or self._after_loss == "end":
-            self._failed = WorkerFailed(0, self.places[0].host, "every host of the job is gone")
+            self._failed = WorkerFailed(0, self.places[0].host, "all hosts of the job have failed")
 
     def finish(self) -> None:
         if self._is_ending:
@@ -218,7 +218,7 @@ class _RayPlace(RankHost):
         self._problem: BaseException | None = None
         self.actor: Any = None
         self._is_closed = False
-        self._heard: deque[Callable[[], None]] = deque()
+        self._queued: deque[Callable[[], None]] = deque()
         self._awake, self._wake = socket.socketpair()
         self._thread = threading.Thread(target=self._listen, name=f"ray-{self.host}", daemon=True)
 
@@ -245,10 +245,10 @@ class _RayPlace(RankHost):
         address = LOOPBACK if len(self._job.places) == 1 else self._address
         return address, int(self._job.ray.get(self.actor.meet.remote(address), timeout=READY_SECONDS))
 
-    def start(self, slot: int, summons: RendezvousInfo) -> None:
-        self._do("start", slot, summons.to_dict())
+    def start(self, slot: int, info: RendezvousInfo) -> None:
+        self._do("start", slot, info.to_dict())
 
-    def tell(self, slot: int, message: dict[str, Any]) -> None:
+    def send_message(self, slot: int, message: dict[str, Any]) -> None:
         self._do("tell", slot, message)
 
     def kill(self, slot: int | None = None) -> None:
@@ -292,7 +292,7 @@ class _RayPlace(RankHost):
             if not is_first:
                 self._push(functools.partial(self._job.admit, self))
             is_first = False
-            reason = self._hear_until_gone()
+            reason = self._poll_until_lost()
             self._ready.clear()
             self._push(functools.partial(self._job.dismiss, self, reason))
             if not self._returns:
@@ -312,7 +312,7 @@ class _RayPlace(RankHost):
         ray.get(self._job.prepare(self.actor, self.devices))
         self._problem = None
 
-    def _hear_until_gone(self) -> str:
+    def _poll_until_lost(self) -> str:
         ray = self._job.ray
         while True:
             try:
@@ -325,7 +325,7 @@ class _RayPlace(RankHost):
                 return "was left"
 
     def _push(self, act: Callable[[], None]) -> None:
-        self._heard.append(act)
+        self._queued.append(act)
         with contextlib.suppress(OSError):
             self._wake.send(b".")
 
@@ -333,25 +333,25 @@ class _RayPlace(RankHost):
 
     def _drain(self) -> None:
         self._awake.recv(4096)
-        while self._heard:
-            self._heard.popleft()()
+        while self._queued:
+            self._queued.popleft()()
 
     def _pass_on(self, one: News) -> None:
         kind, slot, rest = one
         job = self._job
         if kind == "event":
-            job.heard_event(self, slot, rest)
+            job.handle_event(self, slot, rest)
         elif kind == "output":
-            job.heard_output(self, slot, *rest)
+            job.handle_output(self, slot, *rest)
         elif kind == "lost_world":
-            job.heard_lost_world(self, slot, rest)
+            job.handle_lost_world(self, slot, rest)
         elif kind == "failure":
-            job.heard_failure(self, slot, rest)
+            job.handle_failure(self, slot, rest)
         else:
-            job.heard_end(self, slot, ProcessExit(*rest))
+            job.handle_exit(self, slot, ProcessExit(*rest))
 
 
-class _RayMeeting:
+class _RayRendezvous:
     """The rendezvous of the ranks: a store on one of the hosts, replaced when that host fails."""
 
     def __init__(self, job: RayJob) -> None:
@@ -381,7 +381,7 @@ class _RayMeeting:
         self._at = None
 
 
-class _NoCrew:
+class _NoProcesses:
     """Local processes of a program that runs no ranks itself."""
 
     is_over = True
@@ -399,8 +399,8 @@ class _Nowhere(LocalHost):
     def __init__(self) -> None:
         self.host, self.devices = "", ()
 
-    def open(self, conductor: Coordinator) -> None:
-        self.crew = _NoCrew()  # type: ignore[assignment]
+    def open(self, coordinator: Coordinator) -> None:
+        self.processes = _NoProcesses()  # type: ignore[assignment]
 
 
 def _hosts(ray: Any) -> dict[str, dict[str, float]]:
@@ -420,11 +420,11 @@ def _nodes(ray: Any) -> dict[str, dict[str, Any]]:
 
 def _cpus(hosts: dict[str, dict[str, float]], num_wanted: int | None) -> list[Device]:
     """Return CPU devices spread evenly over the hosts, in the order of the hosts."""
-    room = {host: int(has.get("CPU", 0)) for host, has in hosts.items()}
-    counts = dict.fromkeys(room, 0)
-    wanted = sum(count > 0 for count in room.values()) if num_wanted is None else num_wanted
+    free_cpus = {host: int(has.get("CPU", 0)) for host, has in hosts.items()}
+    counts = dict.fromkeys(free_cpus, 0)
+    wanted = sum(count > 0 for count in free_cpus.values()) if num_wanted is None else num_wanted
     for _ in range(wanted):
-        free = [host for host in room if counts[host] < room[host]]
+        free = [host for host in free_cpus if counts[host] < free_cpus[host]]
         if not free:
             break
         counts[min(free, key=lambda host: counts[host])] += 1
@@ -441,13 +441,13 @@ def _placed(ray: Any, counts: Sequence[int], kind: str) -> Any:
         remove_placement_group(group)
         raise DeviceError(
             f"the Ray cluster must have free resources for {sum(counts)} ranks",
-            got=f"none within {READY_SECONDS:.0f} s: {_room(ray)}",
+            got=f"none within {READY_SECONDS:.0f} s: {_free_resources(ray)}",
             remedy="stop other jobs there, or use fewer replicas",
         )
     return group
 
 
-def _room(ray: Any) -> str:
+def _free_resources(ray: Any) -> str:
     free = ray.available_resources()
     return f"{free.get('CPU', 0):g} CPUs and {free.get('GPU', 0):g} GPUs are free"
 

@@ -20,7 +20,7 @@ import torch
 from ..core import Event
 from ..distributed import Device, address_towards, interface_of, listen, serve_store, this_host
 from .pickles import pack
-from .processes import Hearer, LocalProcesses, Process, turn
+from .processes import LocalProcesses, Process, ProcessListener, turn
 from .rank import Assignment
 from .rendezvous import RendezvousInfo
 from .zygote import ZygoteHandle
@@ -33,25 +33,25 @@ class Mailbox:
     """A queue of reports since the last time they were fetched."""
 
     def __init__(self) -> None:
-        self._news: deque[News] = deque()
-        self._heard = threading.Condition()
+        self._messages: deque[News] = deque()
+        self._changed = threading.Condition()
 
     def put(self, one: News) -> None:
         """Add a report."""
-        with self._heard:
-            self._news.append(one)
-            self._heard.notify_all()
+        with self._changed:
+            self._messages.append(one)
+            self._changed.notify_all()
 
     def take(self, seconds: float) -> list[News]:
         """Return all queued reports; wait up to `seconds` if there are none."""
-        with self._heard:
-            self._heard.wait_for(lambda: bool(self._news), seconds)
-            found = list(self._news)
-            self._news.clear()
+        with self._changed:
+            self._changed.wait_for(lambda: bool(self._messages), seconds)
+            found = list(self._messages)
+            self._messages.clear()
         return found
 
 
-class RayHost(Hearer):
+class RayHost(ProcessListener):
     """The ranks of one host. Commands run in order, concurrently with the call that waits for reports."""
 
     def __init__(self, path: Sequence[str], folder: str, preload: Sequence[str]) -> None:
@@ -63,8 +63,8 @@ class RayHost(Hearer):
         self._awake, self._wake = socket.socketpair()
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._awake, selectors.EVENT_READ, lambda: self._awake.recv(4096))
-        self._crew: LocalProcesses | None = None
-        self._thread = threading.Thread(target=self._watch, name="crew", daemon=True)
+        self._processes: LocalProcesses | None = None
+        self._thread = threading.Thread(target=self._watch, name="processes", daemon=True)
         self._is_over = False
         self._store: object = None
 
@@ -75,11 +75,11 @@ class RayHost(Hearer):
     @ray.method(concurrency_group="commands")
     def prepare(self, work: bytes, devices: Sequence[Device], timeout: float, recovers: bool) -> None:
         """Receive the pickled function of the ranks, and start the monitoring thread."""
-        parcel = pack(Assignment.here(cloudpickle.loads(work), devices, timeout, recovers))
+        pickle_fd = pack(Assignment.here(cloudpickle.loads(work), devices, timeout, recovers))
         try:
-            self._crew = LocalProcesses(self._zygote, parcel, self, self._selector)
+            self._processes = LocalProcesses(self._zygote, pickle_fd, self, self._selector)
         finally:
-            os.close(parcel)
+            os.close(pickle_fd)
         self._thread.start()
 
     def meet(self, address: str) -> int:
@@ -104,51 +104,51 @@ class RayHost(Hearer):
         """Kill all ranks and release every resource."""
         self._is_over = True
         self._wake.send(b".")
-        if self._crew is not None:
+        if self._processes is not None:
             self._thread.join()
-            self._crew.finish()
+            self._processes.finish()
         self._zygote.close()
         self._store = None
 
     def _watch(self) -> None:
-        assert self._crew is not None
+        assert self._processes is not None
         while not self._is_over:
             turn(self._selector, 0.5)
             while self._commands:
                 self._commands.popleft()()
-            self._crew.look()
+            self._processes.look()
 
     def _act(self, what: str, *values: Any) -> None:
-        assert self._crew is not None
+        assert self._processes is not None
         if what == "start":
-            slot, summons = values
-            self._crew.start(slot, RendezvousInfo(**_through(summons)))
+            slot, info = values
+            self._processes.start(slot, RendezvousInfo(**_through(info)))
         elif what == "tell":
             slot, message = values
-            if "summons" in message:
-                message = {**message, "summons": _through(message["summons"])}
-            self._crew.tell(slot, message)
+            if "rendezvous" in message:
+                message = {**message, "rendezvous": _through(message["rendezvous"])}
+            self._processes.send_message(slot, message)
         else:
-            self._crew.kill(*values)
+            self._processes.kill(*values)
 
-    def _tell(self, kind: str, slot: int, rest: Any) -> None:
+    def _put_report(self, kind: str, slot: int, rest: Any) -> None:
         self._mail.put((kind, slot, rest))
 
-    def heard_event(self, slot: int, entry: Event) -> None:
-        self._tell("event", slot, entry)
+    def handle_event(self, slot: int, entry: Event) -> None:
+        self._put_report("event", slot, entry)
 
-    def heard_output(self, slot: int, text: str, stream: str) -> None:
-        self._tell("output", slot, (text, stream))
+    def handle_output(self, slot: int, text: str, stream: str) -> None:
+        self._put_report("output", slot, (text, stream))
 
-    def heard_lost_world(self, slot: int, told: dict[str, Any]) -> None:
-        self._tell("lost_world", slot, told)
+    def handle_lost_world(self, slot: int, report: dict[str, Any]) -> None:
+        self._put_report("lost_world", slot, report)
 
-    def heard_failure(self, slot: int, failure: dict[str, Any]) -> None:
-        self._tell("failure", slot, failure)
+    def handle_failure(self, slot: int, failure: dict[str, Any]) -> None:
+        self._put_report("failure", slot, failure)
 
-    def heard_end(self, slot: int, process: Process) -> None:
+    def handle_exit(self, slot: int, process: Process) -> None:
         done = process.done and process.exit_code == 0
-        self._tell("end", slot, (done, process.end, process.result))
+        self._put_report("end", slot, (done, process.end, process.result))
 
 
 def settle_here(path: Sequence[str], folder: str) -> None:
@@ -170,6 +170,6 @@ def facts_here() -> dict[str, Any]:
     }
 
 
-def _through(summons: dict[str, Any]) -> dict[str, Any]:
+def _through(info: dict[str, Any]) -> dict[str, Any]:
     """Return rendezvous info with this host's interface towards the rendezvous address."""
-    return {**summons, "interface": interface_of(address_towards(summons["address"]))}
+    return {**info, "interface": interface_of(address_towards(info["address"]))}

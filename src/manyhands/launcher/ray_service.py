@@ -23,7 +23,7 @@ READY_SECONDS = 60.0
 
 
 class RayService(Service):
-    """A service whose actor is polled by a thread for events and output; a failed poll means that the actor is gone."""
+    """A service in an actor that a thread polls for events and output; if a poll fails, the actor has failed."""
 
     def __init__(
         self,
@@ -47,10 +47,10 @@ class RayService(Service):
 
     def _send(self, number: int, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         asked = pickled((method, args, kwargs))
-        self._actor.call.remote(asked).future().add_done_callback(functools.partial(self._hear, number))
+        self._actor.call.remote(asked).future().add_done_callback(functools.partial(self._on_answer, number))
 
-    def _hear(self, number: int, answer: Future[bytes]) -> None:
-        """Handle an answer; if the actor is gone and there is none, the monitoring thread handles that."""
+    def _on_answer(self, number: int, answer: Future[bytes]) -> None:
+        """Handle an answer; if the actor has failed without one, the monitoring thread handles that."""
         if answer.exception() is None:
             self._answered(number, *cloudpickle.loads(answer.result()))
 
@@ -65,14 +65,14 @@ class RayService(Service):
 
     def _watch(self) -> None:
         try:
-            failure = self._until_gone()
+            failure = self._poll_until_lost()
         except Exception as error:
-            failure = WorkerFailed(0, self.host, f"the service is gone: {brief(error)}")
+            failure = WorkerFailed(0, self.host, f"the service has failed: {brief(error)}")
         self._ray.kill(self._actor)
         self._over(failure)
 
-    def _until_gone(self) -> BaseException | None:
-        """Return the service's failure, or None if it ended on request; raise Ray's error if the actor is gone."""
+    def _poll_until_lost(self) -> BaseException | None:
+        """Return the service's failure, or None if it ended on request; raise Ray's error if the actor has failed."""
         ray = self._ray
         asked = self._actor.facts.remote()
         if not ray.wait([asked], timeout=READY_SECONDS)[0]:
@@ -87,15 +87,15 @@ class RayService(Service):
             for kind, _, rest in ray.get(self._actor.news.remote(NEWS_SECONDS)):
                 self._on_event(0, rest) if kind == "event" else self._on_output(0, *rest)
             if not has_begun and ray.wait([self._begun], timeout=0)[0]:
-                if (told := ray.get(self._begun)) is not None:
-                    return self._failure(told)
+                if (failure := ray.get(self._begun)) is not None:
+                    return self._failure(failure)
                 has_begun = True
             if self._closed is not None and ray.wait([self._closed], timeout=0)[0]:
-                told = ray.get(self._closed)
-                return None if told is None else self._failure(told)
+                failure = ray.get(self._closed)
+                return None if failure is None else self._failure(failure)
 
-    def _failure(self, told: dict[str, Any]) -> BaseException:
-        return told["error"] or WorkerFailed(0, self.host, told["reason"], told["traceback"])
+    def _failure(self, failure: dict[str, Any]) -> BaseException:
+        return failure["error"] or WorkerFailed(0, self.host, failure["reason"], failure["traceback"])
 
 
 def pickled(what: Any) -> bytes:
@@ -113,9 +113,9 @@ def pickled(what: Any) -> bytes:
 def _actor(ray: Any, device: Device, node: str | None) -> Any:
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    from .ray_attendant import RayAttendant
+    from .ray_attendant import RayServiceActor
 
-    made = ray.remote(concurrency_groups={"commands": 1, "news": 1})(RayAttendant)
+    made = ray.remote(concurrency_groups={"commands": 1, "news": 1})(RayServiceActor)
     placed = made.options(
         num_cpus=1 if device.kind == "cpu" else 0,
         num_gpus=0 if device.kind == "cpu" else device.share,

@@ -33,7 +33,7 @@ class RendezvousInfo:
     address: str = LOOPBACK
     interface: str = "lo"
     backend: str = "gloo"
-    heard: int = 0
+    reported_step: int = 0
     """The last step whose loss value the coordinator has received."""
     key: str = field(default="", repr=False)
     """The secret key of this generation's ranks, in hex; it is sent only over inherited sockets and Ray calls."""
@@ -44,31 +44,33 @@ class RendezvousInfo:
         """Return the info as plain data that can be sent as JSON."""
         return dataclasses.asdict(self)
 
-    def answer(self, seat: RankInfo, line: ControlChannel) -> World:
-        """Join the other ranks; `seat` holds what does not change between generations: device, host, time limit."""
-        mine = dataclasses.replace(seat, rank=self.rank, size=self.size, generation=self.generation, heard=self.heard)
+    def join_world(self, rank_info: RankInfo, channel: ControlChannel) -> World:
+        """Join the other ranks; `rank_info` holds what is equal in all generations: device, host and time limit."""
+        own_info = dataclasses.replace(
+            rank_info, rank=self.rank, size=self.size, generation=self.generation, reported_step=self.reported_step
+        )
         if self.size == 1:
-            return NullWorld(line=line, seat=mine)
+            return NullWorld(channel=channel, rank_info=own_info)
         os.environ["GLOO_SOCKET_IFNAME"] = self.interface
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={self.interface}")
         try:
-            store = reach_store(self.address, self.port, seat.timeout / 10)
+            store = reach_store(self.address, self.port, rank_info.timeout / 10)
         except RuntimeError as error:
             where = f"{self.address}:{self.port}"
-            raise PeerLost("joining", "the store", f"no answer from {where}", str(error)) from error
-        store.set_timeout(timedelta(seconds=seat.timeout))
-        return TorchWorld(mine, line, store, self.backend, RankKey(bytes.fromhex(self.key)))
+            raise PeerLost("joining", "the store", f"the store at {where} does not answer", str(error)) from error
+        store.set_timeout(timedelta(seconds=rank_info.timeout))
+        return TorchWorld(own_info, channel, store, self.backend, RankKey(bytes.fromhex(self.key)))
 
 
-def join(summons: RendezvousInfo, seat: RankInfo, line: ControlChannel) -> World:
+def join(info: RendezvousInfo, rank_info: RankInfo, channel: ControlChannel) -> World:
     """Return the world that a rank is invited to; if it fails before it is complete, join the next generation's."""
     while True:
         try:
-            world = summons.answer(seat, line)
+            world = info.join_world(rank_info, channel)
         except PeerLost as lost:
-            if not line.recovers:
+            if not channel.recovers:
                 raise
-            summons = _next(line, summons.generation, lost, 0)
+            info = _next(channel, info.generation, lost, 0)
             continue
         enter_world(world)
         return world
@@ -79,14 +81,14 @@ def regroup(world: World, why: BaseException, step: int) -> World:
 
     `step` is the last step that this rank has completed.
     """
-    summons = _next(world.line, world.seat.generation, why, step)
+    info = _next(world.channel, world.rank_info.generation, why, step)
     world.close()
-    return join(summons, world.seat, world.line)
+    return join(info, world.rank_info, world.channel)
 
 
-def _next(line: ControlChannel, generation: int, why: BaseException, step: int) -> RendezvousInfo:
-    line.report_peer_failure(generation, str(why), step)
-    told = line.wait_for_summons(generation)
-    if told is None:
+def _next(channel: ControlChannel, generation: int, why: BaseException, step: int) -> RendezvousInfo:
+    channel.report_peer_failure(generation, str(why), step)
+    info = channel.wait_for_rendezvous(generation)
+    if info is None:
         raise why
-    return RendezvousInfo(**told)
+    return RendezvousInfo(**info)

@@ -49,7 +49,7 @@ class RestartPolicy:
         self._raised: set[int] = set()
         """Ranks that raised since the last progress."""
 
-    def goes_on(self, losses: Sequence[RankFailure], *, size: int, step: int) -> bool:
+    def allows_restart(self, losses: Sequence[RankFailure], *, size: int, step: int) -> bool:
         """Return whether failed ranks are replaced; `step` is the last step that is known to be committed."""
         if any(loss.is_ours for loss in losses):
             return False
@@ -65,6 +65,6 @@ class RestartPolicy:
         return self._rounds <= MAX_ROUNDS
 
     @property
-    def has_tired(self) -> bool:
+    def has_given_up(self) -> bool:
         """Return whether the lack of progress ended the job."""
         return self._rounds > MAX_ROUNDS

@@ -27,11 +27,11 @@ class Service(ABC):
     def __init__(self, device: Device) -> None:
         self.device, self.host = device, device.host or this_host()
         self.ended: Future[None] = Future()
-        """Done when the process is gone: with the failure that ended it, or without one if it was asked to end."""
+        """Done when the process has exited: with the failure that ended it, or without one if it was asked to end."""
         self._calls: dict[int, Future[Any]] = {}
         self._num_calls = 0
         self._booking = threading.Lock()
-        self._is_wished = False
+        self._is_requested = False
 
     @property
     def is_alive(self) -> bool:
@@ -55,7 +55,7 @@ class Service(ABC):
             self._num_calls += 1
             number = self._num_calls
             if self.ended.done():
-                answer.set_exception(self._gone("has ended"))
+                answer.set_exception(self._ended_error("has ended"))
                 return answer
             self._calls[number] = answer
         try:
@@ -67,7 +67,7 @@ class Service(ABC):
 
     def stop(self, seconds: float = STOP_SECONDS) -> None:
         """Let the service answer pending calls and close its object; kill it if that takes more than `seconds`."""
-        self._is_wished = True
+        self._is_requested = True
         self._ask_to_end()
         try:
             self.ended.exception(seconds)
@@ -75,8 +75,8 @@ class Service(ABC):
             self.kill()
 
     def kill(self) -> None:
-        """Kill the process, and return when it is gone."""
-        self._is_wished = True
+        """Kill the process, and wait until it has exited."""
+        self._is_requested = True
         self._end_now()
         self.ended.exception()
 
@@ -94,7 +94,7 @@ class Service(ABC):
 
     @abstractmethod
     def _ask_to_end(self) -> None:
-        """Tell the process that there will be no more calls."""
+        """Notify the process that there will be no more calls."""
 
     @abstractmethod
     def _end_now(self) -> None:
@@ -111,19 +111,19 @@ class Service(ABC):
             answer.set_exception(outcome["error"] or failed)
 
     def _over(self, failure: BaseException | None) -> None:
-        """Record that the process is gone, and fail all unanswered calls."""
+        """Record that the process has exited, and fail all unanswered calls."""
         with self._booking:
-            self.ended.set_exception(failure) if failure and not self._is_wished else self.ended.set_result(None)
+            self.ended.set_exception(failure) if failure and not self._is_requested else self.ended.set_result(None)
         while self._calls:
             _, answer = self._calls.popitem()
-            answer.set_exception(failure or self._gone("was ended before it answered"))
+            answer.set_exception(failure or self._ended_error("was stopped before it answered"))
 
-    def _gone(self, what: str) -> WorkerFailed:
+    def _ended_error(self, what: str) -> WorkerFailed:
         failure = self.failure
         return failure if isinstance(failure, WorkerFailed) else WorkerFailed(0, self.host, f"the service {what}")
 
 
-class Attendant:
+class ServiceRunner:
     """The service process's side: holds the object and runs the calls."""
 
     def __init__(self, made: Any) -> None:

@@ -70,7 +70,7 @@ class _Zygote:
         try:
             pid = os.fork()
         except OSError as error:
-            _say(job, {"failed": str(error)})
+            _send(job, {"failed": str(error)})
             return
         if pid == 0:
             self._control.close()
@@ -86,7 +86,7 @@ class _Zygote:
         watch = os.pidfd_open(pid)
         self._children[watch] = pid, job
         self._selector.register(watch, selectors.EVENT_READ)
-        _say(job, {"forked": True, "pid": pid})
+        _send(job, {"forked": True, "pid": pid})
 
     def _kill(self, pid: int) -> None:
         """Kill a child that is not reaped yet, so that the pid cannot belong to another process."""
@@ -98,7 +98,7 @@ class _Zygote:
         self._selector.unregister(watch)
         os.close(watch)
         _, status = os.waitpid(pid, 0)
-        _say(job, {"exited": pid, "code": os.waitstatus_to_exitcode(status)})
+        _send(job, {"exited": pid, "code": os.waitstatus_to_exitcode(status)})
         job.close()
 
     def _end(self) -> None:
@@ -108,7 +108,7 @@ class _Zygote:
                 os.waitpid(pid, 0)
 
 
-def _say(job: socket.socket, message: dict[str, Any]) -> None:
+def _send(job: socket.socket, message: dict[str, Any]) -> None:
     """Send a job a message about its rank; the job may no longer exist."""
     with contextlib.suppress(OSError):
         job.send(json.dumps(message).encode())
@@ -128,14 +128,14 @@ def _become_rank(request: dict[str, Any], fds: list[int]) -> None:
 
     code = 1
     try:
-        line, parcel, out, err = fds
+        channel, pickle_fd, out, err = fds
         os.dup2(out, 1)
         os.dup2(err, 2)
         os.close(out)
         os.close(err)
         # Line buffering instead of the block buffering of pipes, so that output is not lost when a rank is killed.
         sys.stdout, sys.stderr = (os.fdopen(fd, "w", buffering=1, closefd=False) for fd in (1, 2))
-        code = run_rank(request, socket.socket(fileno=line), parcel)
+        code = run_rank(request, socket.socket(fileno=channel), pickle_fd)
     finally:
         with contextlib.suppress(Exception):
             sys.stdout.flush()
@@ -166,9 +166,9 @@ class ZygoteHandle:
     def alive(self) -> bool:
         return self._process.poll() is None
 
-    def fork(self, slot: int, summons: dict[str, Any], fds: Sequence[int]) -> None:
+    def fork(self, slot: int, info: dict[str, Any], fds: Sequence[int]) -> None:
         """Fork a rank; the zygote reports the fork and the exit on the last descriptor."""
-        request = {"slot": slot, "summons": summons, "path": sys.path}
+        request = {"slot": slot, "rendezvous": info, "path": sys.path}
         socket.send_fds(self.socket, [json.dumps(request).encode()], list(fds))
 
     def kill(self, pid: int) -> None:

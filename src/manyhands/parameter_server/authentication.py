@@ -22,7 +22,7 @@ class TokenAuthenticator:
 
     def __init__(self, context: zmq.Context[Any], token: bytes) -> None:
         self._context, self._token = context, token
-        self._came: set[bytes] = set()
+        self._seen_names: set[bytes] = set()
         socket = context.socket(zmq.REP)
         socket.bind(WHERE)
         self._thread = threading.Thread(target=self._watch, args=(socket,), name="authentication", daemon=True)
@@ -45,9 +45,9 @@ class TokenAuthenticator:
 
     def _admits(self, name: bytes, password: bytes) -> bool:
         is_right = hmac.compare_digest(password, _password(self._token, name))
-        if not is_right or name in self._came:
+        if not is_right or name in self._seen_names:
             return False
-        self._came.add(name)
+        self._seen_names.add(name)
         return True
 
 

@@ -31,8 +31,8 @@ def load_frames(hand: Hand, share: Share, number: int, num_servers: int, term: i
         tensors.append(torch.cat([torch.zeros(0, dtype=flat_buffer.dtype), *stretches]))
     for piece in (p for flat_buffer in share for p in flat_buffer.pieces if p.is_trained):
         whole = held[piece.name]
-        mine = {name: cut_slot(value, piece, whole) for name, value in optimizer.state.get(whole, {}).items()}
-        plain, parts = pack_slots(mine)
+        piece_slots = {name: cut_slot(value, piece, whole) for name, value in optimizer.state.get(whole, {}).items()}
+        plain, parts = pack_slots(piece_slots)
         slots.append(plain)
         tensors += [part.cpu() for part in parts]
     tables = []
@@ -66,9 +66,9 @@ def take_state(hand: Hand, shares: Sequence[Share], answers: Sequence[tuple[Any,
                 held[piece.name].detach().view(-1)[piece.start : piece.stop] = values[piece.place].to(hand.device)
         pieces = [piece for flat_buffer in share for piece in flat_buffer.pieces if piece.is_trained]
         for piece, plain in zip(pieces, state.slots, strict=True):
-            mine = slots.setdefault(piece.name, {})
+            whole_slots = slots.setdefault(piece.name, {})
             for name, value in unpack_slots(plain, at).items():
-                _put_slot(mine, name, value, piece, held[piece.name])
+                _put_slot(whole_slots, name, value, piece, held[piece.name])
         for whole, names in zip(tables, state.tables, strict=True):
             whole.add(int(names[0]), at)
     for name, found in slots.items():
@@ -159,9 +159,9 @@ def forget_tables(hand: Hand) -> None:
 
 def restore_tables(hand: Hand, first: Hand) -> None:
     """Reset a hand's tables to those of a newly built one."""
-    tables, theirs = tables_of(hand.model), tables_of(first.model)
+    tables, fresh = tables_of(hand.model), tables_of(first.model)
     for name, table in tables.items():
-        table.whole = theirs[name].whole
+        table.whole = fresh[name].whole
     assert isinstance(hand.replica, ServedReplica)
     assert isinstance(first.replica, ServedReplica)
     hand.replica.slots = dict(first.replica.slots)
@@ -172,9 +172,12 @@ def _some_rows(
 ) -> list[Tensor]:
     """Return the ids, values and slots of the saved rows that belong to one server."""
     ids = saved.get(SavedRows.IDS, torch.zeros(0, dtype=torch.int64))
-    mine = ids % num_servers == number
+    is_held = ids % num_servers == number
     none = torch.zeros(len(ids), table.embedding_dim, dtype=table.weight.dtype)
-    return [ids[mine], *(saved.get(name, none)[mine].to(table.weight.dtype) for name in (SavedRows.VALUES, *names))]
+    return [
+        ids[is_held],
+        *(saved.get(name, none)[is_held].to(table.weight.dtype) for name in (SavedRows.VALUES, *names)),
+    ]
 
 
 def _saved_slots(hand: Hand, name: str, table: Embedding) -> Mapping[str, Tensor]:

@@ -217,9 +217,9 @@ class ParameterClient:
         """Copy gradients and changes of buffers into the send buffers; return the numbers of unused parameters."""
         unused = []
         into, gradients = [], []
-        for flat_buffer, room in zip(link.share, link.pushed, strict=True):
+        for flat_buffer, buffer in zip(link.share, link.pushed, strict=True):
             for piece in flat_buffer.pieces:
-                target, tensor = room[piece.place], self._held[piece.name]
+                target, tensor = buffer[piece.place], self._held[piece.name]
                 if not piece.is_trained:
                     before = self._before[f"{piece.name} {piece.start}"].to(tensor.device)
                     target.copy_(self._stretch(piece) - before)
@@ -244,7 +244,7 @@ class ParameterClient:
             try:
                 return self._rows(name, ids, device)
             except ServersMoved:
-                # The coordinator only reads rows, and learns by itself that another server has them.
+                # The coordinator only reads rows, and detects itself that another server has them.
                 if self.coordinator is not None:
                     raise
 
@@ -254,14 +254,14 @@ class ParameterClient:
         where = ids.cpu()
         owner = where % len(self._links)
         places = [(owner == index).nonzero().flatten() for index in range(len(self._links))]
-        for link, mine in zip(self._links, places, strict=True):
-            if len(mine):
-                link.caller.send(PullRows(self.server_list.term, number, self.version), frames_of([where[mine]]))
+        for link, indices in zip(self._links, places, strict=True):
+            if len(indices):
+                link.caller.send(PullRows(self.server_list.term, number, self.version), frames_of([where[indices]]))
         values = torch.empty(len(where), table.embedding_dim, dtype=table.weight.dtype)
-        for link, mine in zip(self._links, places, strict=True):
-            if len(mine):
+        for link, indices in zip(self._links, places, strict=True):
+            if len(indices):
                 _, frames = self._await(link, RowsReply)
-                values[mine] = tensor_of(frames[0], values.dtype).view(len(mine), -1)
+                values[indices] = tensor_of(frames[0], values.dtype).view(len(indices), -1)
         rows = values.to(device)
         if torch.is_grad_enabled():
             rows.requires_grad_()
@@ -312,7 +312,9 @@ class ParameterClient:
                 if link not in self._links:
                     raise ServersMoved(self.server_list)
                 if time.monotonic() > deadline:
-                    raise ConnectionLost(f"the server at {link.caller.address} does not answer")
+                    raise ConnectionLost(
+                        f"the server at {link.caller.address} did not answer within {self._timeout:.0f} s"
+                    )
             if self.coordinator is not None and (self.coordinator.socket in ready or self.coordinator.monitor in ready):
                 _on_message(self.coordinator)
             try:
@@ -337,7 +339,9 @@ class ParameterClient:
             time.sleep(0.05)
             self.on_wait()
         if link in self._links:
-            raise ConnectionLost(f"the server at {link.caller.address} is gone")
+            raise ConnectionLost(
+                f"the server at {link.caller.address} failed and was not replaced within {self._timeout:.0f} s"
+            )
         raise ServersMoved(self.server_list)
 
 
@@ -350,4 +354,4 @@ def _on_message(coordinator: Caller) -> None:
         raise ServersMoved(got[0])
     if isinstance(got[0], EndOfWork):
         raise WorkEnded
-    raise AssertionError(f"the chief said {type(got[0]).__name__} unasked")
+    raise AssertionError(f"the coordinator sent an unexpected {type(got[0]).__name__}")

@@ -95,7 +95,7 @@ class _Member:
     step: int = -1
     """The last step that it delivered a part of."""
     since: float = 0.0
-    heard: float = 0.0
+    received_at: float = 0.0
     """The monotonic time of the last message from this member."""
     is_led: bool = False
     """For a follower: whether its server has its address."""
@@ -126,7 +126,7 @@ class ServerStats:
     lost_followers: int = 0
     applied: int = 0
     """Gradients in closed steps."""
-    ledger: list[int] = field(default_factory=list)
+    applied_counts: list[int] = field(default_factory=list)
     """By server: gradients it has applied since it was filled, each counted once."""
     bytes: list[int] = field(default_factory=list)
     """By server: bytes exchanged with workers, through shared memory or sockets."""
@@ -140,7 +140,7 @@ class ServerStats:
             "lost_servers": self.lost_servers,
             "lost_followers": self.lost_followers,
             "applied": self.applied,
-            "ledger": self.ledger,
+            "ledger": self.applied_counts,
             "bytes": self.bytes,
         }
 
@@ -154,14 +154,14 @@ class ServerCoordinator:
         job: TrainingJob,
         devices: Sequence[Device],
         start: Start | ProcessRole,
-        line: ControlChannel,
+        channel: ControlChannel,
         timeout: float,
     ) -> None:
         self.hand, self.task, self.spec = hand, job.task, job.spec
         self._every = job.profile
         self.shares = shares_of(hand)
         self.stats = ServerStats()
-        self._devices, self._start, self._line, self._timeout = devices, start, line, timeout
+        self._devices, self._start, self._channel, self._timeout = devices, start, channel, timeout
         self._is_placed = isinstance(start, ProcessRole)
         """Whether servers and workers are started and restarted externally (from a cluster description)."""
         self._token = start.token if isinstance(start, ProcessRole) else new_token()
@@ -262,11 +262,11 @@ class ServerCoordinator:
     def _forward_event(self, entry: Event) -> None:
         """Forward a member's profiles and notices; equal notices are reported once."""
         if entry["kind"] == "profile":
-            self._line.report(entry)
+            self._channel.report(entry)
         text = str(entry.get("text", ""))
         if entry["kind"] == "notice" and text not in self._reported:
             self._reported.add(text)
-            self._line.report(entry)
+            self._channel.report(entry)
 
     def _on_exit(self, member: _Member, error: BaseException | None) -> None:
         if self._is_ending:
@@ -286,7 +286,7 @@ class ServerCoordinator:
             self._on_server_failure(member, reason)
             return
         self.stats.lost_workers += 1
-        self._notice(f"worker {member.number} {reason}: its samples are handed out again, another one is started")
+        self._notice(f"worker {member.number} {reason}: its samples are assigned again, and a new worker is started")
         del self._workers[member.number]
         if member.ticket is not None and self._schedule is not None:
             self._schedule.give_back(member.ticket)
@@ -295,13 +295,15 @@ class ServerCoordinator:
 
     def _check_restart_policy(self, member: _Member, reason: str) -> None:
         """Raise `NoProgress` where the restart policy gives up; members that fail together count as one round."""
-        self._line.report(event("member_lost", role=member.role, number=member.number, reason=reason))
+        self._channel.report(event("member_lost", role=member.role, number=member.number, reason=reason))
         if member.round != self._round:
             return
         self._round += 1
         loss = RankFailure(member.number, this_host(), f"{member.role} {member.number} {reason}")
-        if not self._restart_policy.goes_on([loss], size=len(self._devices), step=self.hand.num_steps):
-            raise NoProgress(member.number, loss.host, f"{loss.reason}, again and again without a new step in between")
+        if not self._restart_policy.allows_restart([loss], size=len(self._devices), step=self.hand.num_steps):
+            raise NoProgress(
+                member.number, loss.host, f"{loss.reason}, repeatedly, without completing a step in between"
+            )
 
     def _forget_worker(self, worker: _Member) -> None:
         """Let servers free what they share with a worker that has exited."""
@@ -314,17 +316,17 @@ class ServerCoordinator:
         number, follower = member.number, self._followers.get(member.number)
         self.stats.lost_servers += 1
         if follower is not None and follower.is_filled:
-            self._notice(f"server {number} {reason}: its follower is in its place, and gets a follower")
+            self._notice(f"server {number} {reason}: its follower replaces it, and gets a new follower")
             self._promote(follower)
             return
         if follower is not None:
             follower.is_led = False
         self._servers[number] = self._start_member("server", number, number)
-        raise ServerFailed(f"server {number} {reason}, and is restarted")
+        raise ServerFailed(f"server {number} {reason}, so it is restarted")
 
     def _on_follower_failure(self, member: _Member, reason: str) -> None:
         self.stats.lost_followers += 1
-        self._notice(f"the follower of server {member.number} {reason}: another one is filled")
+        self._notice(f"the follower of server {member.number} {reason}: a new follower is started and filled")
         if self._servers[member.number].peer is not None:
             self._send(self._servers[member.number], SetFollower(""))
         self._followers[member.number] = self._start_member("follower", member.number, member.number)
@@ -369,7 +371,7 @@ class ServerCoordinator:
             self._client.connect(self._server_list())
 
     def _notice(self, text: str) -> None:
-        self._line.report(event("notice", text=text))
+        self._channel.report(event("notice", text=text))
 
     def _server_list(self) -> ServerList:
         return ServerList(self._term, [server.address for server in self._servers])
@@ -385,7 +387,9 @@ class ServerCoordinator:
             try:
                 self._fill()
                 if with_followers:
-                    self._turn(lambda: all(f.is_filled for f in self._followers.values()), "followers to be filled")
+                    self._process_until(
+                        lambda: all(f.is_filled for f in self._followers.values()), "followers to be filled"
+                    )
                 break
             except ServerFailed as lost:
                 self._notice(str(lost))
@@ -399,7 +403,7 @@ class ServerCoordinator:
         self._closes.clear()
         for follower in self._followers.values():
             follower.is_filled = False
-        self._turn(lambda: all(server.peer is not None for server in self._servers), "servers to join")
+        self._process_until(lambda: all(server.peer is not None for server in self._servers), "servers to join")
 
         def load(number: int) -> tuple[Any, Sequence[Any]]:
             found: tuple[Any, Sequence[Any]] = load_frames(
@@ -428,10 +432,10 @@ class ServerCoordinator:
         for number, (state, _) in enumerate(answers):
             if state.applied != self._num_entered:
                 raise RunError(
-                    f"server {number} has applied {state.applied} gradients since it was filled, but closed steps have "
-                    f"{self._num_entered}: its values cannot be trusted, the last checkpoint can"
+                    f"server {number} has applied {state.applied} gradients since it was filled, but the completed "
+                    f"steps have {self._num_entered}, so its values are wrong; resume from the last checkpoint"
                 )
-        self.stats.ledger = [state.applied for state, _ in answers]
+        self.stats.applied_counts = [state.applied for state, _ in answers]
         self.stats.bytes = [state.wire for state, _ in answers]
         take_state(self.hand, self.shares, answers)
 
@@ -467,7 +471,7 @@ class ServerCoordinator:
             closed.extend([tickets] if tickets else [])
             return bool(closed)
 
-        self._turn(is_complete, "")
+        self._process_until(is_complete, "")
         self._next_ticket = schedule.number
         self.stats.late, schedule.late = self.stats.late + schedule.late, 0
         tickets = closed[0]
@@ -510,18 +514,18 @@ class ServerCoordinator:
 
     # -- messages -------------------------------------------------------------------------------------------------
 
-    def _turn(self, is_done: Callable[[], bool], waiting_for: str) -> None:
+    def _process_until(self, is_done: Callable[[], bool], waiting_for: str) -> None:
         """Process messages until `is_done`; with `waiting_for` raise `PeerLost` after the timeout."""
         deadline = time.monotonic() + self._timeout if waiting_for else float("inf")
         while True:
             self._run_queued()
             if is_done():
                 return
-            self._hand_out()
+            self._assign_work()
             self._poller.poll(int(1000 * TICK))
             self._process_messages()
             if time.monotonic() > deadline:
-                raise PeerLost("fit", "the chief", f"waited {self._timeout:.0f} s for {waiting_for}")
+                raise PeerLost("fit", "the coordinator", f"waited {self._timeout:.0f} s for {waiting_for}")
 
     def _process_messages(self) -> None:
         """Process all received messages and check for members that stopped answering."""
@@ -543,7 +547,7 @@ class ServerCoordinator:
             # The coordinator had given this member up: let it know.
             self._listener.send(peer, Unauthenticated())
             return
-        member.heard = time.monotonic()
+        member.received_at = time.monotonic()
         if isinstance(message, WorkRequest) and message.term == self._term:
             member.is_asking = True
         elif isinstance(message, Delivered) and message.term == self._term:
@@ -552,7 +556,7 @@ class ServerCoordinator:
             follower = self._followers.get(member.number)
             if follower is not None and follower.address == message.address and self._servers[member.number] is member:
                 follower.is_filled = True
-                self._line.report(event("followed", server=member.number))
+                self._channel.report(event("followed", server=member.number))
         elif isinstance(message, Unreachable):
             self._on_unreachable(member, message)
         elif type(message) in self._asked and self._is_answer(message):
@@ -571,7 +575,7 @@ class ServerCoordinator:
             return
         if member.peer is not None:
             self._peers.pop(member.peer, None)
-        member.peer, member.address, member.heard = peer, message.address, time.monotonic()
+        member.peer, member.address, member.received_at = peer, message.address, time.monotonic()
         self._peers[peer] = member
         if member.role == "worker" and self._is_open:
             self._send(member, self._server_list())
@@ -636,7 +640,7 @@ class ServerCoordinator:
         elif self._is_placed and 0 <= message.number < len(self._servers):
             server = self._servers[message.number]
             if server.peer is not None:
-                server.heard = min(server.heard, time.monotonic() - self._timeout / 2 + ANSWER)
+                server.received_at = min(server.received_at, time.monotonic() - self._timeout / 2 + ANSWER)
                 self._send(server, Heartbeat())
 
     def _end(self, member: _Member) -> None:
@@ -648,7 +652,7 @@ class ServerCoordinator:
     def _release(self, worker: _Member) -> None:
         """Remove a failed worker and hand its work out again."""
         self.stats.lost_workers += 1
-        self._notice(f"worker {worker.number} is gone: its samples are handed out again")
+        self._notice(f"worker {worker.number} has failed: its samples are assigned again")
         self._peers.pop(worker.peer or b"", None)
         del self._workers[worker.number]
         if worker.ticket is not None and self._schedule is not None:
@@ -669,12 +673,12 @@ class ServerCoordinator:
         for member in holders if self._is_placed else ():
             if away > self._timeout / 8:
                 # The coordinator itself was not receiving messages since the last check.
-                member.heard = now
-            if now - max(member.heard, member.since) > self._timeout / 8:
+                member.received_at = now
+            if now - max(member.received_at, member.since) > self._timeout / 8:
                 member.since = now
                 self._send(member, Heartbeat())
-            if now - member.heard > self._timeout / 2:
-                self._on_placed_failure(member, f"was silent for {now - member.heard:.0f} s")
+            if now - member.received_at > self._timeout / 2:
+                self._on_placed_failure(member, f"was silent for {now - member.received_at:.0f} s")
 
     def _receive(self, worker: _Member, message: Delivered) -> None:
         worker.ticket, worker.is_asking = None, True
@@ -689,12 +693,12 @@ class ServerCoordinator:
         if message.skipped:
             self._skips[message.ticket] = True
 
-    def _hand_out(self) -> None:
+    def _assign_work(self) -> None:
         schedule = self._schedule
         if schedule is None or not self._is_open:
             return
         # After a stop request, work in flight is completed and no new step is started.
-        limit = self._limit if not self._line.stopping or schedule.is_idle else min(self._limit, schedule.step)
+        limit = self._limit if not self._channel.stopping or schedule.is_idle else min(self._limit, schedule.step)
         for worker in self._workers.values():
             if not worker.is_asking or worker.peer is None:
                 continue
@@ -717,7 +721,7 @@ class ServerCoordinator:
                 if server.peer is not None:
                     self._send(server, *request(server.number))
             # If another server fails while this waits, the term changes and a request for the new term replaces it.
-            self._turn(
+            self._process_until(
                 lambda: len(answers) == len(self._servers) or (kind is Loaded and self._term != term),
                 waiting_for,
             )

@@ -89,7 +89,7 @@ def cut(model: nn.Module, num_servers: int, *, whole: bool) -> list[Share]:
     for name, parameter in trained.items():
         if not parameter.is_floating_point():
             raise StrategyError(
-                "parameter servers hold floating-point parameters",
+                "parameters on parameter servers must be floating-point",
                 got=f"{name} of {parameter.dtype}",
                 remedy="keep complex or integer parameters out of the network, or use mh.Mirrored()",
             )
@@ -98,8 +98,8 @@ def cut(model: nn.Module, num_servers: int, *, whole: bool) -> list[Share]:
     dtypes = list(dict.fromkeys(tensor.dtype for tensor, _ in parts.values()))
     shares: list[list[FlatBuffer]] = [[] for _ in range(num_servers)]
     for dtype in dtypes:
-        mine = {name: pair for name, pair in parts.items() if pair[0].dtype == dtype}
-        spread = _whole(mine, num_servers) if whole else _even(mine, num_servers)
+        same_dtype = {name: pair for name, pair in parts.items() if pair[0].dtype == dtype}
+        spread = _whole(same_dtype, num_servers) if whole else _even(same_dtype, num_servers)
         for share, pieces in zip(shares, spread, strict=True):
             share.append(FlatBuffer(dtype, tuple(pieces)))
     return [tuple(share) for share in shares]
@@ -138,7 +138,7 @@ def _require_work(trained: Mapping[str, Tensor], has_tables: bool, num_servers: 
     most = max(len(trained), num_bytes // SMALL)
     if num_servers > most:
         raise StrategyError(
-            f"a network of {len(trained)} tensors and {num_bytes} bytes is worth at most {most} servers",
+            f"a network of {len(trained)} tensors and {num_bytes} bytes can be split over at most {most} servers",
             got=num_servers,
             remedy=f"pass servers={max(1, most)} or less",
         )

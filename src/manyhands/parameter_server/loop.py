@@ -68,15 +68,19 @@ def check_served(task: Task) -> None:
     _require_transport()
     if task.step is not None:
         raise TaskError(
-            "parameter servers train a loss", got="a task with a step of its own", remedy="use mh.Mirrored(), or a loss"
+            "parameter servers need a task with loss=",
+            got="a task with step=",
+            remedy="pass loss=, or use mh.Mirrored()",
         )
     if task.ema is not None:
         raise TaskError(
-            "parameter servers keep no average of the weights", got=f"ema={task.ema}", remedy="use mh.Mirrored()"
+            "parameter servers do not support averaged weights",
+            got=f"ema={task.ema}",
+            remedy="omit ema, or use mh.Mirrored()",
         )
     if not callable(task.data) and not isinstance(as_source(task.data, collate=task.collate), IndexedSource):
         raise StrategyError(
-            "parameter servers hand out samples by number",
+            "parameter servers need data with random access",
             got="a stream, which can only be read from its beginning",
             remedy="pass a dataset with a length, or use mh.Mirrored()",
         )
@@ -104,9 +108,9 @@ def _require_dense(model: nn.Module) -> None:
     for name, layer in model.named_modules():
         if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse:
             raise StrategyError(
-                "gradients of plain layers travel dense to parameter servers",
+                "gradients that are sent to parameter servers must be dense",
                 got=f"{name}, a {type(layer).__name__} with sparse=True",
-                remedy="use mh.Embedding(rows, dim), of which only touched rows travel, or sparse=False",
+                remedy="use mh.Embedding(rows, dim), which sends only the rows of a batch, or sparse=False",
             )
 
 
@@ -125,7 +129,9 @@ def _require_transport() -> None:
         import zmq  # noqa: F401
     except ImportError as error:
         raise StrategyError(
-            "parameter servers need pyzmq", got=str(error), remedy='pip install "manyhands[parameter-server]"'
+            "parameter servers need pyzmq",
+            got=str(error),
+            remedy="install it with pip install 'manyhands[parameter-server]'",
         ) from None
 
 
@@ -162,20 +168,20 @@ class ServedLoop(TrainingLoop):
 
         if list(self.hand.optimizers) != [MAIN]:
             raise TaskError(
-                "parameter servers take one optimizer",
-                got=f"{len(self.hand.optimizers)} by name",
+                "parameter servers support one optimizer only",
+                got=f"{len(self.hand.optimizers)} optimizers ({', '.join(self.hand.optimizers)})",
                 remedy="return one optimizer with several parameter groups",
             )
         _require_dense(self.hand.model)
         lazy = _lazy_tables(self.hand)
-        line = self.hand.world.line
-        coordinator = ServerCoordinator(self.hand, self.job, self._devices, self._start, line, self._timeout)
+        channel = self.hand.world.channel
+        coordinator = ServerCoordinator(self.hand, self.job, self._devices, self._start, channel, self._timeout)
         self._coordinator = coordinator
         coordinator.on_output = self._on_output
         self._coordinator.open()
         self._notify_differences(self.hand.model)
         if lazy:
-            what = "change only when a batch touches them; Adam on one device moves the others too"
+            what = "change only when a batch uses them; on one device, Adam changes the other rows too"
             self.hand.notice(f"rows of {', '.join(lazy)} {what}")
         while True:
             try:
@@ -225,7 +231,7 @@ class ServedLoop(TrainingLoop):
     def end_epoch(self, epoch: int, valid_feed: Feed | None) -> None:
         self.refresh()
         super().end_epoch(epoch, valid_feed)
-        self.hand.world.line.report(event("servers", step=self.hand.num_steps, **self.coordinator.stats.to_dict()))
+        self.hand.world.channel.report(event("servers", step=self.hand.num_steps, **self.coordinator.stats.to_dict()))
 
     def save(self) -> None:
         self.refresh()
@@ -263,14 +269,14 @@ class ServedLoop(TrainingLoop):
         hand = self.hand
         before = hand.num_steps
         hand.store(self.path).wait()
-        state = hand.restore(self.path, before=self.kept.goes_before)
+        state = hand.restore(self.path, before=self.kept.resume_before)
         if state is None:
             self._begin_again()
-        self.kept.goes_before = None
+        self.kept.resume_before = None
         self.reporter.forget()
         if state is not None:
-            self.take_up(state)
-        hand.notice(f"{reason}; {before - hand.num_steps} steps since the last checkpoint are taken again")
+            self.resume_from(state)
+        hand.notice(f"{reason}; {before - hand.num_steps} steps since the last checkpoint are repeated")
         source = "its beginning" if state is None else "the last checkpoint"
         self.reporter.report(event("recovered", step=hand.num_steps, size=len(self._devices), source=source))
         self._refreshed_at = -1
@@ -292,9 +298,11 @@ class ServedLoop(TrainingLoop):
 
     def _notify_differences(self, model: nn.Module) -> None:
         if self.job.spec.followers:
-            self.hand.notice("every server has a follower: twice the servers' memory, and every update is taken twice")
+            self.hand.notice("every server has a follower, which doubles the memory and the computation of updates")
         if any(isinstance(layer, _BatchNorm) for layer in model.modules()):
-            self.hand.notice("batch statistics are those of each worker's part of a batch, and buffers their average")
+            self.hand.notice(
+                "batch statistics are those of each worker's part of a batch, and buffers are averaged over the workers"
+            )
 
 
 class _Plan:
@@ -322,6 +330,6 @@ class _Plan:
     def close(self) -> None:
         """Do nothing: there are no resources to free."""
 
-    def said(self) -> str:
+    def describe_limit(self) -> str:
         """Return no text: there is no input limit to report."""
         return ""

@@ -189,7 +189,7 @@ class _Worker:
         if hand.spans is not None:
             spans, hand.spans = hand.spans.end(), None
             sample = Sample(step, dict.fromkeys(PHASES, 0.0) | by_phase(spans), tuple(spans))
-            hand.world.line.report({**profile_event(hand.world, sample), "rank": self.member.number})
+            hand.world.channel.report({**profile_event(hand.world, sample), "rank": self.member.number})
         self._num_delivered += 1
         if every and self._num_delivered % every == 0:
             hand.spans = Spans(hand.device)

@@ -76,7 +76,7 @@ class WorkPart(Message, tag=True):
     version: int
     """The oldest version of the values that the part may be computed with."""
     rates: list[float]
-    """Learning rates by parameter group, if the worker's push is an update of its own."""
+    """Learning rates by parameter group, if the worker's push is a separate update."""
 
 
 class Delivered(Message, tag=True):
@@ -125,7 +125,7 @@ class Push(Message, tag=True):
     """Numbers of parameters without a gradient."""
     scale: float = 1.0
     rates: list[float] = []
-    """Learning rates if the push is an update of its own; empty if the coordinator closes the step."""
+    """Learning rates if the push is a separate update; empty if the coordinator closes the step."""
 
 
 class Pushed(Message, tag=True):
@@ -200,7 +200,7 @@ class Apply(Message, tag=True):
 
 
 class WorkerGone(Message, tag=True):
-    """Report that a worker will not come back."""
+    """Report that a worker has failed permanently."""
 
     worker: int
 
@@ -335,7 +335,8 @@ def encode(message: Message) -> bytes:
     data = _encoder.encode(message)
     if len(data) > MAX_HEADER:
         raise RunError(
-            f"a {type(message).__name__} of {len(data)} bytes is too long, {MAX_HEADER} are allowed; use more servers"
+            f"the message {type(message).__name__} must have at most {MAX_HEADER} bytes, but got {len(data)}; "
+            "use more servers"
         )
     return data
 

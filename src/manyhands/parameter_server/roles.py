@@ -42,9 +42,9 @@ class ProcessRole:
         """Return the strategy with as many servers and workers as the cluster has; raise where they differ."""
         if spec.followers and self.num_servers % 2:
             raise SettingsError(
-                "with followers the second half of a cluster's ps follow the first",
-                got=f"{self.num_servers} ps",
-                remedy="name two for every server, or omit followers",
+                "with followers, a cluster must have two ps tasks for every server",
+                got=f"{self.num_servers} ps tasks",
+                remedy="list the followers after the servers, or omit followers",
             )
         servers = self.num_servers // 2 if spec.followers else self.num_servers
         for name, asked, there in (
@@ -69,9 +69,9 @@ def find_role(environ: Mapping[str, str] | None = None) -> ProcessRole | None:
     chiefs, workers = _of(cluster, CHIEF), _of(cluster, WORKER)
     if not chiefs or not workers:
         raise SettingsError(
-            "a cluster with parameter servers has a chief and workers",
+            "a cluster with parameter servers must have a chief and workers",
             got=", ".join(sorted({host.role for host in cluster.hosts})),
-            remedy='add "chief": ["HOST:PORT"] and "worker": [...] to its cluster',
+            remedy='add "chief": ["HOST:PORT"] and "worker": [...] to the cluster in TF_CONFIG',
         )
     here = cluster.host
     return ProcessRole(
@@ -90,8 +90,8 @@ def token_of(environ: Mapping[str, str]) -> bytes:
     text = environ.get(TOKEN_VARIABLE, "").strip()
     if len(text) < SHORTEST:
         raise SettingsError(
-            f"members of a cluster share a secret of at least {SHORTEST} characters in {TOKEN_VARIABLE}",
-            got="none" if not text else f"one of {len(text)}",
+            f"members of a cluster must share a secret of at least {SHORTEST} characters in {TOKEN_VARIABLE}",
+            got="no secret" if not text else f"{len(text)} characters",
             remedy=f"run `manyhands token FILE` once, and `export {TOKEN_VARIABLE}=$(head -n1 FILE)` for every member",
         )
     return text.encode()
@@ -113,10 +113,10 @@ def run_member(place: ProcessRole, task: Task, spec: StrategySpec, device: Devic
         token=place.token,
         timeout=timeout,
         listens=(resolve_host(place.here.name), place.here.port) if place.role == SERVER else None,
-    ).run(NullWorld(Device("cpu") if place.role == SERVER else device, DirectChannel(_tell)))
+    ).run(NullWorld(Device("cpu") if place.role == SERVER else device, DirectChannel(_print_notice)))
 
 
-def _tell(entry: Event) -> None:
+def _print_notice(entry: Event) -> None:
     """Print notices to stderr, since a member has no run folder and no progress view."""
     if entry["kind"] == "notice":
         print(entry["text"], file=sys.stderr, flush=True)

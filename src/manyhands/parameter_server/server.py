@@ -88,10 +88,10 @@ class ServerShard:
         if push.ticket in self.applied_pushes:
             return False
         before = self.held.pop(push.ticket, None)
-        room = before.dense if before is not None else self._spare.pop() if self._spare else buffers_of(self.share)
-        for mine, given in zip(room, dense, strict=True):
-            mine.copy_(given)
-        self.held[push.ticket] = PendingGradient(room, frozenset(push.unused), tables)
+        buffers = before.dense if before is not None else self._spare.pop() if self._spare else buffers_of(self.share)
+        for buffer, gradient in zip(buffers, dense, strict=True):
+            buffer.copy_(gradient)
+        self.held[push.ticket] = PendingGradient(buffers, frozenset(push.unused), tables)
         return True
 
     def forget(self, tickets: list[int]) -> None:
@@ -140,7 +140,7 @@ class ServerShard:
         self.forget(tickets)
 
     def apply_now(self, push: Push, dense: list[Tensor], tables: list[tuple[Tensor, Tensor]], slow: bool) -> int:
-        """Apply a push as an update of its own; return its staleness in updates."""
+        """Apply a push as a separate update; return its staleness in updates."""
         # A follower that became the server may have an older version than the values pulled from the failed server.
         staleness = max(0, self.version - push.version)
         rates = [rate / (1 + staleness) for rate in push.rates] if slow else push.rates
@@ -207,8 +207,8 @@ class ServerShard:
         slots: list[Slots] = []
         frames = list(self.values)
         for parameter in self.pieces.values():
-            mine, tensors = pack_slots(self.optimizer.state.get(parameter, {}))
-            slots.append(mine)
+            plain, tensors = pack_slots(self.optimizer.state.get(parameter, {}))
+            slots.append(plain)
             frames += tensors
         names = []
         for table in self.tables:
@@ -257,7 +257,7 @@ class ParameterShardServer:
         """By worker: its connection, and the memory shared with it."""
         self._waiting: list[tuple[bytes, Pull | PullRows, list[Frame]]] = []
         self._follower_link: FollowerLink | None = None
-        self._is_told = False
+        self._has_reported_silence = False
         """Whether the coordinator was informed that the follower does not answer."""
         self._next_follower: str | None = None
         """Address of a follower to fill after the update of the step that was summed."""
@@ -358,7 +358,7 @@ class ParameterShardServer:
         if worker in self._slots:
             peer, slots = self._slots.pop(worker)
             slots.close()
-            self._waiting = [wish for wish in self._waiting if wish[0] != peer]
+            self._waiting = [request for request in self._waiting if request[0] != peer]
 
     def _shared_with(self, peer: bytes) -> SharedSlots | None:
         return next((slots for owner, slots in self._slots.values() if owner == peer), None)
@@ -394,7 +394,7 @@ class ParameterShardServer:
         """Replicate to the follower at this address, or continue without a follower if it is empty."""
         if self._follower_link is not None:
             self._follower_link.close()
-        self._follower_link, self._next_follower, self._is_told = None, None, False
+        self._follower_link, self._next_follower, self._has_reported_silence = None, None, False
         if not address:
             return
         if self._closing is not None:
@@ -419,12 +419,12 @@ class ParameterShardServer:
     def _on_follower_message(self, follower_link: FollowerLink) -> None:
         """Process the follower's acknowledgements; report a silent follower to the coordinator, which decides."""
         try:
-            follower_link.hear()
+            follower_link.process_acks()
             is_silent = follower_link.is_silent
         except ConnectionLost:
             is_silent = True
-        if is_silent and not self._is_told:
-            self._is_told = True
+        if is_silent and not self._has_reported_silence:
+            self._has_reported_silence = True
             self._coordinator.send(Unreachable(self.shard.number, follower_link.caller.address))
 
     def _follow(self, message: Push | Close | Apply | Load, frames: list[Frame]) -> None:
@@ -439,7 +439,7 @@ class ParameterShardServer:
 
     def _on_member_message(self, peer: bytes, message: Any, frames: list[Frame]) -> None:
         if isinstance(message, ReplicateMessage):
-            # A server leads only after the coordinator said so: one that another server fills becomes its follower.
+            # A server leads only on the coordinator's request: one that another server fills becomes its follower.
             self.leads = self.leads and not isinstance(message.message, Load)
             if not self.leads:
                 self._follow(message.message, frames)
@@ -451,7 +451,7 @@ class ParameterShardServer:
                 self._slots[message.worker] = peer, slots
             self._listener.send(peer, Attached(slots is not None))
         elif isinstance(message, Push | Pull) and message.is_shared and self._shared_with(peer) is None:
-            # The worker of this connection is gone.
+            # The worker of this connection has exited.
             return
         elif isinstance(message, Push) and message.term == self._term:
             self._take(peer, message, frames)
@@ -501,7 +501,7 @@ class ParameterShardServer:
         return dense, tables
 
     def _enter(self, push: Push, dense: list[Tensor], tables: list[tuple[Tensor, Tensor]]) -> Pushed:
-        """Store a gradient for its step, or apply it as an update of its own."""
+        """Store a gradient for its step, or apply it as a separate update."""
         shard = self.shard
         if not push.rates:
             return Pushed(push.ticket, 0, shard.keep(push, dense, tables))
@@ -526,8 +526,8 @@ class ParameterShardServer:
         elif message.is_shared:
             slots = self._shared_with(peer)
             assert slots is not None
-            for room, values in zip(slots.pulled, shard.values, strict=True):
-                room.copy_(values)
+            for buffer, values in zip(slots.pulled, shard.values, strict=True):
+                buffer.copy_(values)
             self._listener.num_bytes += sum(flat_buffer.num_bytes for flat_buffer in shard.share)
             self._listener.send(peer, Values(shard.version))
         else:

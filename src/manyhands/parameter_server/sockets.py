@@ -108,12 +108,12 @@ class MessageListener:
 
     def _authenticate(self, peer: bytes, connection: str, message: AnyMessage) -> None:
         if isinstance(message, Hello) and len(message.nonce) == NONCE:
-            ours = secrets.token_bytes(NONCE)
-            self._unproven[connection] = message.nonce, ours
-            self.send(peer, Challenge(ours, _proof(self._token, b"listener", message.nonce, ours)))
+            own_nonce = secrets.token_bytes(NONCE)
+            self._unproven[connection] = message.nonce, own_nonce
+            self.send(peer, Challenge(own_nonce, _proof(self._token, b"listener", message.nonce, own_nonce)))
         elif isinstance(message, Proof) and connection in self._unproven:
-            theirs, ours = self._unproven.pop(connection)
-            if hmac.compare_digest(message.proof, _proof(self._token, b"caller", theirs, ours)):
+            peer_nonce, own_nonce = self._unproven.pop(connection)
+            if hmac.compare_digest(message.proof, _proof(self._token, b"caller", peer_nonce, own_nonce)):
                 self._known.add(connection)
                 self.send(peer, Welcome())
         else:
@@ -155,18 +155,18 @@ class Caller:
 
     def receive(self, timeout: float | None = 0.0) -> tuple[AnyMessage, list[Frame]] | None:
         """Return the next message within `timeout` seconds, or None if none arrived."""
-        if not self._has_come(timeout):
+        if not self._has_arrived(timeout):
             return None
         head, *frames = self.socket.recv_multipart(copy=False)
         try:
             message = decode(head.buffer)
         except msgspec.DecodeError as error:
-            raise ConnectionLost(f"{self.address} sent what is no message: {error}") from None
+            raise ConnectionLost(f"{self.address} sent an invalid message: {error}") from None
         if isinstance(message, Unauthenticated):
-            raise ConnectionLost(f"{self.address} does not know this connection any more")
+            raise ConnectionLost(f"{self.address} no longer knows this connection")
         return message, _joined([frame.buffer for frame in frames])
 
-    def _has_come(self, timeout: float | None) -> bool:
+    def _has_arrived(self, timeout: float | None) -> bool:
         """Wait for a message; messages that arrived before the connection was lost are still read."""
         if self.socket.poll(0):
             return True
@@ -202,13 +202,13 @@ class Caller:
 
     def _introduce(self, token: bytes, timeout: float) -> None:
         deadline = time.monotonic() + timeout
-        ours = secrets.token_bytes(NONCE)
-        self.send(Hello(ours))
+        own_nonce = secrets.token_bytes(NONCE)
+        self.send(Hello(own_nonce))
         answer, _ = self.expect(timeout)
-        expected = _proof(token, b"listener", ours, answer.nonce) if isinstance(answer, Challenge) else b""
+        expected = _proof(token, b"listener", own_nonce, answer.nonce) if isinstance(answer, Challenge) else b""
         if not isinstance(answer, Challenge) or not hmac.compare_digest(answer.proof, expected):
             raise ConnectionLost(f"the program that listens at {self.address} does not have this job's token")
-        self.send(Proof(_proof(token, b"caller", ours, answer.nonce)))
+        self.send(Proof(_proof(token, b"caller", own_nonce, answer.nonce)))
         got = self.receive(max(0.1, min(5.0, deadline - time.monotonic())))
         if got is None or not isinstance(got[0], Welcome):
             raise ConnectionLost(f"{self.address} refused this job's token")
@@ -221,7 +221,7 @@ def call_until_reached(
 
     `on_wait` is called once when this takes longer than a few seconds.
     """
-    began, is_told = time.monotonic(), False
+    began, has_notified = time.monotonic(), False
     while True:
         left = began + timeout - time.monotonic()
         try:
@@ -229,8 +229,8 @@ def call_until_reached(
         except ConnectionLost as lost:
             if time.monotonic() >= began + timeout:
                 raise ConnectionLost(f"{address} did not answer within {timeout:.0f} s: {lost}") from None
-            if not is_told and time.monotonic() - began >= SOON:
-                is_told = True
+            if not has_notified and time.monotonic() - began >= SOON:
+                has_notified = True
                 on_wait(f"waiting up to {timeout:.0f} s for the chief at {address.removeprefix('tcp://')}: {lost}")
             time.sleep(0.1)
 

@@ -22,12 +22,12 @@ FIRST = 1024
 
 def kind_of(table: Embedding, optimizer: Any) -> str:
     """Return the kind of optimizer for a table's rows: the table's own, or that of the task's optimizer."""
-    mine = next((m for m in each_of(optimizer) if any(table.weight is p for p in parameters_of(m))), optimizer)
-    kind = table.optimizer or kind_of_optimizer(mine)
+    owner = next((m for m in each_of(optimizer) if any(table.weight is p for p in parameters_of(m))), optimizer)
+    kind = table.optimizer or kind_of_optimizer(owner)
     if kind is None:
         raise TaskError(
-            "rows of a table need an optimizer that trains single rows",
-            got=f"{type(mine).__name__} for all",
+            "the rows of an mh.Embedding need an optimizer that can update single rows",
+            got=type(owner).__name__,
             remedy='write mh.Embedding(rows, dim, optimizer="adagrad")',
         )
     return kind
@@ -45,8 +45,8 @@ def settings_of(name: str, table: Embedding, optimizer: Any, model: nn.Module) -
     for setting in MOVING[kind]:
         if group.get(setting):
             raise TaskError(
-                "rows of a table on servers change only when a batch touches them",
-                got=f"{name}.weight with {setting}={group[setting]}, which moves all rows",
+                "rows of an mh.Embedding on parameter servers must change only when a batch uses them",
+                got=f"{name}.weight with {setting}={group[setting]}, which changes all rows",
                 remedy=f"put {name}.weight into a parameter group without it, or write "
                 f'mh.Embedding(rows, dim, optimizer="{kind}")',
             )
@@ -160,9 +160,9 @@ class ServerTable:
         start = len(self._index)
         stop = start + len(new)
         if stop > len(self._values):
-            room = max(FIRST, stop, 2 * len(self._values))
-            self._values = _grown(self._values, room)
-            self._slots = {name: _grown(slot, room) for name, slot in self._slots.items()}
+            capacity = max(FIRST, stop, 2 * len(self._values))
+            self._values = _grown(self._values, capacity)
+            self._slots = {name: _grown(slot, capacity) for name, slot in self._slots.items()}
         first = first_rows(np.array(new), self.dim, self.seed, self.std).to(self.dtype)
         self._values[start:stop] = first
         if self.kind == "adagrad":

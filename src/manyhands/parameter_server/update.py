@@ -104,9 +104,9 @@ def needs_whole(optimizer: Optimizer) -> bool:
     if is_by_tensor(optimizer):
         return True
     raise TaskError(
-        "on parameter servers an optimizer updates every tensor by itself",
+        "on parameter servers, an optimizer must update every tensor independently",
         got=f"{type(optimizer).__name__}, whose update of one tensor depends on others",
-        remedy="use for instance torch.optim.AdamW, or mh.Mirrored()",
+        remedy="use for example torch.optim.AdamW, or mh.Mirrored()",
     )
 
 
@@ -114,20 +114,20 @@ def _require_movable(optimizer: Optimizer) -> None:
     """Raise for an optimizer that servers cannot move to their own tensors."""
     name, inner = type(optimizer).__name__, [type(one).__name__ for one in nested_in(optimizer).values()]
     hooks = [hook for hook in _hooks(optimizer) if hook is not match_strides]
-    why, remedy = "", "use for instance torch.optim.AdamW, or mh.Mirrored()"
+    why, remedy = "", "use for example torch.optim.AdamW, or mh.Mirrored()"
     if inner:
         why, remedy = f"which steps {', '.join(inner)} inside it", f"return them as a list, [{', '.join(inner)}]"
     elif hooks:
-        why, remedy = "whose step has hooks that servers would not run as written", "leave them out"
+        why, remedy = "whose step has hooks, which servers cannot run", "remove the hooks"
         if has_scheduler(optimizer):
             remedy = "pass Task(schedule=lambda step, total: ...) instead of a scheduler"
     elif draws_numbers(optimizer):
-        why, remedy = "which draws random numbers, other ones on every server", "use mh.Mirrored()"
+        why, remedy = "which draws random numbers that would differ between servers", "use mh.Mirrored()"
     elif not updates_own_tensors(optimizer):
         why = "which does not update the tensors of its parameter groups"
     if why:
         raise TaskError(
-            "parameter servers update the tensors that an optimizer's groups hold, each server its own",
+            "an optimizer on parameter servers must update the tensors of its parameter groups, and nothing else",
             got=f"{name}, {why}",
             remedy=remedy,
         )

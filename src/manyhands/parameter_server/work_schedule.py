@@ -112,20 +112,20 @@ class WorkSchedule(ABC):
         if ids is None:
             return
         for part in range(self._parts):
-            mine = part_of(ids, part, self._parts, self._accumulate)
-            if len(mine):
-                heapq.heappush(self._waiting, WorkTicket(self.number, self._next_step, mine))
+            part_ids = part_of(ids, part, self._parts, self._accumulate)
+            if len(part_ids):
+                heapq.heappush(self._waiting, WorkTicket(self.number, self._next_step, part_ids))
                 self.number += 1
                 self._sizes[self._next_step] = self._sizes.get(self._next_step, 0) + 1
         self._next_step += 1
 
     def _close(self) -> list[WorkTicket] | None:
-        came, needed = self._in.get(self.step, []), self._sizes.get(self.step, 0)
-        if not needed or len(came) < needed:
+        arrived, needed = self._in.get(self.step, []), self._sizes.get(self.step, 0)
+        if not needed or len(arrived) < needed:
             return None
         del self._in[self.step], self._sizes[self.step]
         self.step += 1
-        return came
+        return arrived
 
 
 class InOrderSchedule(WorkSchedule):
@@ -181,10 +181,10 @@ class FirstArrivalSchedule(WorkSchedule):
         return self._sizes.get(self.step, 0) or self._parts
 
     def complete(self) -> list[WorkTicket] | None:
-        came, needed = self._in.get(self.step, []), self._sizes.get(self.step, 0)
-        for ticket in came[needed:] if needed else ():
+        arrived, needed = self._in.get(self.step, []), self._sizes.get(self.step, 0)
+        for ticket in arrived[needed:] if needed else ():
             self._put_back(ticket)
-        del came[needed:]
+        del arrived[needed:]
         closed = self._close()
         if closed is not None:
             self._begun = 0
@@ -207,8 +207,8 @@ class AsynchronousSchedule(WorkSchedule):
         return ticket
 
     def complete(self) -> list[WorkTicket] | None:
-        came = self._in.get(0, [])
-        if not came:
+        arrived = self._in.get(0, [])
+        if not arrived:
             return None
         self.step += 1
-        return [came.pop(0)]
+        return [arrived.pop(0)]

@@ -1,4 +1,4 @@
-"""What every way of splitting a network would cost, before paying: models, simulation, search."""
+"""Planning: cost models, simulation and search over the strategies for a network."""
 
 from .calibration import Observation, Residuals, calibrated
 from .clusters import Cluster, as_cluster

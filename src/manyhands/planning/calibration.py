@@ -1,4 +1,4 @@
-"""Calibration: constants of devices and links fitted to a few measured steps, and what is left over, remembered.
+"""Calibration: constants of devices and links fitted to a few measured steps, with residuals for similar steps.
 
 The constants are physical (the share of peak that products reach, an operation's start, a link's share), fitted in
 logarithms with the catalogue's values as the prior. What measured steps still differ by is carried over to steps that
@@ -25,14 +25,14 @@ LOOSE = {"reach": 0.5, "ramp": 1.5, "streaming": 0.5, "operation": 1.5, "share":
 NOISE = 0.05
 """The standard deviation of a measured step's logarithm."""
 ALIKE = 0.6
-"""How many doublings apart two steps may be and still say something about each other."""
+"""Number of doublings of the size over which a measured step is informative for another."""
 TRUST = 0.05
-"""The weight of having measured nothing like it."""
+"""The weight of the prior, that the model is right, against measured steps."""
 
 
 @dataclass(frozen=True)
 class Observation:
-    """A step that was measured."""
+    """A measured step."""
 
     workload: Workload
     spec: StrategySpec
@@ -42,7 +42,7 @@ class Observation:
 def calibrated(
     cluster: Cluster, observations: Sequence[Observation], loose: Mapping[str, float] = MappingProxyType(LOOSE)
 ) -> Cluster:
-    """The cluster with constants that explain the observations, none far from the catalogue's without need.
+    """Return the cluster with constants that explain the observations and stay close to the catalogue's.
 
     `loose` names the constants that may be moved, and how far.
     """
@@ -62,20 +62,20 @@ def calibrated(
 
 @dataclass(frozen=True)
 class Residuals:
-    """What measured steps differ by from the model, to be carried over to others that are alike."""
+    """The residuals of measured steps against the model, which are applied to similar steps."""
 
     places: tuple[tuple[float, ...], ...]
     logs: tuple[float, ...]
 
     @classmethod
     def of(cls, cluster: Cluster, observations: Sequence[Observation]) -> Residuals:
-        """The factors on computing with which the model meets each observation."""
+        """Return the factors on compute time with which the model matches each observation."""
         logs = tuple(_factor(cluster, one) for one in observations)
         places = tuple(_place(one.workload, one.spec, _rows(one.workload, one.spec)) for one in observations)
         return cls(places, logs)
 
     def correction(self, workload: Workload) -> Correction:
-        """A factor for any spec of this workload."""
+        """Return the factor for any spec of this workload."""
 
         def factor(spec: StrategySpec, rows: float) -> float:
             place = _place(workload, spec, rows)
@@ -86,7 +86,7 @@ class Residuals:
 
 
 def _with(cluster: Cluster, logs: dict[str, float]) -> Cluster:
-    """A cluster whose constants are moved by so much in their logarithms."""
+    """Return a cluster whose constants are shifted by these logarithms."""
     factors = {name: math.exp(log) for name, log in logs.items()}
     chip = cluster.chip
     own = {
@@ -128,13 +128,13 @@ def _least_squares(residuals: object, start: NDArray[np.float64], rounds: int = 
 
 
 def _robust(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Residuals whose squares grow like their size beyond two standard deviations, so that no outlier rules."""
+    """Return Huber residuals: beyond two standard deviations their squares grow linearly, which limits outliers."""
     size = np.abs(values)
     return np.sign(values) * np.where(size <= 2, size, np.sqrt(np.maximum(0.0, 4 * size - 4)))
 
 
 def _factor(cluster: Cluster, one: Observation) -> float:
-    """The logarithm of the factor on computing with which the model gives the measured time."""
+    """Return the logarithm of the factor on compute time with which the model gives the measured time."""
     low, high = math.log(0.2), math.log(5.0)
     for _ in range(30):
         middle = (low + high) / 2

@@ -183,12 +183,12 @@ class Curves:
         return min(made, key=lambda one: one.seconds)
 
     def _sync(self, replicas: int) -> str:
-        """A policy is for replicas; parts of one have nothing to agree on."""
+        """Return the sync policy; without replicas there is nothing to synchronize."""
         return self._best.sync if replicas > 1 else "allreduce"
 
 
 def _by_rows(work: Workload) -> tuple[str, Workload] | None:
-    """The workload with its largest table held by rows, and what that is called; None where no table weighs most."""
+    """Return the workload with its largest table sharded by rows, and its name; None if no table dominates."""
     networks = {}
     for precision, network in work.networks.items():
         table = max(network.pieces, key=lambda piece: piece.param_bytes)
@@ -232,7 +232,7 @@ def _by_servers(found: Estimate, cluster: Cluster, lost: float, work: Workload) 
 
 
 def _latency(found: Estimate, cluster: Cluster, work: Workload) -> float:
-    """Seconds of exchanges that would be waited for however fast links and servers were."""
+    """Return the seconds of exchanges that remain with infinitely fast links and servers."""
     servers = servers_of(work, cluster, found.spec)
     if servers is not None:
         return sum(servers.rounds(0, 1))
@@ -276,7 +276,7 @@ def _by_input(found: Estimate, cluster: Cluster, lost: float, work: Workload) ->
 
 
 def _past_critical(work: Workload) -> str:
-    """A larger batch would help the devices, but not the training."""
+    """Return whether a larger batch would use the devices better, but not train faster."""
     if work.noise is None or work.noise > work.batch_size:
         return ""
     return f"; a larger one would be past the critical batch, about {work.noise:.3g} samples"

@@ -66,10 +66,10 @@ def html(plan: Plan, most: int = 30) -> str:
         rows.append(f"<tr{kind}>{columns}</tr>")
     head = "".join(f"<th>{escape(name)}</th>" for name in header(plan))
     title = escape(f"{plan.name}: {plan.workload.batch_size} samples a step on {plan.cluster}")
-    said = "".join(f"<p>{escape(line)}</p>" for line in lines(plan))
+    paragraphs = "".join(f"<p>{escape(line)}</p>" for line in lines(plan))
     end = "".join(f"<p>{escape(line)}</p>" for line in closing(plan.curve) if line)
     return (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title><style>{STYLE}</style>'
-        f"<h1>{title}</h1>{said}<table><tr>{head}</tr>{''.join(rows)}</table>"
+        f"<h1>{title}</h1>{paragraphs}<table><tr>{head}</tr>{''.join(rows)}</table>"
         f"<h2>Speed against devices</h2>{svg(plan.curve, plan.cluster.num_devices)}{end}</html>\n"
     )

@@ -63,7 +63,7 @@ def _together(apart: Sequence[Cluster], shared: Mapping[str, Any], first: Mappin
         bandwidth=min(one.bandwidth for one in chips),
     )
     prices = [one.price * one.num_devices for one in apart if one.price is not None]
-    said = (
+    assumption = (
         f"every device gets as many samples, so that all are as fast as a {slowest.name} and hold as much as the least"
     )
     return replace(
@@ -71,5 +71,5 @@ def _together(apart: Sequence[Cluster], shared: Mapping[str, Any], first: Mappin
         chip=chip,
         inside=min((one.inside for one in apart), key=lambda way: way.rate),
         price=sum(prices) / whole.num_devices if len(prices) == len(apart) else None,
-        assumed=(*dict.fromkeys(text for one in apart for text in one.assumed), said),
+        assumed=(*dict.fromkeys(text for one in apart for text in one.assumed), assumption),
     )

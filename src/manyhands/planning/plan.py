@@ -224,8 +224,8 @@ def require_same(path: str | Path, planned: str, network: str) -> None:
     """Raise SettingsError if a plan was made for another network."""
     if planned and planned != network:
         raise SettingsError(
-            f"{path} was made for a network of {planned}",
-            got=f"one of {network}",
+            f"{path} must be used for the network for which it was made, of {planned}",
+            got=f"a network of {network}",
             remedy="plan this network with mh.plan(task).best.save(...), or delete the line 'network' to use the "
             "plan nevertheless",
         )
@@ -253,11 +253,11 @@ def make_plan(
     alone = search.option(workload, cluster, StrategySpec(precision=search.precision)).estimate.seconds
     single = next((o.measured for o in options if o.estimate.num_devices == 1 and o.measured is not None), None)
     best = next(option for option in options if option.can_run)
-    said = list(notes)
+    texts = list(notes)
     if cluster.network is None:
-        said.append(f"beyond this host the curve assumes {cluster.with_devices(2 * cluster.per_host)}")
+        texts.append(f"beyond this host the curve assumes {cluster.with_devices(2 * cluster.per_host)}")
     if is_lossy(best.spec.sync):
-        said.append(f"sync={best.spec.sync} changes the mathematics: results differ from one device's")
+        texts.append(f"sync={best.spec.sync} changes the mathematics: results differ from one device's")
     return Plan(
         name=workload.name,
         workload=workload,
@@ -266,7 +266,7 @@ def make_plan(
         control=control,
         alone=single or alone,
         curve=Curves(workload, cluster, best.spec).draw(),
-        notes=tuple(said),
+        notes=tuple(texts),
         fingerprint=fingerprint,
         num_networks=networks,
         ways=tuple(_ways(workload, cluster, search, networks)),

@@ -79,22 +79,22 @@ def cells(plan: Plan, option: PlanOption) -> list[str]:
 
 def lines(plan: Plan) -> list[str]:
     """Return the pick, the assumptions and the expected error as lines of text."""
-    said = [f"pick: {plan.best.spec} ({plan.best.why})"]
+    texts = [f"pick: {plan.best.spec} ({plan.best.why})"]
     where = "measured on this machine" if plan.cluster.measured else "from the catalogue"
-    said.append(f"times with ~ are predicted, constants {where}: they may be off by {plan.band:.0%}")
-    said += [f"assumed: {text}" for text in plan.cluster.assumed]
-    said += plan.notes
+    texts.append(f"times with ~ are predicted, constants {where}: they may be off by {plan.band:.0%}")
+    texts += [f"assumed: {text}" for text in plan.cluster.assumed]
+    texts += plan.notes
     least = plan.steps_over_least()
     if least is not None:
         noise = plan.workload.noise or 0.0
-        said.append(f"gradient noise scale {noise:.3g} samples: this batch needs {least:.2f} times the fewest steps")
+        texts.append(f"gradient noise scale {noise:.3g} samples: this batch needs {least:.2f} times the fewest steps")
         times = plan.to_target()
         size = min(times, key=lambda one: times[one], default=plan.workload.batch_size)
         if times and times[size] < WORTH_A_CHANGE:
-            said.append(f"a batch of {size} would reach a target in {times[size]:.2f} of the time on these devices")
+            texts.append(f"a batch of {size} would reach a target in {times[size]:.2f} of the time on these devices")
     if plan.ways:
-        said.append(f"{plan.num_networks} such networks: " + "; ".join(map(_way, plan.ways)))
-    return said
+        texts.append(f"{plan.num_networks} such networks: " + "; ".join(map(_way, plan.ways)))
+    return texts
 
 
 def _way(way: ManyNetworksEstimate) -> str:

@@ -109,7 +109,7 @@ def _parted(layout: StrategySpec, count: int, recompute: str) -> StrategySpec:
 
 
 def layouts(workload: Workload, cluster: Cluster, devices: int) -> Iterator[StrategySpec]:
-    """Axes for so many devices: products are cut inside a host only, stages are no more than there are blocks."""
+    """Yield axes for this many devices: tensor parallelism stays within a host, and stages do not exceed the blocks."""
     network = next(iter(workload.networks.values()))
     blocks = sum(piece.is_repeated for piece in network.pieces)
     products = any(piece.products > 1 for piece in network.pieces)
@@ -122,12 +122,12 @@ def layouts(workload: Workload, cluster: Cluster, devices: int) -> Iterator[Stra
 
 
 def _divisors(most: int, devices: int) -> list[int]:
-    """Powers of two up to a number that divide the devices."""
+    """Return the powers of two up to a number that divide the devices."""
     return [1 << power for power in range(most.bit_length()) if 1 << power <= most and devices % (1 << power) == 0]
 
 
 def _counts(devices: int) -> list[int]:
-    """All devices, and halves of them down to two: fewer may be faster."""
+    """Return all devices and repeated halves of them down to two: fewer may be faster."""
     counts = [devices]
     while counts[-1] % 2 == 0 and counts[-1] > 2 and len(counts) < 4:
         counts.append(counts[-1] // 2)

@@ -77,16 +77,20 @@ def is_lossy(sync: str) -> bool:
 
 
 def noise_scale(small: int, squares: Sequence[float], large: int, large_squares: Sequence[float]) -> float:
-    """The gradient noise scale in samples, from squared norms of gradients of small and of large batches.
+    """Return the gradient noise scale in samples, from squared gradient norms of small and of large batches.
 
-    A batch of B samples has |G|² + tr Σ/B on average; two sizes give both. Beyond about so many samples a larger batch
-    needs hardly fewer steps.
+    A batch of B samples has |G|² + tr Σ/B on average; two sizes give both. Beyond about this many samples, a
+    larger batch hardly reduces the number of steps.
 
     >>> noise_scale(8, [1 + 160 / 8], 32, [1 + 160 / 32])
     160.0
     """
     if not 0 < small < large:
-        raise SettingsError("two batch sizes differ", got=f"{small} and {large}", remedy="pass the smaller one first")
+        raise SettingsError(
+            "the two batch sizes must be positive and ascending",
+            got=f"{small} and {large}",
+            remedy="pass the smaller one first",
+        )
     first, second = sum(squares) / len(squares), sum(large_squares) / len(large_squares)
     signal = (large * second - small * first) / (large - small)
     noise = (first - second) / (1 / small - 1 / large)

@@ -36,7 +36,7 @@ def html(profile: Profile) -> str:
     style = files(__package__).joinpath("page.css").read_text(encoding="utf-8")
     script = files(__package__).joinpath("page.js").read_text(encoding="utf-8")
     advice = "".join(f"<li>{escape(str(one))}</li>" for one in profile.advice)
-    said = "".join(f"<p>{escape(line)}</p>" for line in closing(profile)[: len(profile.notes)])
+    paragraphs = "".join(f"<p>{escape(line)}</p>" for line in closing(profile)[: len(profile.notes)])
     tables = [
         _table("Modules, first rank", ("module", "forward", "backward"), module_rows(profile)),
         _table("Operations, first rank", ("operation", "times a step", "seconds"), operation_rows(profile)),
@@ -47,7 +47,7 @@ def html(profile: Profile) -> str:
     )
     return (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title><style>{style}</style>'
-        f"<h1>{title}</h1>{said}<h2>Advice</h2><ol>{advice or '<li>no advice</li>'}</ol>"
+        f"<h1>{title}</h1>{paragraphs}<h2>Advice</h2><ol>{advice or '<li>no advice</li>'}</ol>"
         f"<h2>Where a step's time goes</h2>{_phases(profile)}{''.join(tables)}"
         f"{'<h2>Memory over a step</h2>' + curves if curves else ''}"
         "<h2>Timeline</h2><p>Wheel: zoom. Drag: move. Hover: what and how long. "

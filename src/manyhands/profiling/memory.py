@@ -119,10 +119,10 @@ class MemoryWatch(TorchDispatchMode):
         self._lives.append((key, life))
 
     def _let_go(self) -> None:
-        gone = [key for key, (reference, _) in self._made.items() if reference.expired()]
-        if gone:
+        freed = [key for key, (reference, _) in self._made.items() if reference.expired()]
+        if freed:
             self._tick()
-        for key in gone:
+        for key in freed:
             life = self._made.pop(key)[1]
             life.died = self._time
 

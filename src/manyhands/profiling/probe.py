@@ -127,7 +127,7 @@ class _Probe:
 
     def run(self, count: int) -> dict[str, Any]:
         """Return all measurements."""
-        hand, steps, device = self._hand, self._steps, self._hand.world.seat.device
+        hand, steps, device = self._hand, self._steps, self._hand.world.rank_info.device
         found: dict[str, Any] = {"device": str(device), "device_memory": device.memory}
         steps.expect(WARMUP + count)
         for _ in range(WARMUP):
@@ -155,11 +155,11 @@ class _Probe:
 
     def _breakdown(self, samples: tuple[Sample, ...]) -> Breakdown:
         world = self._hand.world
-        told = [{"step": one.step, "seconds": one.seconds, "total": one.total} for one in samples]
-        return Breakdown.of(world.rank, world.seat.host, told)
+        rows = [{"step": one.step, "seconds": one.seconds, "total": one.total} for one in samples]
+        return Breakdown.of(world.rank, world.rank_info.host, rows)
 
     def _threads(self) -> dict[str, Any]:
-        """How many threads compute; where they are more than cores, what a step takes with as many."""
+        """Return the number of compute threads; if it exceeds the cores, also a step's time with as many as cores."""
         threads, cores = torch.get_num_threads(), _num_cores()
         found: dict[str, Any] = {"threads": threads, "cores": cores}
         crowded = self._hand.device.type == "cpu" and threads > cores

@@ -48,7 +48,7 @@ _HOME = {
 
 
 def __getattr__(name: str) -> Any:
-    """A client needs none of the packages that a server needs."""
+    """Import server classes on first use, because a client does not need a server's packages."""
     from importlib import import_module
 
     if name not in _HOME:

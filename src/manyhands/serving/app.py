@@ -39,7 +39,7 @@ class Access:
             return refusal
         if self._closed:
             return 403, self._closed
-        return None if self._token.is_said(headers.get(b"authorization", b"")) else (401, self._token.reason)
+        return None if self._token.is_valid(headers.get(b"authorization", b"")) else (401, self._token.reason)
 
 
 class App:

@@ -155,7 +155,7 @@ class Batcher:
         self,
         settings: BatchSettings,
         inputs: Sequence[str],
-        soon: Callable[[Callable[[], None]], object],
+        call_soon: Callable[[Callable[[], None]], object],
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.settings = settings
@@ -166,7 +166,7 @@ class Batcher:
         self.on_batch: Callable[[RequestBatch, float], None] = lambda batch, seconds: None
         self.rows_fitting: Callable[[Shapes], int] = lambda shapes: settings.max_rows
         """Returns how many rows of given shapes fit into a replica's memory."""
-        self._inputs, self._soon, self._now = list(inputs), soon, now
+        self._inputs, self._call_soon, self._now = list(inputs), call_soon, now
         self._queues: dict[tuple[int, Shapes], deque[TicketPart]] = {}
         self._live: set[Ticket] = set()
         self._scheduled = False
@@ -186,11 +186,13 @@ class Batcher:
 
         Lower priorities go first. Raises RequestRefused if too much is queued.
         """
-        self.require_room(deadline)
+        self.require_capacity(deadline)
         self._require_rows(inputs, rows)
         if not self._most(self._shapes(inputs)):
             size = sum(inputs[name][:1].nbytes for name in self._inputs)
-            raise RequestRefused("INVALID_ARGUMENT", f"rows of {size} bytes are more than a batch can hold")
+            raise RequestRefused(
+                "INVALID_ARGUMENT", f"a row must fit into a batch, but got a row of {size} bytes; send smaller rows"
+            )
         ticket = Ticket(inputs, rows, deadline, priority, done)
         self._live.add(ticket)
         self._queue(TicketPart(ticket, 0, rows))
@@ -198,7 +200,7 @@ class Batcher:
         self._schedule()
         return ticket
 
-    def require_room(self, deadline: float) -> None:
+    def require_capacity(self, deadline: float) -> None:
         """Raise RequestRefused if a request could not be answered before its deadline (load shedding)."""
         now, wait = self._now(), self._wait() if self.num_queued else 0.0
         if deadline <= now:
@@ -216,7 +218,9 @@ class Batcher:
             raise RequestRefused("INVALID_ARGUMENT", f"rows{which} must not be empty, but got the shape {shape}")
         most = REQUEST_QUEUES * self.settings.queue_rows
         if rows > most:
-            raise RequestRefused("INVALID_ARGUMENT", f"a request may have {most} rows, but got {rows}; send parts")
+            raise RequestRefused(
+                "INVALID_ARGUMENT", f"a request may have {most} rows, but got {rows}; send several requests"
+            )
         if self.num_queued and self.num_queued + rows > self.settings.queue_rows:
             reason = f"overloaded: {self.num_queued} rows are waiting, and {rows} more would be too many"
             raise RequestRefused("UNAVAILABLE", reason, max(1.0, math.ceil(self._wait())))
@@ -305,7 +309,7 @@ class Batcher:
         """Schedule a dispatch for the next loop iteration, so that requests arriving together share a batch."""
         if not self._scheduled:
             self._scheduled = True
-            self._soon(self._dispatch)
+            self._call_soon(self._dispatch)
 
     def _dispatch(self) -> None:
         self._scheduled = False

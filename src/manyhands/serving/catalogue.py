@@ -102,13 +102,13 @@ class LoadSlots:
 class Catalogue:
     """Served models by name. All methods run on the server's event loop."""
 
-    def __init__(self, settings: CatalogueSettings, place: ReplicaPlacement, say: Callable[..., None]) -> None:
+    def __init__(self, settings: CatalogueSettings, place: ReplicaPlacement, emit: Callable[..., None]) -> None:
         self.settings = settings
         self.models: dict[str, Model] = {}
         self.splits: dict[str, list[TrafficShare]] = {}
         self.warm_up: Callable[[Version], Awaitable[None]] = nothing
         """Called with a version before it becomes available."""
-        self._place, self._say = place, say
+        self._place, self._emit = place, emit
         self._attempts: dict[tuple[str, int], Attempt] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._watching: asyncio.Future[None] | None = None
@@ -131,7 +131,7 @@ class Catalogue:
             if isinstance(outcome, BaseException):
                 raise outcome
         if self.settings.root is not None:
-            first = await self._begin_looks(first=True)
+            first = await self._begin_refreshes(first=True)
             # A model that takes long to load does not keep the others from their next versions.
             self._watching = asyncio.ensure_future(self._watch())
             await asyncio.gather(*first, return_exceptions=True)
@@ -177,16 +177,19 @@ class Catalogue:
     def set_split(self, name: str, shares: list[TrafficShare]) -> None:
         """Split a name's requests by weight among versions or models; an empty list removes the split."""
         if not NAME.fullmatch(name):
-            raise RequestRefused("INVALID_ARGUMENT", "a model's name has letters, digits, dashes and underscores")
+            raise RequestRefused(
+                "INVALID_ARGUMENT",
+                f"a model name must consist of letters, digits, dashes and underscores, but got {name[:64]!r}",
+            )
         for share in shares:
             if not 0 < share.weight < math.inf:
-                raise RequestRefused("INVALID_ARGUMENT", f"weights are numbers above 0, but got {share.weight}")
+                raise RequestRefused("INVALID_ARGUMENT", f"weights must be numbers above 0, but got {share.weight}")
             self.model(share.model).require(share.version)
         if shares:
             self.splits[name] = shares
         else:
             self.splits.pop(name, None)
-        self._say("split", model=name, shares=[vars(share) for share in shares])
+        self._emit("split", model=name, shares=[vars(share) for share in shares])
 
     async def load(self, name: str, version: int | None = None) -> None:
         """Load a model or version on request, even if it was rolled back or unloaded before; raises on failure."""
@@ -203,7 +206,7 @@ class Catalogue:
             del self._attempts[key]
         if name in (self.settings.given or {}) and model.current is None:
             await self._load_given(model)
-        await self.look({name})
+        await self.refresh({name})
         failed = [v.detail for v in model.versions.values() if v.error and version in (None, v.number)]
         if failed:
             raise RequestRefused("FAILED_PRECONDITION", f"failed to load '{name}': {failed[0]}")
@@ -225,7 +228,10 @@ class Catalogue:
     ) -> None:
         """Serve exactly these models from now on, with these version policies and labels."""
         if self.settings.root is None:
-            raise RequestRefused("FAILED_PRECONDITION", "the models of this server do not come from a folder")
+            raise RequestRefused(
+                "FAILED_PRECONDITION",
+                "this server does not load its models from a folder, so its list of models cannot be replaced",
+            )
         there = await self._in_thread(models_in, self.settings.root)
         for name in policies:
             if name not in there:
@@ -236,13 +242,13 @@ class Catalogue:
         for name, policy in policies.items():
             model = self.models.setdefault(name, Model(name))
             model.policy, model.is_unloaded = policy, False
-        await self.look(set(policies))
+        await self.refresh(set(policies))
         for name, named in labels.items():
             model = self.models[name]
             model.labels = {}
             for label, version in named.items():
                 model.set_label(label, version)
-        self._say("reloaded", models=sorted(policies))
+        self._emit("reloaded", models=sorted(policies))
 
     async def roll_back(self, name: str, reason: str = "asked for") -> int:
         """Reject the current version and serve the one before, immediately if it is still loaded; return its number."""
@@ -265,20 +271,20 @@ class Catalogue:
         if model.current is None or model.current is current:
             model.rejected.discard(current.number)
             raise RequestRefused("FAILED_PRECONDITION", f"version {max(older)} of {name} could not be loaded")
-        self._say("rolled_back", model=name, version=current.number, to=model.current.number, reason=reason)
+        self._emit("rolled_back", model=name, version=current.number, to=model.current.number, reason=reason)
         return model.current.number
 
-    async def look(self, names: Collection[str]) -> None:
+    async def refresh(self, names: Collection[str]) -> None:
         """Scan the folder once; load new versions of these models and unload unwanted ones."""
         found = (await self._scan(names)).models
-        await asyncio.gather(*(self._look_at(name, *found[name]) for name in found))
+        await asyncio.gather(*(self._refresh_model(name, *found[name]) for name in found))
 
-    async def _begin_looks(self, *, first: bool = False) -> list[asyncio.Task[None]]:
+    async def _begin_refreshes(self, *, first: bool = False) -> list[asyncio.Task[None]]:
         """Scan the folder once and handle each model in a task, except those that are still being handled."""
         tasks = []
         scan = await self._scan(None)
         for index, (name, (path, there)) in enumerate(scan.models.items()):
-            tasks += self._begin("look", name, partial(self._look_at, name, path, there, first=first))
+            tasks += self._begin("look", name, partial(self._refresh_model, name, path, there, first=first))
             if index % _MODELS_PER_TURN == _MODELS_PER_TURN - 1:
                 await asyncio.sleep(0)
         return tasks
@@ -293,13 +299,13 @@ class Catalogue:
                 await work()
             except Exception as error:
                 # An error in one model must not affect the others.
-                self._say("watch_failed", model=name, reason=type(error).__name__)
+                self._emit("watch_failed", model=name, reason=type(error).__name__)
 
         self._busy[kind, name] = task = asyncio.ensure_future(run())
         task.add_done_callback(lambda _: self._busy.pop((kind, name)))
         return [task]
 
-    async def _look_at(self, name: str, path: Path, there: Versions, *, first: bool = False) -> None:
+    async def _refresh_model(self, name: str, path: Path, there: Versions, *, first: bool = False) -> None:
         async with self._turn(name):
             model = self.models.setdefault(name, Model(name))
             model.is_awaited |= first and bool(there.complete)
@@ -316,7 +322,7 @@ class Catalogue:
         version = self._version(model, number, source)
         version.state = END
         version.fail(READING, reason)
-        self._say("version_failed", model=model.name, version=number, reason=version.detail)
+        self._emit("version_failed", model=model.name, version=number, reason=version.detail)
 
     def _turn(self, name: str) -> asyncio.Lock:
         """Return the lock of a model, which exists as long as it is used."""
@@ -338,10 +344,10 @@ class Catalogue:
             which = f"of the model {name}" if name else "of models"
             rule = f"a scan reads {MAX_ENTRIES} entries of a folder and the manifests of {MAX_EXAMINED} versions"
             remedy = "remove old versions and other folders"
-            self._say("folder_too_large", reason=f"{rule}, but the folder {which} has more; {remedy}", model=name)
+            self._emit("folder_too_large", reason=f"{rule}, but the folder {which} has more; {remedy}", model=name)
         self._truncated = scan.truncated if names is None else self._truncated | scan.truncated
         for name, kind in scan.failed.items():
-            self._say("watch_failed", model=name, reason=kind)
+            self._emit("watch_failed", model=name, reason=kind)
         return scan
 
     def _filter(self, model: Model) -> VersionFilter:
@@ -364,23 +370,25 @@ class Catalogue:
                 for name, model in list(self.models.items()):
                     if ("rollback", name) not in self._busy and (reason := model.verdict(self.settings.probation)):
                         self._begin("rollback", name, partial(self.roll_back, name, reason))
-                await self._begin_looks()
+                await self._begin_refreshes()
             except Exception as error:
                 # An error during one scan must not end the watch.
-                self._say("watch_failed", reason=type(error).__name__)
+                self._emit("watch_failed", reason=type(error).__name__)
 
     async def _settle(self, model: Model, path: Path, there: Mapping[int, Print]) -> None:
         if model.is_unloaded:
             return
         policy = model.policy or self.settings.policy
         wanted = policy.wanted(set(there) - model.rejected) | (model.asked & set(there))
-        gone = await self._make_room(model, {n: there[n] for n in wanted}) if self.settings.unload_first else []
+        unloaded = (
+            await self._unload_surplus(model, {n: there[n] for n in wanted}) if self.settings.unload_first else []
+        )
         for number in sorted(wanted):
             await self._load(model, number, path, there[number])
-        if gone and not model.available:
+        if unloaded and not model.available:
             _, before = await self._all_versions(model.name)
-            if gone[-1] in before:
-                await self._load(model, gone[-1], path, before[gone[-1]])
+            if unloaded[-1] in before:
+                await self._load(model, unloaded[-1], path, before[unloaded[-1]])
         self._switch(model)
         # Keep every version while none is available; during a rollout guard's trial keep the previous one.
         if model.current is None:
@@ -401,7 +409,7 @@ class Catalogue:
         known = model.versions.get(number)
         return known is None or known.is_over
 
-    async def _make_room(self, model: Model, wanted: Mapping[int, Print]) -> list[int]:
+    async def _unload_surplus(self, model: Model, wanted: Mapping[int, Print]) -> list[int]:
         """Before a load, end the versions that are neither wanted nor referred to; return their numbers."""
         if not any(self._is_missing(model, n) and self._is_due(model, n, print_) for n, print_ in wanted.items()):
             return []
@@ -442,13 +450,13 @@ class Catalogue:
         self, model: Model, number: int, path: Path, print_: Print, attempt: Attempt | None
     ) -> None:
         version = self._version(model, number, Exported(path, self.settings.precision, self.settings.compiles))
-        self._say("version_loading", model=model.name, version=number)
+        self._emit("version_loading", model=model.name, version=number)
         try:
             await version.load(quietly=self._is_serving)
         except Exception:
             wait = min(2 * attempt.wait, _SLOWEST_RETRY) if attempt is not None else _FASTEST_RETRY
             self._attempts[model.name, number] = Attempt(print_, time.monotonic() + wait, wait)
-            self._say("version_failed", model=model.name, version=number, reason=version.detail)
+            self._emit("version_failed", model=model.name, version=number, reason=version.detail)
         else:
             for key in [key for key in self._attempts if key[0] == model.name]:
                 del self._attempts[key]
@@ -462,19 +470,19 @@ class Catalogue:
     def _version(self, model: Model, number: int, source: Exported | Given) -> Version:
         version = Version(model.name, number, source, self._place, self.settings.batch)
         version.warm_up = self.warm_up
-        version.on_event = lambda kind, **values: self._say(kind, model=model.name, version=number, **values)
+        version.on_event = lambda kind, **values: self._emit(kind, model=model.name, version=number, **values)
         model.versions[number] = version
         return version
 
     def _switch(self, model: Model) -> None:
         if model.take_over() and model.current is not None:
             model.is_awaited = True
-            self._say("version_available", model=model.name, version=model.current.number)
+            self._emit("version_available", model=model.name, version=model.current.number)
 
     async def _let_go(self, model: Model, version: Version) -> None:
         await version.end(self.settings.patience)
         model.forget_ended()
-        self._say("version_ended", model=model.name, version=version.number)
+        self._emit("version_ended", model=model.name, version=version.number)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(work)

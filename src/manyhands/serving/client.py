@@ -88,8 +88,8 @@ class Client:
 
     def signature(self, model: str) -> Signature:
         """Return a model's inputs and outputs as tensor specs."""
-        told = self.metadata(model)
-        sides = [{one["name"]: _spec(one) for one in told[side]} for side in ("inputs", "outputs")]
+        metadata = self.metadata(model)
+        sides = [{one["name"]: _spec(one) for one in metadata[side]} for side in ("inputs", "outputs")]
         return Signature(*sides)
 
     def is_ready(self) -> bool:
@@ -136,14 +136,14 @@ class Client:
         self._manage.close()
 
     def _only_input(self, path: str, value: Any) -> dict[str, Any]:
-        told = self._wire.json("GET", path, is_kept=True)["inputs"]
-        if len(told) != 1:
-            names = ", ".join(one["name"] for one in told)
+        metadata = self._wire.json("GET", path, is_kept=True)["inputs"]
+        if len(metadata) != 1:
+            names = ", ".join(one["name"] for one in metadata)
             raise DataError(f"the inputs must be a dict with {names}", got="one array", remedy="pass such a dict")
-        kind = BY_OPEN[told[0]["datatype"]].numpy
+        kind = BY_OPEN[metadata[0]["datatype"]].numpy
         # float64 is the default of lists and numpy arrays, so it may be converted; a tensor's dtype is deliberate.
         is_loose = isinstance(value, list | tuple) or (isinstance(value, np.ndarray) and value.dtype == np.float64)
-        return {told[0]["name"]: np.asarray(value, kind) if is_loose and kind.kind == "f" else value}
+        return {metadata[0]["name"]: np.asarray(value, kind) if is_loose and kind.kind == "f" else value}
 
     def _act(self, model: str, act: str, value: Mapping[str, Any]) -> Any:
         body = json.dumps(value).encode()
@@ -238,9 +238,9 @@ class _Wire:
         return connection
 
 
-def _spec(told: Mapping[str, Any]) -> TensorSpec:
-    shape = tuple(None if int(size) < 0 else int(size) for size in told["shape"])
-    return TensorSpec(BY_OPEN[told["datatype"]].torch, shape)
+def _spec(metadata: Mapping[str, Any]) -> TensorSpec:
+    shape = tuple(None if int(size) < 0 else int(size) for size in metadata["shape"])
+    return TensorSpec(BY_OPEN[metadata["datatype"]].torch, shape)
 
 
 def _reason(answer: bytes) -> str:
@@ -251,7 +251,7 @@ def _reason(answer: bytes) -> str:
 
 
 def _as_bytes(name: str, value: Any) -> tuple[Array, str]:
-    """An array as it travels, and the protocol's name for its elements."""
+    """Return an array as bytes, and the protocol's name of its element type."""
     dtype = str(getattr(value, "dtype", ""))
     if dtype.startswith("torch."):
         value, dtype = value.detach().cpu().contiguous(), dtype.removeprefix("torch.")

@@ -1,4 +1,4 @@
-"""Which connection gives way when a listener has too many: clients are counted by network, from accept on."""
+"""Eviction of connections when a listener has too many: clients are counted by network, from accept on."""
 
 from __future__ import annotations
 
@@ -133,19 +133,19 @@ class ConnectionBudget:
     def enter(self, slot: Slot) -> bool:
         """Count a connection that was accepted, and evict one if there are too many.
 
-        Returns whether there was room: there is none if the request of every connection is being answered.
+        Returns False if the request of every connection is being answered, so that none can be evicted.
         """
         if self._networks[slot.network] >= self._most_per_network:
-            has_room = self._make_room(self._most_per_network, slot.network)
+            has_capacity = self._evict(self._most_per_network, slot.network)
         else:
-            has_room = len(self._slots) < self._most or self._make_room(self._most)
-        if has_room:
+            has_capacity = len(self._slots) < self._most or self._evict(self._most)
+        if has_capacity:
             self._slots.add(slot)
             self._networks[slot.network] += 1
             self._new.add(slot)
         elif not self._networks[slot.network]:
             del self._networks[slot.network]
-        return has_room
+        return has_capacity
 
     def leave(self, slot: Slot) -> None:
         """Count a connection no longer; one that has left already may leave again."""
@@ -180,7 +180,7 @@ class ConnectionBudget:
         if slot in self._slots:
             self._idle.add(slot)
 
-    def _make_room(self, most: int, network: str | None = None) -> bool:
+    def _evict(self, most: int, network: str | None = None) -> bool:
         num_new = len(self._new) if network is None else self._new.num_of(network)
         new, idle = self._new.oldest(network), self._idle.oldest(network)
         slot = idle if idle is not None and num_new <= max(1, most // NEW_SHARE) else new

@@ -54,7 +54,7 @@ BY_NUMBER = {kind.number: kind for kind in KINDS}
 
 
 def from_numbers(values: Any, kind: Kind) -> Array:
-    """An array of nested lists of numbers; raises ValueError, TypeError or OverflowError where they do not fit.
+    """Return nested lists of numbers as an array; raises ValueError, TypeError or OverflowError if they do not fit.
 
     >>> from_numbers([[1, 2.5]], BY_TORCH["bfloat16"])
     array([[16256, 16416]], dtype=uint16)
@@ -84,12 +84,12 @@ def from_numbers(values: Any, kind: Kind) -> Array:
 
 
 def to_numbers(array: Array, kind: Kind) -> Array:
-    """An array whose elements are numbers: bfloat16's bits become float32, which holds each of them exactly."""
+    """Return an array of numbers: the bits of bfloat16 become float32, which represents all of them exactly."""
     return (array.astype(np.uint32) << 16).view(np.float32) if kind.is_bfloat16 else array
 
 
 def fits(shape: tuple[int, ...], spec: TensorSpec) -> bool:
-    """Whether an array of this shape is what the signature wants.
+    """Return whether an array of this shape fits the signature.
 
     >>> fits((5, 2), TensorSpec("float32", (None, 2)))
     True
@@ -100,7 +100,7 @@ def fits(shape: tuple[int, ...], spec: TensorSpec) -> bool:
 
 
 def _floats(values: Any, dtype: np.dtype[Any]) -> Array:
-    """numpy makes numbers of texts, of true and of null; a request that holds them is a mistake."""
+    """Return an array of floats; raises TypeError for strings, booleans and null, which numpy would convert."""
     with np.errstate(over="ignore"):
         found = np.array(values, dtype)
     first = values
@@ -112,7 +112,7 @@ def _floats(values: Any, dtype: np.dtype[Any]) -> Array:
 
 
 def _beyond_int64(values: Any) -> Array:
-    """numpy makes floats of integers that int64 does not hold, where others are among them."""
+    """Return integers beyond int64 as uint64; numpy would convert them to floats."""
     each = np.array(values, object)
     if not all(type(value) is int for value in each.flat):
         raise TypeError("elements must be uint64")
@@ -120,7 +120,7 @@ def _beyond_int64(values: Any) -> Array:
 
 
 def _types(values: Any) -> set[type]:
-    """The types of the elements of nested lists."""
+    """Return the types of the elements of nested lists."""
     if not isinstance(values, list):
         return {type(values)}
     found = set(map(type, values))
@@ -134,7 +134,7 @@ def _holds_none(values: Any) -> bool:
 
 
 def _bits(array: NDArray[np.float32]) -> Array:
-    """The upper half of each float32, rounded to the nearest even as torch does; a NaN stays one."""
+    """Return the upper half of each float32, rounded to the nearest even as torch does; NaN stays NaN."""
     bits = array.view(np.uint32)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     return np.where(np.isnan(array), np.uint32(0x7FC0), rounded).astype(np.uint16)

@@ -70,12 +70,12 @@ class Fastest:
     """Compute a batch by the smallest CUDA graph that holds it, or eagerly."""
 
     def __init__(self, plain: EagerExecution, captured: Sequence[CapturedBatch] = ()) -> None:
-        self._plain, self._captured = plain, sorted(captured, key=lambda way: way.size)
+        self._plain, self._captured = plain, sorted(captured, key=lambda variant: variant.size)
 
     def __call__(self, inputs: Tensors) -> dict[str, Tensor]:
         rows = num_rows(inputs)
-        way: Run = next((way for way in self._captured if rows <= way.size), self._plain)
-        return way(inputs)
+        variant: Run = next((variant for variant in self._captured if rows <= variant.size), self._plain)
+        return variant(inputs)
 
 
 def fastest(predictor: Predictor, device: torch.device, max_rows: int, *, compiles: bool) -> Fastest:
@@ -112,7 +112,7 @@ def _compiled(plain: EagerExecution, device: torch.device, max_rows: int) -> Eag
         _require_alike(plain, other, batches)
         is_faster = all(_seconds(other, batch) < _seconds(plain, batch) for batch in batches)
     except Exception as error:
-        _say(f"not compiled: {_first_line(error)}")
+        _emit(f"not compiled: {_first_line(error)}")
         return plain
     finally:
         stop_compilers()
@@ -139,13 +139,13 @@ def _capture_sizes(plain: EagerExecution, device: torch.device, max_rows: int) -
         # One row less than the graph holds, if possible, to check that padding does not affect the result.
         batch = _batch(signature, max(1, size - 1))
         try:
-            way = CapturedBatch(plain.predictor, statics, size, pool)
-            _require_alike(plain, way, [batch])
+            variant = CapturedBatch(plain.predictor, statics, size, pool)
+            _require_alike(plain, variant, [batch])
         except (CaptureError, RuntimeError) as error:
-            _say(f"not captured: {_first_line(error)}")
+            _emit(f"not captured: {_first_line(error)}")
             return []
-        if _seconds(way, batch) < _seconds(plain, batch):
-            made.append(way)
+        if _seconds(variant, batch) < _seconds(plain, batch):
+            made.append(variant)
     return made
 
 
@@ -156,7 +156,7 @@ def _require_alike(one: Run, other: Run, batches: Sequence[Tensors]) -> None:
             have, wanted = have.double(), want[name].double()
             allowed = CLOSE * float(wanted.nan_to_num(posinf=0.0, neginf=0.0).abs().max())
             if have.shape != wanted.shape or not torch.allclose(have, wanted, 0.0, allowed, equal_nan=True):
-                raise RuntimeError(f"{name!r} would not be the same")
+                raise RuntimeError(f"the output {name!r} would differ")
 
 
 def _seconds(run: Run, batch: Tensors) -> float:
@@ -192,7 +192,7 @@ def _first_line(error: Exception) -> str:
     return (str(error) or type(error).__name__).splitlines()[0]
 
 
-def _say(text: str) -> None:
+def _emit(text: str) -> None:
     print(f"batches are {text}", file=sys.stderr)
 
 
@@ -208,7 +208,7 @@ def require_precision(precision: str) -> None:
     """Raise SettingsError for an unknown precision."""
     if precision not in PRECISIONS:
         raise SettingsError(
-            f"precision is {' or '.join(PRECISIONS)}", got=repr(precision), remedy='pass precision="bf16"'
+            f"precision must be {' or '.join(PRECISIONS)}", got=repr(precision), remedy='pass precision="bf16"'
         )
 
 

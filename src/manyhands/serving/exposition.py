@@ -22,16 +22,16 @@ def exposition(catalogue: Catalogue) -> bytes:
 def _lines(versions: list[Version]) -> Iterator[str]:
     yield "# TYPE manyhands_requests_total counter"
     for v in versions:
-        for code, num in v.figures.codes.items():
+        for code, num in v.metrics.codes.items():
             yield f'manyhands_requests_total{{{_labels(v)},code="{code}"}} {num}'
     yield "# TYPE manyhands_request_seconds histogram"
     for v in versions:
-        yield from _histogram("manyhands_request_seconds", _labels(v), v.figures.latency, _EVERY)
+        yield from _histogram("manyhands_request_seconds", _labels(v), v.metrics.latency, _EVERY)
     yield "# TYPE manyhands_batch_rows histogram"
     for v in versions:
-        yield from _histogram("manyhands_batch_rows", _labels(v), v.figures.batches)
+        yield from _histogram("manyhands_batch_rows", _labels(v), v.metrics.batches)
     yield "# TYPE manyhands_compute_seconds_total counter"
-    yield from (f"manyhands_compute_seconds_total{{{_labels(v)}}} {v.figures.compute:.6f}" for v in versions)
+    yield from (f"manyhands_compute_seconds_total{{{_labels(v)}}} {v.metrics.compute:.6f}" for v in versions)
     yield "# TYPE manyhands_queue_rows gauge"
     yield from (f"manyhands_queue_rows{{{_labels(v)}}} {v.num_queued}" for v in versions)
     yield "# TYPE manyhands_replicas gauge"
@@ -40,13 +40,13 @@ def _lines(versions: list[Version]) -> Iterator[str]:
     yield from (f"manyhands_available{{{_labels(v)}}} {int(v.is_available)}" for v in versions)
     yield "# TYPE :tensorflow:serving:request_count counter"
     for v in versions:
-        for code, num in v.figures.codes.items():
+        for code, num in v.metrics.codes.items():
             labels = f'model_name="{v.model}",version="{v.number}",status="{code}"'
             yield f":tensorflow:serving:request_count{{{labels}}} {num}"
     yield "# TYPE :tensorflow:serving:request_latency histogram"
     for v in versions:
         labels = f'model_name="{v.model}",version="{v.number}",API="Predict",entrypoint="REST"'
-        yield from _histogram(":tensorflow:serving:request_latency", labels, v.figures.latency, _EVERY, scale=1e6)
+        yield from _histogram(":tensorflow:serving:request_latency", labels, v.metrics.latency, _EVERY, scale=1e6)
 
 
 def _labels(version: Version) -> str:

@@ -210,8 +210,8 @@ def _print_of(folder: Path) -> Print | None:
         return None
     except OSError as error:
         raise FileError("files must be readable", got=error.strerror) from None
-    if odd := [name for name, found in stats.items() if not stat.S_ISREG(found.st_mode)]:
-        raise FileError("files must be regular files", got=f"{odd[0]}, which is not one")
+    if irregular := [name for name, found in stats.items() if not stat.S_ISREG(found.st_mode)]:
+        raise FileError("files must be regular files", got=f"{irregular[0]}, which is a link or a folder")
     if any(stats[name].st_size != size for name, size in files.items()):
         return None
     return tuple(sorted((name, found.st_size, found.st_mtime_ns) for name, found in stats.items()))
@@ -221,7 +221,7 @@ def _files(manifest: Any) -> dict[str, int]:
     """Return the files of a manifest with their sizes."""
     listed: Any = manifest.get("files") if isinstance(manifest, dict) else None
     if not fields.named(fields.having(size=fields.count))(listed) or not all(FILE.fullmatch(name) for name in listed):
-        raise FileError("the manifest must list the files of a version with their sizes", got="another content")
+        raise FileError("the manifest must list the files of a version with their sizes", got="other contents")
     return {name: about["size"] for name, about in listed.items()}
 
 

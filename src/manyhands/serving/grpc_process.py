@@ -1,4 +1,4 @@
-"""gRPC in a process of its own: floods of calls and frames cost that process its time, not the server's event loop.
+"""gRPC in a separate process: floods of calls and frames cost that process its time, not the server's event loop.
 
 gRPC's own threads accept what clients send as fast as it comes, and every call takes Python far more time than it
 takes its sender. The process has less priority than the server. It checks tokens and limits, reads whole messages, and
@@ -30,7 +30,7 @@ from ..launcher import Engine, Service
 from .http import BadRequest
 from .limits import Bodies, Limits
 from .port_reservation import PortReservation
-from .protocols.grpc_service import Decoder, GrpcListener, GrpcService, MessageRule, Method, said
+from .protocols.grpc_service import Decoder, GrpcListener, GrpcService, MessageRule, Method, metadata_value
 from .protocols.protocol import KEY, STATUS, TRACE
 from .replica_rendezvous import ReplicaRendezvous
 from .scheduling import step_aside
@@ -57,7 +57,7 @@ OnFrame = Callable[[int, int, bytes, bytes], None]
 
 
 class FrameError(Exception):
-    """Raised for a frame that the process never sends unless it is broken or has been taken over."""
+    """Raised for a frame that the process never sends unless it is broken or compromised."""
 
 
 class FrameSocket(asyncio.BufferedProtocol):
@@ -91,7 +91,7 @@ class FrameSocket(asyncio.BufferedProtocol):
         return frames
 
     def send(self, kind: int, number: int, head: bytes = b"", message: bytes = b"") -> None:
-        """Send a frame; where the other side is gone nothing happens."""
+        """Send a frame; do nothing if the peer has closed the connection."""
         if not self._transport.is_closing():
             start = HEAD.pack(kind, number, len(head), len(message)) + head
             if len(message) < NUM_READ:
@@ -163,7 +163,7 @@ class FrameSocket(asyncio.BufferedProtocol):
         """End a connection on which something came that must not come, and report it."""
         self._num = 0
         self._transport.abort()
-        text = f"the process for gRPC sent {what}, and is restarted"
+        text = f"the gRPC process sent {what}, and is restarted"
         asyncio.get_running_loop().call_exception_handler({"message": text})
 
 
@@ -175,14 +175,14 @@ class Frontend:
     """Makes the listener in its process, as a service of an engine.
 
     Attributes:
-        meeting: The socket where the server waits.
+        rendezvous: The socket where the server waits.
         key: Which process this is.
         host: The address to listen on.
         port: The port to listen on, which the server has reserved.
         methods: The paths of all methods, each with the rule of its messages; None where this listener has it not.
     """
 
-    meeting: str
+    rendezvous: str
     key: str
     host: str
     port: int
@@ -211,12 +211,12 @@ class Frontend:
 
     async def _serve(self) -> None:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
-            server.connect(self.meeting)
+            server.connect(self.rendezvous)
             server.send(orjson.dumps({"key": self.key}))
             _, (descriptor,), _, _ = socket.recv_fds(server, 16, 1)
         stopping: asyncio.Future[float] = asyncio.get_running_loop().create_future()
         forwarding = Forwarding(self.methods, stopping)
-        frames = await FrameSocket.over(socket.socket(fileno=descriptor), forwarding.hear, forwarding.end)
+        frames = await FrameSocket.over(socket.socket(fileno=descriptor), forwarding.handle_frame, forwarding.end)
         forwarding.frames = frames
         listener = GrpcListener([], self.token, self.limits, self.tls, closed=self.closed)
         listener.others = forwarding
@@ -263,7 +263,7 @@ class Forwarding(grpc.GenericRpcHandler):  # type: ignore[misc]
         self._num += 1
         number, answer = self._num, asyncio.get_running_loop().create_future()
         self._calls[number] = answer
-        headers = {name.decode(): said(context, name).decode("latin1") for name in (KEY, TRACE)}
+        headers = {name.decode(): metadata_value(context, name).decode("latin1") for name in (KEY, TRACE)}
         head = {"path": path, "left": context.time_remaining(), "headers": headers}
         self.frames.send(OUTLINE if is_outline else CALL, number, orjson.dumps(head), message)
         try:
@@ -274,7 +274,7 @@ class Forwarding(grpc.GenericRpcHandler):  # type: ignore[misc]
         finally:
             self._calls.pop(number, None)
 
-    def hear(self, kind: int, number: int, head: bytes, message: bytes) -> None:
+    def handle_frame(self, kind: int, number: int, head: bytes, message: bytes) -> None:
         """Take a frame of the server."""
         answer = self._calls.get(number)
         if kind == STOP:
@@ -285,8 +285,8 @@ class Forwarding(grpc.GenericRpcHandler):  # type: ignore[misc]
         elif kind == ANSWER:
             answer.set_result(message)
         else:
-            told = orjson.loads(head)
-            answer.set_exception(RequestRefused(told["code"], told["reason"], told["retry"]))
+            reply = orjson.loads(head)
+            answer.set_exception(RequestRefused(reply["code"], reply["reason"], reply["retry"]))
 
     def end(self) -> None:
         """End without the server."""
@@ -386,7 +386,7 @@ class GrpcProcess:
         self.on_answer: Callable[[str, int, int, int, float], None] | None = None
         """Called with a method, its status as HTTP has it, the bytes of both messages, and when the call came."""
         self.engine: Engine
-        self.meeting: ReplicaRendezvous
+        self.rendezvous: ReplicaRendezvous
         self._methods: dict[str, Decoder] = {}
         """The methods of this listener. The server itself looks them up here: it does not trust the process, which
         reads what clients send, to name no others."""
@@ -413,7 +413,7 @@ class GrpcProcess:
         return await self._start()
 
     async def close(self, patience: float) -> None:
-        """Take nothing new, let what is there finish, and end the process."""
+        """Accept no new calls, finish those in flight, and end the process."""
         self._is_closing = True
         if self._restarting is not None:
             self._restarting.cancel()
@@ -433,58 +433,58 @@ class GrpcProcess:
 
     async def _start(self) -> int:
         loop = asyncio.get_running_loop()
-        key, coming = self.meeting.expect()
+        key, coming = self.rendezvous.expect()
         frontend = Frontend(
-            self.meeting.path, key, self._host, self._reservation.port, self._token, self._limits, self._tls,
+            self.rendezvous.path, key, self._host, self._reservation.port, self._token, self._limits, self._tls,
             self._rules, self._closed,
         )  # fmt: skip
         self._service = await asyncio.to_thread(self.engine.start_service, frontend, Device("cpu"))
         ended = _ending(self._service)
         self._ready = loop.create_future()
-        ours, theirs = socket.socketpair()
+        own_end, peer_end = socket.socketpair()
         try:
             async with asyncio.timeout(START_SECONDS):
                 both: list[asyncio.Future[Any]] = [coming, ended]
                 await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
                 if not coming.done():
-                    raise RunError(f"the process for gRPC has ended: {ended.exception()}")
+                    raise RunError(f"the gRPC process has ended: {ended.exception()}")
                 arrival = coming.result().socket
-                socket.send_fds(arrival, [b"frames"], [theirs.fileno()])
+                socket.send_fds(arrival, [b"frames"], [peer_end.fileno()])
                 arrival.close()
                 most = MAX_FRAME_HEAD, self._limits.body
-                self._frames = await FrameSocket.over(ours, self._hear, self._end, most)
-                told = await self._ready
+                self._frames = await FrameSocket.over(own_end, self._handle_frame, self._end, most)
+                reply = await self._ready
         except TimeoutError:
-            raise RunError(f"the process for gRPC did not start within {START_SECONDS:.0f} s") from None
+            raise RunError(f"the gRPC process did not start within {START_SECONDS:.0f} s") from None
         finally:
-            self.meeting.forget(key)
-            theirs.close()
-        if "error" in told:
+            self.rendezvous.forget(key)
+            peer_end.close()
+        if "error" in reply:
             self._frames.close()
             await asyncio.to_thread(self._service.kill)
-            raise OSError(told["error"])
-        return int(told["port"])
+            raise OSError(reply["error"])
+        return int(reply["port"])
 
     def _end(self) -> None:
         """Give up the calls of a process that has ended, and start another one on the same port."""
         for task in self._tasks.values():
             task.cancel()
         if self._ready is not None and not self._ready.done():
-            self._ready.set_result({"error": "the process for gRPC has ended"})
+            self._ready.set_result({"error": "the gRPC process has ended"})
         elif not self._is_closing and (self._restarting is None or self._restarting.done()):
             self._restarting = asyncio.ensure_future(self._restart())
 
     async def _restart(self) -> None:
         while True:
             if self._service is not None:
-                # A process that has been taken over need not end by itself.
+                # A compromised process may not end on request.
                 await asyncio.to_thread(self._service.kill)
             await asyncio.sleep(RESTART_SECONDS)
             with contextlib.suppress(OSError, RunError):
                 await self._start()
                 return
 
-    def _hear(self, kind: int, number: int, head: bytes, message: bytes) -> None:
+    def _handle_frame(self, kind: int, number: int, head: bytes, message: bytes) -> None:
         """Take a frame of the process; raises FrameError for one that it must not send."""
         if kind == READY and self._ready is not None and not self._ready.done():
             self._ready.set_result(read_ready(head))
@@ -534,12 +534,12 @@ class GrpcProcess:
         except BadRequest as error:
             refusal, status = RequestRefused("INVALID_ARGUMENT", error.reason), error.status
         except Exception:
-            refusal = RequestRefused("UNKNOWN", "the server failed; its log says why")
+            refusal = RequestRefused("UNKNOWN", "the server failed; see its log")
             raise
         finally:
             if refusal is not None:
-                told = {"code": refusal.code, "reason": refusal.reason, "retry": refusal.retry_after}
-                frames.send(REFUSAL, number, orjson.dumps(told))
+                reply = {"code": refusal.code, "reason": refusal.reason, "retry": refusal.retry_after}
+                frames.send(REFUSAL, number, orjson.dumps(reply))
             elif status == 200:
                 frames.send(ANSWER, number, b"", answer)
             if self.on_answer is not None and (refusal is not None or not call.is_outline):
@@ -547,7 +547,7 @@ class GrpcProcess:
 
 
 def _ending(service: Service) -> asyncio.Future[None]:
-    """The end of a process, whose reason may be ignored."""
+    """Return a future of the end of a process, whose exception may be ignored."""
     ended = asyncio.wrap_future(service.ended)
     ended.add_done_callback(lambda done: None if done.cancelled() else done.exception())
     return ended

@@ -280,7 +280,7 @@ class Entrance:
         self._epoll = select.epoll()
         self._sockets: list[socket.socket] = []
         self._readers: dict[int, Callable[[], bool]] = {}
-        self._watch(self._epoll.fileno(), self._look)
+        self._watch(self._epoll.fileno(), self._poll)
 
     async def open(self, host: str, port: int) -> int:
         """Listen on all addresses of a host; return the port of the first."""
@@ -358,7 +358,7 @@ class Entrance:
                 self._epoll.register(accepted.fileno(), select.EPOLLIN | select.EPOLLRDHUP | select.EPOLLET)
         return True
 
-    def _look(self) -> bool:
+    def _poll(self) -> bool:
         """Examine some connections that have new data; return whether there may be more."""
         num_in = 0
         for _ in range(_NUM_LOOKED):
@@ -367,12 +367,12 @@ class Entrance:
             if not events:
                 return False
             number, event = events[0]
-            num_in += self._look_at(self._pending[number], is_over=bool(event & _OVER))
+            num_in += self._check_pending(self._pending[number], is_over=bool(event & _OVER))
             if num_in == self._most:
                 break
         return True
 
-    def _look_at(self, pending: PendingConnection, *, is_over: bool) -> bool:
+    def _check_pending(self, pending: PendingConnection, *, is_over: bool) -> bool:
         """Admit a connection with a complete head or close an ended one; return whether it was admitted."""
         try:
             data = pending.socket.recv(_NUM_READ, socket.MSG_PEEK)
@@ -802,7 +802,7 @@ class Connection(asyncio.BufferedProtocol):
         if self._num_again > self.limits.headers:
             raise self._head_refusal()
         if self._is_in_head and name in _ONCE:
-            raise BadRequest(400, f"the header {name.decode('latin1')} must not come twice")
+            raise BadRequest(400, f"the header {name.decode('latin1')} must not occur twice")
         return self._is_in_head
 
     def _head_refusal(self) -> BadRequest:

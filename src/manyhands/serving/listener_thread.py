@@ -91,7 +91,7 @@ class ListenSettings:
             raise SettingsError(
                 "the tokens for requests and for management must differ",
                 got="the same value for both",
-                remedy="set another MANYHANDS_MANAGE_TOKEN",
+                remedy="set MANYHANDS_MANAGE_TOKEN to another value",
             )
 
     @property
@@ -215,7 +215,7 @@ class Background(ABC):
             self._log.flush()
             await heap.trim()
 
-    def _say(self, kind: str, **values: Any) -> None:
+    def _emit(self, kind: str, **values: Any) -> None:
         entry = event(kind, **values)
         self._log.event(entry)
         self.on_event(entry)

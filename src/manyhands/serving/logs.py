@@ -75,7 +75,7 @@ class Logs:
         if not self._failed:
             self._failed = True
             name = getattr(self._access, "name", "")
-            warnings.warn(f"requests are not logged, {name} cannot be written: {error}", stacklevel=3)
+            warnings.warn(f"requests are not logged, because {name} cannot be written: {error}", stacklevel=3)
 
 
 def _opened(path: Path) -> BinaryIO:

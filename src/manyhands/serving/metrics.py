@@ -67,7 +67,7 @@ class Histogram:
 
 
 class VersionMetrics:
-    """What a version has done so far."""
+    """Counters and histograms of a version."""
 
     def __init__(self) -> None:
         self.codes: Counter[str] = Counter()
@@ -78,13 +78,13 @@ class VersionMetrics:
         """Seconds that replicas computed."""
 
     def count(self, code: str, seconds: float) -> None:
-        """Counts a request with its outcome."""
+        """Count a request with its outcome."""
         self.codes[code] += 1
         if code == "OK":
             self.latency.add(seconds)
 
     def count_batch(self, batch: RequestBatch, seconds: float) -> None:
-        """Counts a batch."""
+        """Count a batch."""
         self.batches.add(batch.rows)
         self.compute += seconds
 

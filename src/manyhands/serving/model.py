@@ -11,7 +11,7 @@ from .version import AVAILABLE, END, LOADING, Version
 
 
 class Unknown(RequestRefused):
-    """Raised for a model, version or label that is not served; each protocol words it differently."""
+    """Raised for a model, version or label that is not served; each protocol has its own message."""
 
     def __init__(
         self, model: str, version: int | None = None, label: str | None = None, *, is_empty: bool = False
@@ -106,8 +106,8 @@ class Model:
             loaded = ", ".join(str(one.number) for one in self.available) or "none"
             raise RequestRefused(
                 "FAILED_PRECONDITION",
-                f"labels and splits name versions that are loaded (of {self.name}: {loaded}), but got {version}; "
-                f"manyhands models load {self.name} {version} loads it, serve --versions latest:2 keeps two loaded",
+                f"labels and splits must name loaded versions (of {self.name}: {loaded}), but got {version}; load it "
+                f"with manyhands models load {self.name} {version}, or keep two with serve --versions latest:2",
             )
 
     def forget_ended(self) -> None:

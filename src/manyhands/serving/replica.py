@@ -81,13 +81,13 @@ class ServingReplica:
         self._sending = threading.Lock()
         self._slots = slots
         self._dims_in, self._dims_out = Dims(signature.inputs.values()), Dims(signature.outputs.values())
-        self._loop.add_reader(self._socket.fileno(), self._hear)
+        self._loop.add_reader(self._socket.fileno(), self._on_readable)
 
     @classmethod
     async def start(
         cls,
         engine: Engine,
-        meeting: ReplicaRendezvous,
+        rendezvous: ReplicaRendezvous,
         source: PredictorSource,
         device: Device,
         sizes: tuple[int, ...],
@@ -104,18 +104,18 @@ class ServingReplica:
             RunError: The process exited early, reported a failure, or exceeded `source.patience`.
         """
         limit = await asyncio.to_thread(patience, source)
-        key, coming = meeting.expect()
+        key, coming = rendezvous.expect()
         sandbox = source.sandbox(device, f"manyhands-{key}")
         if sandbox is not None and sandbox.compiles:
             sandbox = dataclasses.replace(sandbox, folder=make_folder())
         try:
             on_stage(STARTING)
-            computing = Computing(source, device, meeting.path, key, sizes, quietly, sandbox)
-            return await cls._start(engine, meeting, computing, coming, limit, on_stage)
+            computing = Computing(source, device, rendezvous.path, key, sizes, quietly, sandbox)
+            return await cls._start(engine, rendezvous, computing, coming, limit, on_stage)
         except NoFreeCore:
             if not quietly:
                 raise
-            return await cls.start(engine, meeting, source, device, sizes, quietly=False, on_stage=on_stage)
+            return await cls.start(engine, rendezvous, source, device, sizes, quietly=False, on_stage=on_stage)
         except OutputMismatch:
             on_stage(CHECKING)
             raise
@@ -124,7 +124,7 @@ class ServingReplica:
     async def _start(
         cls,
         engine: Engine,
-        meeting: ReplicaRendezvous,
+        rendezvous: ReplicaRendezvous,
         computing: Computing,
         coming: asyncio.Future[Arrival],
         limit: float,
@@ -173,10 +173,10 @@ class ServingReplica:
                 signature = await opening.signature()
                 layout = SlotLayout(signature, computing.sizes[-1])
                 if computing.sandbox is not None:
-                    _require_room(layout, computing.sandbox.memory)
+                    _require_slot_memory(layout, computing.sandbox.memory)
                 slots = opening.send_slots(layout)
                 on_stage(WARMING_UP)
-                await opening.told("ready")
+                await opening.receive("ready")
                 if watching is not None:
                     # The warm-up may be over before the watch looks again.
                     memory.require()
@@ -184,7 +184,7 @@ class ServingReplica:
             replica.protection = protection
         except BaseException as error:
             # A process that connects after this finds no pending rendezvous for its key, and exits.
-            meeting.forget(computing.key)
+            rendezvous.forget(computing.key)
             if coming.done() and not coming.cancelled():
                 coming.result().socket.close()
             is_over.set()
@@ -276,7 +276,7 @@ class ServingReplica:
             return str(error)
         return ""
 
-    def _hear(self) -> None:
+    def _on_readable(self) -> None:
         try:
             message = self._socket.recv(MAX_MESSAGE)
         except BlockingIOError:
@@ -333,17 +333,17 @@ class _Opening:
         self._socket, self._ending = sock, ending
 
     async def protection(self) -> Protection:
-        told = await self.told("layers")
-        return Protection(list(told["layers"]), list(told["missing"]))
+        message = await self.receive("layers")
+        return Protection(list(message["layers"]), list(message["missing"]))
 
     async def signature(self) -> Signature:
         try:
-            signature = Signature.from_dict((await self.told("signature"))["signature"])
+            signature = Signature.from_dict((await self.receive("signature"))["signature"])
             _require_plain(signature)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             if isinstance(error, ManyhandsError):
                 raise
-            raise RunError("the replica told a malformed signature") from None
+            raise RunError("the replica reported an invalid signature") from None
         return signature
 
     def send_slots(self, layout: SlotLayout) -> ReplicaSlots:
@@ -357,7 +357,7 @@ class _Opening:
             os.close(fd)
         return slots
 
-    async def told(self, key: str) -> dict[str, Any]:
+    async def receive(self, key: str) -> dict[str, Any]:
         """Return the next message, which must contain `key`.
 
         Raises the failure that the process reports instead, or the reason why it exited.
@@ -371,13 +371,13 @@ class _Opening:
             await asyncio.wait([coming], timeout=1.0)
         finally:
             coming.cancel()
-        told: Any = None
+        message: Any = None
         with contextlib.suppress(OSError, ValueError, RecursionError, asyncio.CancelledError):
-            told = json.loads(await coming)
-        if isinstance(told, dict) and isinstance(told.get("failed"), str):
-            raise FAILURES.get(told["failed"], RunError)(str(told.get("text"))[:MAX_LINE])
-        if isinstance(told, dict) and key in told:
-            return told
+            message = json.loads(await coming)
+        if isinstance(message, dict) and isinstance(message.get("failed"), str):
+            raise FAILURES.get(message["failed"], RunError)(str(message.get("text"))[:MAX_LINE])
+        if isinstance(message, dict) and key in message:
+            return message
         # The socket closes before the reason for the exit is known.
         await asyncio.wait([self._ending], timeout=ENDING_SECONDS)
         if self._ending.done():
@@ -397,11 +397,11 @@ def _require_plain(signature: Signature) -> None:
     """Raise ValueError for a signature that no valid archive can have."""
     specs = [*signature.inputs.items(), *signature.outputs.items()]
     if not signature.inputs or not signature.outputs or len(specs) > MAX_TENSORS:
-        raise ValueError("tensors")
+        raise ValueError("a signature must have inputs and outputs, and not too many of them")
     for name, spec in specs:
         sizes_fit = all(size is None or (type(size) is int and 0 <= size < 1 << 40) for size in spec.shape)
         if not isinstance(name, str) or len(name) > MAX_NAME or len(spec.shape) > MAX_RANK or not sizes_fit:
-            raise ValueError("names and sizes")
+            raise ValueError("names, dimensions and sizes in a signature must be within their limits")
     require_rows(signature)
 
 
@@ -432,7 +432,7 @@ class _LoadingMemory:
             raise
 
 
-def _require_room(layout: SlotLayout, memory: int) -> None:
+def _require_slot_memory(layout: SlotLayout, memory: int) -> None:
     """Raise RunError if the slots of a model, whose sizes its author chose, have more bytes than it may use."""
     most = max(memory, MIN_SLOT_BYTES)
     if NUM_SLOTS * layout.slot_bytes > most:

@@ -143,7 +143,7 @@ class Computing:
 
     source: PredictorSource
     device: Device
-    meeting: str
+    rendezvous: str
     """Path of the Unix socket on which the server waits for its replicas."""
     key: str
     """Unguessable key that identifies this replica to the server."""
@@ -162,7 +162,7 @@ class Computing:
         # Must run before the sandbox, which blocks the system call.
         shorten_slice()
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
-            server.connect(self.meeting)
+            server.connect(self.rendezvous)
             server.send(json.dumps({"key": self.key}).encode())
             if self.sandbox is None:
                 self._serve(server, Protection())
@@ -304,9 +304,9 @@ def own_cores(device: Device) -> None:
         return
     cores = sorted(os.sched_getaffinity(0))
     each = max(1, int(len(cores) * device.share + 1e-6))
-    mine = [cores[(device.slot * each + i) % len(cores)] for i in range(each)]
-    os.sched_setaffinity(0, mine)
-    torch.set_num_threads(len(mine))
+    assigned = [cores[(device.slot * each + i) % len(cores)] for i in range(each)]
+    os.sched_setaffinity(0, assigned)
+    torch.set_num_threads(len(assigned))
 
 
 def require_rows(signature: Signature) -> None:

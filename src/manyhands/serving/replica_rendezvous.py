@@ -67,13 +67,13 @@ class ReplicaRendezvous:
             guest, _ = self._socket.accept()
             guest.setblocking(False)
             self._guests.add(guest)
-            self._loop.add_reader(guest.fileno(), self._hear, guest)
+            self._loop.add_reader(guest.fileno(), self._on_readable, guest)
 
-    def _hear(self, guest: socket.socket) -> None:
+    def _on_readable(self, guest: socket.socket) -> None:
         """Read a peer's first message; disconnect it unless it has an expected key and comes from this user."""
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
-            told = guest.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-            pid, uid, _ = _CREDENTIALS.unpack(told)
+            credentials = guest.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+            pid, uid, _ = _CREDENTIALS.unpack(credentials)
             hello = json.loads(guest.recv(MAX_MESSAGE))
             future = self._expected.pop(hello["key"]) if uid == os.geteuid() else None
             if future is not None and not future.cancelled():

@@ -36,7 +36,7 @@ class ShadowComparison:
 
     def __init__(self, current: Version, before: Version, num_requests: int) -> None:
         self._current, self._before, self._num = current, before, num_requests
-        self._since = current.figures.latency.copy()
+        self._since = current.metrics.latency.copy()
         self._latency = Histogram(BOUNDS)
         self._num_asked = 0
         current.shadow = self._ask
@@ -48,13 +48,13 @@ class ShadowComparison:
     @property
     def is_over(self) -> bool:
         """Whether both versions have answered enough requests."""
-        num = self._current.figures.latency.num - sum(self._since)
+        num = self._current.metrics.latency.num - sum(self._since)
         return min(num, self._latency.num) >= self._num
 
     @property
     def seconds(self) -> tuple[float, float]:
         """90th percentile latency of the new version and of the old one."""
-        return self._current.figures.latency.percentile(_SHARE, self._since), self._latency.percentile(_SHARE)
+        return self._current.metrics.latency.percentile(_SHARE, self._since), self._latency.percentile(_SHARE)
 
     def _ask(self, inputs: Arrays, rows: int, deadline: float) -> None:
         if self._num_asked == 3 * self._num:
@@ -84,8 +84,8 @@ class Judge:
 
     def verdict(self, rule: RolloutGuard, current: Version, before: Version) -> str:
         """Return why a version should be rolled back; empty if it should not."""
-        figures, older = current.figures, before.figures
-        num, failed = figures.num_requests, figures.codes["INTERNAL"]
+        metrics, older = current.metrics, before.metrics
+        num, failed = metrics.num_requests, metrics.codes["INTERNAL"]
         if num < rule.num_requests:
             return ""
         if failed / num > rule.max_failed and failed / num > 2 * older.codes["INTERNAL"] / max(1, older.num_requests):
@@ -103,8 +103,8 @@ class Judge:
         return ""
 
     def _is_suspicious(self, rule: RolloutGuard, current: Version, before: Version) -> bool:
-        """Whether the version is slower than the old one was, and takes the same inputs."""
-        latency, older = current.figures.latency, before.figures.latency
+        """Return whether the version is slower than the old one was, and has the same inputs."""
+        latency, older = current.metrics.latency, before.metrics.latency
         return (
             min(latency.num, older.num) >= rule.num_requests
             and latency.percentile(_SHARE) > rule.max_slowdown * older.percentile(_SHARE)

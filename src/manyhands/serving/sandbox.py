@@ -376,7 +376,7 @@ def _require_one_thread() -> None:
     until = time.monotonic() + THREAD_SECONDS
     while (num := len(os.listdir("/proc/self/task"))) > 1:
         if time.monotonic() > until:
-            raise RunError(f"a replica enters its sandbox with one thread, but got {num}")
+            raise RunError(f"a replica must have only one thread when it enters its sandbox, but got {num}")
         time.sleep(0.001)
 
 

@@ -150,9 +150,9 @@ class AccessToken:
         """Error text for a client that sent no valid token."""
         return f"this server wants a {self._name}: send the header Authorization: Bearer ..."
 
-    def is_said(self, said: bytes) -> bool:
+    def is_valid(self, header: bytes) -> bool:
         """Return whether the value of an Authorization header is valid."""
-        return not self._bearer or hmac.compare_digest(said, self._bearer)
+        return not self._bearer or hmac.compare_digest(header, self._bearer)
 
 
 class Sites:

@@ -79,8 +79,8 @@ class Repository(OpenInferenceRest):
 
     extensions = (*OpenInferenceRest.extensions, "model_repository")
 
-    def __init__(self, desk: InferenceGateway, management: Management) -> None:
-        super().__init__(desk)
+    def __init__(self, gateway: InferenceGateway, management: Management) -> None:
+        super().__init__(gateway)
         self._management = management
 
     def handle(self, request: Request) -> None:
@@ -132,7 +132,7 @@ class Server(Background):
             unload_first=self.settings.unload_first,
         )
         self._management: Management | None = None
-        self._warmup = Warmup(self.settings.warmup, self._say) if self.settings.warmup is not None else None
+        self._warmup = Warmup(self.settings.warmup, self._emit) if self.settings.warmup is not None else None
         self._recorder = WarmupRecorder(self.settings.record) if self.settings.record is not None else None
         self._tracing = Tracing() if self.settings.traces else None
 
@@ -141,7 +141,7 @@ class Server(Background):
         return self._management.state()
 
     def _grpc_listeners(
-        self, services: Sequence[GrpcService], meeting: ReplicaRendezvous
+        self, services: Sequence[GrpcService], rendezvous: ReplicaRendezvous
     ) -> tuple[GrpcProcess, GrpcProcess]:
         """Return the gRPC listeners for requests and for management."""
         settings = self.settings
@@ -151,21 +151,21 @@ class Server(Background):
             services, manage_token, settings.limits, settings.tls, manages=True, closed=settings.closed
         )
         for listener in (remote, managing):
-            listener.engine, listener.meeting = self._engine, meeting
+            listener.engine, listener.rendezvous = self._engine, rendezvous
         return remote, managing
 
     async def serve(self, stopping: asyncio.Event, is_up: Callable[[], None]) -> None:
         settings = self.settings
-        meeting = ReplicaRendezvous()
-        catalogue = Catalogue(self._catalogue, ReplicaPlacement(self._engine, meeting, self._devices), self._say)
+        rendezvous = ReplicaRendezvous()
+        catalogue = Catalogue(self._catalogue, ReplicaPlacement(self._engine, rendezvous, self._devices), self._emit)
         parsing = Parsing(self._engine)
-        desk = InferenceGateway(catalogue, settings.limits, settings.timeout, parsing)
+        gateway = InferenceGateway(catalogue, settings.limits, settings.timeout, parsing)
         catalogue.warm_up = self._warmup or catalogue.warm_up
-        desk.record, desk.trace = self._recorder, self._tracing.over if self._tracing is not None else None
-        self._management = Management(desk)
-        rest = [protocol(desk) for protocol in REST]
-        full: list[RestProtocol] = [TensorflowRest(desk), Repository(desk, self._management), self._management]
-        remote, managing = self._grpc_listeners([service(desk) for service in GRPC], meeting)
+        gateway.record, gateway.trace = self._recorder, self._tracing.over if self._tracing is not None else None
+        self._management = Management(gateway)
+        rest = [protocol(gateway) for protocol in REST]
+        full: list[RestProtocol] = [TensorflowRest(gateway), Repository(gateway, self._management), self._management]
+        remote, managing = self._grpc_listeners([service(gateway) for service in GRPC], rendezvous)
         public, private = (
             HttpListener(
                 App({one.prefix: one for one in protocols}, lambda: exposition(catalogue), settings.limits, parsing),
@@ -177,33 +177,33 @@ class Server(Background):
         )
         try:
             await self._listen(public, remote, private)
-            managing.bodies = desk.bodies = remote.bodies
+            managing.bodies = gateway.bodies = remote.bodies
             if settings.manage_grpc is not None:
                 self.manage_grpc = await opened(managing, settings.manage_host, settings.manage_grpc)
-            self._say("starting")
+            self._emit("starting")
             await catalogue.start()
-            desk.is_ready = True
+            gateway.is_ready = True
             devices = list(map(str, self._devices))
             ports = {"http": self.http, "grpc": self.grpc, "manage": self.manage}
-            self._say("serving", host=this_host(), **ports, devices=devices)
+            self._emit("serving", host=this_host(), **ports, devices=devices)
             is_up()
             await stopping.wait()
-            self._say("stopping")
-            desk.is_ready = False
+            self._emit("stopping")
+            gateway.is_ready = False
             await self._drain(public, remote)
         finally:
             await remote.close(0)
             await managing.close(0)
             await parsing.close()
-            desk.compressing.shutdown(wait=False, cancel_futures=True)
+            gateway.compressing.shutdown(wait=False, cancel_futures=True)
             await catalogue.stop()
             public.close()
             private.close()
-            meeting.close()
+            rendezvous.close()
             if self._tracing is not None:
                 self._tracing.close()
             await asyncio.sleep(0)
-            self._say("stopped")
+            self._emit("stopped")
 
 
 def _predictors(models: Any) -> dict[str, Predictor]:

@@ -49,11 +49,11 @@ class SlotLayout:
         specs = self.signature.inputs
         if self.input_bytes < FREE_BYTES or _end(specs, self.max_rows, shapes) <= self.input_bytes:
             return self.max_rows
-        room = self.input_bytes - _ALIGN * len(specs)
+        free_bytes = self.input_bytes - _ALIGN * len(specs)
         each = sum(
             math.prod(s) * BY_TORCH[spec.dtype].numpy.itemsize for spec, s in zip(specs.values(), shapes, strict=True)
         )
-        return room // each
+        return free_bytes // each
 
 
 class ReplicaSlots:
@@ -90,7 +90,7 @@ class ReplicaSlots:
         start = slot * self.layout.slot_bytes + self.layout.input_bytes
         limit = self.layout.slot_bytes - self.layout.input_bytes
         if _end(self.layout.signature.outputs, size, shapes) > limit:
-            raise ValueError(f"the outputs of a batch may have {limit} bytes")
+            raise ValueError(f"the outputs of a batch must have at most {limit} bytes, but got more")
         return self._views(self.layout.signature.outputs, start, size, shapes)
 
     def _views(self, specs: Mapping[str, TensorSpec], start: int, size: int, shapes: Shapes) -> dict[str, Array]:

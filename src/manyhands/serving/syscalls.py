@@ -105,14 +105,14 @@ def _narrow_compiling() -> dict[str, list[bytes]]:
 
     The server ends that group with the replica, so leaving it has no effect; compilers that try it see no error.
     """
-    unheeded = [_op(_RETURN, _ERROR)]
+    ignored = [_op(_RETURN, _ERROR)]
     return {
         "clone": [
             *(_argument(0), _op(_ANY_BIT, _CLONE_ELSEWHERE, 0, 1), _refuse(errno.EPERM)),
             _op(_RETURN, _ALLOW),
         ],
-        "setsid": unheeded,
-        "setpgid": unheeded,
+        "setsid": ignored,
+        "setpgid": ignored,
         "socketpair": [_argument(1), *_one_of(_STREAMS)],
     }
 

@@ -36,7 +36,7 @@ class ReplicaPlacement:
     """Where replicas run: the engine that starts them, their rendezvous and their devices."""
 
     engine: Engine
-    meeting: ReplicaRendezvous
+    rendezvous: ReplicaRendezvous
     devices: Sequence[Device]
 
 
@@ -52,7 +52,7 @@ class Version:
         """The stage at which a load failed, for clients; empty if none failed."""
         self.detail = ""
         """Why a load failed, for the log and for management: it may hold what the model raised."""
-        self.figures = VersionMetrics()
+        self.metrics = VersionMetrics()
         self.replicas: list[ServingReplica] = []
         self.on_event: Callable[..., None] = lambda kind, **values: None
         self.warm_up: Callable[[Version], Awaitable[None]] = nothing
@@ -141,9 +141,9 @@ class Version:
             if isinstance(outcome, BaseException):
                 raise outcome
         if self.is_over:
-            raise RequestRefused("ABORTED", "it was unloaded while it was loading")
+            raise RequestRefused("ABORTED", "the version was unloaded while it was being loaded")
         self._batcher = Batcher(self._settings, list(self.signature.inputs), asyncio.get_running_loop().call_soon)
-        self._batcher.on_batch = self.figures.count_batch
+        self._batcher.on_batch = self.metrics.count_batch
         self._batcher.rows_fitting = SlotLayout(self.signature, self._settings.max_rows).rows_fitting
         for replica in list(self.replicas):
             replica.join(self._batcher, self._lose, self._fail)
@@ -194,12 +194,12 @@ class Version:
             self._stages[device] = stage
 
         replica = await ServingReplica.start(
-            place.engine, place.meeting, self._source, device, sizes, quietly=quietly, on_stage=reach
+            place.engine, place.rendezvous, self._source, device, sizes, quietly=quietly, on_stage=reach
         )
         self._signature = self._signature or replica.signature
         if replica.signature != self._signature:
             replica.close()
-            raise RunError("a replica told another signature than the first one of its version")
+            raise RunError("a replica reported a different signature than the first replica of its version")
         self.replicas.append(replica)
         if replica.protection is not None and replica.memory is not None:
             kind = "replica_unprotected" if replica.protection.missing else "replica_protected"

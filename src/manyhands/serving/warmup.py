@@ -28,9 +28,9 @@ _PATIENCE = 600.0
 class Warmup:
     """Send the recorded requests of a model to every replica of a version."""
 
-    def __init__(self, folder: Path, say: Callable[..., None]) -> None:
+    def __init__(self, folder: Path, emit: Callable[..., None]) -> None:
         require_folder(folder, "warmup")
-        self._folder, self._say = folder, say
+        self._folder, self._emit = folder, emit
 
     async def __call__(self, version: Version) -> None:
         """Compute all recorded requests; those that do not fit this version are counted by status and skipped."""
@@ -48,7 +48,7 @@ class Warmup:
         finally:
             # A replica may have died and been replaced in the meantime.
             version.batcher.workers = list(version.replicas)
-        self._say("warmed_up", model=version.model, version=version.number, requests=dict(codes))
+        self._emit("warmed_up", model=version.model, version=version.number, requests=dict(codes))
 
     async def _ask(self, version: Version, line: bytes) -> str:
         over: asyncio.Future[Ticket] = asyncio.get_running_loop().create_future()

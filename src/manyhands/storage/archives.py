@@ -84,12 +84,12 @@ def require_outputs(
         answer = answers.get(name)
         if not isinstance(answer, Tensor):
             raise OutputMismatch(f"output {name!r} must be {spec}", got=type(answer).__name__)
-        came = TensorSpec(str(answer.dtype).removeprefix("torch."), tuple(answer.shape))
-        wanted = TensorSpec(came.dtype, spec.shape) if any_dtype else spec
+        given_spec = TensorSpec(str(answer.dtype).removeprefix("torch."), tuple(answer.shape))
+        wanted = TensorSpec(given_spec.dtype, spec.shape) if any_dtype else spec
         if not wanted.accepts(answer) or (rows is not None and answer.shape[:1] != (rows,)):
             many = "" if rows is None else f" with {rows} rows"
             raise OutputMismatch(
-                f"output {name!r} must be {spec}{many}", got=str(came), remedy="export the model again"
+                f"output {name!r} must be {spec}{many}", got=str(given_spec), remedy="export the model again"
             )
 
 
@@ -274,7 +274,11 @@ def _require_same_answers(
             _require_close(name, len(batch[0]), want, have)
     for name, tensor in before.items():
         if not torch.equal(tensor.cpu().view(-1).view(torch.uint8), weights[name].view(-1).view(torch.uint8)):
-            raise ArchiveError("predict must not change the model", got=f"a change of {name!r}")
+            raise ArchiveError(
+                "predict must not change the model",
+                got=f"a change of {name!r}",
+                remedy="assign to copies of its tensors",
+            )
 
 
 def _longer(tensor: Tensor, dims: set[int]) -> Tensor:
@@ -384,7 +388,7 @@ def _require_plain_folder(folder: Path) -> None:
         raise _unsafe(f"{', '.join(odd[:5])[:200]} beside them")
     if missing := sorted({*FILES, MANIFEST} - names):
         raise ArchiveError(
-            "an exported model must have four files", got=f"no {', '.join(missing)}", remedy="copy the model again"
+            "an exported model must have all its files", got=f"no {', '.join(missing)}", remedy="copy the model again"
         )
     for name in names:
         entry = folder / name
@@ -396,14 +400,14 @@ def _require_plain_folder(folder: Path) -> None:
 
 
 def _checked(folder: Path) -> dict[str, bytes]:
-    """The JSON files, after every file's digest was checked."""
+    """Check the digest of every file, and return the JSON files."""
     manifest = _parsed(MANIFEST, read_file(folder / MANIFEST, JSON_CAP))
     files = manifest.get("files")
     if manifest.get("format") != FORMAT or not isinstance(files, dict) or set(files) != set(FILES):
         raise _unsafe("a manifest that lists other files")
     texts = {name: read_file(folder / name, JSON_CAP) for name in (PROGRAM, SIGNATURE)}
-    for name, said in files.items():
-        if digest_of(folder / name).to_dict() != said:
+    for name, recorded in files.items():
+        if digest_of(folder / name).to_dict() != recorded:
             raise ArchiveError(
                 "every file must have the digest in the manifest",
                 got=f"another digest of {name}",
@@ -436,15 +440,17 @@ def _require_shallow(name: str, value: Any) -> None:
 def _read_signature(described: Mapping[str, Any]) -> Signature:
     try:
         if set(described) != {"format", "signature", "extra"} or described["format"] != FORMAT:
-            raise ValueError("fields")
+            raise ValueError("other fields, or another format")
         if not isinstance(described["extra"], dict):
-            raise ValueError("extra")
+            raise ValueError("a value of extra that is not an object")
         signature = Signature.from_dict(described["signature"])
         for name, spec in (*signature.inputs.items(), *signature.outputs.items()):
             _require_name(name)
             _require_spec(spec)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ArchiveError(f"{SIGNATURE} must describe inputs and outputs", got=str(error)[:200]) from error
+        raise ArchiveError(
+            f"{SIGNATURE} must describe inputs and outputs", got=str(error)[:200], remedy="export the model again"
+        ) from error
     return signature
 
 
@@ -461,9 +467,9 @@ def _require_fitting(signature: Signature, graph: Mapping[str, Any]) -> None:
 
 def _require_spec(spec: TensorSpec) -> None:
     if not isinstance(getattr(torch, str(spec.dtype), None), torch.dtype):
-        raise ValueError(f"dtype {spec.dtype!r}")
+        raise ValueError(f"the unknown dtype {spec.dtype!r}")
     if not all(size is None or (type(size) is int and size >= 0) for size in spec.shape):
-        raise ValueError(f"shape {spec.shape!r}")
+        raise ValueError(f"the invalid shape {spec.shape!r}")
 
 
 def _read_weights(path: Path) -> dict[str, Tensor]:

@@ -252,7 +252,7 @@ class CheckpointStore:
         raise self._nothing(step, bad)
 
     def _nothing(self, step: int | None, bad: list[str]) -> CheckpointError:
-        which = "a whole checkpoint" if step is None else f"a whole checkpoint of step {step}"
+        which = "a complete checkpoint" if step is None else f"a complete checkpoint of step {step}"
         steps = ", ".join(map(str, self.steps()))
         found = "; ".join(bad) if bad else f"steps {steps}" if steps else describe(self.root)
         return CheckpointError(
@@ -375,7 +375,7 @@ def _require_room(begin: str, number: int, last: int, root: Path) -> None:
     """Raise if the next number does not fit into a file name; counting alone does not reach it."""
     if number > last:
         raise CheckpointError(
-            f"names in {root} can be numbered up to {last}",
+            f"names in {root} must be numbered below {last}",
             got=f"{begin}{last}",
             remedy="remove the entry of that name",
         )
@@ -385,7 +385,7 @@ def _require_numbers(model: Mapping[str, Tensor]) -> None:
     """Raise if the model contains NaN, so that it does not become the newest checkpoint; masks may hold infinity."""
     for name, tensor in model.items():
         if tensor.is_floating_point() and bool(tensor.isnan().any()):
-            raise CheckpointError("a network with NaN is not saved", got=f"NaN in {name}")
+            raise CheckpointError("a checkpoint must not contain NaN", got=f"NaN in {name}")
 
 
 def check_matches(checkpoint: Checkpoint, model: nn.Module) -> None:
@@ -434,9 +434,9 @@ def _read(folder: _Folder) -> Checkpoint:
     """Read a checkpoint after verifying the digest of every file."""
     try:
         manifest = _manifest(folder.path)
-        for name, said in manifest["files"].items():
+        for name, recorded in manifest["files"].items():
             size = (folder.path / name).lstat().st_size
-            if size != said["size"] or digest_of(folder.path / name).to_dict() != said:
+            if size != recorded["size"] or digest_of(folder.path / name).to_dict() != recorded:
                 raise CheckpointError(
                     "every file must have the digest in the manifest", got=f"another digest of {name}"
                 )

@@ -93,7 +93,7 @@ def named(name: str) -> Callable[..., Any]:
 
 
 def checked(name: str) -> Callable[..., Any]:
-    """What is called for an operator: a validator of its arguments where its kernel needs one, or itself."""
+    """Return the function to call for an operator: a validator of its arguments if its kernel needs one, or itself."""
     return VALIDATED.get(name) or _guarded(name)
 
 
@@ -116,7 +116,7 @@ def _guarded(name: str) -> Callable[..., Any]:
 
 
 def _small_integers(given: Mapping[str, Any]) -> None:
-    """Sizes, strides and dilations whose products a kernel computes without a check."""
+    """Limit sizes, strides and dilations, whose products a kernel computes without overflow checks."""
     for name, value in given.items():
         each = value if isinstance(value, list | tuple) else (value,)
         if any(type(one) is int and abs(one) >= 1 << 31 for one in each):
@@ -124,7 +124,7 @@ def _small_integers(given: Mapping[str, Any]) -> None:
 
 
 def _moderate_scales(given: Mapping[str, Any]) -> None:
-    """Scales by which a kernel divides positions."""
+    """Limit scales, by which a kernel divides positions."""
     for name, value in given.items():
         each = value if isinstance(value, list | tuple) else (value,)
         if name.startswith("scale") and any(one is not None and not 1e-3 <= one <= 1e3 for one in each):
@@ -132,15 +132,15 @@ def _moderate_scales(given: Mapping[str, Any]) -> None:
 
 
 def _known_modes(given: Mapping[str, Any]) -> None:
-    """Modes of sampling: with an unknown one the kernel leaves its result as it was allocated."""
+    """Require a known sampling mode: with another one, the kernel returns uninitialized memory."""
     if given["interpolation_mode"] not in (0, 1, 2) or given["padding_mode"] not in (0, 1, 2):
         raise ValueError("the modes of grid_sampler must be 0, 1 or 2")
     if given["interpolation_mode"] == 2 and given["input"].dim() != 4:
-        raise ValueError("bicubic sampling takes pictures")
+        raise ValueError("bicubic sampling needs inputs of four dimensions")
 
 
 def _keys_of_values(given: Mapping[str, Any]) -> None:
-    """Attention whose keys and values must be of the same length, which the kernel does not compare."""
+    """Require keys and values of the same length, which the attention kernel does not compare."""
     query, key, value = given["query"], given["key"], given["value"]
     if min(query.dim(), key.dim(), value.dim()) < 2 or key.shape[-2] != value.shape[-2]:
         raise ValueError("attention needs as many keys as values")
@@ -151,20 +151,20 @@ def _keys_of_values(given: Mapping[str, Any]) -> None:
 
 
 def _counted_repeats(given: Mapping[str, Any]) -> None:
-    """Repeats whose sum must be the size of the result: the kernel adds them up without looking for an overflow."""
+    """Require that repeats add up to the size of the result: the kernel sums them without overflow checks."""
     repeats, size = given["repeats"], given.get("output_size")
     if isinstance(repeats, Tensor):
         total = sum(repeats.flatten().tolist())
         if repeats.numel() and (bool((repeats < 0).any()) or total >= 1 << 31):
-            raise ValueError("repeats must be small numbers that are not negative")
+            raise ValueError("repeats must not be negative, and their sum must be below 2**31")
         if size is not None and repeats.dim() == 1 and repeats.numel() > 1 and size != total:
             raise ValueError(f"output_size must be the sum of repeats, got {size}")
         if size is not None and repeats.numel() <= 1:
-            raise ValueError("output_size must be left out where there is one number of repeats")
+            raise ValueError("output_size must be omitted if repeats is a single number")
 
 
 def _no_overflowing_quotient(given: Mapping[str, Any]) -> None:
-    """Division of the smallest integer by -1, at which the processor stops."""
+    """Reject the division of the smallest integer by -1, which stops the process."""
     left, right = given["self"], given["other"]
     if left.device.type != "cpu" or torch.compiler.is_compiling() or given.get("rounding_mode") is None:
         return
@@ -178,7 +178,7 @@ def _no_overflowing_quotient(given: Mapping[str, Any]) -> None:
 
 
 def _no_lowest_integers(given: Mapping[str, Any]) -> None:
-    """Multiples of the smallest integer: its absolute value does not exist, and the processor stops at a division."""
+    """Reject the smallest integer, which has no absolute value: dividing by it stops the process."""
     if given["self"].device.type != "cpu" or torch.compiler.is_compiling():
         return
     dtype = torch.result_type(given["self"], given["other"])
@@ -187,11 +187,11 @@ def _no_lowest_integers(given: Mapping[str, Any]) -> None:
     lowest = torch.iinfo(dtype).min
     for name in ("self", "other"):
         if lowest and bool((given[name].to(dtype) == lowest).any()):
-            raise ValueError(f"{name} must not hold the smallest integer")
+            raise ValueError(f"{name} must not contain the smallest integer of its dtype")
 
 
 def _known_reduction(given: Mapping[str, Any]) -> None:
-    """Reductions of losses: with an unknown one the kernel returns memory that it did not write."""
+    """Require a known reduction: with another one, the kernel returns uninitialized memory."""
     if given.get("reduction", 1) not in (0, 1, 2):
         raise ValueError(f"reduction must be 0, 1 or 2, got {given['reduction']}")
 
@@ -260,7 +260,7 @@ def _require_recurrent(
     """Raise ValueError unless states and weights are those of such a recurrent layer."""
     sides = num_layers * (2 if bidirectional else 1)
     if input.dim() != 3 or not 0 < sides <= 1024 or len(hx) != (2 if gates == 4 else 1):
-        raise ValueError("a recurrent layer takes batches of sequences and its states")
+        raise ValueError("a recurrent layer needs batches of sequences and its initial states")
     rows, given = input.shape[0 if batch_first else 1], hx[0].shape[-1]
     hidden = hx[-1].shape[-1]
     is_projected = gates == 4 and given != hidden
@@ -274,7 +274,7 @@ def _require_recurrent(
     wanted = [(sides, rows, given), (sides, rows, hidden)][: len(hx)] + shapes
     have = [*hx, *params]
     if [tuple(one.shape) for one in have] != wanted or len({one.dtype for one in (input, *have)}) != 1:
-        raise ValueError("the weights of a recurrent layer must have its sizes")
+        raise ValueError("the weights of a recurrent layer must match its sizes and its dtype")
 
 
 VALIDATED: dict[str, Callable[..., Any]] = {

@@ -91,7 +91,7 @@ class Match:
 
     def renamed(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the values by the network's names."""
-        return {name: tensors[theirs] for name, theirs in self.names.items()}
+        return {name: tensors[source_name] for name, source_name in self.names.items()}
 
 
 def open_weights(source: Path | Mapping[str, Tensor]) -> Found:
@@ -121,7 +121,7 @@ def match(shapes: Shapes, model: nn.Module, weights: Weights) -> Match:
     there = {id(held[name]) for name in names if name in held}
     # A tied weight is often stored once, and the network has it under its other name already.
     missing = [name for name, tensor in held.items() if name not in names and id(tensor) not in there]
-    unexpected = [theirs for name, theirs in names.items() if name not in held]
+    unexpected = [source_name for name, source_name in names.items() if name not in held]
     fitting = _fitting(names, shapes, held)
     other = [
         f"{name} is {shapes[names[name]]} and should be {tuple(tensor.shape)}"
@@ -301,7 +301,7 @@ def _renamed(shapes: Shapes, held: Mapping[str, Tensor], weights: Weights) -> tu
             "rename must give every tensor a unique name", got=repr(weights.rename), remedy="restrict it"
         )
     for label, change, at_least in _changes(asked, held):
-        changed = {change(name): theirs for name, theirs in asked.items()}
+        changed = {change(name): source_name for name, source_name in asked.items()}
         count = len(_fitting(changed, shapes, held))
         if len(changed) == len(asked) and count > most and count >= at_least:
             best, most, notices = changed, count, [f"names of {weights} were taken {label}"]
@@ -335,16 +335,18 @@ def _begin(name: str, rename: Mapping[str, str]) -> str:
 
 
 def _fitting(names: Mapping[str, str], shapes: Shapes, held: Mapping[str, Tensor]) -> dict[str, str]:
-    return {n: theirs for n, theirs in names.items() if n in held and shapes[theirs] == tuple(held[n].shape)}
+    return {
+        n: source_name for n, source_name in names.items() if n in held and shapes[source_name] == tuple(held[n].shape)
+    }
 
 
 def _remedy(missing: list[str], unexpected: list[str], some_fit: bool) -> str:
     hints = ["pass weights of this network"]
     for name in missing[:1]:
-        ends = [theirs for theirs in unexpected if theirs.rsplit(".", 1)[-1] == name.rsplit(".", 1)[-1]]
-        for theirs in difflib.get_close_matches(name, ends, n=1, cutoff=0.3) or ends[:1]:
+        ends = [source_name for source_name in unexpected if source_name.rsplit(".", 1)[-1] == name.rsplit(".", 1)[-1]]
+        for source_name in difflib.get_close_matches(name, ends, n=1, cutoff=0.3) or ends[:1]:
             end = len(name.rsplit(".", 1)[-1])
-            hints.append(f"rename with mh.weights(path, rename={{{theirs[:-end]!r}: {name[:-end]!r}}})")
+            hints.append(f"rename with mh.weights(path, rename={{{source_name[:-end]!r}: {name[:-end]!r}}})")
     if some_fit:
         hints.append("take what fits with mh.weights(path, strict=False)")
     return ", or ".join(hints)

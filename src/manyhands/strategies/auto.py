@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from ..sync import Auto, Local, choose, forecasts, is_open, make_policy, measure_links, tell_choice
+from ..sync import Auto, Local, choose, describe_choice, forecasts, is_open, make_policy, measure_links
 from .local_sgd import replicated
 from .replica import Replica
 
@@ -53,7 +53,7 @@ def choice_for(replica: Replica, *, exact: float, alone: float) -> PolicyChoice:
         changes=policy.changes_mathematics,
         warmup=policy.warmup,
         every=policy.every if isinstance(policy, Local) else 1,
-        reason=tell_choice(links, first, chosen, world),
+        reason=describe_choice(links, first, chosen, world),
         figures={**figures, "predicted": predicted},
     )
 

@@ -7,7 +7,7 @@ new value depends on its old one and the samples is found before training, from 
 - a mean over samples, as in `mean.lerp_(x.mean(0), 0.1)`: the mean of the parts' values, weighted by their samples;
 - a sum over samples, as in `counts.mul_(0.9).add_(hits.sum(0))`: the sum of the parts' values, with the old one once.
 
-Every part starts from the old value. Any other update is rejected. BatchNorm layers have rules of their own.
+Every part starts from the old value. Any other update is rejected. BatchNorm layers have separate rules.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ class _Ref:
     stride: tuple[int, ...]
     offset: int
     dtype: torch.dtype
-    room: int
+    capacity: int
     """Number of elements in the tensor's storage."""
 
     @property
@@ -53,7 +53,7 @@ class _Ref:
         count = 1
         for length in self.size:
             count *= length
-        return count == self.room
+        return count == self.capacity
 
 
 @dataclass
@@ -165,9 +165,9 @@ class _Noting(TorchDispatchMode):
         """Return a tensor's position in its storage."""
         storage = tensor.untyped_storage()
         self.held.setdefault(storage._cdata, tensor.detach())
-        room = storage.nbytes() // tensor.element_size()
+        capacity = storage.nbytes() // tensor.element_size()
         return _Ref(
-            storage._cdata, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.dtype, room
+            storage._cdata, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.dtype, capacity
         )
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -258,7 +258,7 @@ def _followed(noting: _Noting, wanted: Iterable[int]) -> Iterator[tuple[int, Ten
         if ref.key not in noting.known:
             return _seen(noting.held[ref.key], ref)
         if ref.key not in storages:
-            storages[ref.key] = torch.empty(ref.room, dtype=ref.dtype)
+            storages[ref.key] = torch.empty(ref.capacity, dtype=ref.dtype)
         return _seen(storages[ref.key], ref)
 
     for index, note in enumerate(noting.notes):

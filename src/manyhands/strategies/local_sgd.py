@@ -36,7 +36,7 @@ class LocalReplica(Replica):
         assert isinstance(policy, Local)
         self._policy = policy
         others = world
-        self.group = NullWorld(world.seat.device, world.line)
+        self.group = NullWorld(world.rank_info.device, world.channel)
         if policy.between == "hosts":
             self.group, others = world.by_hosts()
         is_alone = self.group.size == 1

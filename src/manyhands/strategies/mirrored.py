@@ -103,9 +103,9 @@ class MirroredReplica(Replica):
         if count is not None:
             self._buckets[key].divide(count)
 
-    def lay_out_anew(self) -> None:
+    def rebuild_layout(self) -> None:
         for buckets in self._buckets.values():
-            buckets.lay_out_anew()
+            buckets.rebuild_layout()
 
     def align_buffers(self) -> None:
         for buffer in self.model.buffers():

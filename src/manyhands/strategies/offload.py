@@ -92,7 +92,7 @@ class OffloadedReplica(Replica):
     def __init__(self, spec: StrategySpec, world: World, model: nn.Module, optimizers: Mapping[str, Optimizer]) -> None:
         super().__init__(spec, world, model, optimizers)
         self._homes: dict[Tensor, Tensor] = {}
-        self._gone: dict[Tensor, Tensor] = {}
+        self._offloaded: dict[Tensor, Tensor] = {}
         """Gradients of the current step, by parameter."""
         self._norms: dict[Tensor, tuple[Tensor, Tensor]] = {}
         """The norm and the largest absolute value of each gradient."""
@@ -104,17 +104,17 @@ class OffloadedReplica(Replica):
         gradient = parameter.grad
         if gradient is None or gradient.layout != torch.strided:
             return
-        if parameter in self._gone:
-            gradient.add_(self._gone[parameter].to(gradient.device, non_blocking=True))
+        if parameter in self._offloaded:
+            gradient.add_(self._offloaded[parameter].to(gradient.device, non_blocking=True))
         self._norms[parameter] = torch.linalg.vector_norm(gradient), torch.linalg.vector_norm(gradient, float("inf"))
         if parameter not in self._homes:
             self._homes[parameter] = host_like(gradient)
-        self._gone[parameter] = self._homes[parameter].copy_(gradient, non_blocking=True)
+        self._offloaded[parameter] = self._homes[parameter].copy_(gradient, non_blocking=True)
         parameter.grad = None
 
     def forget(self) -> None:
         super().forget()
-        self._gone.clear()
+        self._offloaded.clear()
         self._norms.clear()
         self._factors.clear()
 
@@ -139,12 +139,12 @@ class OffloadedReplica(Replica):
 
     def bringing(self, key: str) -> Bring:
         factor, stayed = self._factors.pop(key, None), super().bringing(key)
-        gone = {parameter: self._gone.pop(parameter, None) for parameter in self.groups[key].values()}
-        for parameter in gone:
+        offloaded = {parameter: self._offloaded.pop(parameter, None) for parameter in self.groups[key].values()}
+        for parameter in offloaded:
             self._norms.pop(parameter, None)
 
         def bring(parameter: nn.Parameter) -> Tensor | None:
-            host = gone[parameter]
+            host = offloaded[parameter]
             gradient = stayed(parameter) if host is None else host.to(self.world.device, non_blocking=True)
             return gradient if gradient is None or factor is None else gradient * factor
 

@@ -20,7 +20,7 @@ class Holding:
     notes: Sequence[str] = ()
     stats: BatchStats | None = None
     """Batch statistics over all ranks that synchronize in every step; None for local statistics."""
-    speaks = True
+    reports_loss = True
     """Whether this rank's loss counts, among the ranks that compute it."""
 
     def hold(self, model: nn.Module) -> None:

@@ -64,7 +64,7 @@ def place(
 
 def _patterns(spec: StrategySpec, model: nn.Module, inner: World) -> dict[str, int]:
     """Return the map with ranks in place of devices: the user's, or that of the `on` blocks of the network."""
-    devices = inner.gather_objects(inner.seat.device)
+    devices = inner.gather_objects(inner.rank_info.device)
     return {pattern: place_of(device, devices) for pattern, device in named_devices(spec, model).items()}
 
 

@@ -91,8 +91,8 @@ class PlacedReplica(Replica):
         return self.inner.rank == self.placement.end
 
     @property
-    def speaks(self) -> bool:
-        return self.has_answer and self.holding.speaks
+    def reports_loss(self) -> bool:
+        return self.has_answer and self.holding.reports_loss
 
     @contextmanager
     def scope(self) -> Iterator[None]:
@@ -305,8 +305,8 @@ class PlacedReplica(Replica):
                 flat[path] = self.holding.whole(tensor, name)
         mine = {path: (tuple(t.shape), t.dtype) for path, t in flat.items() if not t.is_meta}
         every = self.inner.gather_objects(mine)
-        for source, theirs in enumerate(every):
-            for path, (shape, dtype) in theirs.items():
+        for source, offered in enumerate(every):
+            for path, (shape, dtype) in offered.items():
                 if any(path in earlier for earlier in every[:source]):
                     continue
                 tensor = flat.get(path)
@@ -359,7 +359,7 @@ class PlacedReplica(Replica):
 
     def outline(self) -> Outline:
         """Return which pieces are on which device, and what is sent between them for the probed samples."""
-        names = self.inner.gather_objects(str(self.inner.seat.device))
+        names = self.inner.gather_objects(str(self.inner.rank_info.device))
         assert self.placement.first is not None
         return drawn(str(self.spec), self.placement.first, self.placement, names)
 

@@ -123,7 +123,7 @@ def _require_no_memory(changed: list[str], first: Any, second: Any) -> None:
     one, two = (loss.total if isinstance(loss, Mean) else loss for loss in (first, second))
     if isinstance(one, Tensor) and not torch.equal(one, two):
         raise StrategyError(
-            "a network that is split into stages is traced, and the trace does not contain attributes that one "
+            "a partitioned network is traced, and the trace does not contain attributes that one "
             "forward sets for the next",
             got=", ".join(changed[:3]),
             remedy="register it as a buffer (register_buffer), pass it as an input, or use mh.Mirrored()",

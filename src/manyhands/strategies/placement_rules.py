@@ -110,9 +110,9 @@ def _near(works: Works, index: int, homes: Sequence[int], named: Mapping[str, in
     # It has no inputs with a rank yet: use the rank of the first unit that needs its result.
     for node in works.units[index].nodes:
         for user in works.users[node.name]:
-            theirs = _named_home(works.units[user].path, named)
-            if theirs is not None:
-                return theirs
+            named_home = _named_home(works.units[user].path, named)
+            if named_home is not None:
+                return named_home
     return min(named.values(), default=0)
 
 
@@ -279,7 +279,7 @@ def _by_branches(
 ) -> list[int]:
     """Assign each unit to the rank on which it finishes first; full ranks take no more parameters."""
     free = [0.0] * num_ranks
-    room = [share] * num_ranks
+    free_bytes = [share] * num_ranks
     placed: dict[str, int] = {}
     done: list[float] = []
     homes: list[int] = []
@@ -293,13 +293,13 @@ def _by_branches(
                 other = works.unit_of[name]
                 carried = works.facts.values[name].num_bytes * SECONDS_PER_BYTE if name in works.facts.values else 0.0
                 start = max(start, done[other] + (carried if homes[other] != rank else 0.0))
-            return size > room[rank], start + seconds[index], rank
+            return size > free_bytes[rank], start + seconds[index], rank
 
         bound = next((placed[name] for name in names if name in placed), None)
         home = bound if bound is not None else min(range(num_ranks), key=ends)
         for name in names:
             placed.setdefault(name, home)
-        room[home] -= size
+        free_bytes[home] -= size
         done.append(ends(home)[1])
         free[home] = done[-1]
         homes.append(home)

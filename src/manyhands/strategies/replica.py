@@ -65,7 +65,7 @@ class Replica:
             self.notes.append(f"offload={spec.offload} changes nothing on a CPU: its memory is the host's")
 
     @property
-    def speaks(self) -> bool:
+    def reports_loss(self) -> bool:
         """Whether this rank's loss counts: among ranks that compute the same samples exactly one does."""
         return True
 
@@ -214,7 +214,7 @@ class Replica:
         for parameter in self.model.parameters():
             parameter.grad = None
 
-    def lay_out_anew(self) -> None:
+    def rebuild_layout(self) -> None:
         """Update internal views after parameters moved in memory."""
 
     def plain(self, value: Any) -> Any:

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map_only
 
 from ..core import DATA_AXES, Mean, StrategyError, StrategySpec
 from ..distributed import World
-from ..sync import Agreement, BucketExchange, Local, PolicyState, average, make_policy, tell
+from ..sync import Agreement, BucketExchange, Local, PolicyState, average, make_policy, report_policy
 from .batch_stats import BatchStats
 from .by_block import SameBlocks
 from .deferred import Take
@@ -40,7 +40,7 @@ def shard(model: nn.Module, spec: StrategySpec, world: World, *, apart: bool = F
     """Shard a network over the ranks of its group, block by block, so that few parameters are gathered at a time.
 
     Args:
-        apart: Shard each callable submodule as a root of its own. Used with several optimizers, where the submodules
+        apart: Shard each callable submodule as a separate root. Used with several optimizers, where the submodules
             are called one by one and each gathers its own parameters.
         compares: Let the ranks check that they run the same blocks.
     """
@@ -149,8 +149,8 @@ class ShardedReplica(Replica):
         """The modules that gather their parameters when they are called."""
         self._outer = world.along(spec.axes, "replicas")
         self._inner = [axis for axis in spec.axes if axis != "replicas"]
-        self._courses: dict[str, BucketExchange] = {}
-        self._course_of: dict[str, tuple[str, ...]] = {}
+        self._exchanges: dict[str, BucketExchange] = {}
+        self._exchange_names: dict[str, tuple[str, ...]] = {}
         self._saved: PolicyState | None = None
         """The policy's state from a checkpoint, until the first gradients arrive."""
         self._agreement: Agreement | None = None
@@ -269,39 +269,41 @@ class ShardedReplica(Replica):
 
     def _add_over_replicas(self, key: str, gradients: list[Tensor]) -> None:
         flat = torch.cat([gradient.flatten() for gradient in gradients])
-        course = self._course_for(
+        exchange = self._exchange_for(
             key, {n: own_part(p.detach()) for n, p in self.groups[key].items() if p.grad is not None}
         )
-        course.begin(flat)
-        while course.advance():
+        exchange.begin(flat)
+        while exchange.advance():
             pass
         if self.world.is_first:
-            tell(self._outer, self._policy, course, course.num_bytes, course.num_exact_bytes)
+            report_policy(self._outer, self._policy, exchange, exchange.num_bytes, exchange.num_exact_bytes)
         sizes = [gradient.numel() for gradient in gradients]
         parts = [part.view_as(gradient) for part, gradient in zip(flat.split(sizes), gradients, strict=True)]
         torch._foreach_copy_(gradients, parts)
 
-    def _course_for(self, key: str, parts: Mapping[str, Tensor]) -> BucketExchange:
+    def _exchange_for(self, key: str, parts: Mapping[str, Tensor]) -> BucketExchange:
         """Return the bucket exchange of these shards; if other parameters are used now, carry the policy state over."""
-        if self._course_of.get(key) != tuple(parts):
+        if self._exchange_names.get(key) != tuple(parts):
             made = BucketExchange(self._policy, self._outer, parts)
             made.measures = True
-            known = self._courses[key].state() if key in self._courses else self._saved
+            known = self._exchanges[key].state() if key in self._exchanges else self._saved
             if known is not None:
                 made.take_over(known)
-            self._courses[key], self._course_of[key] = made, tuple(parts)
-        return self._courses[key]
+            self._exchanges[key], self._exchange_names[key] = made, tuple(parts)
+        return self._exchanges[key]
 
     def _remembered(self) -> PolicyState | None:
         """Return the policy's state for all gradients, or the one loaded from a checkpoint if there is none yet."""
-        known = PolicyState.joined(course.state() for course in self._courses.values()) if self._courses else None
+        known = (
+            PolicyState.joined(exchange.state() for exchange in self._exchanges.values()) if self._exchanges else None
+        )
         return self._saved if known is None else known
 
     @property
     def num_bytes(self) -> int:
         if self._agreement is not None:
             return self._agreement.num_bytes
-        return sum(course.num_bytes for course in self._courses.values())
+        return sum(exchange.num_bytes for exchange in self._exchanges.values())
 
     def policy_state(self) -> dict[str, Tensor]:
         if self._agreement is None:
@@ -321,9 +323,9 @@ class ShardedReplica(Replica):
 
     def _unsent(self) -> dict[str, Tensor]:
         """Return every replica's error feedback with whole parameters; only the first rank receives the tensors."""
-        if not self._courses or not self._policy.changes_mathematics or self._outer.size == 1:
+        if not self._exchanges or not self._policy.changes_mathematics or self._outer.size == 1:
             return {}
-        state, kept = PolicyState.joined(course.state() for course in self._courses.values()), {}
+        state, kept = PolicyState.joined(exchange.state() for exchange in self._exchanges.values()), {}
         for name, part in state.feedback.items():
             whole = self.whole(_global(part.contiguous(), self._named(name)), name)
             stacked = self._outer.all_gather(whole)

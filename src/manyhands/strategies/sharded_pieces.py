@@ -35,7 +35,7 @@ class HeldInParts(Holding):
         self._layout = layout
         self.layers = () if layout is None else tuple(layout.ways)
         self.notes = () if layout is None else tuple(layout.notes)
-        self.speaks = tensor.is_first
+        self.reports_loss = tensor.is_first
         self._num_tensor = tensor.size
         self._parts: dict[Tensor, nn.Parameter] = {}
         self._inner: dict[str, Tensor] = {}

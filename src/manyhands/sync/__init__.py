@@ -1,7 +1,7 @@
 """Gradient synchronization between replicas: policies, and the buckets that they reduce."""
 
-from .auto import Auto, choose, forecasts, is_open, tell_choice
-from .bucket_exchange import BucketExchange, PolicyState, tell, with_own_feedback
+from .auto import Auto, choose, describe_choice, forecasts, is_open
+from .bucket_exchange import BucketExchange, PolicyState, report_policy, with_own_feedback
 from .buckets import Buckets
 from .hierarchical import acting
 from .links import Links, measure_links
@@ -29,7 +29,7 @@ __all__ = [
     "is_open",
     "forecasts",
     "choose",
-    "tell_choice",
+    "describe_choice",
     "Links",
     "measure_links",
     "POLICIES",
@@ -45,7 +45,7 @@ __all__ = [
     "BucketExchange",
     "PolicyState",
     "with_own_feedback",
-    "tell",
+    "report_policy",
 ]
 
 

@@ -61,7 +61,7 @@ class Auto(Policy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(isinstance(self.lossy, bool), "lossy is True or False", self.lossy)
+        require(isinstance(self.lossy, bool), "lossy must be True or False", self.lossy)
 
     def reduce(self, wire: PolicyCollectives, gradient: Tensor, memory: PolicyMemory) -> Iterator[Pending]:
         yield wire.all_reduce(gradient)
@@ -134,8 +134,8 @@ def _forecast(
     carrier = policy.carrier if isinstance(policy, Local) else policy
     dry = _DryRun.of(carrier, parameters, size)
     if isinstance(policy, Local):
-        meeting = dry.seconds + links.seconds(dry.num_bytes, dry.rounds + 2)
-        return Forecast(policy, alone + meeting / policy.every, price)
+        exchange = dry.seconds + links.seconds(dry.num_bytes, dry.rounds + 2)
+        return Forecast(policy, alone + exchange / policy.every, price)
     exposed = max(0.0, links.seconds(dry.num_bytes, dry.rounds) - OVERLAP * alone)
     early = policy.warmup * (exact - alone) / HORIZON
     return Forecast(policy, alone + dry.seconds + exposed + early, price)
@@ -158,18 +158,18 @@ class _DryRun:
         taken = sum(parameter.numel() for parameter in some.values())
         factor = sum(parameter.numel() for parameter in parameters.values()) / max(1, taken)
         first = next(iter(some.values()))
-        course = BucketExchange(policy, _Alone(first.device, size), some)
-        course.take_over(PolicyState(num_steps=SETTLED))
+        exchange = BucketExchange(policy, _Alone(first.device, size), some)
+        exchange.take_over(PolicyState(num_steps=SETTLED))
         seconds, rounds = math.inf, 0
         gradient = torch.randn(taken, dtype=torch.float32, device=first.device).to(first.dtype)
         for _ in range(3):
             flat, rounds = gradient.clone(), 1
             began = _now(first.device)
-            course.begin(flat)
-            while course.advance():
+            exchange.begin(flat)
+            while exchange.advance():
                 rounds += 1
             seconds = min(seconds, _now(first.device) - began)
-        return cls(seconds * factor, course.num_bytes * factor, rounds)
+        return cls(seconds * factor, exchange.num_bytes * factor, rounds)
 
 
 class _Alone(NullWorld):
@@ -194,11 +194,11 @@ def _now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def tell_choice(links: Links, found: list[Forecast], chosen: Forecast, world: World) -> str:
+def describe_choice(links: Links, found: list[Forecast], chosen: Forecast, world: World) -> str:
     """Return one line about why a policy was chosen."""
     shown = ", ".join(f"{f.policy} {format_duration(f.seconds)} (x {f.price:.3g} steps)" for f in found[:4])
     exact = next(f for f in found if isinstance(f.policy, AllReduce))
     if exact not in found[:4]:
         shown += f", {exact.policy} {format_duration(exact.seconds)}"
-    said = f"sync={chosen.policy} was chosen for links of {links} between {world.size} replicas: a step takes {shown}"
-    return said if not chosen.policy.changes_mathematics else f"{said}. {chosen.policy.said}"
+    text = f"sync={chosen.policy} was chosen for links of {links} between {world.size} replicas: a step takes {shown}"
+    return text if not chosen.policy.changes_mathematics else f"{text}. {chosen.policy.explanation}"

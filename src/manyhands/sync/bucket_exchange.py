@@ -164,7 +164,9 @@ class BucketExchange:
         tail_sums = self._wire.all_reduce(tail) if tail.numel() else Pending()
         exact = gradient.clone() if self.measures and is_look(self.num_lossy) else None
         exact_sums = Pending() if exact is None else self._world.start_all_reduce(exact)
-        wide = torch.add(gradient, memory.feedback, out=memory.room("gradient", gradient.shape, memory.feedback.dtype))
+        wide = torch.add(
+            gradient, memory.feedback, out=memory.buffer("gradient", gradient.shape, memory.feedback.dtype)
+        )
         memory.feedback.zero_()
         if self._hosts is None:
             yield from self._policy.reduce(self._wire, wide, memory)
@@ -195,21 +197,21 @@ class BucketExchange:
             self._memory.take_over(state.feedback, state.shared, state.num_steps)
 
 
-def tell(world: World, policy: Policy, course: BucketExchange, num_bytes: int, num_exact_bytes: int) -> None:
+def report_policy(world: World, policy: Policy, exchange: BucketExchange, num_bytes: int, num_exact_bytes: int) -> None:
     """Report a policy's relative error, if it was measured, and the bytes that it saves."""
-    if course.error is None or not world.is_first:
+    if exchange.error is None or not world.is_first:
         return
-    error = float(course.error)
+    error = float(exchange.error)
     if not math.isfinite(error):
         return
-    saved = sizes_told(num_bytes, num_exact_bytes)
-    text = f"sync={policy}: the mean gradient was {error:.2g} from the exact one, relative to it; {saved}"
-    told = {"policy": str(policy), "relative_error": error, "bytes": num_bytes, "exact_bytes": num_exact_bytes}
-    world.line.report(event("sync", num_lossy=course.num_lossy, **told))
-    world.line.report(event("notice", text=text))
+    saved = describe_sizes(num_bytes, num_exact_bytes)
+    text = f"sync={policy}: the mean gradient differed from the exact one by {error:.2g} of its norm; {saved}"
+    fields = {"policy": str(policy), "relative_error": error, "bytes": num_bytes, "exact_bytes": num_exact_bytes}
+    world.channel.report(event("sync", num_lossy=exchange.num_lossy, **fields))
+    world.channel.report(event("notice", text=text))
 
 
-def sizes_told(num_bytes: int, num_exact_bytes: int) -> str:
+def describe_sizes(num_bytes: int, num_exact_bytes: int) -> str:
     """Return a text about the bytes that a policy saves.
 
     >>> sizes_told(2000, 10**7)

@@ -11,7 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..core import TaskError
 from ..distributed import World
-from .bucket_exchange import BucketExchange, PolicyState, tell
+from .bucket_exchange import BucketExchange, PolicyState, report_policy
 from .policy import Policy
 from .policy_memory import lay_like
 
@@ -19,7 +19,7 @@ T = TypeVar("T", bound=Tensor)
 FIRST_BYTES = 1 << 20
 """The first bucket is small: the last layers' gradients are ready first and need not wait for many others."""
 NUM_RIDERS = 3
-"""Number of values piggybacked on a step's gradients, so that they need no collective of their own."""
+"""Number of values piggybacked on a step's gradients, so that they need no separate collective."""
 
 
 class Buckets:
@@ -51,7 +51,7 @@ class Buckets:
         ]
         if self._buckets:
             # One bucket is enough to measure the policy's error, and the first is small.
-            self._buckets[0].course.measures = True
+            self._buckets[0].exchange.measures = True
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(self._hook(bucket))
             for bucket in self._buckets
@@ -61,9 +61,9 @@ class Buckets:
     def refresh(self) -> None:
         """Rebuild the buckets if parameters were frozen or unfrozen since the last step."""
         if [p.requires_grad for p in self._parameters.values()] != self._trainable:
-            self.lay_out_anew()
+            self.rebuild_layout()
 
-    def lay_out_anew(self) -> None:
+    def rebuild_layout(self) -> None:
         """Rebuild the buckets after the parameters' memory layout changed, which must be the same on every replica."""
         state = self._state()
         self.close()
@@ -73,12 +73,12 @@ class Buckets:
     @property
     def num_bytes(self) -> int:
         """Return the bytes that this replica sent in the last step."""
-        return sum(bucket.course.num_bytes for bucket in self._buckets)
+        return sum(bucket.exchange.num_bytes for bucket in self._buckets)
 
     @property
     def num_exact_bytes(self) -> int:
         """Return the bytes that the exact sums would have taken."""
-        return sum(bucket.course.num_exact_bytes for bucket in self._buckets)
+        return sum(bucket.exchange.num_exact_bytes for bucket in self._buckets)
 
     def state(self) -> PolicyState:
         """Return the policy's state of all replicas; every replica must call it."""
@@ -93,11 +93,11 @@ class Buckets:
         self._take_over(state.share(self._world))
 
     def _state(self) -> PolicyState:
-        return PolicyState.joined([bucket.course.state() for bucket in self._buckets])
+        return PolicyState.joined([bucket.exchange.state() for bucket in self._buckets])
 
     def _take_over(self, state: PolicyState) -> None:
         for bucket in self._buckets:
-            bucket.course.take_over(state)
+            bucket.exchange.take_over(state)
 
     @property
     def piggybacked(self) -> Tensor | None:
@@ -136,7 +136,7 @@ class Buckets:
     def exchange(self) -> None:
         """Sum the packed buckets over the replicas."""
         for bucket in self._buckets:
-            bucket.course.begin(bucket.flat)
+            bucket.exchange.begin(bucket.flat)
         self._complete()
 
     def finish(self) -> None:
@@ -151,11 +151,11 @@ class Buckets:
 
     def _complete(self) -> None:
         """Finish all buckets round by round, so that all are in flight at a time, in the same order everywhere."""
-        under_way = [bucket.course for bucket in self._buckets]
+        under_way = [bucket.exchange for bucket in self._buckets]
         while under_way:
-            under_way = [course for course in under_way if course.advance()]
+            under_way = [exchange for exchange in under_way if exchange.advance()]
         if self._buckets:
-            tell(self._world, self._policy, self._buckets[0].course, self.num_bytes, self.num_exact_bytes)
+            report_policy(self._world, self._policy, self._buckets[0].exchange, self.num_bytes, self.num_exact_bytes)
 
     def divide(self, count: Tensor) -> None:
         """Divide the summed gradients by a count."""
@@ -187,11 +187,11 @@ class Buckets:
     def _launch(self) -> None:
         bucket = self._buckets[self._next]
         bucket.fill()
-        bucket.course.begin(bucket.flat)
+        bucket.exchange.begin(bucket.flat)
         if self._next > 1 and self._policy.changes_mathematics:
             # The second round of an earlier bucket overlaps with backward; chosen by bucket count, so that all ranks
             # use one order.
-            self._buckets[self._next - 2].course.advance()
+            self._buckets[self._next - 2].exchange.advance()
         self._next += 1
 
 
@@ -205,7 +205,7 @@ class _Bucket:
         self.gradients, self._used, self.piggybacked = self.flat.split(parts)
         self._views = [lay_like(p, part) for part, p in zip(self.gradients.split(sizes), self.parameters, strict=True)]
         self.ready: set[Tensor] = set()
-        self.course = BucketExchange(policy, world, parameters)
+        self.exchange = BucketExchange(policy, world, parameters)
         self.is_used = [True] * len(sizes)
         """Which parameters some replica used, as of the last check."""
 
@@ -242,7 +242,7 @@ class _Bucket:
             if is_used:
                 parameter.grad = view
             else:
-                self.course.give_back(name, view)
+                self.exchange.give_back(name, view)
 
     def _require_dense(self, gradients: Sequence[Tensor | None]) -> None:
         for name, gradient in zip(self.names, gradients, strict=True):

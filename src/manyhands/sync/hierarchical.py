@@ -17,7 +17,7 @@ def acting(policy: Policy, world: World) -> Policy:
     if (
         policy.between == "hosts"
         and policy.changes_mathematics
-        and len(set(world.gather_objects(world.seat.host))) == 1
+        and len(set(world.gather_objects(world.rank_info.host))) == 1
     ):
         return AllReduce()
     return policy

@@ -38,8 +38,8 @@ class Local(Policy):
         super().__post_init__()
         object.__setattr__(self, "by", str(self.by))
         is_count = isinstance(self.every, int) and not isinstance(self.every, bool)
-        require(is_count and self.every >= 1, "every is a whole number of steps from 1", self.every)
-        require(not isinstance(self.carrier, Local), "by is one that carries gradients", self.by)
+        require(is_count and self.every >= 1, "every must be a whole number of at least 1", self.every)
+        require(not isinstance(self.carrier, Local), "by must be a policy that exchanges gradients", self.by)
 
     @property
     def carrier(self) -> Policy:
@@ -47,10 +47,10 @@ class Local(Policy):
         return make_policy(self.by)
 
     @property
-    def said(self) -> str:
+    def explanation(self) -> str:
         times = "step" if self.every == 1 else f"{self.every} steps"
         apart = f"{self.between} train apart and agree every {times}, batch statistics included"
-        return f"sync={self} changes the mathematics: {apart}; a wish to stop is heard when they agree"
+        return f"sync={self} changes the mathematics: {apart}; a stop takes effect when they synchronize"
 
     @abstractmethod
     def follow(self, ways: Sequence[Tensor], velocities: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -94,8 +94,12 @@ class DiLoCo(Local):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(_is_number(self.outer_lr) and self.outer_lr > 0, "outer_lr lies above 0", self.outer_lr)
-        require(_is_number(self.momentum) and 0 <= self.momentum < 1, "momentum lies from 0 to below 1", self.momentum)
+        require(_is_number(self.outer_lr) and self.outer_lr > 0, "outer_lr must be above 0", self.outer_lr)
+        require(
+            _is_number(self.momentum) and 0 <= self.momentum < 1,
+            "momentum must be at least 0 and below 1",
+            self.momentum,
+        )
 
     def follow(self, ways: Sequence[Tensor], velocities: Sequence[Tensor]) -> Sequence[Tensor]:
         torch._foreach_mul_(list(velocities), self.momentum)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..core import TaskError, event
 from ..distributed import World
-from .bucket_exchange import BucketExchange, PolicyState, is_look, sizes_told
+from .bucket_exchange import BucketExchange, PolicyState, describe_sizes, is_look
 from .buckets import pieces
 from .local import Local
 from .policy_memory import key_of, wide
@@ -35,7 +35,7 @@ class Agreement:
         self._policy, self._world, self._buffers = policy, world, buffers
         self._parameters, self._here = parameters, here
         self._rows: list[Tensor] = []
-        self._courses: list[tuple[list[str], BucketExchange]] = []
+        self._exchanges: list[tuple[list[str], BucketExchange]] = []
         for name, parameter in parameters.items():
             _require_real(policy, name, parameter)
         self._trained = _trainable(parameters)
@@ -43,7 +43,7 @@ class Agreement:
         self._velocities: dict[str, Tensor] = {}
         if policy.has_velocity:
             self._velocities = {name: torch.zeros_like(anchor) for name, anchor in self._anchors.items()}
-        self.num_steps = self.num_meetings = 0
+        self.num_steps = self.num_syncs = 0
         """Total steps, and synchronizations after the warm-up."""
         self.num_bytes = 0
         """Bytes per step that this replica sent, as of the last synchronization."""
@@ -96,21 +96,21 @@ class Agreement:
         self._trained = _trainable(self._parameters)
         self._plan([name for name in held if name in before | self._trained])
         is_warm = self.num_steps <= self._policy.warmup
-        self.num_meetings += not is_warm
-        flats = [self._ways(names, held) * share for names, _ in self._courses]
-        looks = bool(flats) and self._world.is_first and not is_warm and is_look(self.num_meetings)
+        self.num_syncs += not is_warm
+        flats = [self._ways(names, held) * share for names, _ in self._exchanges]
+        looks = bool(flats) and self._world.is_first and not is_warm and is_look(self.num_syncs)
         own = flats[0] / share if looks else None
-        for flat, (_, course) in zip(flats, self._courses, strict=True):
-            course.begin(flat)
-        under_way = [course for _, course in self._courses]
+        for flat, (_, exchange) in zip(flats, self._exchanges, strict=True):
+            exchange.begin(flat)
+        under_way = [exchange for _, exchange in self._exchanges]
         while under_way:
-            under_way = [course for course in under_way if course.advance()]
-        exact = sum(course.num_exact_bytes for _, course in self._courses)
-        sent = sum(course.num_bytes for _, course in self._courses)
+            under_way = [exchange for exchange in under_way if exchange.advance()]
+        exact = sum(exchange.num_exact_bytes for _, exchange in self._exchanges)
+        sent = sum(exchange.num_bytes for _, exchange in self._exchanges)
         self.num_bytes = sent // len(self._rows)
         if own is not None:
-            self._tell(own, flats[0], exact)
-        for flat, (names, _) in zip(flats, self._courses, strict=True):
+            self._report(own, flats[0], exact)
+        for flat, (names, _) in zip(flats, self._exchanges, strict=True):
             self._arrive(flat, names, held, is_warm)
 
     def _ways(self, names: Sequence[str], held: Mapping[str, Tensor]) -> Tensor:
@@ -136,16 +136,16 @@ class Agreement:
 
     def _plan(self, trained: Sequence[str]) -> None:
         """Create the bucket exchanges for these parameters; if they changed, carry their state over."""
-        planned = [name for names, _ in self._courses for name in names]
+        planned = [name for names, _ in self._exchanges for name in names]
         if set(planned) == set(trained):
             return
         state = self.state()
         alike = {name: self._anchors[name] for name in trained}
         carrier = self._policy.carrier
         made = [piece for piece in pieces(alike, carrier.bucket_bytes) if piece]
-        self._courses = [(list(piece), BucketExchange(carrier, self._world, piece)) for piece in made]
-        for _, course in self._courses:
-            course.take_over(_of_carrier(state))
+        self._exchanges = [(list(piece), BucketExchange(carrier, self._world, piece)) for piece in made]
+        for _, exchange in self._exchanges:
+            exchange.take_over(_of_carrier(state))
 
     def _average_buffers(self, share: Tensor) -> None:
         """Average floating-point buffers; integers and flags are copied from the first replica."""
@@ -159,20 +159,22 @@ class Agreement:
             for buffer, part in zip(buffers, flat.split([b.numel() for b in buffers]), strict=True):
                 buffer.copy_(part.view(buffer.shape))
 
-    def _tell(self, own: Tensor, mean: Tensor, exact: int) -> None:
+    def _report(self, own: Tensor, mean: Tensor, exact: int) -> None:
         """Report how far the first replica's own update was from the mean update, and the bytes saved."""
         apart = float((own - mean).norm() / mean.norm())
         if not math.isfinite(apart):
             return
-        policy, told = self._policy, sizes_told(self.num_bytes, exact)
-        text = f"sync={policy}: a replica's own way was {apart:.2g} from the mean way, relative to it; {told}"
+        policy, sizes = self._policy, describe_sizes(self.num_bytes, exact)
+        text = (
+            f"sync={policy}: the update of a replica differed from the mean update by {apart:.2g} of its norm; {sizes}"
+        )
         values = {"policy": str(policy), "relative_error": apart, "bytes": self.num_bytes, "exact_bytes": exact}
-        self._world.line.report(event("sync", num_lossy=self.num_meetings, **values))
-        self._world.line.report(event("notice", text=text))
+        self._world.channel.report(event("sync", num_lossy=self.num_syncs, **values))
+        self._world.channel.report(event("notice", text=text))
 
     def state(self) -> PolicyState:
         """Return the state other than the parameters; complete only right after a synchronization."""
-        state = PolicyState.joined(course.state() for _, course in self._courses)
+        state = PolicyState.joined(exchange.state() for _, exchange in self._exchanges)
         velocities = {key_of(VELOCITY, name): velocity for name, velocity in self._velocities.items()}
         anchors = {} if self.is_outer else {key_of(ANCHOR, name): anchor for name, anchor in self._anchors.items()}
         return PolicyState(state.feedback, {**state.shared, **velocities, **anchors}, self.num_steps)
@@ -187,8 +189,8 @@ class Agreement:
                 if saved is not None and saved.shape == mine.shape:
                     mine.copy_(saved)
         self._plan([name for name in self._parameters if name in self._trained])
-        for _, course in self._courses:
-            course.take_over(_of_carrier(state))
+        for _, exchange in self._exchanges:
+            exchange.take_over(_of_carrier(state))
 
     @torch.no_grad()
     def restart(self) -> None:

@@ -31,8 +31,8 @@ class _Made(ABCMeta):
         try:
             inspect.signature(cls.__init__).bind(None, *given, **named)  # type: ignore[misc]
         except TypeError:
-            told = ", ".join([*map(repr, given), *(f"{name}={value!r}" for name, value in named.items())])
-            raise _unknown(cls, f"{cls.__name__}({told})") from None
+            arguments = ", ".join([*map(repr, given), *(f"{name}={value!r}" for name, value in named.items())])
+            raise _unknown(cls, f"{cls.__name__}({arguments})") from None
         return super().__call__(*given, **named)
 
 
@@ -77,8 +77,12 @@ class Policy(metaclass=_Made):
             POLICIES[cls.name.lower()] = cls
 
     def __post_init__(self) -> None:
-        require(self.between in ("replicas", "hosts"), 'between is "replicas" or "hosts"', self.between)
-        require(isinstance(self.warmup, int) and self.warmup >= 0, "warmup is a whole number from 0", self.warmup)
+        require(self.between in ("replicas", "hosts"), 'between must be "replicas" or "hosts"', self.between)
+        require(
+            isinstance(self.warmup, int) and self.warmup >= 0,
+            "warmup must be a whole number of at least 0",
+            self.warmup,
+        )
 
     @abstractmethod
     def reduce(self, wire: PolicyCollectives, gradient: Tensor, memory: PolicyMemory) -> Iterator[Pending]:
@@ -90,7 +94,7 @@ class Policy(metaclass=_Made):
         """
 
     @property
-    def said(self) -> str:
+    def explanation(self) -> str:
         """Return the message for the user about a policy that changes the mathematics."""
         start = f" after {self.warmup} exact steps" if self.warmup else ""
         return f"sync={self} changes the mathematics{start}: results differ from one device's"

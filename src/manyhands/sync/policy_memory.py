@@ -22,15 +22,15 @@ class PolicyMemory:
         """Error feedback: what this replica has not sent yet, added to its next gradient; lossy policies set it."""
         self.shared: dict[str, Tensor] = {}
         """Other state of a policy, by name; equal on all replicas."""
-        self._rooms: dict[str, Tensor] = {}
+        self._buffers: dict[str, Tensor] = {}
         self.num_steps = 0
         """Number of steps, including those of the warm-up."""
 
-    def room(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    def buffer(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return a scratch tensor, reused in every step: on a CPU, allocating memory costs more than using it."""
-        held = self._rooms.get(name)
+        held = self._buffers.get(name)
         if held is None or held.shape != torch.Size(shape) or held.dtype != dtype:
-            held = self._rooms[name] = torch.empty(shape, dtype=dtype, device=self.feedback.device)
+            held = self._buffers[name] = torch.empty(shape, dtype=dtype, device=self.feedback.device)
         return held
 
     def feedback_by_name(self) -> dict[str, Tensor]:

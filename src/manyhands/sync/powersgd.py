@@ -33,7 +33,7 @@ class PowerSGD(Policy):
     def __post_init__(self) -> None:
         super().__post_init__()
         is_count = isinstance(self.rank, int) and not isinstance(self.rank, bool)
-        require(is_count and self.rank >= 1, "rank is a whole number from 1", self.rank)
+        require(is_count and self.rank >= 1, "rank must be a whole number of at least 1", self.rank)
 
     def reduce(self, wire: PolicyCollectives, gradient: Tensor, memory: PolicyMemory) -> Iterator[Pending]:
         matrices, rest = self._parts(gradient, memory)

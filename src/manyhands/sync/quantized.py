@@ -44,25 +44,25 @@ class Coded(Policy):
             yield from self._swap(wire, gradient, memory)
             return
         blocks = _blocks(gradient, wire.size, memory)
-        sent, said = self._encode(blocks, memory, "parts")
-        received, pending = wire.all_to_all(sent, memory.room("received", sent.shape, sent.dtype))
-        left = torch.sub(blocks, said, out=said)
+        sent, approximation = self._encode(blocks, memory, "parts")
+        received, pending = wire.all_to_all(sent, memory.buffer("received", sent.shape, sent.dtype))
+        left = torch.sub(blocks, approximation, out=approximation)
         yield pending
         total = self._sum(received, blocks, memory)
-        sent, said = self._encode(total, memory, "sum")
-        gathered, pending = wire.all_gather(sent[0], memory.room("received", received.shape, sent.dtype))
+        sent, approximation = self._encode(total, memory, "sum")
+        gathered, pending = wire.all_gather(sent[0], memory.buffer("received", received.shape, sent.dtype))
         # The error of the second rounding is only known to the replica that did it.
-        left[wire.rank] += total.sub_(said)[0]
+        left[wire.rank] += total.sub_(approximation)[0]
         memory.feedback.copy_(left.view(-1)[: gradient.numel()])
         yield pending
         gradient.copy_(self._decode(gathered, blocks, memory).view(-1)[: gradient.numel()])
 
     def _swap(self, wire: PolicyCollectives, gradient: Tensor, memory: PolicyMemory) -> Iterator[Pending]:
         blocks = _blocks(gradient, 1, memory)
-        sent, said = self._encode(blocks, memory, "parts")
-        room = memory.room("received", (wire.size, sent.shape[1]), sent.dtype)
-        gathered, pending = wire.all_gather(sent[0], room)
-        torch.sub(gradient, said.view(-1)[: gradient.numel()], out=memory.feedback)
+        sent, approximation = self._encode(blocks, memory, "parts")
+        buffer = memory.buffer("received", (wire.size, sent.shape[1]), sent.dtype)
+        gathered, pending = wire.all_gather(sent[0], buffer)
+        torch.sub(gradient, approximation.view(-1)[: gradient.numel()], out=memory.feedback)
         yield pending
         gradient.copy_(self._sum(gathered, blocks, memory).view(-1)[: gradient.numel()])
 
@@ -70,16 +70,16 @@ class Coded(Policy):
         """Return rows of bytes, each with its scales and then its codes, and the numbers that they decode to."""
         rows, num_blocks, block = blocks.shape
         width = self._width(blocks)
-        sent = memory.room(f"sent {name}", (rows, width + num_blocks * block * self.kind.itemsize), torch.uint8)
-        said = memory.room(f"said {name}", blocks.shape, blocks.dtype)
+        sent = memory.buffer(f"sent {name}", (rows, width + num_blocks * block * self.kind.itemsize), torch.uint8)
+        approximation = memory.buffer(f"approximation {name}", blocks.shape, blocks.dtype)
         codes = sent[:, width:].view(self.kind).view(blocks.shape)
         if not width:
             codes.copy_(blocks)
-            return sent, said.copy_(codes)
-        scales = self.scale(torch.abs(blocks, out=said).amax(-1)).clamp_(min=torch.finfo(blocks.dtype).tiny)
+            return sent, approximation.copy_(codes)
+        scales = self.scale(torch.abs(blocks, out=approximation).amax(-1)).clamp_(min=torch.finfo(blocks.dtype).tiny)
         sent[:, :width].view(blocks.dtype).copy_(scales)
-        self._round(torch.div(blocks, scales.unsqueeze(-1), out=said), codes)
-        return sent, said.mul_(scales.unsqueeze(-1))
+        self._round(torch.div(blocks, scales.unsqueeze(-1), out=approximation), codes)
+        return sent, approximation.mul_(scales.unsqueeze(-1))
 
     def _round(self, numbers: Tensor, codes: Tensor) -> None:
         """Write the codes of scaled numbers, and replace the numbers by their decoded values."""
@@ -89,13 +89,13 @@ class Coded(Policy):
     def _decode(self, sent: Tensor, like: Tensor, memory: PolicyMemory) -> Tensor:
         """Return rows of blocks of numbers from rows of bytes."""
         width = self._width(like)
-        numbers = memory.room(f"decoded {len(sent)}", (len(sent), *like.shape[1:]), like.dtype)
+        numbers = memory.buffer(f"decoded {len(sent)}", (len(sent), *like.shape[1:]), like.dtype)
         numbers.view(len(sent), -1).copy_(sent[:, width:].view(self.kind))
         return numbers.mul_(sent[:, :width].view(like.dtype).unsqueeze(-1)) if width else numbers
 
     def _sum(self, sent: Tensor, like: Tensor, memory: PolicyMemory) -> Tensor:
         """Return the sum of several decoded rows, added in their order."""
-        total = memory.room("total", (1, *like.shape[1:]), like.dtype).copy_(self._decode(sent[:1], like, memory))
+        total = memory.buffer("total", (1, *like.shape[1:]), like.dtype).copy_(self._decode(sent[:1], like, memory))
         for row in range(1, len(sent)):
             total += self._decode(sent[row : row + 1], like, memory)
         return total
@@ -113,7 +113,7 @@ def _blocks(gradient: Tensor, rows: int, memory: PolicyMemory) -> Tensor:
     num_blocks = -(-share // block)
     full = rows * num_blocks * block
     if full != size:
-        filled = memory.room("blocks", (full,), gradient.dtype)
+        filled = memory.buffer("blocks", (full,), gradient.dtype)
         filled[:size].copy_(gradient)
         filled[size:].zero_()
         gradient = filled

@@ -36,7 +36,7 @@ class TopK(Policy):
     def __post_init__(self) -> None:
         super().__post_init__()
         is_number = isinstance(self.fraction, int | float) and not isinstance(self.fraction, bool)
-        require(is_number and 0 < self.fraction <= 1, "fraction lies above 0 and not above 1", self.fraction)
+        require(is_number and 0 < self.fraction <= 1, "fraction must be above 0 and at most 1", self.fraction)
 
     def fraction_at(self, step: int) -> float:
         """Return the fraction of elements to send at this step after the warm-up.

@@ -151,8 +151,8 @@ class NamespaceHosts(Sequence[NamespaceHost]):
             world.close()
             os.environ.pop("GLOO_SOCKET_IFNAME", None)
             host.enter()
-            seat = replace(world.seat, host=host.name, timeout=timeout)
-            there = meet(hosts[0].address, PORT, seat, world.line)
+            rank_info = replace(world.rank_info, host=host.name, timeout=timeout)
+            there = meet(hosts[0].address, PORT, rank_info, world.channel)
             try:
                 return fn(there)
             finally:

@@ -56,7 +56,7 @@ class ResourceSnapshot:
         """Return descriptions of the resources that were not in an earlier snapshot."""
         found = {kind: getattr(self, kind) - getattr(before, kind) for kind in self.__dataclass_fields__}
         if found["shared_memory"]:
-            found["shared_memory"] -= _held_by_strangers()
+            found["shared_memory"] -= _held_by_other_programs()
         return [f"{kind}: {', '.join(map(str, sorted(new)))}" for kind, new in found.items() if new]
 
 
@@ -84,7 +84,7 @@ def _listening() -> Iterator[int]:
             continue
 
 
-def _held_by_strangers() -> set[str]:
+def _held_by_other_programs() -> set[str]:
     """Return names of shared memory used by processes other than this one and its children."""
     me = psutil.Process()
     ours = {me.pid, *(child.pid for child in me.children(recursive=True))}

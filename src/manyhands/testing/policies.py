@@ -159,22 +159,22 @@ class PolicyContract:
     def _exchange(
         self, size: int, steps: Sequence[Gradients], policy: Policy | None = None, state: PolicyState | None = None
     ) -> list[list[PolicyOutcome]]:
-        """What comes of the steps, by rank."""
+        """Return the results of the steps, by rank."""
 
         def work(world: World) -> list[PolicyOutcome]:
             mine = steps[world.rank]
-            course = BucketExchange(policy or self.policy, world, mine[0])
+            exchange = BucketExchange(policy or self.policy, world, mine[0])
             if state is not None:
-                course.take_over(state.share(world))
-            return [_step(course, gradient) for gradient in mine]
+                exchange.take_over(state.share(world))
+            return [_step(exchange, gradient) for gradient in mine]
 
         return self.run(work, size)
 
     def _state_after(self, world: World, gradients: Gradients) -> PolicyState:
-        course = BucketExchange(self.policy, world, gradients[0])
+        exchange = BucketExchange(self.policy, world, gradients[0])
         for gradient in gradients:
-            _step(course, gradient)
-        return PolicyState.of(course.state().gathered(world).tensors())
+            _step(exchange, gradient)
+        return PolicyState.of(exchange.state().gathered(world).tensors())
 
 
 CASES = [
@@ -186,19 +186,19 @@ CASES = [
 ]
 
 
-def _step(course: BucketExchange, gradient: Mapping[str, Tensor]) -> PolicyOutcome:
+def _step(exchange: BucketExchange, gradient: Mapping[str, Tensor]) -> PolicyOutcome:
     own = _flat(gradient)
     flat = torch.cat([own, torch.tensor(TAIL, dtype=own.dtype)])
-    course.begin(flat)
-    while course.advance():
+    exchange.begin(flat)
+    while exchange.advance():
         pass
-    feedback = torch.cat([part.reshape(-1) for part in course.state().feedback.values()])
+    feedback = torch.cat([part.reshape(-1) for part in exchange.state().feedback.values()])
     result, tail = flat.split([own.numel(), len(TAIL)])
-    return PolicyOutcome(result, feedback, tail, course.num_bytes, course.num_exact_bytes)
+    return PolicyOutcome(result, feedback, tail, exchange.num_bytes, exchange.num_exact_bytes)
 
 
 def _error(found: Tensor, wanted: Tensor) -> float:
-    """How far one is from the other, relative to it; scaled, because squares of huge numbers are not finite."""
+    """Return the relative error; values are scaled first, because squares of huge numbers are not finite."""
     scale = wanted.abs().max()
     return float((found / scale - wanted / scale).norm() / (wanted / scale).norm())
 

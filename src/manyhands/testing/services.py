@@ -37,7 +37,7 @@ class Counter:
 
     def say(self, text: str) -> None:
         """Report an event and print a line."""
-        self.world.line.report(event("said", text=text))
+        self.world.channel.report(event("said", text=text))
         print(text)
 
     def fail(self, error: Exception) -> None:
@@ -50,7 +50,7 @@ class Counter:
 
     def wait_for_the_end(self) -> str:
         """Run until the service is asked to stop."""
-        while not self.world.line.stopping:
+        while not self.world.channel.stopping:
             time.sleep(0.01)
         return "asked to end"
 
@@ -133,7 +133,7 @@ class ServiceContract:
             waiting = [service.call("sleep"), service.call("process")]
             os.kill(pid, signal.SIGKILL)
             for call in waiting:
-                with raises(WorkerFailed, "the service (was killed by signal 9|is gone)"):
+                with raises(WorkerFailed, "the service (was killed by signal 9|has failed)"):
                     call.result(self.seconds)
             assert isinstance(service.ended.exception(self.seconds), WorkerFailed)
             assert service.failure is not None

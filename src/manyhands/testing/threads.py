@@ -34,18 +34,18 @@ class ThreadRendezvous:
         self._barrier = threading.Barrier(size, timeout=timeout)
         self._slots: list[Any] = [None] * size
         self._timeout = timeout
-        self._letters: defaultdict[tuple[int, int, int], queue.SimpleQueue[Tensor]] = defaultdict(queue.SimpleQueue)
+        self._messages: defaultdict[tuple[int, int, int], queue.SimpleQueue[Tensor]] = defaultdict(queue.SimpleQueue)
         self.marks: defaultdict[str, threading.Event] = defaultdict(threading.Event)
         self.lost = ""
 
-    def letters(self, source: int, to: int, tag: int) -> queue.SimpleQueue[Tensor]:
+    def messages(self, source: int, to: int, tag: int) -> queue.SimpleQueue[Tensor]:
         """Return the queue of tensors from one rank to another under a tag."""
-        return self._letters[source, to, tag]
+        return self._messages[source, to, tag]
 
     def take(self, source: int, to: int, tag: int) -> Tensor:
         """Wait for the next tensor from one rank to another under a tag."""
         try:
-            return self.letters(source, to, tag).get(timeout=self._timeout)
+            return self.messages(source, to, tag).get(timeout=self._timeout)
         except queue.Empty:
             raise PeerLost("receive", f"rank {to}", self.lost or "a peer did not send") from None
 
@@ -57,7 +57,7 @@ class ThreadRendezvous:
             values = list(self._slots)
             self._barrier.wait()
         except threading.BrokenBarrierError:
-            raise PeerLost(operation, f"rank {rank}", self.lost or "a peer did not come") from None
+            raise PeerLost(operation, f"rank {rank}", self.lost or "a peer did not arrive") from None
         return values
 
     def leave(self, rank: int, why: str) -> None:
@@ -90,23 +90,23 @@ class InjectedFault(RuntimeError):
     """A scripted fault."""
 
 
-class _Letter(Pending):
+class _PendingMessage(Pending):
     """A tensor that another thread will send."""
 
-    def __init__(self, meeting: ThreadRendezvous, into: Tensor, source: int, to: int, tag: int) -> None:
-        self._meeting, self._into, self._way = meeting, into, (source, to, tag)
+    def __init__(self, rendezvous: ThreadRendezvous, into: Tensor, source: int, to: int, tag: int) -> None:
+        self._rendezvous, self._into, self._way = rendezvous, into, (source, to, tag)
 
     def wait(self) -> None:
-        self._into.copy_(self._meeting.take(*self._way))
+        self._into.copy_(self._rendezvous.take(*self._way))
 
 
 class ThreadWorld(World):
     """One rank of a thread world."""
 
-    def __init__(self, rank: int, meeting: ThreadRendezvous, faults: Faults) -> None:
-        super().__init__(RankInfo(rank=rank, size=meeting.size, host="threads"), DirectChannel())
-        self._meeting, self._faults = meeting, faults
-        self._objects = ObjectGather(meeting.key, "threads", rank)
+    def __init__(self, rank: int, rendezvous: ThreadRendezvous, faults: Faults) -> None:
+        super().__init__(RankInfo(rank=rank, size=rendezvous.size, host="threads"), DirectChannel())
+        self._rendezvous, self._faults = rendezvous, faults
+        self._objects = ObjectGather(rendezvous.key, "threads", rank)
         self._operations = 0
 
     def start_all_reduce(self, tensor: Tensor, op: str = "sum") -> Pending:
@@ -120,26 +120,28 @@ class ThreadWorld(World):
         tensor.copy_(self._exchange(tensor.clone(), "broadcast")[source])
 
     def start_send(self, tensor: Tensor, to: int, tag: int) -> Pending:
-        self._meeting.letters(self.rank, to, tag).put(tensor.clone())
+        self._rendezvous.messages(self.rank, to, tag).put(tensor.clone())
         return Pending()
 
     def start_receive(self, into: Tensor, source: int, tag: int) -> Pending:
-        return _Letter(self._meeting, into, source, self.rank, tag)
+        return _PendingMessage(self._rendezvous, into, source, self.rank, tag)
 
     def gather_objects(self, value: Any) -> list[Any]:
         return self._objects(value, lambda data: torch.stack(self._exchange(data, "gather")))
 
     def mark(self, name: str) -> None:
-        self._meeting.marks[name].set()
+        self._rendezvous.marks[name].set()
 
     def wait_for(self, *names: str) -> None:
-        deadline, marks = time.monotonic() + self.seat.timeout, self._meeting.marks
+        deadline, marks = time.monotonic() + self.rank_info.timeout, self._rendezvous.marks
         while not any(marks[name].wait(0.01) for name in names):
             if time.monotonic() > deadline:
-                raise PeerLost("waiting", f"rank {self.rank}", self._meeting.lost or "a peer did not say")
+                raise PeerLost("waiting", f"rank {self.rank}", self._rendezvous.lost or "no rank reported a reason")
 
     def mesh(self, axes: Mapping[str, int]) -> DeviceMesh:
-        raise UsageError("a mesh needs processes", got="a world of threads", remedy="test it with gloo")
+        raise UsageError(
+            "a mesh can only be created from processes", got="a world of threads", remedy="test it with gloo"
+        )
 
     def close(self) -> None:
         pass
@@ -148,22 +150,22 @@ class ThreadWorld(World):
         number, self._operations = self._operations, self._operations + 1
         if self._faults.strikes(self.rank, number):
             raise InjectedFault(f"rank {self.rank} dies before its collective {number}")
-        return self._meeting.exchange(self.rank, value, operation)
+        return self._rendezvous.exchange(self.rank, value, operation)
 
 
 def run_threads(
     fn: Callable[[World], Any], size: int, *, faults: Faults | None = None, timeout: float = 10.0
 ) -> list[Any]:
     """Run `fn(world)` on `size` threads; return results, or exceptions in their place if faults were scripted."""
-    meeting = ThreadRendezvous(size, timeout)
+    rendezvous = ThreadRendezvous(size, timeout)
     outcomes: list[Any] = [None] * size
 
     def work(rank: int) -> None:
         try:
-            outcomes[rank] = fn(ThreadWorld(rank, meeting, faults or Faults()))
+            outcomes[rank] = fn(ThreadWorld(rank, rendezvous, faults or Faults()))
         except BaseException as error:
             outcomes[rank] = error
-            meeting.leave(rank, f"raised {type(error).__name__}: {error}")
+            rendezvous.leave(rank, f"raised {type(error).__name__}: {error}")
 
     threads = [threading.Thread(target=work, args=(rank,)) for rank in range(size)]
     for thread in threads:

@@ -34,14 +34,20 @@ class Callback:
 def check_callbacks(callbacks: object) -> None:
     """Raise for callbacks that would never be called."""
     if not isinstance(callbacks, (list, tuple)):
-        raise TaskError("callbacks is a list", got=type(callbacks).__name__, remedy="pass callbacks=[...]")
+        raise TaskError("callbacks must be a list", got=type(callbacks).__name__, remedy="pass callbacks=[...]")
     known = [name for name in vars(Callback) if name.startswith("on_")]
     for callback in callbacks:
         if not isinstance(callback, Callback):
             got = f"the class {callback.__name__}" if isinstance(callback, type) else type(callback).__name__
             raise TaskError(
-                "a callback is an instance of a subclass of mh.Callback", got=got, remedy="make one: Mine()"
+                "a callback must be an instance of a subclass of mh.Callback",
+                got=got,
+                remedy="pass an instance, such as MyCallback()",
             )
         strange = [name for name in dir(callback) if name.startswith("on_") and name not in known]
         if strange:
-            raise TaskError(f"a callback has {', '.join(known)}", got=", ".join(strange), remedy="rename it")
+            raise TaskError(
+                f"methods of a callback that start with on_ must be among {', '.join(known)}",
+                got=", ".join(strange),
+                remedy="rename the method",
+            )

@@ -78,9 +78,9 @@ class CallRecorder(TorchFunctionMode):
                 hook.remove()
 
     def _follow(self, name: str, part: nn.Module) -> list[RemovableHandle]:
-        told = _named(name, part)
+        label = _named(name, part)
         return [
-            part.register_forward_pre_hook(lambda *_: self._path.append(told)),
+            part.register_forward_pre_hook(lambda *_: self._path.append(label)),
             part.register_forward_hook(lambda *_: self._path.pop() and None, always_call=True),
         ]
 

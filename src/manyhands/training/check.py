@@ -138,8 +138,8 @@ class Verdict:
         notes = "".join(f"\n  note: {note}" for note in self.notes)
         remedy = f"; {self.remedy}" if self.remedy else ""
         if self.equal:
-            said = f"equal: {self.spec} takes the same first steps as one device"
-            return f"{said} (largest difference {self.error:.1e}){notes}"
+            summary = f"equal: {self.spec} takes the same first steps as one device"
+            return f"{summary} (largest difference {self.error:.1e}){notes}"
         if self.outcome == "not verified":
             return f"not verified: {self.spec} could not be compared with one device, because {self.why}{remedy}{notes}"
         return f"different: under {self.spec}, {self.first} differs by {self.error:.1e}: {self.why}{remedy}{notes}"
@@ -154,7 +154,7 @@ class _TrialHand(Hand):
     def log(self, **values: Any) -> None:
         pass
 
-    def heed(self) -> None:
+    def respond_to_stop(self) -> None:
         pass
 
 

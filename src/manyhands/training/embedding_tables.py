@@ -51,7 +51,7 @@ def require_no_rows(checkpoint: Checkpoint) -> None:
     names = [key.removesuffix(f" {SavedRows.IDS}") for key in checkpoint.policy if key.endswith(f" {SavedRows.IDS}")]
     if names:
         raise CheckpointError(
-            "a table of which only rows were saved is trained by parameter servers",
+            "a table of which only the used rows were saved can only be trained by parameter servers",
             got=f"{names[0]}, with {len(checkpoint.policy[f'{names[0]} {SavedRows.IDS}'])} rows",
             remedy="resume with mh.ParameterServer(), on any number of servers",
         )

@@ -63,7 +63,7 @@ NUM_FOLLOWED, MAX_FOLLOWED, NUM_TRIED = 4, 64, 6
 """Samples traced through a network to find how to split it; up to `MAX_FOLLOWED` where pipeline stages are timed."""
 OPTIMIZER_DRAWS = 0x0971
 """Salt that keeps the seeds of optimizers apart from those of networks."""
-TELL_SECONDS = 0.5
+REPORT_STEP_SECONDS = 0.5
 _AS_IT_IS = contextlib.nullcontext()
 _built: WeakSet[nn.Module] = WeakSet()
 """Networks this process has already built for tasks: reusing one would start from its trained weights."""
@@ -120,7 +120,7 @@ class Hand:
         self._noted: dict[Key, list[_Noted]] = {}
         """Local SGD steps by optimizer since the replicas last synchronized."""
         self._due: list[Key] = []
-        self._heard_stop = False
+        self._has_stop_vote = False
         self._joined_at = -1
         self.is_midway = False
         """Whether parameters were updated since the last step that is known to be complete."""
@@ -133,9 +133,9 @@ class Hand:
         self.losses: dict[Key, Tensor] = {}
         """The last step's losses over all replicas; under local SGD, this replica's until the next synchronization."""
         self._stores: dict[Path, CheckpointStore] = {}
-        self.tells_steps = False
+        self.reports_steps = False
         """Whether to report the progress of a custom training loop."""
-        self._told_at = 0.0
+        self._reported_at = 0.0
 
     # -- setting up -----------------------------------------------------------------------------------------------
 
@@ -447,7 +447,9 @@ class Hand:
         tally = self._tallies.get(key)
         if tally is None:
             replica = self.replica
-            tally = self._tallies[key] = Tally(replica.group, speaks=replica.speaks, is_local_sgd=replica.is_local_sgd)
+            tally = self._tallies[key] = Tally(
+                replica.group, reports_loss=replica.reports_loss, is_local_sgd=replica.is_local_sgd
+            )
         elif tally.is_sent:
             raise TaskError(
                 "a step can have only one backward per micro-batch",
@@ -458,12 +460,12 @@ class Hand:
 
     def send(self, tally: Tally, key: Key = MAIN) -> None:
         """Send the step's loss totals to the other replicas, once all its micro-batches are added."""
-        self.heed()
+        self.respond_to_stop()
         tally.send(self._vote, self.replica.piggybacked(key))
 
-    def heed(self) -> None:
+    def respond_to_stop(self) -> None:
         """Turn a stop request into a vote that is sent with the next step."""
-        if self.world.line.stopping and not self._has_voted:
+        if self.world.channel.stopping and not self._has_voted:
             self._vote.fill_(1)
             self._has_voted = True
 
@@ -482,13 +484,13 @@ class Hand:
         with self.during("optimizer"):
             self.update(key)
             self.note(key)
-        self.tell_step(lambda: self.num_steps)
+        self.report_step(lambda: self.num_steps)
 
-    def tell_step(self, step: Callable[[], int]) -> None:
-        """Report the step number of a custom loop at most every `TELL_SECONDS`, where progress was asked for."""
-        if self.tells_steps and self.is_first and time.monotonic() > self._told_at + TELL_SECONDS:
-            self._told_at = time.monotonic()
-            self.world.line.report(event("step", step=step()))
+    def report_step(self, step: Callable[[], int]) -> None:
+        """Report the step number of a custom loop at most every `REPORT_STEP_SECONDS`, where progress was asked for."""
+        if self.reports_steps and self.is_first and time.monotonic() > self._reported_at + REPORT_STEP_SECONDS:
+            self._reported_at = time.monotonic()
+            self.world.channel.report(event("step", step=step()))
 
     def update(self, key: Key = MAIN) -> None:
         """Finish the gradients, clip them, and update the parameters and weight averages of one optimizer."""
@@ -552,7 +554,7 @@ class Hand:
                 step.loss.copy_(step.row[0] / step.row[1])
                 if step.good is not None:
                     step.good.copy_(step.row[1] > 0)
-            self._heard_stop = self._heard_stop or (bool(noted) and bool(noted[-1].row[2] > 0))
+            self._has_stop_vote = self._has_stop_vote or (bool(noted) and bool(noted[-1].row[2] > 0))
 
     def agree(self) -> None:
         """Synchronize parameters and optimizer state over all replicas, under policies where they diverge.
@@ -644,13 +646,13 @@ class Hand:
 
     def stop(self) -> None:
         """Request a stop; all replicas end after the same step."""
-        self.world.line.stopping = True
+        self.world.channel.stopping = True
 
     def voted_to_stop(self) -> bool:
-        """Whether a replica requested a stop in the last step; the same answer on every replica."""
+        """Return whether a replica requested a stop in the last step; equal on all replicas."""
         if self.world.size == 1:
-            return self.world.line.stopping
-        if self._heard_stop:
+            return self.world.channel.stopping
+        if self._has_stop_vote:
             return True
         return self._last_tally is not None and self._last_tally.stopping
 
@@ -693,12 +695,12 @@ class Hand:
         """Report values of the first replica to the event log and the screen."""
         if self.is_first:
             plain = {key: value.item() if hasattr(value, "item") else value for key, value in values.items()}
-            self.world.line.report(event("log", step=self.num_steps, values=plain))
+            self.world.channel.report(event("log", step=self.num_steps, values=plain))
 
     def notice(self, text: str) -> None:
         """Report a text to the user, from the first rank only."""
         if self.is_first:
-            self.world.line.report(event("notice", text=text))
+            self.world.channel.report(event("notice", text=text))
 
     # -- checkpoints ----------------------------------------------------------------------------------------------
 
@@ -795,9 +797,9 @@ def joined_world(on: Any = None, timeout: float = DEFAULT_TIMEOUT, *, roles: Seq
     known = current_world()
     world = known or join_launched(on, timeout, roles=roles)
     if world is not None and known is None and world.is_first:
-        assert isinstance(world.line, DirectChannel)
+        assert isinstance(world.channel, DirectChannel)
         view = make_view(f"{world.size} ranks", None, live=False)
-        world.line.handler = lambda entry: view.show(0, entry)
+        world.channel.handler = lambda entry: view.show(0, entry)
     return world
 
 

@@ -37,4 +37,4 @@ def start_from(hand: Hand, source: Weights | None) -> None:
         hand.replica.load(matched.renamed(tensors), strict=False)
     for text in matched.notices:
         hand.notice(text)
-    hand.notice(f"starts from {source}")
+    hand.notice(f"the run starts from {source}")

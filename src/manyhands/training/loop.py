@@ -55,8 +55,8 @@ INPUT_WAIT_WARNING_SECONDS = 1.0
 COMPARE_EVERY = 1000
 """Steps between two comparisons of the replicas."""
 STRAYED = (
-    "an operation draws random numbers that deterministic=True does not know (a kernel of its own, or torch.ops), "
-    "so they differ from one number of replicas to another"
+    "an operation draws random numbers that deterministic=True does not know (a custom kernel, or torch.ops), "
+    "so they change with the number of replicas"
 )
 
 
@@ -173,7 +173,7 @@ class TrainingLoop:
         self.compare_at = 0
         """The step from which on the replicas are compared next."""
         self.is_ending = False
-        self.told_guess = False
+        self.has_reported_guess = False
         self.is_tried = False
         self.not_verified = ""
         self.verdict: Verdict | None = None
@@ -234,7 +234,7 @@ class TrainingLoop:
                     break
             else:
                 self.sampler.pause()
-                self.tell_limit(train_feed)
+                self.report_limit(train_feed)
                 self.end_epoch(epoch, valid_feed)
         if self.measured_at != hand.num_steps and not self.stopped:
             self.end_epoch(hand.epoch, valid_feed)
@@ -249,7 +249,7 @@ class TrainingLoop:
 
     def take_step(self, batch: Batch, stepper: Stepper) -> None:
         """Take one step; explain out-of-memory errors and common mistakes."""
-        with self.hand.world.diary.step():
+        with self.hand.world.collective_log.step():
             try:
                 with self.guard():
                     stepper.take(batch)
@@ -282,7 +282,7 @@ class TrainingLoop:
         batch_size = check_source(source, task.batch_size)
         self.ease(batch_size)
         feed = hand.make_feed(source, batch_size, shuffle=task.shuffle, seed=task.seed, workers=task.workers)
-        is_new = hand.world.seat.generation == 0 and not self.kept.gave_way_at
+        is_new = hand.world.rank_info.generation == 0 and not self.kept.rolled_back_at
         if is_new:
             self.try_out(feed)
         else:
@@ -336,7 +336,7 @@ class TrainingLoop:
 
     def begin(self) -> bool:
         """Resume from the checkpoint on disk, or load the initial weights; return whether there was a checkpoint."""
-        resumed = self.job.resume and self.kept.goes_before is None and self.resume()
+        resumed = self.job.resume and self.kept.resume_before is None and self.resume()
         if not resumed:
             start_from(self.hand, self.job.start_from)
         return resumed
@@ -345,27 +345,32 @@ class TrainingLoop:
         """Resume after ranks failed or joined: from the memory of a rank, else from the last checkpoint."""
         hand, recent, kept = self.hand, [], self.kept
         saved = max(hand.world.gather_objects(hand.store(self.path).steps())[0], default=0)
-        found = recall(hand, kept, at_least=0 if kept.goes_before is not None else saved)
+        found = recall(hand, kept, at_least=0 if kept.resume_before is not None else saved)
         if found is not None:
-            self.take_up((restore_part if found.is_part else restore_snapshot)(hand, found.checkpoint))
+            self.resume_from((restore_part if found.is_part else restore_snapshot)(hand, found.checkpoint))
             hand.batch = kept.batches.get(hand.num_steps)
             # A step completed while other ranks failed still gets its callbacks, if this rank worked on it.
             self.called_at = hand.num_steps if hand.batch is None else min(kept.called_at, hand.num_steps)
             # This state is valid even if another failure comes before the next snapshot.
             kept.checkpoint, kept.recent = found.checkpoint, []
             source, recent = found.source, found.recent
-        elif (state := hand.restore(self.path, before=kept.goes_before)) is not None:
-            self.take_up(state)
+        elif (state := hand.restore(self.path, before=kept.resume_before)) is not None:
+            self.resume_from(state)
             source = "the last checkpoint"
         else:
             source = "the last checkpoint" if self.begin() else "its beginning"
-        kept.goes_before = None
+        kept.resume_before = None
         if not any(hand.world.gather_objects(kept.is_verified)):
             why = "a rank failed before the verdict, and after that nothing is compared"
             self.reporter.report(verdict_event(Verdict("not verified", hand.spec, why=why)))
         kept.is_verified = True
-        told = {"step": hand.num_steps, "generation": hand.world.seat.generation, "size": hand.size, "source": source}
-        self.reporter.report(event("recovered", **told))
+        fields = {
+            "step": hand.num_steps,
+            "generation": hand.world.rank_info.generation,
+            "size": hand.size,
+            "source": source,
+        }
+        self.reporter.report(event("recovered", **fields))
         self.reporter.report_again(recent)
 
     def copy_parts(self) -> None:
@@ -400,9 +405,9 @@ class TrainingLoop:
         """Roll back to the last good state after too many skipped steps; raise if the same steps fail again."""
         hand, kept, since = self.hand, self.kept, self.reporter.skipped_since
         what = f"{self.reporter.num_skipped} steps in a row from step {since} on had no finite gradient"
-        gave_way_at = max(hand.world.gather_objects(kept.gave_way_at))
-        if since <= gave_way_at:
-            again = f"again, after the run had gone back from step {gave_way_at}"
+        rolled_back_at = max(hand.world.gather_objects(kept.rolled_back_at))
+        if since <= rolled_back_at:
+            again = f"again, after the run was rolled back from step {rolled_back_at}"
             raise LossNotFinite(f"{what}, {again}; {self.reporter.suspicion(hand.num_steps)}")
         hand.notice(f"{what}: the run is rolled back to its last good state")
         # If only some replicas' state is not finite, the others keep theirs as the source; else all roll back.
@@ -410,7 +415,7 @@ class TrainingLoop:
         is_kept = sound[hand.world.rank] and not all(sound)
         kept.checkpoint = self.marker.checkpoint(self.state()) if is_kept else None
         kept.recent, kept.batches = [], {}
-        kept.gave_way_at = kept.goes_before = since
+        kept.rolled_back_at = kept.resume_before = since
         raise Rollback(what)
 
     def state(self) -> dict[str, Any]:
@@ -424,7 +429,7 @@ class TrainingLoop:
             "sums": {name: list(sums) for name, sums in self.reporter.sums.items()},
         }
 
-    def take_up(self, state: dict[str, Any]) -> None:
+    def resume_from(self, state: dict[str, Any]) -> None:
         """Restore the loop's own state from a checkpoint."""
         self.metrics = state["metrics"]
         self.measured = state.get("measured", {})
@@ -432,7 +437,7 @@ class TrainingLoop:
         self.called_at = state.get("called_at", self.hand.num_steps)
         self.watch.restore(state.get("patience", []))
         self.reporter.sums = state.get("sums", {})
-        self.hear_patience()
+        self.apply_patience()
 
     def try_out(self, feed: Feed) -> None:
         """Try the loss and the metrics on a few samples, verify the first steps, and report notices to the user."""
@@ -467,7 +472,7 @@ class TrainingLoop:
         with evaluating(model):
             if task.loss is not None:
                 began = self.clock()
-                told = [try_loss(task, model, batch)]
+                notices = [try_loss(task, model, batch)]
                 first = self.clock() - began
                 try_loss(task, model, batch)
                 # The first call may include torch's one-time initialization.
@@ -475,8 +480,8 @@ class TrainingLoop:
                 self.not_verified = self.why_not_verified(model)
                 splits = is_split(self.split)
                 if self.job.verify and (self.not_verified or not splits):
-                    told.append(try_halves(task, model, batch, refuses=splits))
-                for notice in filter(None, told):
+                    notices.append(try_halves(task, model, batch, refuses=splits))
+                for notice in filter(None, notices):
                     hand.notice(notice)
             for notice in try_metrics(task, model, batch, hand.replicas):
                 hand.notice(notice)
@@ -514,8 +519,8 @@ class TrainingLoop:
         if state is None:
             self.hand.notice("there is no checkpoint to resume from: starting from the beginning")
             return False
-        self.take_up(state)
-        left = "" if self.hand.epoch < self.job.epochs else f"; nothing is left of {self.job.epochs} epochs"
+        self.resume_from(state)
+        left = "" if self.hand.epoch < self.job.epochs else f"; all {self.job.epochs} epochs are complete"
         self.hand.notice(f"resumed at step {self.hand.num_steps}, epoch {self.hand.epoch + 1}{left}")
         return True
 
@@ -539,8 +544,8 @@ class TrainingLoop:
             and hand.randomness.strayed
         ):
             hand.notice(STRAYED)
-        if hand.randomness is not None and hand.randomness.guess and not self.told_guess:
-            self.told_guess = True
+        if hand.randomness is not None and hand.randomness.guess and not self.has_reported_guess:
+            self.has_reported_guess = True
             hand.notice(guess_notice(hand.randomness))
 
     def compare(self) -> None:
@@ -580,23 +585,23 @@ class TrainingLoop:
         self.reporter.epoch(epoch, self.metrics)
         self.measured = {**self.measured, **self.reporter.take_means(), **self.metrics}
         self.watch.look(hand.num_steps, self.measured)
-        self.hear_patience()
+        self.apply_patience()
         for callback in self.job.callbacks:
             callback.on_epoch(hand, self.metrics)
-        self.stopped = self.stopped or any(hand.world.gather_objects(hand.world.line.stopping))
+        self.stopped = self.stopped or any(hand.world.gather_objects(hand.world.channel.stopping))
         if not self.job.save_seconds or hand.world.gather_objects(self.seconds_unsaved >= self.job.save_seconds)[0]:
             self.save()
         self.marker.mark()
         self.ending = None
         self.keep_agreed()
 
-    def tell_limit(self, feed: Feed) -> None:
+    def report_limit(self, feed: Feed) -> None:
         """Report once what limits the speed of the steps, if it is not compute."""
         if feed.waited > INPUT_WAIT_WARNING_SECONDS and feed.limit not in ("compute", self.limit):
             self.limit = feed.limit
-            self.hand.notice(feed.said())
+            self.hand.notice(feed.describe_limit())
 
-    def hear_patience(self) -> None:
+    def apply_patience(self) -> None:
         """End the run where patience ran out; the first replica's measurements decide for all."""
         if self.job.stop and not self.out_of_patience:
             self.out_of_patience = self.hand.world.gather_objects(self.watch.reason)[0]
@@ -641,12 +646,12 @@ class TrainingLoop:
         if not hand.world.gather_objects(hand.num_steps in store.steps())[0]:
             raise RunError(
                 f"the last state, of step {hand.num_steps}, could not be saved: see the notices above; "
-                "make room, and resume from the last checkpoint that was written"
+                "free some space, and resume from the last checkpoint that was written"
             )
         for callback in self.job.callbacks:
             callback.on_end(hand)
         if hand.spec.shards != 1 or hand.spec.tensor > 1:
-            hand.world.line.report(event("used", rank=hand.world.rank, device=hand.device.type, **used(hand)))
+            hand.world.channel.report(event("used", rank=hand.world.rank, device=hand.device.type, **used(hand)))
 
     def report_start(self) -> None:
         for text in self.hand.replica.hints():
@@ -704,18 +709,23 @@ class _Reporter:
 
     def record(self, batch: Batch) -> None:
         self.num_samples += batch.global_samples
-        self._tell_pace()
+        self._report_pace()
         losses, step = dict(self._hand.losses), self._hand.num_steps
         part = self._hand.part_loss if step % self._part_every == 0 else None
         self._unread.append((step, losses if part is None else {**losses, _PART: part}, self._hand.good))
 
-    def _tell_pace(self) -> None:
+    def _report_pace(self) -> None:
         """Periodically report the time of this replica's own work; not under pipeline stages, whose work differs."""
         world = self._hand.world
         seconds = self._stopwatch.step(world.waited)
         if seconds is not None and world.size > 1 and self._hand.spec.stages == 1:
-            told = {"rank": world.rank, "host": world.seat.host, "step": self._hand.num_steps, "seconds": seconds}
-            world.line.report(event("pace", **told))
+            fields = {
+                "rank": world.rank,
+                "host": world.rank_info.host,
+                "step": self._hand.num_steps,
+                "seconds": seconds,
+            }
+            world.channel.report(event("pace", **fields))
 
     def read(self, *, alone: bool = False) -> None:
         """Read the losses since the last time; all replicas call this together, or one `alone`, without collectives."""
@@ -803,19 +813,19 @@ class _Reporter:
             steps = [step for step, _ in self._unsent]
             elapsed = self._sent_at - self._started_at
             rate = self.num_samples / elapsed if elapsed > 0 else 0.0
-            told = {"losses": losses, "epoch": hand.epoch, "samples_per_second": rate, "lr": _learning_rates(hand)}
-            self.report(event("steps", steps=steps, **told))
+            fields = {"losses": losses, "epoch": hand.epoch, "samples_per_second": rate, "lr": _learning_rates(hand)}
+            self.report(event("steps", steps=steps, **fields))
         self._unsent.clear()
         limit = self._feed.limit if self._feed is not None else ""
         world = hand.world
-        where = {"rank": world.rank, "host": world.seat.host, "device": str(world.seat.device)}
-        told = {"seconds": self.breakdown(), "limit": limit, "memory": held_now(hand.device)}
-        world.line.report(event("waits", **where, **told))
+        where = {"rank": world.rank, "host": world.rank_info.host, "device": str(world.rank_info.device)}
+        fields = {"seconds": self.breakdown(), "limit": limit, "memory": held_now(hand.device)}
+        world.channel.report(event("waits", **where, **fields))
         if self._parts:
             # `replay` compares with these: this replica's own share of each loss.
             of = {"rank": hand.rank, "size": hand.size, "accumulate": hand.spec.accumulate}
             parts = {"steps": [step for step, _ in self._parts], "losses": [loss for _, loss in self._parts]}
-            hand.world.line.report(event("parts", **parts, **of))
+            hand.world.channel.report(event("parts", **parts, **of))
             self._parts.clear()
 
     def epoch(self, epoch: int, metrics: dict[str, float]) -> None:
@@ -824,7 +834,7 @@ class _Reporter:
 
     def report(self, entry: dict[str, Any]) -> None:
         if self._hand.is_first:
-            self._hand.world.line.report(entry)
+            self._hand.world.channel.report(entry)
 
     def breakdown(self) -> dict[str, float]:
         """Return seconds by activity; compute is the remainder."""

@@ -34,8 +34,8 @@ class BatchShare:
 class Tally:
     """Sums losses over micro-batches; one all-reduce sums them, their count and the stop vote over the replicas."""
 
-    def __init__(self, world: World, *, speaks: bool = True, is_local_sgd: bool = False) -> None:
-        self._world, self._speaks, self._is_local_sgd = world, speaks, is_local_sgd
+    def __init__(self, world: World, *, reports_loss: bool = True, is_local_sgd: bool = False) -> None:
+        self._world, self._reports_loss, self._is_local_sgd = world, reports_loss, is_local_sgd
         self._num_samples = 1
         self._totals: list[Tensor] = []
         self._sizes: list[int] = []
@@ -65,7 +65,7 @@ class Tally:
         return loss if is_whole else loss * (part.size / part.total)
 
     def send(self, vote: Tensor, piggybacked: Tensor | None) -> None:
-        """Copy the numbers into the gradients' bucket (`piggybacked`), or start an all-reduce of their own."""
+        """Copy the numbers into the gradients' bucket (`piggybacked`), or start a separate all-reduce."""
         self.is_sent = True
         if self._world.size == 1 and not self._is_local_sgd:
             return
@@ -88,7 +88,7 @@ class Tally:
     def _numbers(self, vote: Tensor, dtype: torch.dtype) -> Tensor:
         """Return total, count and stop vote; total and count are 0 where another rank reports the same samples."""
         total, count = self._local()
-        if not self._speaks:
+        if not self._reports_loss:
             total, count = torch.zeros_like(total), 0.0
         if not isinstance(count, Tensor):
             count = torch.full((), count, dtype=dtype, device=total.device)

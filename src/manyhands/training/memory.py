@@ -282,8 +282,8 @@ def account(hand: Hand, task: Task, batch: Batch) -> Account:
 
 def _bytes(tensors: list[Any]) -> int:
     """Return the bytes of tensors that this rank holds; of distributed tensors, its local shard."""
-    mine = [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]
-    return sum(tensor.numel() * tensor.element_size() for tensor in mine)
+    local = [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]
+    return sum(tensor.numel() * tensor.element_size() for tensor in local)
 
 
 def _held_state(optimizer: Optimizer) -> int:
@@ -484,9 +484,9 @@ def explain_memory(error: BaseException, hand: Hand, task: Task, batch: Batch, l
     where = _where(error)
     asked = re.search(r"allocate ([0-9.]+ ?\w+)", str(error))
     _let_go(error, hand)
-    room = headroom(hand.device, limit)
+    free_bytes = headroom(hand.device, limit)
     held = account(hand, task, batch)
-    memory = room + held.parameters + sum(map(_held_state, hand.optimizers.values()))
+    memory = free_bytes + held.parameters + sum(map(_held_state, hand.optimizers.values()))
     wanted = f", where {_spelled(asked[1])} more were asked for" if asked else ""
     place = f"{hand.device} on rank {hand.world.rank}{where}{wanted}"
     head = f"step {hand.num_steps + 1} did not fit into the memory of {place}"
@@ -505,8 +505,8 @@ def _spelled(amount: str) -> str:
 def _where(error: BaseException) -> str:
     """Return the innermost line of the user's code in a traceback."""
     ours = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent), contextlib.__file__, "<")
-    theirs = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(ours)]
-    return f", at {theirs[-1].filename}:{theirs[-1].lineno}" if theirs else ""
+    user_frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(ours)]
+    return f", at {user_frames[-1].filename}:{user_frames[-1].lineno}" if user_frames else ""
 
 
 def _let_go(error: BaseException, hand: Hand) -> None:

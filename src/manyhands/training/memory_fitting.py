@@ -60,8 +60,8 @@ def fit_in(
     if best is None:
         least = min(choices, key=lambda choice: choice.bytes)
         raise OutOfMemory(
-            f"nothing fits into {USABLE_SHARE:.0%} of {format_bytes(memory)}: the least is {least.spec} with about "
-            f"{format_bytes(least.bytes)} a device; use more devices, a smaller batch or network, or precision=bf16"
+            f"no option fits into {USABLE_SHARE:.0%} of {format_bytes(memory)}: the smallest is {least.spec} with "
+            f"about {format_bytes(least.bytes)} a device; use more devices, a smaller batch or model, or precision=bf16"
         )
     taken = f"about {format_bytes(best.bytes)} of {format_bytes(memory)} on each device"
     plain = choices[0]

@@ -145,24 +145,24 @@ class Copies:
 
     def __init__(self, world: World, spec: StrategySpec, every: int) -> None:
         self._world, self._every = world, every
-        self._is_on = world.line.recovers and num_places(spec) > 1 and spec.replicas == 1
+        self._is_on = world.channel.recovers and num_places(spec) > 1 and spec.replicas == 1
         self._next = 0
-        self._step_away = _distance(world.gather_objects(world.seat.host)) if self._is_on else 0
+        self._step_away = _distance(world.gather_objects(world.rank_info.host)) if self._is_on else 0
 
     def is_due(self, step: int) -> bool:
         """Return whether a copy is due; the same answer on all ranks."""
         return self._is_on and step >= self._next
 
-    def make(self, mine: Checkpoint | None) -> list[Checkpoint] | None:
+    def make(self, own: Checkpoint | None) -> list[Checkpoint] | None:
         """Return this rank's part and a copy of another's; None where some rank has no complete state."""
-        if not all(self._world.gather_objects(mine is not None)):
+        if not all(self._world.gather_objects(own is not None)):
             return None
-        assert mine is not None
-        self._next = mine.step + self._every
-        theirs = exchange(self._world, mine, self._step_away)
+        assert own is not None
+        self._next = own.step + self._every
+        peer = exchange(self._world, own, self._step_away)
         # Older copies are released only when every rank has this one.
         self._world.barrier()
-        return [mine, theirs]
+        return [own, peer]
 
 
 def _distance(hosts: Sequence[str]) -> int:

@@ -161,9 +161,9 @@ def check_patience(stop: Sequence[Patience], task: Task, losses: Sequence[str] |
     several = tuple(f"valid_{name}_" for name, metric in task.metrics.items() if not is_function(metric))
     for patience in stop:
         name = patience.name
-        is_untold = task.loss is None and losses is None and not name.startswith("valid_")
+        is_unknown = task.loss is None and losses is None and not name.startswith("valid_")
         is_several = task.valid is not None and name.startswith(several)
-        if name not in known and not is_several and not is_untold:
+        if name not in known and not is_several and not is_unknown:
             raise _never_measured(
                 name, known, "" if task.valid is not None else "; valid_ names need a Task with valid="
             )

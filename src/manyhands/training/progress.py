@@ -80,7 +80,7 @@ class LineView(View):
         self._console, self._title = console, title
 
     def show(self, rank: int, entry: Event) -> None:
-        if text := said(entry):
+        if text := event_text(entry):
             self.line(f"{self._title}  {text}")
 
     def line(self, text: str) -> None:
@@ -122,7 +122,7 @@ class LiveView(LineView):
         elif kind == "waits":
             self._waits[entry["rank"]] = entry["seconds"]
             self._limits[entry["rank"]] = entry.get("limit", "")
-        elif text := said(entry):
+        elif text := event_text(entry):
             self.line(text)
         if time.monotonic() - self._drawn_at > REFRESH_SECONDS:
             self._refresh()
@@ -153,14 +153,14 @@ class LiveView(LineView):
         return Group(self._bar, table)
 
 
-def _limit(told: str, seconds: Mapping[str, float]) -> str:
+def _limit(limit: str, seconds: Mapping[str, float]) -> str:
     """Return what limits the speed; a fast feed cannot tell compute from waiting for other replicas."""
-    if told == "compute" and seconds.get("sync", 0.0) > seconds.get("compute", 0.0):
-        told = "sync"
-    return f"  limit: {told}" if told else ""
+    if limit == "compute" and seconds.get("sync", 0.0) > seconds.get("compute", 0.0):
+        limit = "sync"
+    return f"  limit: {limit}" if limit else ""
 
 
-def said(entry: Event) -> str:
+def event_text(entry: Event) -> str:
     """Return an event as a line of text; empty for events that only update the bar."""
     if entry["kind"] == "epoch":
         return f"epoch {entry['epoch'] + 1}  step {entry['step']}  {_values(entry)}"

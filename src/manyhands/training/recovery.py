@@ -49,11 +49,11 @@ class RecoveryState:
     """The last step for which this replica's callbacks were called."""
     batches: dict[int, Batch | None] = field(default_factory=dict)
     """The batches of this replica's last complete step and of the step in progress."""
-    gave_way_at: int = 0
+    rolled_back_at: int = 0
     """The first step of a row without finite gradients from which the run was rolled back; 0 without a rollback."""
     is_verified: bool = False
     """Whether the result of verifying the first steps was reported."""
-    goes_before: int | None = None
+    resume_before: int | None = None
     """Only checkpoints of earlier steps than this may be resumed from; None for any."""
 
     @property
@@ -76,9 +76,9 @@ class Marker:
 
     def __init__(self, hand: Hand) -> None:
         self._hand = hand
-        self._is_on = hand.world.line.recovers
+        self._is_on = hand.world.channel.recovers
         self._mark: StepSnapshot | None = None
-        self._room: dict[str, Tensor] = {}
+        self._policy_state: dict[str, Tensor] = {}
 
     @property
     def _generators(self) -> list[torch.Generator]:
@@ -100,12 +100,12 @@ class Marker:
 
     def _remembered(self) -> dict[str, Tensor]:
         """Copy the sync policy's state into a reused buffer, which is faster than allocating a new one."""
-        now, room = self._hand.replica.own_policy_state(), self._room
-        if [(name, t.shape) for name, t in now.items()] != [(name, t.shape) for name, t in room.items()]:
-            self._room = {name: tensor.detach().clone() for name, tensor in now.items()}
+        now, saved = self._hand.replica.own_policy_state(), self._policy_state
+        if [(name, t.shape) for name, t in now.items()] != [(name, t.shape) for name, t in saved.items()]:
+            self._policy_state = {name: tensor.detach().clone() for name, tensor in now.items()}
         elif now:
-            torch._foreach_copy_(list(room.values()), [tensor.detach() for tensor in now.values()])
-        return self._room
+            torch._foreach_copy_(list(saved.values()), [tensor.detach() for tensor in now.values()])
+        return self._policy_state
 
     @property
     def batches(self) -> dict[int, Batch | None]:
@@ -155,8 +155,8 @@ def recall(hand: Hand, kept: RecoveryState, at_least: int) -> Recalled | None:
         return None
     wanted = [(step, place, shape) for place in range(math.prod(shape))]
     sources = [next(rank for rank, have in enumerate(offers) if offer in have) for offer in wanted]
-    recent = [entry for entry in kept.recent if world.seat.heard < entry[0] <= step]
-    told = world.gather_objects(recent)[sources[0]]
+    recent = [entry for entry in kept.recent if world.rank_info.reported_step < entry[0] <= step]
+    recent_losses = world.gather_objects(recent)[sources[0]]
     # Of two ranks at the same step one may have ended its epoch already: all resume from the first source's position.
     positions = None if wanted[0] not in held else {key: held[wanted[0]].state[key] for key in ("cursors", "state")}
     positions = world.gather_objects(positions)[sources[0]]
@@ -176,16 +176,16 @@ def recall(hand: Hand, kept: RecoveryState, at_least: int) -> Recalled | None:
             part = dataclasses.replace(part, policy=with_own_feedback(part.policy, {} if mine is None else mine.policy))
         parts.append(part)
     if len(parts) == 1:
-        return Recalled(parts[0], f"the memory of rank {sources[0]}", told, is_part=False)
+        return Recalled(parts[0], f"the memory of rank {sources[0]}", recent_losses, is_part=False)
     names = f"the memory of ranks {', '.join(map(str, sources))}"
     source_text = names if set(wanted) <= set(live) else "copies that ranks keep of each other's parts"
     if fits:
         mine = parts[world.rank % len(parts)]
         mine = dataclasses.replace(mine, state={**mine.state, **positions})
-        return Recalled(mine, source_text, told, is_part=True)
+        return Recalled(mine, source_text, recent_losses, is_part=True)
     if not all(part.state["joins"] for part in parts):
         return None
-    return Recalled(joined(parts), source_text, told, is_part=False)
+    return Recalled(joined(parts), source_text, recent_losses, is_part=False)
 
 
 def _offer(part: Checkpoint) -> tuple[int, int, tuple[int, ...]]:
@@ -245,8 +245,8 @@ def eased(spec: StrategySpec, full: StrategySpec, batch_size: int) -> StrategySp
 
 def as_loss(world: World, error: BaseException) -> PeerLost | None:
     """Convert an error that stems from failed peers to a `PeerLost` without references; None for other errors."""
-    if not world.line.recovers or not world.is_loss(error):
+    if not world.channel.recovers or not world.is_loss(error):
         return None
     if isinstance(error, PeerLost):
         return PeerLost(error.operation, error.line, error.who, error.detail)
-    return PeerLost("a collective", "torch's own", world.line.lost, str(error))
+    return PeerLost("a collective", "a module of torch", world.channel.lost, str(error))

@@ -44,7 +44,8 @@ class PartDiffers:
 
     def __str__(self) -> str:
         return (
-            f"rank {self.rank} said {self.recorded:.6g} at step {self.step}, where its samples give {self.replayed:.6g}"
+            f"rank {self.rank} reported {self.recorded:.6g} at step {self.step}, "
+            f"but its samples give {self.replayed:.6g}"
         )
 
 
@@ -178,16 +179,16 @@ class _Again:
         return record["steps"] or (steps * record["epochs"] if steps is not None else None)
 
     def _compare(self, found: Replay, number: int) -> None:
-        said = self.run.history.get(self.run.first_loss, {}).get(number)
+        recorded = self.run.history.get(self.run.first_loss, {}).get(number)
         loss = self.hand.loss
         if number == found.step:
             found.replayed = loss
-        if said is not None and found.first is None and not _is_close(said, loss, found.close):
+        if recorded is not None and found.first is None and not _is_close(recorded, loss, found.close):
             found.first = number
 
     def _compare_parts(self, found: Replay, number: int, cursor: Cursor) -> None:
         """Compare each replica's reported loss with its samples'; stops once the overall loss differs, as all would."""
-        for rank, size, accumulate, said in self.parts.get(number, ()) if found.first is None else ():
+        for rank, size, accumulate, recorded in self.parts.get(number, ()) if found.first is None else ():
             feed = Feed(
                 self.source, batch_size=self.batch_size, seed=self.task.seed, shuffle=self.task.shuffle, replica=rank,
                 num_replicas=size, accumulate=accumulate, device=self.hand.device, dtype=self.feed.dtype, workers=0,
@@ -195,8 +196,8 @@ class _Again:
             with contextlib.closing(feed):
                 loss = self._part_loss(next(iter(feed.epoch(cursor))))
             found.num_compared += 1
-            if not _is_close(said, loss, found.close):
-                found.ranks.append(PartDiffers(rank, number, said, loss))
+            if not _is_close(recorded, loss, found.close):
+                found.ranks.append(PartDiffers(rank, number, recorded, loss))
 
     def _part_loss(self, batch: Batch) -> float:
         assert self.task.loss is not None
@@ -255,14 +256,14 @@ def _parts(run: Run) -> dict[int, list[tuple[int, int, int, float]]]:
             for step, loss in zip(entry["steps"], entry["losses"], strict=True):
                 # Of steps that were repeated after a failure, the last report counts.
                 found.setdefault(step, {})[by] = loss
-    return {step: [(*by, loss) for by, loss in said.items()] for step, said in found.items()}
+    return {step: [(*by, loss) for by, loss in recorded.items()] for step, recorded in found.items()}
 
 
 def _rows(batch: Batch) -> list[Any]:
     return split(batch.data, [1] * batch.num_samples)
 
 
-def _is_close(said: float, found: float, close: float) -> bool:
-    if not (math.isfinite(said) and math.isfinite(found)):
-        return math.isfinite(said) == math.isfinite(found)
-    return math.isclose(said, found, rel_tol=close, abs_tol=close * 1e-2)
+def _is_close(recorded: float, found: float, close: float) -> bool:
+    if not (math.isfinite(recorded) and math.isfinite(found)):
+        return math.isfinite(recorded) == math.isfinite(found)
+    return math.isclose(recorded, found, rel_tol=close, abs_tol=close * 1e-2)

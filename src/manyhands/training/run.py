@@ -95,9 +95,13 @@ class Run:
     @property
     def verdict(self) -> str:
         """Whether the first steps equal one device's: "equal", or "not verified, because …"; empty if unknown."""
-        told = self.record.get("verdict", {})
+        verdict = self.record.get("verdict", {})
         return (
-            "" if not told else "equal" if told["outcome"] == "equal" else f"{told['outcome']}, because {told['why']}"
+            ""
+            if not verdict
+            else "equal"
+            if verdict["outcome"] == "equal"
+            else f"{verdict['outcome']}, because {verdict['why']}"
         )
 
     @property
@@ -189,7 +193,7 @@ class Run:
         """Return the task that was trained; raise if the run was opened without it."""
         if self.task is None:
             raise TaskError(
-                "this needs the task that was trained, but the run was opened without it",
+                "this function needs the task that was trained, but the run was opened without it",
                 remedy="open it with mh.Run(path, task)",
             )
         return self.task
@@ -341,7 +345,7 @@ def new_folder(folder: str | Path, name: str | None, default: str, resume: bool,
             continue
         return root / f"{chosen}{suffix}"
     raise SettingsError(
-        "an existing run is never overwritten",
+        "the folder of a new run must not exist yet",
         got=f"{root / chosen}, which exists",
         remedy="pass resume=True to resume it, or another name",
     )

@@ -19,7 +19,7 @@ def learn_draws(hand: Hand, task: Task, batch: Any) -> None:
     """
     if hand.randomness is None or task.loss is None:
         return
-    hand.randomness.watch_anew()
+    hand.randomness.restart_watch()
     rows = first_dim(batch)
     more = min(MOST_ROWS, rows)
     few = max(1, more - 2)
@@ -58,5 +58,5 @@ def learn_draws(hand: Hand, task: Task, batch: Any) -> None:
 
 def guess_notice(randomness: LayoutFree) -> str:
     """Return the notice for draws that were classified by their size only."""
-    why = "only their size tells so, because it could not be tried beforehand"
-    return f"{randomness.guess}: {why}, so they may differ from one number of replicas to another"
+    why = "this was inferred from their size, because it could not be tried beforehand"
+    return f"{randomness.guess}: {why}, so they may change with the number of replicas"

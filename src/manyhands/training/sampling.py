@@ -41,12 +41,12 @@ class StepTimer:
         self._hand, self._pace = hand, feed.pace
         self._before = feed.pace.input, feed.pace.copy
         self._spans = Spans(hand.device)
-        hand.spans = hand.world.diary.spans = self._spans
+        hand.spans = hand.world.collective_log.spans = self._spans
 
     def close(self) -> Sample:
         """Return the profile of the step taken since construction."""
         hand = self._hand
-        hand.spans = hand.world.diary.spans = None
+        hand.spans = hand.world.collective_log.spans = None
         waited, copied = self._pace.input - self._before[0], self._pace.copy - self._before[1]
         spans = _with_input(self._spans.end(), waited, copied)
         seconds = dict.fromkeys(PHASES, 0.0) | by_phase(spans)
@@ -54,7 +54,7 @@ class StepTimer:
 
     def drop(self) -> None:
         """Discard the measurement, because something other than a step ran."""
-        self._hand.spans = self._hand.world.diary.spans = None
+        self._hand.spans = self._hand.world.collective_log.spans = None
 
 
 def _with_input(spans: list[Span], waited: float, copied: float) -> list[Span]:
@@ -77,7 +77,7 @@ class Sampler:
         """Account for a step: report a finished sample, and start the next one where due."""
         if self._window is not None:
             sample, self._window = self._window.close(), None
-            self._hand.world.line.report(profile_event(self._hand.world, sample))
+            self._hand.world.channel.report(profile_event(self._hand.world, sample))
         if self._hand.num_steps % self._every == self._every - 1:
             self._window = StepTimer(self._hand, self._feed)
 
@@ -105,7 +105,7 @@ def profile_event(world: World, sample: Sample) -> Event:
     """Return a sample as an event, with the peak of the device's memory."""
     peak = torch.cuda.max_memory_allocated(world.device) if world.device.type == "cuda" else 0
     seconds = {name: round(value, 9) for name, value in sample.seconds.items()}
-    about = {"rank": world.rank, "host": world.seat.host, "step": sample.step, "peak": peak}
+    about = {"rank": world.rank, "host": world.rank_info.host, "step": sample.step, "peak": peak}
     return event("profile", seconds=seconds, total=round(sample.total, 9), **about)
 
 

@@ -69,21 +69,21 @@ def local_snapshot(
 
 def share(world: World, checkpoint: Checkpoint | None, source: int) -> Checkpoint:
     """Broadcast the source rank's checkpoint to all ranks."""
-    told, mine = _taken_apart(checkpoint)
-    told = world.gather_objects(told)[source]
-    tensors = mine if world.rank == source else _room_for(told)
+    structure, own = _split_structure(checkpoint)
+    structure = world.gather_objects(structure)[source]
+    tensors = own if world.rank == source else _empty_tensors(structure)
     for tensor in tensors:
         if tensor.numel():
             world.broadcast(tensor.view(-1).view(torch.uint8), source)
-    return _put_together(told, tensors)
+    return _joined(structure, tensors)
 
 
-def exchange(world: World, mine: Checkpoint, step_away: int) -> Checkpoint:
+def exchange(world: World, own: Checkpoint, step_away: int) -> Checkpoint:
     """Send a checkpoint `step_away` ranks ahead in a ring; return the one received from `step_away` ranks before."""
-    told, tensors = _taken_apart(mine)
+    structure, tensors = _split_structure(own)
     source = (world.rank - step_away) % world.size
-    theirs = world.gather_objects(told)[source]
-    room = _room_for(theirs)
+    peer_structure = world.gather_objects(structure)[source]
+    received = _empty_tensors(peer_structure)
     going = [
         world.start_send(tensor.view(-1).view(torch.uint8), (world.rank + step_away) % world.size, tag)
         for tag, tensor in enumerate(tensors)
@@ -91,15 +91,15 @@ def exchange(world: World, mine: Checkpoint, step_away: int) -> Checkpoint:
     ]
     coming = [
         world.start_receive(tensor.view(-1).view(torch.uint8), source, tag)
-        for tag, tensor in enumerate(room)
+        for tag, tensor in enumerate(received)
         if tensor.numel()
     ]
     for pending in (*coming, *going):
         pending.wait()
-    return _put_together(theirs, room)
+    return _joined(peer_structure, received)
 
 
-def _taken_apart(checkpoint: Checkpoint | None) -> tuple[Any, list[Tensor]]:
+def _split_structure(checkpoint: Checkpoint | None) -> tuple[Any, list[Tensor]]:
     """Split a checkpoint into a small picklable structure with slots, and the tensors for those slots."""
     tensors: list[Tensor] = []
 
@@ -111,14 +111,14 @@ def _taken_apart(checkpoint: Checkpoint | None) -> tuple[Any, list[Tensor]]:
     return _mapped(aside)(parts), tensors
 
 
-def _room_for(told: Any) -> list[Tensor]:
+def _empty_tensors(structure: Any) -> list[Tensor]:
     slots: list[_Slot] = []
-    _mapped(slots.append, _Slot)(told)
+    _mapped(slots.append, _Slot)(structure)
     return [torch.empty(slot.shape, dtype=slot.dtype) for slot in slots]
 
 
-def _put_together(told: Any, tensors: Sequence[Tensor]) -> Checkpoint:
-    return Checkpoint(**_mapped(lambda slot: tensors[slot.index], _Slot)(told))
+def _joined(structure: Any, tensors: Sequence[Tensor]) -> Checkpoint:
+    return Checkpoint(**_mapped(lambda slot: tensors[slot.index], _Slot)(structure))
 
 
 @message

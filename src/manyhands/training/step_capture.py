@@ -34,7 +34,7 @@ from ..data import Batch, ResidentBatch, map_leaves, split, tensors
 from ..strategies import MAIN, PipelineReplica
 from .hand import Hand
 from .loss_totals import BatchShare, Tally
-from .step_variants import Loss, Ways
+from .step_variants import Loss, StepVariants
 
 NUM_PLAIN = 2
 """Plain steps per batch shape before the rehearsal: lazy modules are initialized in the first."""
@@ -75,8 +75,8 @@ class _Made:
 class StepCapture:
     """Runs steps from CUDA graphs, one for each batch shape that occurs often enough."""
 
-    def __init__(self, hand: Hand, loss: Loss, ways: Ways, total: int | None) -> None:
-        self._hand, self._task_loss, self._ways, self._total = hand, loss, ways, total
+    def __init__(self, hand: Hand, loss: Loss, variants: StepVariants, total: int | None) -> None:
+        self._hand, self._task_loss, self._variants, self._total = hand, loss, variants, total
         self._made: dict[Hashable, _Made] = {}
         self._seen: dict[Hashable, int] = {}
         self._watch: ValueWatch | None = None
@@ -116,7 +116,7 @@ class StepCapture:
     def look_again(self) -> None:
         """Check quickly whether values that the CUDA graphs treat as constant have changed; if so, capture again."""
         if self._made and self._watch is not None and not self._watch.is_same():
-            self._record_anew(self._watch.changed() or "something in the network")
+            self._capture_again(self._watch.changed() or "something in the network")
 
     def forget(self) -> None:
         """Free the CUDA graphs and their memory."""
@@ -132,7 +132,7 @@ class StepCapture:
     # -- before a capture -----------------------------------------------------------------------------------------
 
     def _approach(self, shape: Hashable, batch: Batch) -> str:
-        """Progress towards a capture: plain steps, then a rehearsal, then the capture."""
+        """Advance towards a capture: plain steps, then a rehearsal, then the capture."""
         if shape not in self._seen and len(self._seen) > 2 * MAX_SHAPES:
             return ""
         seen = self._seen[shape] = self._seen.get(shape, 0) + 1
@@ -156,13 +156,13 @@ class StepCapture:
         if hooked:
             self._give_up(f"{hooked} has hooks, which only run in eager steps")
             return ""
-        state = _Keepsake(hand)
+        state = _SavedState(hand)
         try:
             # All-reduces are deferred to the end, because an aborted rehearsal must not have started any. Where layers
             # have their own collectives the rehearsal is not strict; then only the capture, which runs none, may fail.
             with self._in_parts(is_deferred=hand.world.size > 1):
                 phases = self._phases(batch, shape, is_deferred=hand.world.size > 1)
-                is_strict = not self._ways.compiles(shape) and (hand.world.size == 1 or hand.replica.is_local)
+                is_strict = not self._variants.compiles(shape) and (hand.world.size == 1 or hand.replica.is_local)
                 with rehearsing() if is_strict else nullcontext():
                     phases[0].run()
                 for phase in phases[1:]:
@@ -187,7 +187,7 @@ class StepCapture:
 
     def _phases(self, batch: Batch, shape: Hashable, *, is_deferred: bool) -> list[Phase]:
         """Split the step into phases: one graph, or several around an exchange or update that cannot be captured."""
-        hand, loss = self._hand, self._ways.loss_for(shape)
+        hand, loss = self._hand, self._variants.loss_for(shape)
         gradients: list[tuple[Tensor, Tensor | None]] = []
         before: list[list[Tensor]] = []
 
@@ -234,7 +234,7 @@ class StepCapture:
         self._hold_rates()
         standing = _standing(batch, statics)
         hand.take(standing)
-        num_steps, state = hand.num_steps, _Keepsake(hand)
+        num_steps, state = hand.num_steps, _SavedState(hand)
         is_deferred = not hand.replica.records_exchange
         try:
             with self._in_parts(is_deferred=is_deferred, usage=self._usage.get(shape)):
@@ -247,14 +247,14 @@ class StepCapture:
             return ""
         hand.num_steps = num_steps
         if not self._made:
-            self._announce(captured, self._ways.compiles(shape))
+            self._announce(captured, self._variants.compiles(shape))
         made = _Made(
             statics=statics,
             captured=captured,
             tally=hand.recorded_tally(),
             losses=dict(hand.losses),
             good=hand.good,
-            is_compiled=self._ways.compiles(shape),
+            is_compiled=self._variants.compiles(shape),
             usage=self._usage.get(shape),
         )
         self._made[shape] = made
@@ -267,7 +267,7 @@ class StepCapture:
         self._num_replays += 1
         self._hold_rates()
         expected = self._plain_loss(batch, made.is_compiled) if _is_audit(count) else None
-        hand.heed()
+        hand.respond_to_stop()
         made.statics.load(_input(batch))
         num_steps = hand.num_steps
         if self._is_whole:
@@ -302,9 +302,9 @@ class StepCapture:
     def _look_closely(self) -> None:
         changed = self._watch.changed() if self._made and self._watch is not None else ""
         if changed:
-            self._record_anew(changed)
+            self._capture_again(changed)
 
-    def _record_anew(self, changed: str) -> None:
+    def _capture_again(self, changed: str) -> None:
         self._num_changes += 1
         self.forget()
         if self._num_changes > MAX_CHANGES:
@@ -317,7 +317,7 @@ class StepCapture:
         hand = self._hand
         if hand.world.size > 1 and not hand.replica.is_local:
             return None
-        state, tally = _Keepsake(hand), Tally(hand.replica.group)
+        state, tally = _SavedState(hand), Tally(hand.replica.group)
         with torch.no_grad():
             for data in hand.accumulate():
                 with hand.scope():
@@ -349,7 +349,7 @@ class StepCapture:
         self._hand.notice(f"the step is {compiled}{around}")
 
 
-class _Keepsake:
+class _SavedState:
     """Saves buffers and random states before a trial of a step, to restore them afterwards."""
 
     def __init__(self, hand: Hand) -> None:

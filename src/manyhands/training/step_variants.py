@@ -38,7 +38,7 @@ COMPILE_GAIN, COMPILE_MARGIN = 0.25, 1.5
 """The share of a step that compiling usually saves, and the factor by which the gain must exceed its cost."""
 
 
-class Ways:
+class StepVariants:
     """Decides how a task's step is executed; `loss` is the function to call for it."""
 
     def __init__(self, hand: Hand, loss: Loss, total: int | None) -> None:
@@ -48,7 +48,7 @@ class Ways:
         self.loss = loss
         self.seconds: dict[str, float] = {}
         """Seconds per step, by variant."""
-        self._way = self._best = AS_WRITTEN
+        self._variant = self._best = AS_WRITTEN
         self._count = self._num_windows = 0
         self._is_steady = True
         """Whether all batches of the window had the usual shape and, on a GPU, were replayed from a CUDA graph."""
@@ -59,7 +59,7 @@ class Ways:
         self._usual: Hashable = None
         """The shape of the first batch. Only this is compiled: a smaller last batch would be compiled separately."""
         # Timing-based choices may change rounding from run to run; a run that has lost ranks skips trials.
-        is_first = hand.world.seat.generation == 0
+        is_first = hand.world.rank_info.generation == 0
         self._is_settled = hand.spec.capture != "auto" or hand.spec.deterministic or not is_first
         if hand.spec.capture == "compile":
             self._enter(COMPILED)
@@ -116,7 +116,7 @@ class Ways:
 
     def _decide(self) -> bool:
         """Keep or leave the variant that was timed, and enter the next one that may pay off."""
-        taken, before = self._measured(), self._way
+        taken, before = self._measured(), self._variant
         if math.isinf(taken) and self._num_windows < MAX_WINDOWS:
             # An epoch ended within the window: measure once more.
             self._num_windows += 1
@@ -131,13 +131,13 @@ class Ways:
             self._best = before
         elif before != self._best:
             self._leave(before)
-        following = next((way for way in self._candidates() if way not in self.seconds), None)
+        following = next((variant for variant in self._candidates() if variant not in self.seconds), None)
         if following is None:
             self._end()
         else:
             self._enter(following)
         self._start_window()
-        return self._way != before
+        return self._variant != before
 
     def _candidates(self) -> list[str]:
         """Return the variants that may be faster here, cheapest to try first."""
@@ -162,35 +162,37 @@ class Ways:
     def _end(self) -> None:
         """Report the chosen variant, where several were timed."""
         self.settle()
-        self._way = self._best
+        self._variant = self._best
         if len(self.seconds) > 1:
-            told = ", ".join(f"{way} {format_duration(s)}" for way, s in self.seconds.items() if math.isfinite(s))
-            self._hand.notice(f"a step is executed {self._best} from here on ({told})")
+            timings = ", ".join(
+                f"{variant} {format_duration(s)}" for variant, s in self.seconds.items() if math.isfinite(s)
+            )
+            self._hand.notice(f"steps are executed {self._best} from now on ({timings})")
 
     # -- entering and leaving a variant ---------------------------------------------------------------------------
 
-    def _enter(self, way: str) -> None:
-        self._way = way
-        if way == COMPILED:
+    def _enter(self, variant: str) -> None:
+        self._variant = variant
+        if variant == COMPILED:
             self._compile()
         else:
-            self._set(way, True)
+            self._set(variant, True)
 
-    def _leave(self, way: str) -> None:
-        if way == COMPILED:
+    def _leave(self, variant: str) -> None:
+        if variant == COMPILED:
             self.loss = self._task_loss
         else:
-            self._set(way, False)
-        self._way = self._best
+            self._set(variant, False)
+        self._variant = self._best
 
-    def _set(self, way: str, is_on: bool) -> None:
+    def _set(self, variant: str, is_on: bool) -> None:
         replica = self._hand.replica
-        if way == CHANNELS_LAST:
+        if variant == CHANNELS_LAST:
             lay_out(replica.model, replica.optimizers.values(), channels_last=is_on)
-            replica.lay_out_anew()
-        elif way == ONE_THREAD:
+            replica.rebuild_layout()
+        elif variant == ONE_THREAD:
             torch.set_num_threads(1 if is_on else self._num_threads)
-        elif way == FULL_WIDTH:
+        elif variant == FULL_WIDTH:
             replica.is_narrow = not is_on
 
     def _compile(self) -> None:
@@ -205,7 +207,7 @@ class Ways:
         if not self._compiled or not home.startswith(("torch._dynamo", "torch._inductor", "torch.fx")):
             return False
         self._hand.notice(f"the step could not be compiled: {_first_line(error)}")
-        self.loss, self._way = self._task_loss, self._best
+        self.loss, self._variant = self._task_loss, self._best
         self.settle()
         return True
 
@@ -217,11 +219,11 @@ def _give_names(loss: Loss, model: torch.nn.Module) -> None:
     copies with their own globals, while the rank's own main module lacks those names.
     """
     functions = [loss, *(type(module).forward for module in model.modules())]
-    theirs = vars(sys.modules["__main__"])
+    main_globals = vars(sys.modules["__main__"])
     for function in functions:
-        names = getattr(function, "__globals__", theirs)
-        if names is not theirs and names.get("__name__") == "__main__":
-            theirs.update({name: value for name, value in names.items() if name not in theirs})
+        names = getattr(function, "__globals__", main_globals)
+        if names is not main_globals and names.get("__name__") == "__main__":
+            main_globals.update({name: value for name, value in names.items() if name not in main_globals})
 
 
 def _first_line(error: Exception) -> str:

@@ -13,7 +13,7 @@ from ..data import Batch
 from ..strategies import MAIN
 from .hand import Hand
 from .step_capture import StepCapture, compute, shape_of_batch
-from .step_variants import Ways
+from .step_variants import StepVariants
 
 CAPTURE_DEVICES = ("cuda",)
 """Types of devices on which steps can be captured."""
@@ -40,39 +40,39 @@ class Stepper:
 
     def __init__(self, hand: Hand, task: Task, total: int | None) -> None:
         self._hand, self._task = hand, task
-        self._ways: Ways | None = None
+        self._variants: StepVariants | None = None
         self._capture: StepCapture | None = None
         captures = hand.device.type in CAPTURE_DEVICES and hand.spec.capture != "off" and not hand.spec.offload
         if task.loss is not None:
-            self._ways = Ways(hand, task.loss, total)
-            self._capture = StepCapture(hand, task.loss, self._ways, total) if captures else None
+            self._variants = StepVariants(hand, task.loss, total)
+            self._capture = StepCapture(hand, task.loss, self._variants, total) if captures else None
         elif captures:
             hand.notice("a task with step= is executed eagerly, and not captured")
 
     def take(self, batch: Batch) -> None:
         """Take one step."""
-        if self._ways is None:
+        if self._variants is None:
             take_step(self._hand, self._task, batch)
             return
         began, waited = time.perf_counter(), self._hand.world.waited
         shape = shape_of_batch(batch)
         try:
-            taken = self._take(batch, shape, self._ways)
+            taken = self._take(batch, shape, self._variants)
         except Exception as error:
-            if not self._ways.gave_up_compiling(error):
+            if not self._variants.gave_up_compiling(error):
                 raise
             self._hand.forget_step()
             self._hand.take(batch)
-            taken = self._take(batch, shape, self._ways)
+            taken = self._take(batch, shape, self._variants)
         # Without the time spent waiting for other ranks, which no variant changes.
         seconds = time.perf_counter() - began - (self._hand.world.waited - waited)
-        if self._ways.tick(shape, taken == "replayed", seconds) and self._capture is not None:
+        if self._variants.tick(shape, taken == "replayed", seconds) and self._capture is not None:
             self._capture.forget()
 
-    def _take(self, batch: Batch, shape: Hashable, ways: Ways) -> str:
+    def _take(self, batch: Batch, shape: Hashable, variants: StepVariants) -> str:
         taken = self._capture.take(batch, shape) if self._capture is not None else ""
         if not taken:
-            take_step(self._hand, self._task, batch, ways.loss_for(shape))
+            take_step(self._hand, self._task, batch, variants.loss_for(shape))
         return taken
 
     def look_again(self) -> None:
@@ -84,8 +84,8 @@ class Stepper:
         """Free captured steps, and stop what other variants left running."""
         if self._capture is not None:
             self._capture.forget()
-        if self._ways is not None:
-            self._ways.close()
+        if self._variants is not None:
+            self._variants.close()
 
 
 def follow_schedule(hand: Hand, task: Task, total: int | None, before: float | None = None) -> float | None:

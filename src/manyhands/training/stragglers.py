@@ -54,15 +54,16 @@ class Stragglers:
     >>> stragglers = Stragglers(size=3)
     >>> for window in range(3):
     ...     for rank, seconds in enumerate((0.1, 0.1, 0.2)):
-    ...         for told in stragglers.hear(event("pace", rank=rank, host="host1", step=20 * window, seconds=seconds)):
-    ...             print(told["text"])
+    ...         pace = event("pace", rank=rank, host="host1", step=20 * window, seconds=seconds)
+    ...         for entry in stragglers.handle_event(pace):
+    ...             print(entry["text"])
     rank 2 on host1 is slow: its work takes 200 ms a step, that of the others 100 ms, and all wait for it
     """
 
     size: int
     _replicas: dict[int, _Replica] = field(default_factory=dict)
 
-    def hear(self, entry: Event) -> list[Event]:
+    def handle_event(self, entry: Event) -> list[Event]:
         """Handle an event; return the events to report."""
         if entry["kind"] == "recovered":
             # Ranks may be numbered differently now.
@@ -76,14 +77,14 @@ class Stragglers:
             return []
         # The report that completes the first round lets all replicas be compared; later ones, only their sender.
         ranks = list(self._replicas) if is_first else [entry["rank"]]
-        return [told for rank in ranks for told in self._judge(rank, entry["step"])]
+        return [report for rank in ranks for report in self._judge(rank, entry["step"])]
 
     def _judge(self, rank: int, step: int) -> list[Event]:
         replica = self._replicas[rank]
         median = statistics.median(other.seconds for other in self._replicas.values())
         is_slow = replica.seconds > 0 and median < SLOW * replica.seconds
         replica.num_slow = replica.num_slow + 1 if is_slow else 0
-        told = {"rank": rank, "host": replica.host, "step": step, "seconds": replica.seconds}
+        report = {"rank": rank, "host": replica.host, "step": step, "seconds": replica.seconds}
         if replica.num_slow >= NUM_WINDOWS and not replica.is_flagged:
             replica.is_flagged = True
             others = statistics.median(r.seconds for number, r in self._replicas.items() if number != rank)
@@ -91,8 +92,8 @@ class Stragglers:
                 f"rank {rank} on {replica.host} is slow: its work takes {format_duration(replica.seconds)} a step, "
                 f"that of the others {format_duration(others)}, and all wait for it"
             )
-            return [event("straggler", text=text, **told)]
+            return [event("straggler", text=text, **report)]
         if replica.num_slow == 0 and replica.is_flagged:
             replica.is_flagged = False
-            return [event("straggler", text=f"rank {rank} on {replica.host} is as fast as the others again", **told)]
+            return [event("straggler", text=f"rank {rank} on {replica.host} is as fast as the others again", **report)]
         return []

@@ -67,7 +67,7 @@ class Choosing:
         choice = choice_for(hand.replica, exact=self._exact, alone=alone)
         hand.notice(choice.reason)
         if hand.is_first:
-            hand.world.line.report(event("chosen", sync=choice.sync, **choice.figures))
+            hand.world.channel.report(event("chosen", sync=choice.sync, **choice.figures))
         self.is_done = not choice.changes
         if choice.changes:
             hand.follow_policy(choice.sync)
@@ -82,6 +82,8 @@ class Choosing:
         windows = steps[: self._window], steps[self._window : 2 * self._window]
         taken = max(hand.world.gather_objects(min(map(mean, windows))))
         if taken > self._exact:
-            told = f"a step took {format_duration(taken)}, an exact one {format_duration(self._exact)}"
-            hand.notice(f"sync={hand.spec.sync} is no faster here: {told}; the run continues with exact sums")
+            comparison = f"a step took {format_duration(taken)}, an exact one {format_duration(self._exact)}"
+            hand.notice(
+                f"sync={hand.spec.sync} is not faster here: {comparison}; the run continues with exact all-reduce"
+            )
             hand.follow_policy("allreduce")

@@ -129,18 +129,18 @@ class _Trial:
         self.task = with_data(task.replace(ema=None))
         if spec.batch_stats != "sync":
             self.task = self.task.replace(model=_with_fixed_statistics(task.model))
-        self.alone = NullWorld(hand.world.seat.device)
+        self.alone = NullWorld(hand.world.rank_info.device)
         self.whole: Record | None = None
         self.stream = not isinstance(as_source(self.task.data, collate=task.collate), IndexedSource)
 
     def run(self, seconds_per_row: float, seconds_to_build: float) -> Verdict:
         """Take the whole steps on the first rank and the split ones on all; return the first rank's verdict."""
         begun = self._begin(seconds_per_row, seconds_to_build) if self.world.is_first else None
-        told = self.world.gather_objects(begun)[0]
-        if "verdict" in told:
-            return Verdict(spec=self.spec, **told["verdict"])
+        begun_first = self.world.gather_objects(begun)[0]
+        if "verdict" in begun_first:
+            return Verdict(spec=self.spec, **begun_first["verdict"])
         try:
-            parts = self._split(**told["steps"])
+            parts = self._split(**begun_first["steps"])
         except UsageError as error:
             return Verdict("not verified", self.spec, why=f"a copy of the network could not be split: {error}")
         except Exception as error:
@@ -148,7 +148,7 @@ class _Trial:
                 # Other ranks may wait in a collective, so this rank must fail.
                 raise
             return failed_in_parts(self.spec, error)
-        verdict = self._judge(told["steps"]["plan"], parts) if self.world.is_first else {}
+        verdict = self._judge(begun_first["steps"]["plan"], parts) if self.world.is_first else {}
         return Verdict(spec=self.spec, **self.world.gather_objects(verdict)[0])
 
     def _begin(self, seconds_per_row: float, seconds_to_build: float) -> dict[str, Any]:
@@ -210,8 +210,8 @@ class _Trial:
 
 def _plain(verdict: Verdict) -> dict[str, Any]:
     """Return a verdict without its spec, as plain values that ranks can exchange."""
-    told = {part.name: getattr(verdict, part.name) for part in dataclasses.fields(verdict) if part.name != "spec"}
-    return {**told, "notes": list(verdict.notes)}
+    plain = {part.name: getattr(verdict, part.name) for part in dataclasses.fields(verdict) if part.name != "spec"}
+    return {**plain, "notes": list(verdict.notes)}
 
 
 def _with_fixed_statistics(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:

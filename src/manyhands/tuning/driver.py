@@ -89,7 +89,7 @@ class Driver:
     def __init__(
         self,
         rules: Rules,
-        workshop: TrialRunner,
+        runner: TrialRunner,
         searcher: Searcher,
         journal: Journal,
         trials: list[Trial],
@@ -98,7 +98,7 @@ class Driver:
         on_change: Callable[[Trial], None] = lambda trial: None,
     ) -> None:
         self.rules, self.trials = rules, trials
-        self._workshop, self._searcher, self._journal, self._executor = workshop, searcher, journal, executor
+        self._runner, self._searcher, self._journal, self._executor = runner, searcher, journal, executor
         self._on_change = on_change
         self._leased: set[int] = set()
         self._waiting: set[int] = set()
@@ -147,7 +147,7 @@ class Driver:
         """Restore the trials of an earlier process: report finished ones to the searcher, queue or pause the others."""
         for trial in self.trials:
             if trial.is_over:
-                self._searcher.hear(trial)
+                self._searcher.observe(trial)
                 self._forget(self._rank(trial))
             elif trial.reports and self._judge(trial) == PAUSE:
                 self._waiting.add(trial.number)
@@ -270,28 +270,28 @@ class Driver:
 
     def _end(self, trial: Trial, state: str, reason: str) -> None:
         trial.state, trial.reason = state, reason
-        gone = self._rank(trial)
+        dropped = self._rank(trial)
         self._journal.end(trial)
-        self._searcher.hear(trial)
-        self._forget(gone)
+        self._searcher.observe(trial)
+        self._forget(dropped)
         self._on_change(trial)
 
     def _rank(self, trial: Trial) -> int:
         """Rank a finished trial, saving it if it is among the best; return the trial whose run may go, or -1."""
-        gone = trial.number
+        dropped = trial.number
         if trial.state == FINISHED and trial.is_feasible:
             self._best.append((self._cost(trial.value), trial.number))
             self._best.sort()
-            gone = self._best.pop()[1] if len(self._best) > self.rules.keep else -1
-            if gone != trial.number:
+            dropped = self._best.pop()[1] if len(self._best) > self.rules.keep else -1
+            if dropped != trial.number:
                 self._saved()
-        return gone
+        return dropped
 
     def _forget(self, number: int) -> None:
         """Delete the run folder of a trial that is not among the best; -1 deletes none."""
         if number >= 0:
             with contextlib.suppress(FileNotFoundError):
-                shutil.rmtree(self._workshop.run_folder(number))
+                shutil.rmtree(self._runner.run_folder(number))
 
     def _count_failure(self, outcome: TrialOutcome) -> None:
         kind = outcome.traceback or outcome.reason
@@ -299,7 +299,7 @@ class Driver:
         succeeded = any(trial.state in (FINISHED, STOPPED) or trial.reports for trial in self.trials)
         if self._reasons[kind] >= ALIKE and not succeeded:
             raise TrialsFailed(
-                f"{ALIKE} trials failed alike, and none has succeeded; the last one, {outcome.number}, with "
+                f"{ALIKE} trials failed with the same error, and none succeeded; the last one, {outcome.number}, with "
                 f"{self.trials[outcome.number].params}:\n\n{outcome.traceback[-REPORT_TRACEBACK:] or outcome.reason}"
             )
 

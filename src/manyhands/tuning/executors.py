@@ -45,8 +45,8 @@ class Executor(ABC):
 class InProcessExecutor(Executor):
     """Run one trial at a time, in this process."""
 
-    def __init__(self, workshop: TrialRunner, device: Device) -> None:
-        self._workshop, self._world = workshop, here(device)
+    def __init__(self, runner: TrialRunner, device: Device) -> None:
+        self._runner, self._world = runner, here(device)
         self._work: TrialWork | None = None
 
     @property
@@ -64,10 +64,10 @@ class InProcessExecutor(Executor):
     def wait(self) -> list[TrialOutcome]:
         assert self._work is not None
         work, self._work = self._work, None
-        return [self._workshop.do(work, self._world)]
+        return [self._runner.do(work, self._world)]
 
     def stop(self) -> None:
-        self._world.line.hear({"stop": True})
+        self._world.channel.handle_message({"stop": True})
 
     def close(self) -> None:
         self._world.close()
@@ -78,14 +78,14 @@ class Processes(Executor):
 
     def __init__(
         self,
-        workshop: TrialRunner,
+        runner: TrialRunner,
         engine: Engine,
         devices: Sequence[Device],
         *,
         per_device: int | None,
         on_output: Callable[[int, str, str], None],
     ) -> None:
-        make = _Making(workshop)
+        make = _Making(runner)
         self._pool: Pool[TrialWork] = Pool(engine, make, devices, per_device=per_device, on_output=on_output)
 
     @property
@@ -119,8 +119,8 @@ class Processes(Executor):
 class _Making:
     """Create the TrialWorker of a process."""
 
-    def __init__(self, workshop: TrialRunner) -> None:
-        self._workshop = workshop
+    def __init__(self, runner: TrialRunner) -> None:
+        self._runner = runner
 
     def __call__(self, world: object) -> TrialWorker:
-        return TrialWorker(world, self._workshop)  # type: ignore[arg-type]
+        return TrialWorker(world, self._runner)  # type: ignore[arg-type]

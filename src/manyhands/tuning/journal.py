@@ -145,8 +145,8 @@ class Journal:
 
     def _unwritable(self, error: OSError) -> RunError:
         return RunError(
-            f"the study's journal {self.path} cannot be written: {error.strerror or error}; what was written before is "
-            "kept: free some space, and resume the study by its name"
+            f"the study's journal {self.path} cannot be written: {error.strerror or error}; earlier results are kept: "
+            "free some space, and resume the study by its name"
         )
 
 
@@ -161,7 +161,7 @@ def read_journal(folder: Path) -> tuple[dict[str, Any], list[Trial]]:
         FileError: The journal is not a regular file.
     """
     lines = _lines(folder / JOURNAL)
-    _tell_lost_trials(folder / JOURNAL, lines)
+    _find_lost_trials(folder / JOURNAL, lines)
     record: dict[str, Any] = {}
     trials: list[Trial] = []
     for line in lines:
@@ -210,7 +210,7 @@ def _line(number: int, raw: bytes) -> _Line:
     return _Line(number, raw, None, isinstance(fact, dict) and fact.get("op_code") == fields.CREATE_TRIAL)
 
 
-def _tell_lost_trials(path: Path, lines: Sequence[_Line]) -> None:
+def _find_lost_trials(path: Path, lines: Sequence[_Line]) -> None:
     """Find out which damaged lines created a trial, because trials are numbered by these lines."""
     unknown = [line for line in lines if line.fact is None and not line.creates]
     num_begun = sum(line.creates for line in lines)
@@ -223,7 +223,7 @@ def _tell_lost_trials(path: Path, lines: Sequence[_Line]) -> None:
     if num_lost > 0 and num_lost != len(unknown):
         raise CheckpointError(
             f"results in {path} must belong to trials that it contains",
-            got=f"{num_lost} trials without a beginning, and damaged lines {numbers or 'none'}",
+            got=f"{num_lost} trials without a creation record, and damaged lines {numbers or 'none'}",
             remedy="restore the journal from a copy, or start a study with another name",
         )
     for line in unknown if num_lost > 0 else ():

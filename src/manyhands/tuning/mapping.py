@@ -22,12 +22,12 @@ class ItemsFailed(RunError):
         self.results, self.failures, self.items = results, dict(failures), list(items)
         first = min(failures)
         shown = "\n".join(
-            f"item {place} ({_brief(repr(items[place]))}): {_brief(_said(failures[place]))}"
+            f"item {place} ({_brief(repr(items[place]))}): {_brief(_describe_error(failures[place]))}"
             for place in sorted(failures)
         )
         super().__init__(
             f"{len(failures)} of {len(items)} items failed; .results has the others\n{shown}\n\nthe first one:\n"
-            f"{_said(failures[first])}"
+            f"{_describe_error(failures[first])}"
         )
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -84,7 +84,7 @@ class _Calling:
         return self._fn(item)
 
 
-def _said(error: BaseException) -> str:
+def _describe_error(error: BaseException) -> str:
     """Return an error's text, or its type if it has none."""
     return str(error) or type(error).__name__
 

@@ -81,4 +81,8 @@ def check_objectives(objectives: Sequence[Objective], task: Task) -> None:
 def never_reported(name: str, known: Sequence[str]) -> SettingsError:
     """Return the error for an objective that a trial did not measure."""
     shown = ", ".join(known) or "nothing"
-    return SettingsError(f"every trial must measure the objective; one reported {shown}", got=repr(name))
+    return SettingsError(
+        f"the objective must be among the values that a trial reports ({shown})",
+        got=repr(name),
+        remedy="choose one of them",
+    )

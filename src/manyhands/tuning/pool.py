@@ -94,7 +94,7 @@ class Pool(Generic[Key]):
         found = [self._take(*self._next())]
         while not self._done.empty():
             found.append(self._take(*self._done.get()))
-        if self._packing.hear(len(found), self.num_processes // len(self._devices)):
+        if self._packing.record_results(len(found), self.num_processes // len(self._devices)):
             self._resize()
         return found
 
@@ -160,7 +160,7 @@ class Packing:
         self._rates: dict[int, float] = {}
         self._since, self._num = time.monotonic(), -1
 
-    def hear(self, num_done: int, num_working: int) -> bool:
+    def record_results(self, num_done: int, num_working: int) -> bool:
         """Record finished work; return whether the number of processes changes now."""
         if self._is_settled:
             return False

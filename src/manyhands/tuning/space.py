@@ -244,7 +244,7 @@ def check_space(space: Space, task: Task | Callable[..., Any], params: Mapping[s
     takes_any = any(item.kind is inspect.Parameter.VAR_KEYWORD for item in known.values())
     for name, one in space.items():
         if name not in known and not takes_any:
-            rule = f"a space names parameters of the task, which has {', '.join(known) or 'none'}"
+            rule = f"a space must name parameters of the task, which has {', '.join(known) or 'none'}"
             raise SettingsError(rule, got=repr(name), remedy="correct the name")
         # A float for an integer parameter would make every trial fail.
         if isinstance(one, Uniform) and name in known and known[name].annotation in (int, "int"):

@@ -107,7 +107,7 @@ class TrialRunner:
                 return None if outcome.mistake else made
             outcome.metrics, outcome.epochs = self._measured(made), work.until
         except (Exception, SystemExit) as error:
-            outcome.reason, outcome.traceback = f"{type(error).__name__}: {error}", _theirs(error)
+            outcome.reason, outcome.traceback = f"{type(error).__name__}: {error}", _user_traceback(error)
         return None
 
     def do(self, work: TrialWork, world: World) -> TrialOutcome:
@@ -122,7 +122,7 @@ class TrialRunner:
         except LossNotFinite as error:
             outcome.reason, outcome.is_diverged = str(error), True
         except (Exception, SystemExit) as error:
-            outcome.reason, outcome.traceback = f"{type(error).__name__}: {error}", _theirs(error)
+            outcome.reason, outcome.traceback = f"{type(error).__name__}: {error}", _user_traceback(error)
         finally:
             restore_random_state(states, torch.device("cpu"))
         outcome.seconds = time.perf_counter() - began
@@ -151,10 +151,10 @@ class TrialRunner:
     def _train(self, task: Task, work: TrialWork, world: World, outcome: TrialOutcome) -> None:
         folder = self.run_folder(work.number)
         folder.mkdir(parents=True, exist_ok=True)
-        write_record(folder, task, work.params, self.epochs, str(world.seat.device))
+        write_record(folder, task, work.params, self.epochs, str(world.rank_info.device))
         log = EventLog(folder / EVENTS)
-        heard = _Heard(outcome, log)
-        world.line.taps.append(heard)
+        tap = _EventTap(outcome, log)
+        world.channel.taps.append(tap)
         try:
             job = Job(
                 task=task,
@@ -170,12 +170,12 @@ class TrialRunner:
             outcome.metrics = {**outcome.metrics, **end.metrics}
             outcome.is_interrupted = outcome.epochs < work.until
         finally:
-            world.line.taps.remove(heard)
-            world.line.stopping = False
+            world.channel.taps.remove(tap)
+            world.channel.stopping = False
             log.close()
 
 
-class _Heard:
+class _EventTap:
     """Write a run's events to its log and record the latest metrics in the outcome."""
 
     def __init__(self, outcome: TrialOutcome, log: EventLog) -> None:
@@ -202,12 +202,12 @@ class _Until(Callback):
 class TrialWorker:
     """Execute trials in a separate process."""
 
-    def __init__(self, world: World, workshop: TrialRunner) -> None:
-        self._world, self._workshop = world, workshop
+    def __init__(self, world: World, runner: TrialRunner) -> None:
+        self._world, self._runner = world, runner
 
     def do(self, work: TrialWork) -> TrialOutcome:
         """Execute a trial's work and return its outcome."""
-        return self._workshop.do(work, self._world)
+        return self._runner.do(work, self._world)
 
 
 def here(device: Device) -> NullWorld:
@@ -237,7 +237,7 @@ def write_record(folder: Path, task: Task, params: Mapping[str, Any], epochs: in
     os.replace(temporary, path)
 
 
-def _theirs(error: BaseException) -> str:
+def _user_traceback(error: BaseException) -> str:
     """Return the traceback starting at the first frame in the user's code."""
     frames = traceback.extract_tb(error.__traceback__)
     start = next((i for i, frame in enumerate(frames) if not frame.filename.startswith(_OURS)), len(frames))

@@ -26,7 +26,7 @@ SIZES = (4, 8, 16, 32, 64)
 ENOUGH = 0.8
 """Share of the largest ensemble's speedup that is enough: searchers learn sooner from smaller ensembles."""
 SAVE_SECONDS = 30.0
-MOST_SHELVES = 8
+MAX_STACKS = 8
 """Number of vectorized ensembles kept for later trials, so that their CUDA graphs can be reused."""
 
 
@@ -35,7 +35,7 @@ class _Reached(Exception):
 
 
 @dataclass(eq=False)
-class _Shelf:
+class _TrialStack:
     """A vectorized ensemble and the work assigned to its members."""
 
     population: Population
@@ -55,16 +55,16 @@ class Stacked(Executor):
     """Executor that trains many trials at a time in this process, as a few vectorized ensembles."""
 
     def __init__(
-        self, workshop: TrialRunner, device: Device, size: int, notice: Callable[[str], None], *, must_stack: bool
+        self, runner: TrialRunner, device: Device, size: int, notice: Callable[[str], None], *, must_stack: bool
     ) -> None:
-        self._workshop, self._device, self._size, self._notice = workshop, device, size, notice
+        self._runner, self._device, self._size, self._notice = runner, device, size, notice
         self._must_stack = must_stack
-        self._alone = InProcessExecutor(workshop, device)
+        self._alone = InProcessExecutor(runner, device)
         self._pending: list[TrialWork] = []
         self._single: deque[TrialWork] = deque()
-        self._shelves: list[_Shelf] = []
+        self._stacks: list[_TrialStack] = []
         self._ready: list[TrialOutcome] = []
-        self._said: set[str] = set()
+        self._noticed: set[str] = set()
         self._is_stopping = False
         self._saved_at = time.monotonic()
 
@@ -78,7 +78,7 @@ class Stacked(Executor):
 
     @property
     def _num_busy(self) -> int:
-        return len(self._pending) + len(self._single) + len(self._ready) + sum(len(s.works) for s in self._shelves)
+        return len(self._pending) + len(self._single) + len(self._ready) + sum(len(s.works) for s in self._stacks)
 
     def start(self, work: TrialWork) -> int:
         self._pending.append(work)
@@ -86,12 +86,12 @@ class Stacked(Executor):
 
     def wait(self) -> list[TrialOutcome]:
         self._admit()
-        for shelf in self._shelves:
-            if shelf.works:
-                self._advance(shelf)
+        for stack in self._stacks:
+            if stack.works:
+                self._advance(stack)
         if self._must_save:
-            for shelf in self._shelves:
-                self._save_all(shelf)
+            for stack in self._stacks:
+                self._save_all(stack)
             self._saved_at = time.monotonic()
         if self._single and not self._ready:
             self._alone.start(self._single.popleft())
@@ -104,8 +104,8 @@ class Stacked(Executor):
         self._alone.stop()
 
     def close(self) -> None:
-        for shelf in self._shelves:
-            shelf.population.close()
+        for stack in self._stacks:
+            stack.population.close()
         self._alone.close()
 
     def _admit(self) -> None:
@@ -114,85 +114,85 @@ class Stacked(Executor):
         new: list[tuple[TrialWork, Task]] = []
         for work in pending:
             outcome = TrialOutcome(work.number)
-            made = self._workshop.prepared(work, outcome)
+            made = self._runner.prepared(work, outcome)
             if made is None:
                 self._ready.append(outcome)
-            elif not any(self._place(shelf, work, made) for shelf in self._shelves):
+            elif not any(self._place(stack, work, made) for stack in self._stacks):
                 new.append((work, made))
         for group in groups([task for _, task in new]) if new else []:
             chosen = [new[number] for number in group.tasks]
             if group.stacks:
                 self._make_room()
                 tasks = [task for _, task in chosen]
-                epochs, notice = self._workshop.epochs, self._say
+                epochs, notice = self._runner.epochs, self._notice_once
                 population = Population(tasks, device=[self._device], epochs=epochs, notice=notice)
-                shelf = _Shelf(population)
-                self._shelves.append(shelf)
+                stack = _TrialStack(population)
+                self._stacks.append(stack)
                 for number, (work, _) in enumerate(chosen):
-                    self._begin(shelf, number, work)
+                    self._begin(stack, number, work)
             elif self._must_stack and not group.is_broken:
                 raise SettingsError(
                     "execution='stacked' needs tasks that can be stacked", got=group.reason, remedy="omit execution"
                 )
             else:
                 if not group.is_broken:
-                    self._say(f"trials are not stacked: {group.reason}")
+                    self._notice_once(f"trials are not stacked: {group.reason}")
                 self._single.extend(work for work, _ in chosen)
 
     def _make_room(self) -> None:
         """Close idle ensembles, oldest first: one for each structure of the space would fill the memory."""
-        idle = [shelf for shelf in self._shelves if not shelf.works]
-        for shelf in idle[: max(0, len(self._shelves) + 1 - MOST_SHELVES)]:
-            shelf.population.close()
-            self._shelves.remove(shelf)
+        idle = [stack for stack in self._stacks if not stack.works]
+        for stack in idle[: max(0, len(self._stacks) + 1 - MAX_STACKS)]:
+            stack.population.close()
+            self._stacks.remove(stack)
 
-    def _place(self, shelf: _Shelf, work: TrialWork, task: Task) -> bool:
+    def _place(self, stack: _TrialStack, work: TrialWork, task: Task) -> bool:
         """Put a trial into an ensemble with a free slot and equal structure; return whether that worked."""
-        if not shelf.free:
+        if not stack.free:
             return False
         try:
-            shelf.population.replace(shelf.free[0], task)
+            stack.population.replace(stack.free[0], task)
         except Exception:  # another structure, or a build error, which is reported when it runs alone
             return False
-        self._begin(shelf, shelf.free[0], work)
+        self._begin(stack, stack.free[0], work)
         return True
 
-    def _begin(self, shelf: _Shelf, number: int, work: TrialWork) -> None:
+    def _begin(self, stack: _TrialStack, number: int, work: TrialWork) -> None:
         """Assign work to a member, restoring the trial's checkpoint if it has one."""
-        shelf.works[number], shelf.began[number] = work, time.perf_counter()
-        folder = self._workshop.run_folder(work.number) / CHECKPOINTS
+        stack.works[number], stack.began[number] = work, time.perf_counter()
+        folder = self._runner.run_folder(work.number) / CHECKPOINTS
         if folder.exists() and (store := CheckpointStore(folder)).steps():
-            shelf.population.load(number, vars(store.load()))
+            stack.population.load(number, vars(store.load()))
 
-    def _advance(self, shelf: _Shelf) -> None:
+    def _advance(self, stack: _TrialStack) -> None:
         """Train an ensemble until a member has reached its target or a save is due."""
-        population = shelf.population
-        for number in shelf.free:
+        population = stack.population
+        for number in stack.free:
             population.stop(number)
 
         def look(number: int, step: int, metrics: dict[str, float]) -> None:
-            if self._must_save or any(self._is_there(shelf, one) for one in shelf.works):
+            if self._must_save or any(self._is_there(stack, one) for one in stack.works):
                 raise _Reached
 
-        if not any(self._is_there(shelf, number) for number in shelf.works):
+        if not any(self._is_there(stack, number) for number in stack.works):
             with contextlib.suppress(_Reached):
                 population.train(report=look)
-        for number in [number for number in shelf.works if self._is_there(shelf, number)]:
-            self._ready.append(self._outcome(shelf, number))
+        for number in [number for number in stack.works if self._is_there(stack, number)]:
+            self._ready.append(self._outcome(stack, number))
 
     @property
     def _must_save(self) -> bool:
         return self._is_stopping or time.monotonic() - self._saved_at > SAVE_SECONDS
 
-    def _is_there(self, shelf: _Shelf, number: int) -> bool:
-        member = shelf.population.members[number]
-        return not member.is_training or member.step >= shelf.goal(number)
+    def _is_there(self, stack: _TrialStack, number: int) -> bool:
+        member = stack.population.members[number]
+        return not member.is_training or member.step >= stack.goal(number)
 
-    def _outcome(self, shelf: _Shelf, number: int) -> TrialOutcome:
+    def _outcome(self, stack: _TrialStack, number: int) -> TrialOutcome:
         """Return the outcome of a member's work and free its slot."""
-        population, member = shelf.population, shelf.population.members[number]
-        work = shelf.works.pop(number)
-        seconds = (time.perf_counter() - shelf.began.pop(number)) / max(1, len(shelf.works) + 1)
+        population, member = stack.population, stack.population.members[number]
+        work = stack.works.pop(number)
+        seconds = (time.perf_counter() - stack.began.pop(number)) / max(1, len(stack.works) + 1)
         outcome = TrialOutcome(work.number, dict(member.metrics), seconds=seconds)
         outcome.epochs = member.step // population.num_steps_in_epoch
         if member.reason:
@@ -202,27 +202,27 @@ class Stacked(Executor):
         population.stop(number)
         return outcome
 
-    def _save_all(self, shelf: _Shelf) -> None:
+    def _save_all(self, stack: _TrialStack) -> None:
         """Save a checkpoint of every member; if the study is stopping, also end their work as interrupted."""
-        for number, work in list(shelf.works.items()):
-            self._save(work, shelf.population.members[number].task, shelf.population.state(number))
+        for number, work in list(stack.works.items()):
+            self._save(work, stack.population.members[number].task, stack.population.state(number))
             if self._is_stopping:
-                del shelf.works[number]
+                del stack.works[number]
                 self._ready.append(TrialOutcome(work.number, is_interrupted=True))
 
     def _save(self, work: TrialWork, task: Task, state: dict[str, Any]) -> None:
         """Save a member as a separate run, which can be resumed in an ensemble or alone."""
-        folder = self._workshop.run_folder(work.number)
+        folder = self._runner.run_folder(work.number)
         folder.mkdir(parents=True, exist_ok=True)
-        write_record(folder, task, work.params, self._workshop.epochs, str(self._device))
+        write_record(folder, task, work.params, self._runner.epochs, str(self._device))
         with CheckpointStore(folder / CHECKPOINTS, keep=1) as store:
             store.claim()
             store.save(Checkpoint(**state))
             store.wait()
 
-    def _say(self, text: str) -> None:
-        if text not in self._said:
-            self._said.add(text)
+    def _notice_once(self, text: str) -> None:
+        if text not in self._noticed:
+            self._noticed.add(text)
             self._notice(text)
 
 

@@ -84,7 +84,7 @@ class StudyLineView(StudyView):
         super().__init__(objectives, limit)
         self._console = console
         self._num_over = 0
-        self._said_at = 0.0
+        self._printed_at = 0.0
 
     def begin(self, trials: list[Trial]) -> None:
         super().begin(trials)
@@ -96,8 +96,8 @@ class StudyLineView(StudyView):
         if trial.state == FAILED:
             self.line(f"trial {trial.number} failed: {trial.reason.splitlines()[0]}")
         now = time.monotonic()
-        if trial.is_over and (now - self._said_at > LINE_SECONDS or self._num_over == self._limit):
-            self._said_at = now
+        if trial.is_over and (now - self._printed_at > LINE_SECONDS or self._num_over == self._limit):
+            self._printed_at = now
             self.line(self._summary(self._num_over))
 
     def line(self, text: str) -> None:

@@ -60,7 +60,7 @@ class Compiled:
             if not type(error).__module__.startswith(("torch._dynamo", "torch._inductor", "torch.fx")):
                 raise
             del self._made[key]
-            raise CannotCompile(_said(error)) from error
+            raise CannotCompile(_first_line(error)) from error
 
     def _compile(self, stack: Stack, leaves: list[Any], shape: Any, ids: Tensor, shared: bool) -> Step:
         names = list(stack.tensors)
@@ -78,11 +78,11 @@ class Compiled:
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
-            raise CannotCompile(_said(error)) from error
+            raise CannotCompile(_first_line(error)) from error
         return torch.compile(traced, fullgraph=True, dynamic=False, backend=BACKEND)
 
 
-def _said(error: Exception) -> str:
+def _first_line(error: Exception) -> str:
     """Return a compiler's error message without its debugging advice."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return " ".join(lines[:2]) or type(error).__name__

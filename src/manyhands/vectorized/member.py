@@ -40,7 +40,7 @@ class VectorizedMember:
         """Whether the member takes steps."""
         return self.status == TRAINING
 
-    def hear(self, losses: Sequence[float], *, skips: bool) -> None:
+    def record_losses(self, losses: Sequence[float], *, skips: bool) -> None:
         """Record the losses of steps; those after a loss that ends the member are ignored."""
         total = sum(losses)
         if math.isfinite(total):
@@ -48,11 +48,11 @@ class VectorizedMember:
             self.total, self.count = self.total + total, self.count + len(losses)
             return
         for loss in losses if self.is_training else ():
-            self._hear(loss, skips)
+            self._record_loss(loss, skips)
             if not self.is_training:
                 return
 
-    def _hear(self, loss: float, skips: bool) -> None:
+    def _record_loss(self, loss: float, skips: bool) -> None:
         self.step += 1
         self.loss = loss
         if math.isfinite(loss):
@@ -68,7 +68,7 @@ class VectorizedMember:
         validated = {name: value for name, value in self.metrics.items() if name.startswith("valid_")}
         return {"metrics": validated, "measured": {}, "sums": {"loss": [self.total, self.count]}}
 
-    def take_up(self, loop: Mapping[str, Any]) -> None:
+    def resume_from(self, loop: Mapping[str, Any]) -> None:
         """Resume from what `loop_state` returned."""
         self.metrics = dict(loop.get("metrics", {}))
         self.total, self.count = loop.get("sums", {}).get("loss", (0.0, 0))

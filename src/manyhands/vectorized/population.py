@@ -194,20 +194,20 @@ class Population:
         try:
             self._way.take(active, most, self.total, taken)
         except CannotStack as reason:
-            self._hear(taken)
+            self._record_losses(taken)
             self._go_apart(reason)
             # Some members may have taken steps before one failed.
             rest = [number for number in active if not taken.get(number)]
             return taken | self._take(rest, 1 if len(rest) < len(active) else most) if rest else taken
-        self._hear(taken)
+        self._record_losses(taken)
         return taken
 
-    def _hear(self, taken: Mapping[int, list[float]]) -> None:
+    def _record_losses(self, taken: Mapping[int, list[float]]) -> None:
         for number, losses in taken.items():
             if not losses:
                 continue
             member = self.members[number]
-            member.hear(losses, skips=member.task.not_finite == "skip")
+            member.record_losses(losses, skips=member.task.not_finite == "skip")
             if member.status == FAILED:
                 self._notice(f"member {number} stops: {member.reason}")
             if member.is_training and member.step >= self.total:
@@ -251,7 +251,7 @@ def _require_one_device(spec: StrategySpec, num_tasks: int) -> None:
         raise UsageError("a population needs at least one task", remedy="pass one or more tasks")
     if (spec.replicas, spec.shards, spec.tensor, spec.stages, spec.accumulate) != (1,) * 5 or spec.servers:
         raise UsageError(
-            "a population runs on one device, with whole batches",
+            "a population must run on one device, with whole batches",
             got=str(spec),
             remedy="pass a strategy with precision and capture only",
         )

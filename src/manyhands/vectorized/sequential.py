@@ -33,13 +33,13 @@ class Alone:
     """One member with its own network, optimizer and random numbers."""
 
     def __init__(self, task: Task, spec: StrategySpec, device: Device, notice: Callable[[str], None]) -> None:
-        def hear(entry: Mapping[str, Any]) -> None:
+        def on_event(entry: Mapping[str, Any]) -> None:
             if entry["kind"] == "notice":
                 notice(entry["text"])
 
         self._task = task
         self._factor: float | None = None
-        self._hand = Hand(NullWorld(device, DirectChannel(hear)), replace(spec, deterministic=True))
+        self._hand = Hand(NullWorld(device, DirectChannel(on_event)), replace(spec, deterministic=True))
         self._random = random_state(self._hand.device)
         with self._own_randomness():
             self._hand.build(task)
@@ -148,18 +148,18 @@ class OneByOne(MemberTraining):
         states: Sequence[Mapping[str, Any]] | None = None,
     ) -> None:
         self._members, self._spec, self._device = members, spec, device
-        self._said: set[str] = set()
+        self._noticed: set[str] = set()
         self._notice = notice
         self._alone = [self._made(member.task) for member in members]
         for alone, state in zip(self._alone, states or (), strict=bool(states)):
             alone.load(state)
 
     def _made(self, task: Task) -> Alone:
-        return Alone(task, self._spec, self._device, self._say)
+        return Alone(task, self._spec, self._device, self._notice_once)
 
-    def _say(self, text: str) -> None:
-        if text not in self._said:
-            self._said.add(text)
+    def _notice_once(self, text: str) -> None:
+        if text not in self._noticed:
+            self._noticed.add(text)
             self._notice(text)
 
     @property
@@ -193,7 +193,7 @@ class OneByOne(MemberTraining):
         return self._alone[number].state(self._members[number].loop_state())
 
     def load(self, number: int, member: VectorizedMember, state: Mapping[str, Any]) -> None:
-        member.take_up(self._alone[number].load(state))
+        member.resume_from(self._alone[number].load(state))
         member.step, member.cursor = self._alone[number].step, self._alone[number].cursor
 
     def replace(self, number: int, task: Task) -> None:

@@ -33,7 +33,7 @@ from .shared_feed import Block, SharedFeed
 from .stack import Row, Stack
 from .stacked_steps import Rounds
 from .states import fill, state_of
-from .trial import said_of, try_stacked
+from .trial import describe_error, try_stacked
 
 Result = TypeVar("Result")
 IDLE_SHARE = 4
@@ -59,15 +59,15 @@ class StackedTraining(MemberTraining):
         self._built = [dataclasses.replace(built, model=first.model) for built in self._built]
         """The networks differ only in their values, which are in the stack, so one module is kept for all."""
         self._draws = LayoutFree(self.device)
-        self._course = SharedFeed(tasks[0], self.device, self._dtype)
+        self._shared_feed = SharedFeed(tasks[0], self.device, self._dtype)
         self._program = Program(first, spec, self.device, self._draws)
-        learn_draws(self._draws, self._program, self._course.data, self._course.batch_size)
+        learn_draws(self._draws, self._program, self._shared_feed.data, self._shared_feed.batch_size)
         self._stack = Stack.of(rows, self.device)
         self._rows: list[int | None] = list(range(len(tasks)))
         """The member in each row; None for an idle row."""
         self._parked: dict[int, Row] = {}
         """Rows of members that take no steps now."""
-        self._rounds = Rounds(self._program, self._course.data, spec, notice)
+        self._rounds = Rounds(self._program, self._shared_feed.data, spec, notice)
         self._evaluation = (
             Evaluation(tasks[0], self._program, place, self._dtype) if tasks[0].valid is not None else None
         )
@@ -76,7 +76,7 @@ class StackedTraining(MemberTraining):
 
     @property
     def num_steps_in_epoch(self) -> int:
-        return self._course.num_steps
+        return self._shared_feed.num_steps
 
     @property
     def num_bytes(self) -> int:
@@ -132,10 +132,10 @@ class StackedTraining(MemberTraining):
 
     def _take_rounds(self, active: Sequence[int], most: int, total: int, taken: dict[int, list[float]]) -> None:
         self._lay_out(active)
-        sizes = {number: self._course.next_size(self.members[number].cursor) for number in active}
+        sizes = {number: self._shared_feed.next_size(self.members[number].cursor) for number in active}
         if len(set(sizes.values())) == 1:
             laid = [self.members[number] for number in self._rows if number is not None]
-            block = self._course.block(laid, most)
+            block = self._shared_feed.block(laid, most)
             left = max(total - self.members[number].step for number in active)
             factors = self._factors(self._rows, block.num_rounds, total)
             try:
@@ -143,20 +143,20 @@ class StackedTraining(MemberTraining):
             finally:
                 # Rounds before a failed one count, and so do their samples.
                 losses = self._rounds.losses
-                self._course.advance(laid, len(losses))
+                self._shared_feed.advance(laid, len(losses))
                 by_row = losses.T.tolist() if len(losses) else [[] for _ in self._rows]
                 taken |= {number: by_row[row] for row, number in enumerate(self._rows) if number is not None}
-            self._course.prepare(laid)
+            self._shared_feed.prepare(laid)
         else:
             # Some members have the smaller last batch of an epoch: run members with equal batch sizes together.
             for size in set(sizes.values()):
                 some = [number for number in active if sizes[number] == size]
                 rows, members = [self._rows.index(number) for number in some], [self.members[number] for number in some]
-                block = self._course.block(members, 1)
+                block = self._shared_feed.block(members, 1)
                 part = self._stack.pick(rows)
                 losses = self._rounds.take_plainly(part, block, self._factors(some, 1, total))
                 self._stack.put_back(rows, part)
-                self._course.advance(members, 1)
+                self._shared_feed.advance(members, 1)
                 taken |= dict(zip(some, losses.T.tolist(), strict=True))
 
     def _lay_out(self, active: Sequence[int]) -> None:
@@ -270,7 +270,7 @@ def _stacking(work: Callable[[], Result]) -> Result:
         why = error.rule if error.got is None else f"{error.rule}, and this has {error.got}"
         raise CannotStack(why) from error
     except Exception as error:
-        raise CannotStack(said_of(error)) from error
+        raise CannotStack(describe_error(error)) from error
 
 
 MOST_ROWS = 5

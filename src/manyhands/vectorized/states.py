@@ -71,7 +71,7 @@ def fill(member: VectorizedMember, row: Row, built: Built, state: Mapping[str, A
     row[COUNT].fill_(max(counts, default=member.step))
     row[STEP].fill_(member.step)
     member.cursor = Cursor.from_dict(state["state"]["cursors"][0])
-    member.take_up(state["state"].get("state", {}))
+    member.resume_from(state["state"].get("state", {}))
 
 
 def row_names(row: Row) -> dict[str, Tensor]:

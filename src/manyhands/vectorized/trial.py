@@ -42,7 +42,7 @@ def try_stacked(built: Built) -> None:
     except Exception as error:
         raise TaskError(
             "a stacked loss must be computable for many networks at once (torch.vmap)",
-            got=said_of(error),
+            got=describe_error(error),
             remedy="avoid .item(), branches on values and layers without a vmap rule, or train it alone",
         ) from error
     drawn = draws.drew_on_host()
@@ -71,10 +71,10 @@ def _copied(model: nn.Module) -> nn.Module:
         ) from error
 
 
-def said_of(error: Exception) -> str:
+def describe_error(error: Exception) -> str:
     """Return the user's line that cannot be vectorized, and torch's message."""
-    said = str(error).splitlines()[0] if str(error) else type(error).__name__
-    return f"{culprit(error)}, which cannot be ({said[:160]})"
+    text = str(error).splitlines()[0] if str(error) else type(error).__name__
+    return f"{culprit(error)}, which cannot be ({text[:160]})"
 
 
 def _together(

@@ -20,18 +20,22 @@ def format_of(path: str, name: str | None, columns: Types | None) -> Format:
     """Return the format of a file: the one that is named, or the one of its extension."""
     if name is not None:
         if name not in FORMATS:
-            raise DataError(f"the formats are {', '.join(FORMATS)}", got=repr(name), remedy="name one of these")
+            raise DataError(f"format must be one of {', '.join(FORMATS)}", got=repr(name), remedy="choose one of them")
         return FORMATS[name](columns)
     # Names such as train.tfrecord-00000-of-00016 have a suffix after the extension.
     endings = [part.partition("-")[0].lower() for part in Path(path).name.split(".")[1:]]
     if endings and endings[-1] in PACKED:
         raise DataError(
-            "data files are read from the middle, so they must not be packed as a whole",
+            "data files must not be compressed as a whole, because they are read from any position",
             got=path,
-            remedy="unpack it; Parquet and the samples in a tar file may be packed inside",
+            remedy="decompress it; Parquet columns and the samples in a tar file may be compressed",
         )
     found = next((kind for kind in FORMATS.values() if set(endings) & set(kind.endings)), None)
     if found is None:
         known = ", ".join(f".{ending}" for kind in FORMATS.values() for ending in kind.endings)
-        raise DataError(f"data files end in {known}", got=path, remedy='pass format="parquet" or another')
+        raise DataError(
+            f"names of data files must end in {known}",
+            got=path,
+            remedy='rename it, or pass its format, for example format="parquet"',
+        )
     return found(columns)

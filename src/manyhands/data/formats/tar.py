@@ -100,7 +100,7 @@ def _sample(record: bytes) -> dict[str, object]:
     found: dict[str, object] = {}
     for member in _members(lambda place, size: record[place : place + size], len(record)):
         if member.ending in found:
-            raise ValueError(f"two members {member.key}.{member.ending}")
+            raise ValueError(f"two members named {member.key}.{member.ending}")
         found["__key__"] = member.key
         found[member.ending] = record[member.place : member.place + member.size]
     return found
@@ -144,7 +144,7 @@ def _require_zeros(read: Read, place: int, num_bytes: int) -> None:
     while place < num_bytes:
         rest = read(place, min(_REST, num_bytes - place))
         if rest.strip(b"\0"):
-            raise ValueError(f"an empty header at byte {place}, and more behind it,")
+            raise ValueError(f"an empty header at byte {place} with more data after it")
         place += len(rest)
 
 
@@ -160,7 +160,7 @@ def _number(text: bytes) -> int:
     try:
         return int(digits, 8) if digits else 0
     except ValueError:
-        raise ValueError("a header that is none") from None
+        raise ValueError("a header that is not valid") from None
 
 
 def _name(header: bytes) -> str:

@@ -37,7 +37,7 @@ class TFRecordFormat(RecordFormat):
     def sample(self, record: bytes) -> dict[str, object]:
         body = record[_HEAD.size : -_TAIL.size]
         if masked(body) != _TAIL.unpack_from(record, len(record) - _TAIL.size)[0]:
-            raise ValueError("a wrong checksum")
+            raise ValueError("a record with a wrong checksum")
         features = dict(_features(body))
         if self.columns is None:
             return features
@@ -112,9 +112,9 @@ def _parts(data: bytes) -> Iterator[tuple[int, bytes]]:
         elif kind in (_FIXED32, _FIXED64):
             stop = place + (4 if kind == _FIXED32 else 8)
         else:
-            raise ValueError(f"no tf.train.Example (wire type {kind})")
+            raise ValueError(f"a record that is not a tf.train.Example (wire type {kind})")
         if stop > size:
-            raise ValueError("no tf.train.Example (a part that is longer than the whole)")
+            raise ValueError("a record that is not a tf.train.Example (a field is longer than the record)")
         yield tag >> 3, data[place:stop]
         place = stop
 
@@ -123,7 +123,7 @@ def _varint(data: bytes, place: int) -> tuple[int, int]:
     value = shift = 0
     while True:
         if place >= len(data):
-            raise ValueError("no tf.train.Example (it ends in the middle of a number)")
+            raise ValueError("a record that is not a tf.train.Example (it ends in the middle of a number)")
         byte = data[place]
         place += 1
         value |= (byte & 0x7F) << shift
@@ -137,7 +137,7 @@ def _varints(data: bytes) -> Ids:
     values = np.frombuffer(data, np.uint8)
     ends = np.flatnonzero(values < 0x80)
     if len(values) and (not len(ends) or ends[-1] != len(values) - 1):
-        raise ValueError("no tf.train.Example (it ends in the middle of a number)")
+        raise ValueError("a record that is not a tf.train.Example (it ends in the middle of a number)")
     starts = np.concatenate([np.zeros(1, np.int64), ends[:-1] + 1]) if len(ends) else ends
     shifts = 7 * (np.arange(len(values)) - np.repeat(starts, ends - starts + 1))
     bits = (values & 0x7F).astype(np.uint64) << shifts.astype(np.uint64)
@@ -146,10 +146,10 @@ def _varints(data: bytes) -> Ids:
 
 def _typed(name: str, features: dict[str, Any], kind: str) -> Any:
     if name not in features:
-        raise ValueError(f"no feature {name!r} (there are {', '.join(map(repr, features)) or 'none'})")
+        raise ValueError(f"a record without the feature {name!r} (it has {', '.join(map(repr, features)) or 'none'})")
     values, wanted = features[name], kind.removesuffix("[]")
     if isinstance(values, list) and wanted not in ("", "str", "bytes"):
-        raise ValueError(f"bytes in {name!r} where {wanted} was asked for (write bytes)")
+        raise ValueError(f"bytes in {name!r} instead of {wanted} (write bytes in columns=)")
     if isinstance(values, list):
         values = [value.decode() for value in values] if wanted == "str" else values
     elif wanted:
@@ -157,5 +157,5 @@ def _typed(name: str, features: dict[str, Any], kind: str) -> Any:
     if not kind or kind.endswith("[]"):
         return values
     if len(values) != 1:
-        raise ValueError(f"{len(values)} values of {name!r} where one was asked for (write {kind}[])")
+        raise ValueError(f"{len(values)} values of {name!r} instead of one (write {kind}[] in columns=)")
     return values[0]

@@ -10,7 +10,7 @@ from typing import Any
 from ...core import Event, RunError
 from ...distributed import address_towards, interface_of, this_host
 from ..engine import OnEvent, OnOutput, RunningJob
-from ..processes import Hearer, LocalProcesses, Process, turn
+from ..processes import LocalProcesses, Process, ProcessListener, turn
 from ..rendezvous import RendezvousInfo
 from ..zygote import ZygoteHandle
 from .channel import Channel, JoinTimeouts, Message, ProtocolError
@@ -21,7 +21,7 @@ from .token import JoinToken
 RETRY_SECONDS = 0.5
 
 
-class Agent(Hearer, RunningJob):
+class Agent(ProcessListener, RunningJob):
     """The ranks of this host. While the coordinator is unreachable they keep their state in memory and wait."""
 
     def __init__(
@@ -29,14 +29,14 @@ class Agent(Hearer, RunningJob):
         channel: Channel,
         join_again: Callable[[list[int], int], Channel],
         zygote: ZygoteHandle,
-        parcel: int,
+        pickle_fd: int,
         *,
         token: JoinToken,
         timeout: float,
     ) -> None:
         self._channel, self._join_again, self._token, self._timeout = channel, join_again, token, timeout
         self._selector = selectors.DefaultSelector()
-        self._crew = LocalProcesses(zygote, parcel, self, self._selector)
+        self._processes = LocalProcesses(zygote, pickle_fd, self, self._selector)
         self._patience = JoinTimeouts(timeout).silence
         self._generation = -1
         self._running: set[int] = set()
@@ -49,17 +49,17 @@ class Agent(Hearer, RunningJob):
     def wait(self, on_event: OnEvent, on_output: OnOutput) -> list[Any]:
         """Return the results of this host's ranks; events and output are sent to the coordinator's host."""
         try:
-            while self._reason is None or (not self._reason and not self._crew.is_over):
+            while self._reason is None or (not self._reason and not self._processes.is_over):
                 turn(self._selector, 0.5)
-                self._crew.look()
-                if self._reason is None and time.monotonic() - self._channel.heard_at > self._patience:
-                    self._lose_conductor(f"was not heard for {self._patience:.0f} s")
+                self._processes.look()
+                if self._reason is None and time.monotonic() - self._channel.received_at > self._patience:
+                    self._on_coordinator_lost(f"has sent nothing for {self._patience:.0f} s")
         except BaseException as error:
             self._channel.send("leave", reason=f"{type(error).__name__}: {error}")
             raise
         finally:
             self._channel.close()
-            self._crew.finish()
+            self._processes.finish()
             self._selector.close()
         if self._reason:
             raise RunError(f"the first host has ended the job: {self._reason}")
@@ -69,24 +69,24 @@ class Agent(Hearer, RunningJob):
         self._channel.send("stop")
 
     def kill(self) -> None:
-        self._crew.kill()
+        self._processes.kill()
 
     # -- from its ranks -------------------------------------------------------------------------------------------
 
-    def heard_event(self, slot: int, entry: Event) -> None:
+    def handle_event(self, slot: int, entry: Event) -> None:
         self._channel.send("event", slot=slot, entry=entry)
 
-    def heard_output(self, slot: int, text: str, stream: str) -> None:
+    def handle_output(self, slot: int, text: str, stream: str) -> None:
         self._channel.send("output", slot=slot, text=text, stream=stream)
 
-    def heard_lost_world(self, slot: int, told: dict[str, Any]) -> None:
-        self._channel.send("lost_world", slot=slot, told=told)
+    def handle_lost_world(self, slot: int, report: dict[str, Any]) -> None:
+        self._channel.send("lost_world", slot=slot, told=report)
 
-    def heard_failure(self, slot: int, failure: dict[str, Any]) -> None:
-        said = {name: failure[name] for name in ("reason", "traceback", "echo", "is_ours")}
-        self._channel.send("failure", slot=slot, **said)
+    def handle_failure(self, slot: int, failure: dict[str, Any]) -> None:
+        fields = {name: failure[name] for name in ("reason", "traceback", "echo", "is_ours")}
+        self._channel.send("failure", slot=slot, **fields)
 
-    def heard_end(self, slot: int, process: Process) -> None:
+    def handle_exit(self, slot: int, process: Process) -> None:
         self._running.discard(slot)
         done = process.done and process.exit_code == 0
         if done:
@@ -96,61 +96,63 @@ class Agent(Hearer, RunningJob):
     # -- from the coordinator -------------------------------------------------------------------------------------
 
     def _listen(self) -> None:
-        self._selector.register(self._channel, selectors.EVENT_READ, self._hear)
+        self._selector.register(self._channel, selectors.EVENT_READ, self._receive)
 
-    def _hear(self) -> None:
+    def _receive(self) -> None:
         try:
             for message in self._channel.receive():
-                self._take(message)
+                self._handle(message)
         except (OSError, ProtocolError) as error:
             if self._reason is None:
-                self._lose_conductor(f"is gone ({error})")
+                self._on_coordinator_lost(f"has closed the connection ({error})")
             else:
                 self._selector.unregister(self._channel)
 
-    def _take(self, message: Message) -> None:
+    def _handle(self, message: Message) -> None:
         kind = message["kind"]
         if kind == "start":
-            summons = self._mine(message["summons"])
+            info = self._with_own_key(message["rendezvous"])
             self._running.add(message["slot"])
-            self._crew.start(message["slot"], RendezvousInfo(**summons))
+            self._processes.start(message["slot"], RendezvousInfo(**info))
         elif kind == "tell":
-            told = message["message"]
-            if "summons" in told:
-                told["summons"] = self._mine(told["summons"])
-            self._crew.tell(message["slot"], told)
+            report = message["message"]
+            if "rendezvous" in report:
+                report["rendezvous"] = self._with_own_key(report["rendezvous"])
+            self._processes.send_message(message["slot"], report)
         elif kind == "kill":
-            self._crew.kill(message["slot"])
+            self._processes.kill(message["slot"])
         elif kind == "probe":
             answer(self._channel, message, this_host())
         elif kind == "over":
             self._reason = message["reason"]
         elif kind not in ("beat", "begin", "agreed"):
-            raise ProtocolError(f"{kind} from the host that conducts")
+            raise ProtocolError(f"the first host sent the unexpected message {kind}")
 
-    def _mine(self, summons: dict[str, Any]) -> dict[str, Any]:
+    def _with_own_key(self, info: dict[str, Any]) -> dict[str, Any]:
         """Return rendezvous info for this host's ranks, with their key and the interface towards the first host."""
-        generation = int(summons["generation"])
+        generation = int(info["generation"])
         self._generation = max(self._generation, generation)
-        key = self._token.rank_key(summons["salt"], generation)
-        return {**summons, "interface": interface_of(address_towards(summons["address"])), "key": key}
+        key = self._token.rank_key(info["salt"], generation)
+        return {**info, "interface": interface_of(address_towards(info["address"])), "key": key}
 
-    def _lose_conductor(self, why: str) -> None:
-        """Tell ranks to leave their collectives and keep their state, then rejoin the coordinator when it returns."""
+    def _on_coordinator_lost(self, why: str) -> None:
+        """Abort the ranks' collectives, keep their state, and rejoin the coordinator when it is reachable again."""
         self._selector.unregister(self._channel)
         self._channel.close()
         for slot in list(self._running):
-            self._crew.tell(slot, {"lost": f"the first host {why}", "generation": self._generation})
+            self._processes.send_message(slot, {"lost": f"the first host {why}", "generation": self._generation})
         end = time.monotonic() + self._timeout
         while True:
             turn(self._selector, RETRY_SECONDS)
-            self._crew.look()
+            self._processes.look()
             try:
                 self._channel = self._join_again(sorted(self._running), self._generation)
                 break
             except (OSError, RunError) as error:
                 if time.monotonic() > end:
-                    raise RunError(f"the first host {why}, and did not come back in {self._timeout:.0f} s") from error
+                    raise RunError(
+                        f"the first host {why}, and did not reconnect within {self._timeout:.0f} s"
+                    ) from error
             except JoinRefused as error:
                 # The first host may still list the old connection; that ends within seconds.
                 if error.code != "present" or time.monotonic() > end:

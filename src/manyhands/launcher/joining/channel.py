@@ -40,7 +40,7 @@ SHAPES: dict[str, dict[str, type | tuple[type, ...]]] = {
     "probe": {"ways": list, "key": str},
     "begin": {"devices": list},
     "agreed": {"value": str},
-    "start": {"slot": int, "summons": dict},
+    "start": {"slot": int, "rendezvous": dict},
     "tell": {"slot": int, "message": dict},
     "kill": {"slot": (int, type(None))},
     "over": {"reason": str},
@@ -118,7 +118,7 @@ class Channel:
         self._sent = self._received = 0
         self._rest = bytearray()
         self._closed = threading.Event()
-        self.heard_at = time.monotonic()
+        self.received_at = time.monotonic()
         """When the last bytes arrived from the other side."""
 
     def fileno(self) -> int:
@@ -134,7 +134,7 @@ class Channel:
         threading.Thread(target=self._beat, name="manyhands-beat", daemon=True).start()
 
     def send(self, kind: str, **values: Any) -> bool:
-        """Send a message; return False, and end the connection, if the other side is gone or does not read."""
+        """Send a message; return False, and end the connection, if the peer has disconnected or does not read."""
         body = _written({"kind": kind, **values})
         with self._sending:
             frame = _HEAD.pack(len(body)) + self._proof(self._keys[0], self._sent, body) + body
@@ -152,7 +152,7 @@ class Channel:
         chunk = self._socket.recv(65536)
         if not chunk:
             raise ConnectionError("the connection was closed")
-        self.heard_at = time.monotonic()
+        self.received_at = time.monotonic()
         self._rest += self._cover.opened(chunk)
         yield from self._whole()
 
@@ -172,11 +172,13 @@ class Channel:
                     if message["kind"] in kinds:
                         return message
                     if message["kind"] != "beat":
-                        raise ProtocolError(f"{message['kind']} instead of {' or '.join(kinds)}")
+                        raise ProtocolError(
+                            f"the peer sent the message {message['kind']} instead of {' or '.join(kinds)}"
+                        )
                 limit = end if self._rest else min(end, first_end)
                 if (left := limit - time.monotonic()) <= 0:
                     waited = seconds if self._rest or first is None else min(first, seconds)
-                    raise TimeoutError(f"no {' or '.join(kinds)} within {waited:g} s")
+                    raise TimeoutError(f"the peer sent no message {' or '.join(kinds)} within {waited:g} s")
                 self._socket.settimeout(left)
                 try:
                     chunk = self._socket.recv(65536)
@@ -184,7 +186,7 @@ class Channel:
                     continue
                 if not chunk:
                     raise ConnectionError("the connection was closed")
-                self.heard_at = time.monotonic()
+                self.received_at = time.monotonic()
                 self._rest += self._cover.opened(chunk)
         finally:
             with contextlib.suppress(OSError):
@@ -206,15 +208,15 @@ class Channel:
         while len(self._rest) >= head:
             (length,) = _HEAD.unpack_from(self._rest)
             if length >> 24 == _TLS:
-                raise ProtocolError(f"{self.peer} was not taken in: it uses TLS, and this job does not")
+                raise ProtocolError(f"{self.peer} was not admitted: it uses TLS, but this job does not")
             if length > MAX_MESSAGE:
-                raise ProtocolError(f"a message of {length} bytes; {MAX_MESSAGE} are allowed")
+                raise ProtocolError(f"a message must have at most {MAX_MESSAGE} bytes, but the peer sent {length}")
             if len(self._rest) < head + length:
                 return
             proof, body = bytes(self._rest[_HEAD.size : head]), bytes(self._rest[head : head + length])
             del self._rest[: head + length]
             if not hmac.compare_digest(proof, self._proof(self._keys[1], self._received, body)):
-                raise ProtocolError("a message that is not the other host's")
+                raise ProtocolError("a message has no valid authentication code")
             self._received += 1
             yield checked(body)
 
@@ -230,24 +232,24 @@ class Channel:
 def checked(body: bytes) -> Message:
     """Return a message after checking its shape.
 
-    >>> checked(b'{"kind": "start", "slot": "1", "summons": {}}')
+    >>> checked(b'{"kind": "start", "slot": "1", "rendezvous": {}}')
     Traceback (most recent call last):
-    manyhands.launcher.joining.channel.ProtocolError: start with slot of type str
+    manyhands.launcher.joining.channel.ProtocolError: the field slot of the message start has the type str
     """
     try:
         message = json.loads(body)
         kind = message.pop("kind")
         shape = SHAPES[kind]
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
-        raise ProtocolError("a message of no known kind") from None
+        raise ProtocolError("the peer sent a message of an unknown kind") from None
     if set(message) != set(shape):
-        raise ProtocolError(f"{kind} with the fields {repr(sorted(message))[:100]}")
+        raise ProtocolError(f"the message {kind} has unexpected fields: {repr(sorted(message))[:100]}")
     for name, kinds in shape.items():
         value = message[name]
         if not isinstance(value, kinds) or (isinstance(value, bool) and kinds is int):
-            raise ProtocolError(f"{kind} with {name} of type {type(value).__name__}")
+            raise ProtocolError(f"the field {name} of the message {kind} has the type {type(value).__name__}")
         if name in _HEX_FIELDS and not _HEX.fullmatch(str(value)):
-            raise ProtocolError(f"{kind} with a {name} that is no number")
+            raise ProtocolError(f"the field {name} of the message {kind} is not a hexadecimal number")
     return {"kind": kind, **message}
 
 
@@ -257,7 +259,9 @@ def _written(message: Message) -> bytes:
     if len(body) > MAX_MESSAGE:
         body = json.dumps(_truncated(message), default=str).encode()
     if len(body) > MAX_MESSAGE:
-        raise RunError(f"a message between hosts ({message['kind']}) has {len(body)} bytes; {MAX_MESSAGE} are allowed")
+        raise RunError(
+            f"a message between hosts must have at most {MAX_MESSAGE} bytes, but {message['kind']} has {len(body)}"
+        )
     return body
 
 

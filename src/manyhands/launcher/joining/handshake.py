@@ -61,14 +61,14 @@ class HostFacts:
         host: str | None = None,
     ) -> HostFacts:
         """Return the facts of this host now."""
-        said = [{"kind": d.kind, "index": d.index, "share": d.share, "slot": d.slot} for d in devices]
+        facts_text = [{"kind": d.kind, "index": d.index, "share": d.share, "slot": d.slot} for d in devices]
         return cls(
             host=host or this_host(),
             manyhands=version("manyhands"),
             torch=torch.__version__.split("+")[0],
             python=platform.python_version(),
             time=time.time(),
-            devices=said,
+            devices=facts_text,
             running=list(running),
             generation=generation,
             work=work,
@@ -108,18 +108,18 @@ class HostFacts:
     def differences(self, other: HostFacts) -> str:
         """Return why two hosts cannot work together, with the remedy; empty if they can."""
         for name in ("manyhands", "torch", "python"):
-            mine, theirs = getattr(self, name), getattr(other, name)
+            own, peer = getattr(self, name), getattr(other, name)
             if name == "python":
-                mine, theirs = mine.rpartition(".")[0], theirs.rpartition(".")[0]
-            if mine != theirs:
-                return f"{other.host} has {name} {theirs} and {self.host} has {mine}: install the same on both"
+                own, peer = own.rpartition(".")[0], peer.rpartition(".")[0]
+            if own != peer:
+                return f"{other.host} has {name} {peer} and {self.host} has {own}: install the same version on both"
         skew = other.time - self.time
         if abs(skew) > MAX_SKEW:
             side = "ahead of" if skew > 0 else "behind"
-            return f"the clock of {other.host} is {abs(skew):.0f} s {side} that of {self.host}: set it by NTP"
+            return f"the clock of {other.host} is {abs(skew):.0f} s {side} that of {self.host}: run an NTP service"
         if self.work != other.work:
             return (
-                f"{other.host} was started to do something else than {self.host}: give both the same command and files"
+                f"{other.host} and {self.host} were started with different work: use the same command and files on both"
             )
         return ""
 
@@ -128,27 +128,29 @@ class HostVerifier:
     """The first host's side of the handshake: verifies a joining host, then accepts or refuses it."""
 
     def __init__(
-        self, channel: Channel, token: JoinToken, passes: Mapping[str, JoinToken], mine: Callable[[], HostFacts]
+        self, channel: Channel, token: JoinToken, passes: Mapping[str, JoinToken], own_facts: Callable[[], HostFacts]
     ) -> None:
         """Run the handshake; `passes` belong to hosts that joined before, which need no valid token any more."""
         self.channel = channel
         self._nonce = secrets.token_hex(16)
         channel.send("hello", nonce=self._nonce)
         answer = channel.wait_for("join", seconds=channel.limits.answer, first=FIRST_SECONDS)
-        said = json.dumps(answer["facts"], sort_keys=True)
-        self._theirs = str(answer["nonce"])
+        facts_text = json.dumps(answer["facts"], sort_keys=True)
+        self._peer_nonce = str(answer["nonce"])
         # The nonce belongs to this connection, so a proof from another connection cannot be replayed.
-        parts = "join", self._nonce, self._theirs, said, *channel.binding
+        parts = "join", self._nonce, self._peer_nonce, facts_text, *channel.binding
         self._pass = passes.get(str(answer["facts"].get("host")))
         if self._pass is not None and self._pass.accepts(answer["again"], *parts):
             self._key = self._pass
         elif not token.is_expired and token.accepts(answer["proof"], *parts):
             self._key = token
         else:
-            raise self.refuse("token", "its token is not that of this job, or is expired: copy the first host's file")
+            raise self.refuse(
+                "token", "its token is not that of this job, or is expired: copy the token file of the first host"
+            )
         self.facts = HostFacts.read(answer["facts"])
-        if told := mine().differences(self.facts):
-            raise self.refuse("differs", told)
+        if difference := own_facts().differences(self.facts):
+            raise self.refuse("differs", difference)
 
     def refuse(self, code: Refusal, reason: str) -> SettingsError:
         """Send the host the reason for the refusal; return it as an error."""
@@ -157,32 +159,34 @@ class HostVerifier:
 
     def accept(self) -> JoinToken:
         """Accept the host, prove that this side knows the token too, and return the host's pass for rejoining."""
-        self.channel.send("welcome", proof=self._key.prove("welcome", self._theirs, self._nonce, *self.channel.binding))
-        _seal(self.channel, self._key, self._nonce, self._theirs, is_first=True)
+        self.channel.send(
+            "welcome", proof=self._key.prove("welcome", self._peer_nonce, self._nonce, *self.channel.binding)
+        )
+        _seal(self.channel, self._key, self._nonce, self._peer_nonce, is_first=True)
         self.channel.start_beating()
-        return self._key if self._key is self._pass else _pass(self._key, self._nonce, self._theirs)
+        return self._key if self._key is self._pass else _pass(self._key, self._nonce, self._peer_nonce)
 
 
-def introduce(channel: Channel, token: JoinToken, mine: HostFacts, known: JoinToken | None = None) -> JoinToken:
+def introduce(channel: Channel, token: JoinToken, own_facts: HostFacts, known: JoinToken | None = None) -> JoinToken:
     """Run the joining host's side of the handshake; return the pass with which it may rejoin.
 
     A token may expire while a job runs, and a host of that job must still be able to rejoin. `known` is its pass. The
     token is proved as well, because a restarted first host has issued no passes.
     """
-    hello = _heard(channel, "hello")
+    hello = _receive(channel, "hello")
     nonce = secrets.token_hex(16)
-    facts = asdict(mine)
+    facts = asdict(own_facts)
     parts = "join", hello["nonce"], nonce, json.dumps(facts, sort_keys=True), *channel.binding
     again = "" if known is None else known.prove(*parts)
     channel.send("join", nonce=nonce, facts=facts, proof=token.prove(*parts), again=again)
-    answer = _heard(channel, "welcome")
+    answer = _receive(channel, "welcome")
     parts = "welcome", nonce, hello["nonce"], *channel.binding
     keys = (key for key in (known, token) if key is not None)
     key = next((key for key in keys if key.accepts(answer["proof"], *parts)), None)
     if key is None:
         raise SettingsError(
-            "the first host must have the same token",
-            got="a host that does not have it",
+            "the first host must prove that it has the same token",
+            got="a wrong proof",
             remedy="check which program listens at this address",
         )
     _seal(channel, key, hello["nonce"], nonce, is_first=False)
@@ -190,11 +194,11 @@ def introduce(channel: Channel, token: JoinToken, mine: HostFacts, known: JoinTo
     return key if key is known else _pass(key, hello["nonce"], nonce)
 
 
-def _heard(channel: Channel, kind: str) -> Message:
+def _receive(channel: Channel, kind: str) -> Message:
     """Return the first host's message; raise JoinRefused if it refuses this host."""
     answer = channel.wait_for(kind, "refused", seconds=channel.limits.answer)
     if answer["kind"] == "refused":
-        refused = JoinRefused(f"{channel.peer} does not take this host in: {answer['reason']}")
+        refused = JoinRefused(f"{channel.peer} refuses this host: {answer['reason']}")
         refused.code = answer["code"]
         raise refused
     return answer

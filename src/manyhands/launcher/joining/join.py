@@ -32,8 +32,8 @@ from ..rank import Assignment
 from .agent import Agent
 from .channel import Channel, JoinTimeouts, Message, ProtocolError
 from .handshake import HostFacts, JoinRefused, introduce
-from .listener import TELL_SECONDS, HostsConductor, JoinListener, all_devices
-from .probing import answer, candidates, chosen, probe, said
+from .listener import NOTIFY_SECONDS, HostsCoordinator, JoinListener, all_devices
+from .probing import answer, candidates, chosen, describe_links, probe
 from .tls import NoTls, tls_here
 from .token import JoinToken, token_here
 
@@ -68,7 +68,7 @@ class Join:
                 "hosts must be a whole number of at least 1", got=self.hosts, remedy="pass hosts=2 or more"
             )
 
-    def gather(self, num_wanted: int | None, timeout: float, say: Callable[[str], None]) -> JoinedHosts:
+    def gather(self, num_wanted: int | None, timeout: float, notify: Callable[[str], None]) -> JoinedHosts:
         """Wait until all hosts have joined; return them as this host sees them."""
         name, port = parse_endpoint(self.address)
         token, tls = token_here(self.token_file), tls_here(self.tls)
@@ -77,10 +77,10 @@ class Join:
         wanted = None if num_wanted is None else max(1, num_wanted // self.hosts)
         devices, notices = resolve(self.on, wanted)
         for text in notices:
-            say(text)
+            notify(text)
         facts = _FactsOf(this_host(), devices, hashlib.sha256(self.work.encode()).hexdigest())
         if not is_ours(address):
-            return Other(_First(address, port, token, tls), facts, timeout, say)
+            return Other(_First(address, port, token, tls), facts, timeout, notify)
         try:
             listener = listen(address, port)
         except PortTaken as taken:
@@ -92,9 +92,9 @@ class Join:
                 ) from None
             # On loopback all hosts are on this machine, and the program that started first runs the coordinator.
             beside = replace(facts, host=f"{facts.host}-{os.getpid()}")
-            say(f"port {port} of {address} is taken: joining the job there, as host {beside.host}")
-            return Other(_First(address, port, token, tls, taken), beside, timeout, say)
-        return First(JoinListener(listener, token, facts, self.hosts, say, timeout, tls), devices, address)
+            notify(f"port {port} of {address} is taken: joining the job there, as host {beside.host}")
+            return Other(_First(address, port, token, tls, taken), beside, timeout, notify)
+        return First(JoinListener(listener, token, facts, self.hosts, notify, timeout, tls), devices, address)
 
 
 @dataclass(frozen=True)
@@ -151,39 +151,41 @@ class JoinedHosts(ABC):
 class First(JoinedHosts):
     """The first host, which runs the coordinator."""
 
-    def __init__(self, desk: JoinListener, devices: Sequence[Device], address: str) -> None:
-        self._desk, self._address = desk, address
+    def __init__(self, join_listener: JoinListener, devices: Sequence[Device], address: str) -> None:
+        self._join_listener, self._address = join_listener, address
         self.here = [replace(device, host=this_host()) for device in devices]
         try:
-            desk.gather()
+            join_listener.gather()
         except BaseException as error:
-            desk.close(str(error))
+            join_listener.close(str(error))
             raise
-        self.devices = all_devices(self.here, desk)
-        links = probe([place.channel for place in desk.present], candidates(address))
+        self.devices = all_devices(self.here, join_listener)
+        links = probe([place.channel for place in join_listener.present], candidates(address))
         self._address = chosen(links, address)
-        self.notices = said(links, self._address)
-        desk.greet("begin", devices=[[d.kind, d.index, d.host, d.share, d.slot] for d in self.devices])
+        self.notices = describe_links(links, self._address)
+        join_listener.send_to_all("begin", devices=[[d.kind, d.index, d.host, d.share, d.slot] for d in self.devices])
 
     def agree(self, value: Callable[[], str]) -> str:
         agreed = value()
-        self._desk.greet("agreed", value=agreed)
+        self._join_listener.send_to_all("agreed", value=agreed)
         return agreed
 
     def start(
         self, engine: LocalEngine, fn: Callable[[World], Any], *, timeout: float, after_loss: AfterLoss, unit: int = 1
     ) -> RunningJob:
-        parcel = pack(Assignment.here(fn, self.here, timeout, after_loss == "regroup"))
+        pickle_fd = pack(Assignment.here(fn, self.here, timeout, after_loss == "regroup"))
         try:
-            here = LocalHost(this_host(), self.here, engine.warm_up(), parcel)
-            job = HostsConductor(here, self._desk, self._address, after_loss=after_loss, timeout=timeout, unit=unit)
+            here = LocalHost(this_host(), self.here, engine.warm_up(), pickle_fd)
+            job = HostsCoordinator(
+                here, self._join_listener, self._address, after_loss=after_loss, timeout=timeout, unit=unit
+            )
             job.call()
             return job
         finally:
-            os.close(parcel)
+            os.close(pickle_fd)
 
     def close(self, reason: str) -> None:
-        self._desk.close(reason)
+        self._join_listener.close(reason)
 
 
 class Other(JoinedHosts):
@@ -191,23 +193,23 @@ class Other(JoinedHosts):
 
     is_first = False
 
-    def __init__(self, first: _First, facts: _FactsOf, timeout: float, say: Callable[[str], None]) -> None:
-        self._first, self._facts, self._timeout, self._say = first, facts, timeout, say
+    def __init__(self, first: _First, facts: _FactsOf, timeout: float, notify: Callable[[str], None]) -> None:
+        self._first, self._facts, self._timeout, self._notify = first, facts, timeout, notify
         self.here = [replace(device, host=facts.host) for device in facts.devices]
         self._known: JoinToken | None = None
         self._channel = self._connect()
         try:
             while (message := self._wait_for("begin", "probe"))["kind"] == "probe":
                 answer(self._channel, message, facts.host)
-            told = message["devices"]
+            described = message["devices"]
         except BaseException:
             self._channel.close()
             raise
-        self.devices = [Device(str(k), int(i), str(h), float(s), int(n)) for k, i, h, s, n in told]
+        self.devices = [Device(str(k), int(i), str(h), float(s), int(n)) for k, i, h, s, n in described]
 
     def _connect(self) -> Channel:
         """Join the first host; retry until the time limit, because the first host may start later than this one."""
-        end, told = time.monotonic() + self._timeout, False
+        end, has_notified = time.monotonic() + self._timeout, False
         while True:
             try:
                 return self._join([], -1)
@@ -229,9 +231,9 @@ class Other(JoinedHosts):
                         got=f"{self._first} ({error})",
                         remedy="run the same command there, and check the address and the network",
                     ) from None
-                if not told:
-                    self._say(f"{self._first} does not answer yet; retrying for {self._timeout:.0f} s")
-                told = True
+                if not has_notified:
+                    self._notify(f"{self._first} does not answer yet; retrying for {self._timeout:.0f} s")
+                has_notified = True
                 time.sleep(0.3)
 
     def _join(self, running: list[int], generation: int) -> Channel:
@@ -254,9 +256,9 @@ class Other(JoinedHosts):
 
     def _wait_for(self, *kinds: str) -> Message:
         try:
-            message = self._channel.wait_for(*kinds, "over", seconds=min(TELL_SECONDS, self._timeout))
+            message = self._channel.wait_for(*kinds, "over", seconds=min(NOTIFY_SECONDS, self._timeout))
         except TimeoutError:
-            self._say(f"{self._facts.host} has joined, and waits for {self._first} to start")
+            self._notify(f"{self._facts.host} has joined, and waits for {self._first} to start")
             message = self._channel.wait_for(*kinds, "over", seconds=self._timeout)
         if message["kind"] == "over":
             raise RunError(f"the first host has ended the job: {message['reason']}")
@@ -265,12 +267,12 @@ class Other(JoinedHosts):
     def start(
         self, engine: LocalEngine, fn: Callable[[World], Any], *, timeout: float, after_loss: AfterLoss, unit: int = 1
     ) -> RunningJob:
-        parcel = pack(Assignment.here(fn, self.here, timeout, after_loss == "regroup"))
+        pickle_fd = pack(Assignment.here(fn, self.here, timeout, after_loss == "regroup"))
         try:
             token = self._first.token
-            return Agent(self._channel, self._join, engine.warm_up(), parcel, token=token, timeout=timeout)
+            return Agent(self._channel, self._join, engine.warm_up(), pickle_fd, token=token, timeout=timeout)
         finally:
-            os.close(parcel)
+            os.close(pickle_fd)
 
     def close(self, reason: str) -> None:
         self._channel.send("leave", reason=reason)

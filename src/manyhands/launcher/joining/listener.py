@@ -23,7 +23,7 @@ from .handshake import HostFacts, HostVerifier
 from .tls import NoTls, NotTls
 from .token import JoinToken
 
-TELL_SECONDS = 1.0
+NOTIFY_SECONDS = 1.0
 """Seconds of waiting after which a message about it is printed."""
 
 
@@ -38,12 +38,12 @@ class RemoteHost(RankHost):
     def running(self) -> Sequence[int]:
         return self.facts.running
 
-    def start(self, slot: int, summons: RendezvousInfo) -> None:
-        self.channel.send("start", slot=slot, summons=_without_key(summons.to_dict()))
+    def start(self, slot: int, info: RendezvousInfo) -> None:
+        self.channel.send("start", slot=slot, rendezvous=_without_key(info.to_dict()))
 
-    def tell(self, slot: int, message: dict[str, Any]) -> None:
-        if "summons" in message:
-            message = {**message, "summons": _without_key(message["summons"])}
+    def send_message(self, slot: int, message: dict[str, Any]) -> None:
+        if "rendezvous" in message:
+            message = {**message, "rendezvous": _without_key(message["rendezvous"])}
         self.channel.send("tell", slot=slot, message=message)
 
     def kill(self, slot: int | None = None) -> None:
@@ -57,17 +57,23 @@ class JoinListener:
         self,
         listener: socket.socket,
         token: JoinToken,
-        mine: Callable[[], HostFacts],
+        own_facts: Callable[[], HostFacts],
         num_hosts: int,
-        say: Callable[[str], None],
+        notify: Callable[[str], None],
         timeout: float,
         tls: NoTls | None = None,
     ) -> None:
         self._limits, self._tls = JoinTimeouts(timeout), tls or NoTls()
         self.selector = selectors.DefaultSelector()
-        self._listener, self.token, self._mine, self._num_hosts, self._say = listener, token, mine, num_hosts, say
+        self._listener, self.token, self._own_facts, self._num_hosts, self._notify = (
+            listener,
+            token,
+            own_facts,
+            num_hosts,
+            notify,
+        )
         self.present: list[RemoteHost] = []
-        self.greetings: list[tuple[str, dict[str, Any]]] = []
+        self.welcome_messages: list[tuple[str, dict[str, Any]]] = []
         self._is_closed = False
         self._passes: dict[str, JoinToken] = {}
         """Passes of hosts that joined before: they rejoin with these, also after the token has expired."""
@@ -76,38 +82,38 @@ class JoinListener:
         self._woken, self._wakes = socket.socketpair()
         self._unproved = Unproved()
         self.selector.register(listener, selectors.EVENT_READ, self._accept)
-        self.selector.register(self._woken, selectors.EVENT_READ, self._take_in)
+        self.selector.register(self._woken, selectors.EVENT_READ, self._admit_proved)
 
     def gather(self) -> None:
-        """Wait until all hosts have joined; report the wait after `TELL_SECONDS`, and raise after the time limit."""
-        began, told, seconds = time.monotonic(), False, self._limits.timeout
+        """Wait until all hosts have joined; report the wait after `NOTIFY_SECONDS`, and raise after the time limit."""
+        began, has_notified, seconds = time.monotonic(), False, self._limits.timeout
         while len(self.present) < self._num_hosts - 1:
             turn(self.selector, min(0.5, seconds))
             waited = time.monotonic() - began
-            here = ", ".join([self._mine().host, *(place.host for place in self.present)])
+            here = ", ".join([self._own_facts().host, *(place.host for place in self.present)])
             if waited > seconds:
                 raise SettingsError(
                     f"{self._num_hosts} hosts must join within {seconds:.0f} s",
                     got=f"{len(self.present) + 1} ({here})",
                     remedy="run the same command on the other hosts, or use a smaller --hosts",
                 )
-            if waited > TELL_SECONDS and not told:
-                told = True
+            if waited > NOTIFY_SECONDS and not has_notified:
+                has_notified = True
                 where = ":".join(map(str, self._listener.getsockname()))
                 missing = self._num_hosts - 1 - len(self.present)
-                self._say(
+                self._notify(
                     f"waiting at {where} for {missing} more of {self._num_hosts} hosts, for {seconds:.0f} s; "
                     f"this host is {here}; run the same command on the others"
                 )
 
-    def greet(self, kind: str, **values: Any) -> None:
+    def send_to_all(self, kind: str, **values: Any) -> None:
         """Send a message to every host that has joined, and to those that join later."""
-        self.greetings.append((kind, values))
+        self.welcome_messages.append((kind, values))
         for place in self.present:
             place.channel.send(kind, **values)
 
     def close(self, reason: str) -> None:
-        """Tell every host that the job is over, and why if it failed; release all sockets."""
+        """Notify every host that the job is over, with the reason if it failed; release all sockets."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -138,7 +144,7 @@ class JoinListener:
     def _prove(self, sock: socket.socket) -> None:
         """Run the handshake in its own thread, so that a silent peer blocks no other host."""
         try:
-            challenge = HostVerifier(self._channel(sock), self.token, self._passes, self._mine)
+            challenge = HostVerifier(self._channel(sock), self.token, self._passes, self._own_facts)
             if self._unproved.remove(sock):
                 self._proved.put(challenge)
                 self._wakes.send(b"!")
@@ -148,130 +154,139 @@ class JoinListener:
             # An invalid peer only ends its own connection. Connections dropped to make room for others are not
             # reported: there may be any number of them.
             if self._unproved.remove(sock):
-                self._say(str(error) or type(error).__name__)
+                self._notify(str(error) or type(error).__name__)
             sock.close()
 
     def _channel(self, sock: socket.socket) -> Channel:
         try:
             return Channel(sock, self._limits, self._tls.cover(sock, self._limits, is_first=True))
         except NotTls:
-            told = "this job is joined with TLS: give this host its certificate too, by --tls"
-            Channel(sock, self._limits).send("refused", code="tls", reason=told)
+            reason = "this job uses TLS: give this host a certificate too, with --tls"
+            Channel(sock, self._limits).send("refused", code="tls", reason=reason)
             raise
 
-    def _take_in(self) -> None:
+    def _admit_proved(self) -> None:
         self._woken.recv(4096)
         while not self._proved.empty():
             self._decide(self._proved.get())
 
     def _decide(self, challenge: HostVerifier) -> None:
         facts = challenge.facts
-        names = [self._mine().host, *(place.host for place in self.present)]
+        names = [self._own_facts().host, *(place.host for place in self.present)]
         if facts.host in names:
             refused = challenge.refuse(
                 "present",
-                f"a host called {facts.host} is in already: start one command per host, and give hosts different names",
+                f"a host called {facts.host} has already joined: run one command per host, under different names",
             )
         elif len(names) >= self._num_hosts:
-            told = f"all {self._num_hosts} hosts are in: start it with a larger --hosts everywhere"
-            refused = challenge.refuse("full", told)
+            reason = f"all {self._num_hosts} hosts have already joined: start all of them with a larger --hosts"
+            refused = challenge.refuse("full", reason)
         else:
             self._passes[facts.host] = challenge.accept()
             place = RemoteHost(challenge.channel, facts)
             self.present.append(place)
-            self._say(f"{facts.host} has joined, {len(names) + 1} of {self._num_hosts} hosts are connected")
-            for kind, values in self.greetings:
+            self._notify(f"{facts.host} has joined, {len(names) + 1} of {self._num_hosts} hosts are connected")
+            for kind, values in self.welcome_messages:
                 place.channel.send(kind, **values)
             self.on_arrival(place)
             return
-        self._say(str(refused))
+        self._notify(str(refused))
         challenge.channel.close()
 
 
-def _without_key(summons: dict[str, Any]) -> dict[str, Any]:
+def _without_key(info: dict[str, Any]) -> dict[str, Any]:
     """Return rendezvous info without the key for sending between hosts: the other host derives it from the token."""
-    return {**summons, "key": ""}
+    return {**info, "key": ""}
 
 
-class HostsConductor(Coordinator):
+class HostsCoordinator(Coordinator):
     """The coordinator of ranks on this host and on the hosts that have joined."""
 
     def __init__(
-        self, here: LocalHost, desk: JoinListener, address: str, *, after_loss: AfterLoss, timeout: float, unit: int
+        self,
+        here: LocalHost,
+        join_listener: JoinListener,
+        address: str,
+        *,
+        after_loss: AfterLoss,
+        timeout: float,
+        unit: int,
     ) -> None:
-        meeting = Rendezvous(address)
-        super().__init__(here, meeting, after_loss=after_loss, timeout=timeout, unit=unit, selector=desk.selector)
-        self._desk = desk
+        rendezvous = Rendezvous(address)
+        super().__init__(
+            here, rendezvous, after_loss=after_loss, timeout=timeout, unit=unit, selector=join_listener.selector
+        )
+        self._join_listener = join_listener
         self._patience = JoinTimeouts(timeout).silence
-        for place in desk.present:
-            self._attend(place)
-        desk.on_arrival = self._arrive
+        for place in join_listener.present:
+            self._watch_channel(place)
+        join_listener.on_arrival = self._arrive
 
     def tick(self) -> None:
         super().tick()
         now = time.monotonic()
-        for place in list(self._desk.present):
-            if now - place.channel.heard_at > self._patience:
-                self._lose_host(place, f"has not been heard for {self._patience:.0f} s")
+        for place in list(self._join_listener.present):
+            if now - place.channel.received_at > self._patience:
+                self._on_host_lost(place, f"has sent nothing for {self._patience:.0f} s")
 
     def _new_key(self) -> tuple[str, str]:
         salt = secrets.token_hex(16)
-        return self._desk.token.rank_key(salt, self._generation), salt
+        return self._join_listener.token.rank_key(salt, self._generation), salt
 
     def finish(self) -> None:
         failed = self._failed
         self.kill()
-        self._here.crew.finish()
+        self._here.processes.finish()
         reason = "" if failed is None and self.is_complete else str(failed or "the first host has ended the job")
-        self._desk.close(reason.splitlines()[0] if reason else "")
-        self._meeting.close()
+        self._join_listener.close(reason.splitlines()[0] if reason else "")
+        self._rendezvous.close()
 
     def _arrive(self, place: RemoteHost) -> None:
-        self._say(event("notice", text=f"{place.host} has joined the job"))
-        self._attend(place)
+        self._notify(event("notice", text=f"{place.host} has joined the job"))
+        self._watch_channel(place)
 
-    def _attend(self, place: RemoteHost) -> None:
-        self.selector.register(place.channel, selectors.EVENT_READ, lambda: self._hear(place))
+    def _watch_channel(self, place: RemoteHost) -> None:
+        self.selector.register(place.channel, selectors.EVENT_READ, lambda: self._receive(place))
         # The channel was not read between joining and now.
-        place.channel.heard_at = time.monotonic()
+        place.channel.received_at = time.monotonic()
         # Ranks that outlived a connection know of earlier generations, whose numbers must not be reused.
         self._generation = max(self._generation, place.facts.generation)
         self.admit(place)
 
-    def _hear(self, place: RemoteHost) -> None:
+    def _receive(self, place: RemoteHost) -> None:
         try:
             for message in place.channel.receive():
-                self._take(place, message)
+                self._handle(place, message)
         except ProtocolError as error:
-            self._lose_host(place, f"said {error}")
+            self._on_host_lost(place, f"violated the protocol: {error}")
         except OSError as error:
-            self._lose_host(place, f"is gone ({error.strerror or error})")
+            self._on_host_lost(place, f"has closed the connection ({error.strerror or error})")
 
-    def _take(self, place: RemoteHost, message: Message) -> None:
+    def _handle(self, place: RemoteHost, message: Message) -> None:
         kind = message.pop("kind")
         if kind == "event":
-            self.heard_event(place, message["slot"], message["entry"])
+            self.handle_event(place, message["slot"], message["entry"])
         elif kind == "output":
-            self.heard_output(place, message["slot"], message["text"], message["stream"])
+            self.handle_output(place, message["slot"], message["text"], message["stream"])
         elif kind == "lost_world":
-            self.heard_lost_world(place, message["slot"], message["told"])
+            self.handle_lost_world(place, message["slot"], message["told"])
         elif kind == "failure":
-            self.heard_failure(place, message.pop("slot"), message)
+            self.handle_failure(place, message.pop("slot"), message)
         elif kind == "end":
-            self.heard_end(place, message["slot"], ProcessExit(message["done"], message["text"]))
+            self.handle_exit(place, message["slot"], ProcessExit(message["done"], message["text"]))
         elif kind == "stop":
             self.stop()
         elif kind == "leave":
-            self._lose_host(place, f"has left: {message['reason']}")
+            self._on_host_lost(place, f"has left: {message['reason']}")
         elif kind != "beat":
-            raise ProtocolError(f"{kind} to the host that conducts")
+            raise ProtocolError(f"a joined host sent the unexpected message {kind}")
 
-    def _lose_host(self, place: RemoteHost, reason: str) -> None:
-        if place in self._desk.present:
-            self._desk.forget(place)
+    def _on_host_lost(self, place: RemoteHost, reason: str) -> None:
+        if place in self._join_listener.present:
+            self._join_listener.forget(place)
             self.dismiss(place, reason)
 
 
-def all_devices(here: Sequence[Device], desk: JoinListener) -> list[Device]:
+def all_devices(here: Sequence[Device], join_listener: JoinListener) -> list[Device]:
     """Return the devices of all hosts, in rank order."""
-    return [*here, *(device for place in desk.present for device in place.devices)]
+    return [*here, *(device for place in join_listener.present for device in place.devices)]

@@ -49,10 +49,10 @@ def probe(channels: Sequence[Channel], addresses: Sequence[str]) -> list[Measure
     return found
 
 
-def answer(channel: Channel, asked: Message, host: str) -> None:
+def answer(channel: Channel, request: Message, host: str) -> None:
     """Measure the links to the addresses that the first host listed, and send it the results."""
-    ways = [(str(address), int(port)) for address, port in asked["ways"]]
-    found = measured(host, ways, bytes.fromhex(asked["key"]))
+    ways = [(str(address), int(port)) for address, port in request["ways"]]
+    found = measured(host, ways, bytes.fromhex(request["key"]))
     channel.send("links", found=[[x.host, x.interface, x.address, x.seconds, x.bytes_per_second] for x in found])
 
 
@@ -73,7 +73,7 @@ def chosen(links: Sequence[MeasuredLink], joined: str) -> str:
     return best if rates.get(best, 0.0) > MARGIN * rates.get(joined, 0.0) else joined
 
 
-def said(links: Sequence[MeasuredLink], address: str) -> list[str]:
+def describe_links(links: Sequence[MeasuredLink], address: str) -> list[str]:
     """Return one line per link, with the chosen address marked."""
     return [f"{link}{', chosen' if link.address == address else ''}" for link in links]
 
@@ -82,4 +82,4 @@ def _links(values: list[Any]) -> list[MeasuredLink]:
     try:
         return [MeasuredLink(str(h), str(i), str(a), float(s), float(rate)) for h, i, a, s, rate in values]
     except (TypeError, ValueError):
-        raise ProtocolError("links of another shape") from None
+        raise ProtocolError("the message links has invalid values") from None

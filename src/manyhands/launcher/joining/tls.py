@@ -84,10 +84,10 @@ class JoinTls(NoTls):
             context.load_cert_chain(self.folder / CERTIFICATE, self.folder / KEY, password="")
             context.load_verify_locations(self.folder / SIGNER)
         except OSError as error:
-            said = _reason(error) if isinstance(error, ssl.SSLError) else error.strerror
+            reason = _reason(error) if isinstance(error, ssl.SSLError) else error.strerror
             raise SettingsError(
                 f"TLS needs {FOLDER}, in PEM format",
-                got=f"{self.folder} ({said})",
+                got=f"{self.folder} ({reason})",
                 remedy="create them as docs/clusters.md shows",
             ) from None
         if is_first:
@@ -111,30 +111,30 @@ class Tunnel(Bare):
         self._peer = str(sock.getpeername()[0])
         self._is_proved = False
         try:
-            self._shake_hands(sock, limits, speaks_first=not mark)
+            self._shake_hands(sock, limits, is_client=not mark)
         except ssl.SSLError as error:
             raise self._refused(error) from None
         shown = self._tls.getpeercert(binary_form=True) or b""
         self.binding = (mark or hashlib.sha256(shown).hexdigest(),)
 
-    def _shake_hands(self, sock: socket.socket, limits: JoinTimeouts, *, speaks_first: bool) -> None:
+    def _shake_hands(self, sock: socket.socket, limits: JoinTimeouts, *, is_client: bool) -> None:
         end = time.monotonic() + limits.answer
         # A peer without TLS waits for this side's first message, so it must be refused before its own wait ends.
-        patience = limits.answer if speaks_first else min(FIRST_SECONDS, limits.answer / 2)
-        has_heard = False
+        patience = limits.answer if is_client else min(FIRST_SECONDS, limits.answer / 2)
+        has_received = False
         while not self._is_done(sock):
             sock.settimeout(max(0.01, min(patience, end - time.monotonic())))
             try:
                 chunk = sock.recv(65536)
             except TimeoutError:
-                if has_heard or speaks_first:
+                if has_received or is_client:
                     raise TimeoutError(f"no TLS from {self._peer} in time") from None
                 chunk = b"\0"
             if not chunk:
                 raise ConnectionError("the connection was closed")
-            if not has_heard and chunk[0] not in _RECORDS:
-                raise self._not_tls(speaks_first)
-            has_heard, patience = True, limits.answer
+            if not has_received and chunk[0] not in _RECORDS:
+                raise self._not_tls(is_client)
+            has_received, patience = True, limits.answer
             self._incoming.write(chunk)
 
     def _is_done(self, sock: socket.socket) -> bool:
@@ -164,16 +164,20 @@ class Tunnel(Bare):
             except ssl.SSLWantReadError:
                 pass
             except ssl.SSLError as error:
-                raise ProtocolError(f"no TLS ({_reason(error)})") if self._is_proved else self._refused(error) from None
+                raise (
+                    ProtocolError(f"the TLS connection to {self._peer} is broken ({_reason(error)})")
+                    if self._is_proved
+                    else self._refused(error)
+                ) from None
         self._is_proved = self._is_proved or bool(found)
         return found
 
-    def _not_tls(self, speaks_first: bool) -> Exception:
-        if not speaks_first:
-            return NotTls(f"{self._peer} was not taken in: it does not use TLS")
+    def _not_tls(self, is_client: bool) -> Exception:
+        if not is_client:
+            return NotTls(f"{self._peer} was not admitted: it does not use TLS")
         return _refusal(
             "either all hosts of a job must use TLS, or none of them",
-            got=f"{self._peer} without it",
+            got=f"{self._peer} without TLS",
             remedy="start the first host with tls= too, or omit it here",
         )
 
@@ -200,8 +204,8 @@ def _refusal(rule: str, *, got: str, remedy: str) -> JoinRefused:
 
 def _reason(error: OSError) -> str:
     """Return the reason of a TLS error as text."""
-    words = getattr(error, "verify_message", "") or getattr(error, "reason", "") or error.strerror or "it failed"
-    return str(words).lower().replace("_", " ")
+    reason = getattr(error, "verify_message", "") or getattr(error, "reason", "") or error.strerror or "it failed"
+    return str(reason).lower().replace("_", " ")
 
 
 def tls_here(folder: str) -> NoTls:

@@ -75,26 +75,28 @@ def token_here(file: str) -> JoinToken:
 
 def read_token(path: Path) -> JoinToken:
     """Return the token from a file; raise if other users can read the file."""
-    make = f"make one with: manyhands token {path}, and copy it to every host"
+    make = f"create one with: manyhands token {path}, and copy it to every host"
     try:
         mode = path.stat().st_mode
-        words = path.read_text().splitlines()
+        lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise SettingsError("joining needs a readable token file", got=f"{path} ({error})", remedy=make) from None
+        raise SettingsError("a token file must be readable", got=f"{path} ({error})", remedy=make) from None
     if mode & (stat.S_IRWXG | stat.S_IRWXO):
         raise SettingsError(
             "a token file must be readable by its owner only",
             got=f"{path} with mode {stat.S_IMODE(mode):o}",
             remedy=f"run chmod 600 {path}, or create a new token if another user may have read it",
         )
-    if not words or len(words[0].strip()) < MIN_LENGTH:
-        raise SettingsError(f"a token must have at least {MIN_LENGTH} characters", got=f"fewer in {path}", remedy=make)
-    limits = [word.removeprefix(_EXPIRES) for word in words[1:] if word.startswith(_EXPIRES)]
+    if not lines or len(lines[0].strip()) < MIN_LENGTH:
+        raise SettingsError(
+            f"a token must have at least {MIN_LENGTH} characters", got=f"fewer characters in {path}", remedy=make
+        )
+    limits = [line.removeprefix(_EXPIRES) for line in lines[1:] if line.startswith(_EXPIRES)]
     if limits and not limits[0].isdecimal():
         raise SettingsError("the expiry of a token must be a number of seconds", got=repr(limits[0]), remedy=make)
-    token = JoinToken(words[0].strip().encode(), float(limits[0]) if limits else None)
+    token = JoinToken(lines[0].strip().encode(), float(limits[0]) if limits else None)
     if token.is_expired:
         raise SettingsError(
-            "a token must not be expired", got=str(path), remedy=make.replace("make one", "make a new one")
+            "a token must not be expired", got=str(path), remedy=make.replace("create one", "create a new one")
         )
     return token

@@ -27,8 +27,7 @@ class Mpi(Resolver):
         address = environ.get("MASTER_ADDR") or (LOOPBACK if is_one_host else "")
         if not address:
             raise SettingsError(
-                "ranks on several hosts meet at MASTER_ADDR, which MPI does not tell",
-                got="none",
+                "ranks on several hosts need MASTER_ADDR for the rendezvous, which MPI does not set",
                 remedy="write mpirun -x MASTER_ADDR=FIRST_HOST (mpiexec -genv MASTER_ADDR FIRST_HOST)",
             )
         num_hosts = 1 if is_one_host else -(-standing.size // standing.local_size)

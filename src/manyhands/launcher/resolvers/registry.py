@@ -34,7 +34,9 @@ def understood(environ: Environ | None = None) -> ResolvedCluster | None:
         if not present:
             names = ", ".join(resolver.name for resolver in RESOLVERS)
             raise SettingsError(
-                f"{CHOICE} must be one of {names}, and set in the environment", got=chosen, remedy="correct its value"
+                f"{CHOICE} must name a scheduler whose variables are set, one of {names}",
+                got=chosen,
+                remedy="correct its value",
             )
     if not present:
         return None

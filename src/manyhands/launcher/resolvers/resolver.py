@@ -118,7 +118,7 @@ def number(environ: Environ, *names: str, default: int | None = None) -> int:
             text = environ[name].strip()
             if not text.isdecimal() or len(text) > MOST_DIGITS:
                 digits = f" of at most {MOST_DIGITS} digits" if text.isdecimal() else ""
-                rule, got = f"{name} is a whole number{digits}", repr(environ[name][:80])
+                rule, got = f"{name} must be a whole number{digits}", repr(environ[name][:80])
                 raise SettingsError(rule, got=got, remedy="correct its value")
             return int(text)
     if default is None:
@@ -175,11 +175,11 @@ def _require_numbers(cluster: ResolvedCluster) -> None:
             got=f"local rank {standing.local_rank} on {cluster.host}",
             remedy="check how the ranks were numbered",
         )
-    told = cluster_size(cluster.hosts)
-    if told is not None and told != standing.size:
+    total = cluster_size(cluster.hosts)
+    if total is not None and total != standing.size:
         raise SettingsError(
             f"{source}'s hosts must have {standing.size} ranks in total",
-            got=f"{told} ({', '.join(f'{host} {host.num_devices}' for host in cluster.hosts)})",
+            got=f"{total} ({', '.join(f'{host} {host.num_devices}' for host in cluster.hosts)})",
             remedy="start the missing ranks, or use fewer",
         )
 

@@ -23,7 +23,7 @@ class Torchrun(Resolver):
                 raise SettingsError(
                     "ranks that were launched need RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT",
                     got=f"no {name}",
-                    remedy="set it, or take RANK and WORLD_SIZE out of the environment",
+                    remedy="set it, or unset RANK and WORLD_SIZE",
                 )
         standing = Standing(
             rank=number(environ, "RANK"),

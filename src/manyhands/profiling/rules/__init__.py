@@ -1,4 +1,4 @@
-"""The rules that advice comes from: each looks at a profile and says something, or nothing."""
+"""The rules for advice: each examines a profile and returns a text, or none."""
 
 from ..advice import Rule
 from .exchange import exposed_communication, hot_parameter, slow_rank

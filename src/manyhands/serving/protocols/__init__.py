@@ -1,4 +1,4 @@
-"""What clients speak, one file each."""
+"""Client protocols, one file each."""
 
 from .grpc_service import GrpcListener, GrpcService, Method
 from .health_grpc import Health

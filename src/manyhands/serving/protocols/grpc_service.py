@@ -48,8 +48,8 @@ class GrpcService(ABC):
     addressed: ClassVar[Mapping[str, tuple[int, ...]]] = {}
     """Methods whose messages contain tensors, each with the numbers of the fields that say which model is asked."""
 
-    def __init__(self, desk: InferenceGateway) -> None:
-        self.desk = desk
+    def __init__(self, gateway: InferenceGateway) -> None:
+        self.gateway = gateway
 
     @abstractmethod
     def methods(self) -> Mapping[str, tuple[Method, Any, Any]]:
@@ -73,15 +73,15 @@ class GrpcService(ABC):
             if not future.done():
                 future.set_result(ticket)
 
-        deadline = self.desk.deadline(min(left, default=None))
-        cancel = self.desk.ask(
+        deadline = self.gateway.deadline(min(left, default=None))
+        cancel = self.gateway.ask(
             version,
             inputs,
             began=time.perf_counter(),
             deadline=deadline,
             priority=priority,
             then=then,
-            parent=said(context, TRACE),
+            parent=metadata_value(context, TRACE),
         )
         try:
             ticket = await future
@@ -95,10 +95,10 @@ class GrpcService(ABC):
 
 def key_of(context: Any) -> bytes:
     """Return the key that selects the share of a traffic split."""
-    return said(context, KEY)
+    return metadata_value(context, KEY)
 
 
-def said(context: Any, wanted: bytes) -> bytes:
+def metadata_value(context: Any, wanted: bytes) -> bytes:
     """Return a header of a call; empty if there is none."""
     for name, value in context.invocation_metadata() or ():
         if name.encode() == wanted:
@@ -286,7 +286,7 @@ class GrpcListener:
     def _require_token(self, context: Any) -> None:
         if self._closed:
             raise RequestRefused("PERMISSION_DENIED", self._closed)
-        if not self._token.is_said(said(context, b"authorization")):
+        if not self._token.is_valid(metadata_value(context, b"authorization")):
             raise RequestRefused("UNAUTHENTICATED", self._token.reason)
 
 
@@ -366,4 +366,4 @@ class Decoder:
         try:
             return self._asked.FromString(message)
         except DecodeError:
-            raise RequestRefused("INVALID_ARGUMENT", f"the message is no {self.rule.name}") from None
+            raise RequestRefused("INVALID_ARGUMENT", f"the message is not a valid {self.rule.name}") from None

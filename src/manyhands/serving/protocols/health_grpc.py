@@ -23,8 +23,8 @@ class Health(GrpcService):
         return {"Check": (self._check, MESSAGES["HealthCheckRequest"], MESSAGES["HealthCheckResponse"])}
 
     async def _check(self, request: Any, context: Any) -> Any:
-        catalogue = self.desk.catalogue
-        ready = self.desk.is_ready and catalogue.is_ready
+        catalogue = self.gateway.catalogue
+        ready = self.gateway.is_ready and catalogue.is_ready
         if request.service in catalogue.models:
-            ready = self.desk.is_ready and catalogue.models[request.service].current is not None
+            ready = self.gateway.is_ready and catalogue.models[request.service].current is not None
         return MESSAGES["HealthCheckResponse"](status=SERVING if ready else NOT_SERVING)

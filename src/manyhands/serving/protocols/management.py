@@ -1,4 +1,4 @@
-"""Management over HTTP, on a listener of its own: what is served, loading, labels, splits, rollback."""
+"""Management over HTTP, on a separate listener: status, loading, labels, splits and rollback."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Management(RestProtocol):
 
     prefix = "/manage"
 
-    def __init__(self, desk: InferenceGateway) -> None:
-        super().__init__(desk)
+    def __init__(self, gateway: InferenceGateway) -> None:
+        super().__init__(gateway)
         self._tasks: set[asyncio.Task[None]] = set()
 
     def handle(self, request: Request) -> None:
@@ -37,16 +37,16 @@ class Management(RestProtocol):
         if match is None:
             raise BadRequest(404, "Not Found")
         require_method(request, "POST")
-        value = read_object(request, self.desk.limits)
+        value = read_object(request, self.gateway.limits)
         task = asyncio.ensure_future(self._answer(request, getattr(self, f"_{match['act']}"), match["name"], value))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     def state(self) -> dict[str, Any]:
         """Everything that is served, with figures. Other threads may call it while models are loaded."""
-        catalogue = self.desk.catalogue
+        catalogue = self.gateway.catalogue
         return {
-            "ready": self.desk.is_ready and catalogue.is_ready,
+            "ready": self.gateway.is_ready and catalogue.is_ready,
             "models": [
                 {
                     "name": model.name,
@@ -77,37 +77,38 @@ class Management(RestProtocol):
 
     async def _load(self, name: str, value: dict[str, Any]) -> dict[str, Any]:
         require_no_parameters(value.get("parameters"))
-        await self.desk.catalogue.load(name, _number(value.get("version")))
-        current = self.desk.catalogue.model(name).current
+        await self.gateway.catalogue.load(name, _number(value.get("version")))
+        current = self.gateway.catalogue.model(name).current
         return {"current": current.number if current is not None else None}
 
     async def _unload(self, name: str, value: dict[str, Any]) -> dict[str, Any]:
-        await self.desk.catalogue.unload(name)
+        await self.gateway.catalogue.unload(name)
         return {}
 
     async def _rollback(self, name: str, value: dict[str, Any]) -> dict[str, Any]:
-        return {"current": await self.desk.catalogue.roll_back(name)}
+        return {"current": await self.gateway.catalogue.roll_back(name)}
 
     async def _label(self, name: str, value: dict[str, Any]) -> dict[str, Any]:
         label, version = value.get("label"), _number(value.get("version"))
         if not isinstance(label, str) or not LABEL.fullmatch(label) or "version" not in value:
             raise RequestRefused(
-                "INVALID_ARGUMENT", 'a label is set by {"label": "stable", "version": 3}, and taken away by null'
+                "INVALID_ARGUMENT",
+                'a label is set with {"label": "stable", "version": 3}, and removed with "version": null',
             )
-        self.desk.catalogue.model(name).set_label(label, version)
-        return {"labels": self.desk.catalogue.model(name).labels}
+        self.gateway.catalogue.model(name).set_label(label, version)
+        return {"labels": self.gateway.catalogue.model(name).labels}
 
     async def _split(self, name: str, value: dict[str, Any]) -> dict[str, Any]:
         shares, given = [], value.get("shares") or []
         for one in given if isinstance(given, list) else [given]:
             weight: Any = one.get("weight") if isinstance(one, dict) else None
             if type(weight) not in (int, float) or not 0 <= weight <= MAX_WEIGHT:
-                rule = f'shares are {{"model"?, "version"?, "weight"}}, with weights from 0 to {MAX_WEIGHT:g}'
+                rule = f'shares must be {{"model"?, "version"?, "weight"}}, with weights from 0 to {MAX_WEIGHT:g}'
                 raise RequestRefused("INVALID_ARGUMENT", f"{rule}, but got {shown(weight, 20)}")
             shares.append(
                 TrafficShare(shown(one.get("model") or name, 256), _number(one.get("version")), float(weight))
             )
-        self.desk.catalogue.set_split(name, shares)
+        self.gateway.catalogue.set_split(name, shares)
         return {"shares": [vars(share) for share in shares]}
 
 
@@ -144,20 +145,20 @@ def _number(value: Any) -> int | None:
         return value
     if isinstance(value, str) and value.isdecimal() and len(value) <= 18:
         return int(value)
-    raise RequestRefused("INVALID_ARGUMENT", f"a version is a whole number, but got {shown(value, 20)!r}")
+    raise RequestRefused("INVALID_ARGUMENT", f"a version must be a whole number, but got {shown(value, 20)!r}")
 
 
 def _described(version: Version) -> dict[str, Any]:
-    figures = version.figures
+    metrics = version.metrics
     return {
         "version": version.number,
         "state": version.state,
         "error": version.detail,
-        "requests": dict(figures.codes),
-        "latency": figures.latency.copy(),
-        "batches": figures.batches.num,
-        "rows": int(figures.batches.total),
-        "compute": figures.compute,
+        "requests": dict(metrics.codes),
+        "latency": metrics.latency.copy(),
+        "batches": metrics.batches.num,
+        "rows": int(metrics.batches.total),
+        "compute": metrics.compute,
         "queue": version.num_queued,
         "replicas": [{"device": str(r.device), "pid": r.pid, "rows": r.num_rows} for r in version.replicas],
     }

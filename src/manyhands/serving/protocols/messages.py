@@ -170,4 +170,4 @@ class _Walk:
         raise self._broken()
 
     def _broken(self) -> RequestRefused:
-        return RequestRefused("INVALID_ARGUMENT", f"the message is no {self._name}")
+        return RequestRefused("INVALID_ARGUMENT", f"the message is not a valid {self._name}")

@@ -21,11 +21,11 @@ from .open_inference_rest import (
     EXTENSIONS,
     MAX_ID,
     all_statistics,
+    as_open_inference_error,
     checked_parameters,
     checked_shape,
     counted,
     from_bytes,
-    in_own_words,
     index,
     model_config,
     model_metadata,
@@ -188,20 +188,20 @@ class OpenInferenceGrpc(GrpcService):
 
     def _find(self, name: str, version: str, key: bytes = b"") -> Version:
         try:
-            return self.desk.catalogue.find(name, version_number(name, version), None, key)
+            return self.gateway.catalogue.find(name, version_number(name, version), None, key)
         except Unknown as unknown:
-            raise in_own_words(unknown) from None
+            raise as_open_inference_error(unknown) from None
 
     async def _live(self, request: Any, context: Any) -> Any:
         return MESSAGES["ServerLiveResponse"](live=True)
 
     async def _ready(self, request: Any, context: Any) -> Any:
-        return MESSAGES["ServerReadyResponse"](ready=self.desk.is_ready and self.desk.catalogue.is_ready)
+        return MESSAGES["ServerReadyResponse"](ready=self.gateway.is_ready and self.gateway.catalogue.is_ready)
 
     async def _model_ready(self, request: Any, context: Any) -> Any:
         number = version_number(request.name, request.version)
         try:
-            self.desk.catalogue.find(request.name, number)
+            self.gateway.catalogue.find(request.name, number)
         except RequestRefused:
             return MESSAGES["ModelReadyResponse"](ready=False)
         return MESSAGES["ModelReadyResponse"](ready=True)
@@ -211,7 +211,7 @@ class OpenInferenceGrpc(GrpcService):
 
     async def _model_metadata(self, request: Any, context: Any) -> Any:
         version = self._find(request.name, request.version)
-        listed = numbers(self.desk.catalogue, version, version_number(request.name, request.version))
+        listed = numbers(self.gateway.catalogue, version, version_number(request.name, request.version))
         return MESSAGES["ModelMetadataResponse"](**model_metadata(version, listed))
 
     async def _config(self, request: Any, context: Any) -> Any:
@@ -223,28 +223,28 @@ class OpenInferenceGrpc(GrpcService):
 
     async def _statistics(self, request: Any, context: Any) -> Any:
         if not request.name:
-            return MESSAGES["ModelStatisticsResponse"](model_stats=all_statistics(self.desk.catalogue))
-        shown = counted(self.desk.catalogue, request.name, version_number(request.name, request.version))
+            return MESSAGES["ModelStatisticsResponse"](model_stats=all_statistics(self.gateway.catalogue))
+        shown = counted(self.gateway.catalogue, request.name, version_number(request.name, request.version))
         return MESSAGES["ModelStatisticsResponse"](model_stats=[statistics(version) for version in shown])
 
     async def _index(self, request: Any, context: Any) -> Any:
-        listed = index(self.desk.catalogue, is_ready=request.ready)
+        listed = index(self.gateway.catalogue, is_ready=request.ready)
         return MESSAGES["RepositoryIndexResponse"](models=listed)
 
     async def _load(self, request: Any, context: Any) -> Any:
         require_no_parameters(request.parameters)
-        await self._managed(self.desk.catalogue.load(request.model_name))
+        await self._managed(self.gateway.catalogue.load(request.model_name))
         return MESSAGES["RepositoryModelLoadResponse"]()
 
     async def _unload(self, request: Any, context: Any) -> Any:
-        await self._managed(self.desk.catalogue.unload(request.model_name))
+        await self._managed(self.gateway.catalogue.unload(request.model_name))
         return MESSAGES["RepositoryModelUnloadResponse"]()
 
     async def _managed(self, work: Coroutine[Any, Any, None]) -> None:
         try:
             await work
         except Unknown as unknown:
-            raise in_own_words(unknown) from None
+            raise as_open_inference_error(unknown) from None
 
     async def _infer(self, request: Any, context: Any) -> Any:
         version = self._find(request.model_name, request.model_version, key_of(context))

@@ -53,8 +53,8 @@ class OpenInferenceRest(RestProtocol):
     prefix = "/v2"
     extensions: Sequence[str] = EXTENSIONS
 
-    def __init__(self, desk: InferenceGateway) -> None:
-        super().__init__(desk)
+    def __init__(self, gateway: InferenceGateway) -> None:
+        super().__init__(gateway)
         self._heads = RequestHeads()
 
     def handle(self, request: Request) -> None:
@@ -69,25 +69,25 @@ class OpenInferenceRest(RestProtocol):
             try:
                 self._model(request, match)
             except Unknown as unknown:
-                raise in_own_words(unknown) from None
+                raise as_open_inference_error(unknown) from None
         elif path in ("/v2", "/v2/"):
             require_method(request, "GET", "HEAD")
             request.answer(200, dump_json(server_metadata(self.extensions)))
         elif path == "/v2/health/live":
             request.answer(200, b"")
         elif path == "/v2/health/ready":
-            request.answer(200 if self.desk.is_ready and self.desk.catalogue.is_ready else 400, b"")
+            request.answer(200 if self.gateway.is_ready and self.gateway.catalogue.is_ready else 400, b"")
         elif path.startswith("/v2/repository/models/"):
             raise BadRequest(403, NOT_HERE)
         elif path == "/v2/repository/index":
             require_method(request, "POST", "GET")
-            request.answer(200, dump_json(index(self.desk.catalogue, is_ready=self._asks_for_ready(request))))
+            request.answer(200, dump_json(index(self.gateway.catalogue, is_ready=self._asks_for_ready(request))))
         else:
             raise BadRequest(404, "Not Found")
 
     def _asks_for_ready(self, request: Request) -> bool:
-        body = request.content(self.desk.limits.head)
-        value = parse_json(body, self.desk.limits.head) if body else None
+        body = request.content(self.gateway.limits.head)
+        value = parse_json(body, self.gateway.limits.head) if body else None
         return isinstance(value, dict) and value.get("ready") is True
 
     def _model(self, request: Request, match: re.Match[str]) -> None:
@@ -95,13 +95,13 @@ class OpenInferenceRest(RestProtocol):
         key = request.headers.get(KEY, b"")
         if match["verb"] == "infer":
             require_method(request, "POST")
-            self._infer(request, self.desk.catalogue.find(name, number, None, key))
+            self._infer(request, self.gateway.catalogue.find(name, number, None, key))
         else:
             require_method(request, "GET", "HEAD")
-            request.answer(200, self._told(match["verb"], name, number, key))
+            request.answer(200, self._describe(match["verb"], name, number, key))
 
-    def _told(self, verb: str | None, name: str, number: int | None, key: bytes) -> bytes:
-        catalogue = self.desk.catalogue
+    def _describe(self, verb: str | None, name: str, number: int | None, key: bytes) -> bytes:
+        catalogue = self.gateway.catalogue
         if verb == "ready":
             require_ready(catalogue, name, number)
             return b""
@@ -113,8 +113,8 @@ class OpenInferenceRest(RestProtocol):
         return dump_json(model_metadata(version, numbers(catalogue, version, number)))
 
     def _infer(self, request: Request, version: Version) -> None:
-        version.batcher.require_room(self.desk.deadline())
-        body = request.content(self.desk.limits.body)
+        version.batcher.require_capacity(self.gateway.deadline())
+        body = request.content(self.gateway.limits.body)
         size = header_size(request.headers.get(HEADER), len(body))
         text, raw = bytes(memoryview(body)[:size]), memoryview(body)[size:]
         head = self._heads.find(version, text, len(raw)) if len(raw) and size <= MAX_BYTES else None
@@ -128,7 +128,7 @@ class OpenInferenceRest(RestProtocol):
                 self._heads.keep(version, text, order, inputs, wanted)
             self._ask(request, version, inputs, wanted)
 
-        subject, limits = Subject(version.model, version.signature), self.desk.limits
+        subject, limits = Subject(version.model, version.signature), self.gateway.limits
         args = text, bytes(raw) if size > INLINE else raw, subject, limits.json, limits.values, limits.body
         self.read_then(request, text, ask, read_request, *args)
 
@@ -141,11 +141,11 @@ class OpenInferenceRest(RestProtocol):
             else:
                 self._answer(request, version, ticket.outputs, wanted)
 
-        request.cancel = self.desk.ask(
+        request.cancel = self.gateway.ask(
             version,
             inputs,
             began=request.arrived,
-            deadline=self.desk.deadline(wanted.timeout),
+            deadline=self.gateway.deadline(wanted.timeout),
             priority=wanted.priority,
             then=then,
             parent=request.headers.get(TRACE, b""),
@@ -256,7 +256,7 @@ def require_ready(catalogue: Catalogue, name: str, number: int | None) -> None:
         raise BadRequest(400, "Model version not ready") from None
 
 
-def in_own_words(unknown: Unknown) -> RequestRefused:
+def as_open_inference_error(unknown: Unknown) -> RequestRefused:
     """Return Triton's error for an unknown model."""
     which = f"'{unknown.model}'" if unknown.version is None else f"'{unknown.model}' version {unknown.version}"
     what = "has no available versions" if unknown.is_empty else "is not found"
@@ -333,17 +333,17 @@ def model_config(version: Version) -> dict[str, Any]:
 
 def statistics(version: Version) -> dict[str, Any]:
     """Return counts and nanoseconds; inferences are rows, as in Triton."""
-    figures = version.figures
-    num_ok, num_all = figures.codes["OK"], figures.num_requests
+    metrics = version.metrics
+    num_ok, num_all = metrics.codes["OK"], metrics.num_requests
     return {
         "name": version.model,
         "version": str(version.number),
-        "inference_count": int(figures.batches.total),
-        "execution_count": figures.batches.num,
+        "inference_count": int(metrics.batches.total),
+        "execution_count": metrics.batches.num,
         "inference_stats": {
-            "success": {"count": num_ok, "ns": int(figures.latency.total * 1e9)},
+            "success": {"count": num_ok, "ns": int(metrics.latency.total * 1e9)},
             "fail": {"count": num_all - num_ok, "ns": 0},
-            "compute_infer": {"count": figures.batches.num, "ns": int(figures.compute * 1e9)},
+            "compute_infer": {"count": metrics.batches.num, "ns": int(metrics.compute * 1e9)},
         },
     }
 
@@ -418,12 +418,12 @@ def require_names(names: Sequence[str], version: Version | Subject) -> None:
     specs, model = version.signature.inputs, version.model
     if names == list(specs):
         return
-    came = set(names)
-    if len(came) < len(names):
+    given = set(names)
+    if len(given) < len(names):
         ((name, _),) = Counter(names).most_common(1)
         raise BadRequest(400, f"input '{name[:64]}' already exists in request for model '{model}'")
     if len(names) != len(specs):
-        got, missing = (_quoted(some) for some in (names, [name for name in specs if name not in came]))
+        got, missing = (_quoted(some) for some in (names, [name for name in specs if name not in given]))
         more = f". Got input(s) [{got}], but missing required input(s) [{missing}]" if missing else ""
         raise BadRequest(400, f"expected {len(specs)} inputs but got {len(names)} inputs for model '{model}'{more}")
     for name in names:
@@ -439,7 +439,7 @@ def require_rows(arrays: Mapping[str, Array], version: Version | Subject) -> Non
     """Raise BadRequest unless all inputs have the same number of rows, at least one."""
     rows = {len(array) for array in arrays.values()}
     if len(rows) > 1 or 0 in rows:
-        rule = f"all inputs of model '{version.model}' have the same number of rows, at least one"
+        rule = f"all inputs of model '{version.model}' must have the same number of rows, at least one"
         raise BadRequest(400, f"{rule}, but got {sorted(rows)}")
 
 
@@ -449,9 +449,9 @@ def checked_shape(shape: Any, name: str, spec: TensorSpec, model: str) -> tuple[
     if not good or not fits(tuple(shape), spec):
         wanted = ",".join(str(-1 if n is None else n) for n in spec.shape)
         listed = isinstance(shape, (list, tuple))
-        came = ",".join(shown(n, 20) for n in shape[:20]) if listed else shown(shape, 100)
+        given = ",".join(shown(n, 20) for n in shape[:20]) if listed else shown(shape, 100)
         raise BadRequest(
-            400, f"unexpected shape for input '{name}' for model '{model}'. Expected [{wanted}], got [{came}]"
+            400, f"unexpected shape for input '{name}' for model '{model}'. Expected [{wanted}], got [{given}]"
         )
     return tuple(shape)
 
@@ -562,12 +562,14 @@ def checked_parameters(timeout: object, priority: object) -> tuple[float | None,
 
 def _whole(name: str, value: object) -> int:
     if type(value) is not int or not 0 <= value < 2**63:
-        raise BadRequest(400, f"the parameter {name} is an integer from 0 to 2**63 - 1, but got {shown(value, 20)!r}")
+        raise BadRequest(
+            400, f"the parameter {name} must be an integer from 0 to 2**63 - 1, but got {shown(value, 20)!r}"
+        )
     return value
 
 
 def is_binary(name: str, version: Version, wanted: RequestedOutputs) -> bool:
-    """Whether an output is sent as binary data: as requested, and always where JSON has no such numbers."""
+    """Return whether an output is sent as binary data: if requested, and always if JSON cannot represent it."""
     return wanted.outputs[name] or BY_TORCH[version.signature.outputs[name].dtype].open in ("FP16", "BF16")
 
 

@@ -84,12 +84,12 @@ class InferenceGateway:
         parent: bytes = b"",
     ) -> Callable[[], None]:
         """Submit a request; `then` gets the ticket with its answer or refusal. Returns a function that cancels it."""
-        figures = version.figures
+        metrics = version.metrics
         rows = len(next(iter(inputs.values())))
 
         def done(ticket: Ticket) -> None:
             code = "OK" if ticket.refusal is None else ticket.refusal.code
-            figures.count(code, time.perf_counter() - began)
+            metrics.count(code, time.perf_counter() - began)
             if self.trace is not None:
                 self.trace(version, rows, code, began, parent)
             then(ticket)
@@ -97,14 +97,14 @@ class InferenceGateway:
         try:
             ticket = version.submit(inputs, rows, deadline=deadline, priority=priority, done=done)
         except RequestRefused as refusal:
-            figures.count(refusal.code, 0.0)
+            metrics.count(refusal.code, 0.0)
             raise
 
         if self.record is not None:
             self.record(version, inputs)
 
         def cancel() -> None:
-            figures.count("CANCELLED", 0.0)
+            metrics.count("CANCELLED", 0.0)
             version.batcher.cancel(ticket)
 
         return cancel
@@ -148,8 +148,8 @@ class RestProtocol(RestHandler):
     prefix: str
     """Prefix of its paths."""
 
-    def __init__(self, desk: InferenceGateway) -> None:
-        self.desk = desk
+    def __init__(self, gateway: InferenceGateway) -> None:
+        self.gateway = gateway
         self._reading: set[asyncio.Task[None]] = set()
 
     def read_then(
@@ -195,7 +195,7 @@ class RestProtocol(RestHandler):
             answer = finish(b"".join(listed))
             listed.clear()
             if coding:
-                loop, thread = asyncio.get_running_loop(), self.desk.compressing
+                loop, thread = asyncio.get_running_loop(), self.gateway.compressing
                 answer = await loop.run_in_executor(thread, compressed, answer, coding)
             request.answer(200, *answer)
         except RequestRefused as refusal:
@@ -214,7 +214,7 @@ class RestProtocol(RestHandler):
         self, request: Request, size: int, then: Callable[[Any], None], work: Callable[..., Any], *args: Any
     ) -> None:
         try:
-            result = await self.desk.parsing.run(size, work, *args)
+            result = await self.gateway.parsing.run(size, work, *args)
             request.cancel = None
             then(result)
         except BadRequest as error:

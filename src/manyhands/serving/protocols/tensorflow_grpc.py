@@ -62,9 +62,9 @@ class PredictionService(GrpcService):
         if len(request.output_filter) > len(version.signature.outputs):
             most, got = len(version.signature.outputs), len(request.output_filter)
             raise BadRequest(400, f"output_filter may have {most} names, but got {got}")
-        shapes = read_shapes(request, version, self.desk.limits.body)
+        shapes = read_shapes(request, version, self.gateway.limits.body)
         # One value may represent all elements, so arrays can be larger than their message.
-        with self.desk.bodies.holding(max(0, num_bytes(shapes, version) - request.ByteSize())):
+        with self.gateway.bodies.holding(max(0, num_bytes(shapes, version) - request.ByteSize())):
             outputs = await self.ask(context, version, read_inputs(request, version, shapes))
         wanted = list(request.output_filter) or list(outputs)
         for name in wanted:
@@ -120,20 +120,20 @@ class PredictionService(GrpcService):
         listed = getattr(asked, kind)
         shared = _features(listed.context) if kind == "example_list_with_context" else {}
         examples = [_features(example) for example in listed.examples]
-        rows = rows_of(examples, shared, version.signature, self.desk.limits.values)
+        rows = rows_of(examples, shared, version.signature, self.gateway.limits.values)
         return version, await self.ask(context, version, rows)
 
     def _find(self, spec: Any, context: Any) -> Version:
         if spec.signature_name not in ("", SIGNATURE):
             raise BadRequest(400, f'Serving signature name: "{spec.signature_name[:64]}" not found in signature def')
         number = spec.version.value if spec.HasField("version") else None
-        return self.desk.catalogue.find(spec.name, number, spec.version_label or None, key_of(context))
+        return self.gateway.catalogue.find(spec.name, number, spec.version_label or None, key_of(context))
 
 
 def _require_tasks(tasks: Sequence[Any]) -> Any:
     """Return the first of some tasks, which must all refer to one model."""
     if not tasks:
-        raise BadRequest(400, "a MultiInferenceRequest has at least one task")
+        raise BadRequest(400, "a MultiInferenceRequest must have at least one task")
     seen = set()
     for task in tasks:
         if not task.model_spec.name:
@@ -145,7 +145,7 @@ def _require_tasks(tasks: Sequence[Any]) -> Any:
         if task.method_name in seen:
             raise BadRequest(400, f"Duplicate evaluation of signature: {task.model_spec.signature_name[:64]}")
         if task.model_spec != tasks[0].model_spec:
-            raise BadRequest(400, "all tasks of a MultiInferenceRequest must ask the same version and signature")
+            raise BadRequest(400, "all tasks of a MultiInferenceRequest must name the same version and signature")
         seen.add(task.method_name)
     return tasks[0]
 
@@ -212,12 +212,12 @@ def read_shapes(request: Any, version: Version, limit: int) -> Shapes:
     specs = version.signature.inputs
     if set(request.inputs) != set(specs):
         raise BadRequest(
-            400, f"the inputs are {{{', '.join(specs)}}}, but got {{{', '.join(sorted(request.inputs))[:200]}}}"
+            400, f"the inputs must be {{{', '.join(specs)}}}, but got {{{', '.join(sorted(request.inputs))[:200]}}}"
         )
     shapes = {name: _shape(name, request.inputs[name], spec) for name, spec in specs.items()}
     rows = {shape[0] for shape in shapes.values()}
     if len(rows) > 1 or rows == {0}:
-        raise BadRequest(400, f"all inputs have the same number of rows, but got {sorted(rows)}")
+        raise BadRequest(400, f"all inputs must have the same number of rows, but got {sorted(rows)}")
     num = num_bytes(shapes, version)
     if num > limit:
         raise BadRequest(400, f"the inputs may have {limit} bytes together, but got shapes of {num} bytes")
@@ -240,8 +240,8 @@ def read_inputs(request: Any, version: Version, shapes: Shapes) -> dict[str, Arr
 def _shape(name: str, proto: Any, spec: TensorSpec) -> tuple[int, ...]:
     kind = BY_TORCH[spec.dtype]
     if proto.dtype != kind.number:
-        came = BY_NUMBER[proto.dtype].tensorflow if proto.dtype in BY_NUMBER else str(proto.dtype)
-        raise BadRequest(400, f"input '{name}' must be {kind.tensorflow}, but got {came}")
+        given = BY_NUMBER[proto.dtype].tensorflow if proto.dtype in BY_NUMBER else str(proto.dtype)
+        raise BadRequest(400, f"input '{name}' must be {kind.tensorflow}, but got {given}")
     shape = tuple(dim.size for dim in proto.tensor_shape.dim)
     if any(size < 0 for size in shape) or not fits(shape, spec):
         raise BadRequest(400, f"input '{name}' must be {spec}, but got {TensorSpec(spec.dtype, shape)}")

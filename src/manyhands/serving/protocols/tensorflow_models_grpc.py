@@ -31,7 +31,7 @@ class ModelService(GrpcService):
 
     async def _status(self, request: Any, context: Any) -> Any:
         spec = request.model_spec
-        model = self.desk.catalogue.model(spec.name)
+        model = self.gateway.catalogue.model(spec.name)
         number = spec.version.value if spec.HasField("version") else None
         if spec.version_label:
             number = model.find(label=spec.version_label).number
@@ -64,7 +64,7 @@ class ModelService(GrpcService):
                 )
             policies[config.name] = policy_of(config.model_version_policy)
             labels[config.name] = dict(config.version_labels)
-        await self.desk.catalogue.reload(policies, labels)
+        await self.gateway.catalogue.reload(policies, labels)
         return MESSAGES["ReloadConfigResponse"](status={"error_code": 0})
 
 
@@ -78,5 +78,5 @@ def policy_of(policy: Any) -> VersionPolicy | None:
     if kind == "all":
         return VersionPolicy(0)
     if not policy.specific.versions:
-        raise RequestRefused("INVALID_ARGUMENT", "a specific policy names at least one version")
+        raise RequestRefused("INVALID_ARGUMENT", "a specific version policy must name at least one version")
     return VersionPolicy(0, frozenset(policy.specific.versions))

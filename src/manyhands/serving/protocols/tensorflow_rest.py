@@ -38,20 +38,20 @@ class TensorflowRest(RestProtocol):
         number = int(match["version"]) if match["version"] else None
         if verb is not None:
             require_method(request, "POST")
-            version = self.desk.catalogue.find(match["name"], number, match["label"], request.headers.get(KEY, b""))
+            version = self.gateway.catalogue.find(match["name"], number, match["label"], request.headers.get(KEY, b""))
             self._infer(request, version, verb)
         else:
             require_method(request, "GET", "HEAD")
             if match["metadata"]:
-                version = self.desk.catalogue.find(match["name"], number, match["label"])
+                version = self.gateway.catalogue.find(match["name"], number, match["label"])
                 request.answer(200, dump_json(metadata(version)))
             else:
                 request.answer(200, dump_json(self._status(match["name"], number, match["label"])))
 
     def _infer(self, request: Request, version: Version, verb: str) -> None:
-        deadline, limits = self.desk.deadline(), self.desk.limits
+        deadline, limits = self.gateway.deadline(), self.gateway.limits
         # Before the body is parsed: a refusal must be cheap.
-        version.batcher.require_room(deadline)
+        version.batcher.require_capacity(deadline)
         body = bytes(request.content(limits.json))
         is_fast = verb == "predict" and SMALLEST < len(body) <= LARGEST
         rows = fast_rows(body, version.signature) if is_fast else None
@@ -78,12 +78,12 @@ class TensorflowRest(RestProtocol):
                 self.refuse(request, refusal)
 
         parent = request.headers.get(TRACE, b"")
-        request.cancel = self.desk.ask(
+        request.cancel = self.gateway.ask(
             version, inputs, began=request.arrived, deadline=deadline, then=then, parent=parent
         )
 
     def _status(self, name: str, number: int | None, label: str | None) -> dict[str, Any]:
-        model = self.desk.catalogue.model(name)
+        model = self.gateway.catalogue.model(name)
         if number is not None or label is not None:
             number = model.find(None, label).number if label is not None else number
             shown = [version for version in model.versions.values() if version.number == number]
@@ -199,14 +199,14 @@ def parse_predict(value: Any, signature: Signature) -> tuple[dict[str, Array], b
     if columns.keys() != signature.inputs.keys():
         raise BadRequest(
             400,
-            f"the inputs are {{{', '.join(signature.inputs)}}}, but got {{{', '.join(map(str, columns))[:200]}}}",
+            f"the inputs must be {{{', '.join(signature.inputs)}}}, but got {{{', '.join(map(str, columns))[:200]}}}",
         )
     arrays = {name: _array(name, columns[name], spec) for name, spec in signature.inputs.items()}
     rows = {len(array) for array in arrays.values()}
     if len(rows) > 1:
-        raise BadRequest(400, f"all inputs have the same number of rows, but got {sorted(rows)}")
+        raise BadRequest(400, f"all inputs must have the same number of rows, but got {sorted(rows)}")
     if rows == {0}:
-        raise BadRequest(400, "a request has at least one row, but got none")
+        raise BadRequest(400, "a request must have at least one row, but got none")
     return arrays, by_rows
 
 
@@ -215,7 +215,7 @@ def _from_rows(rows: Any, signature: Signature) -> dict[str, Any]:
         raise BadRequest(400, "Request instances must be a list with at least one element")
     if not isinstance(rows[0], dict):
         if len(signature.inputs) != 1:
-            raise BadRequest(400, f"instances are objects with the inputs {{{', '.join(signature.inputs)}}}")
+            raise BadRequest(400, f"instances must be objects with the inputs {{{', '.join(signature.inputs)}}}")
         return {next(iter(signature.inputs)): rows}
     if not all(isinstance(row, dict) and row.keys() == rows[0].keys() for row in rows):
         raise BadRequest(400, "all instances must have the same keys")
@@ -226,7 +226,7 @@ def _from_columns(columns: Any, signature: Signature) -> dict[str, Any]:
     if isinstance(columns, dict):
         return columns
     if len(signature.inputs) != 1:
-        raise BadRequest(400, f"inputs is an object with the keys {{{', '.join(signature.inputs)}}}")
+        raise BadRequest(400, f"inputs must be an object with the keys {{{', '.join(signature.inputs)}}}")
     return {next(iter(signature.inputs)): columns}
 
 

@@ -106,16 +106,16 @@ class Backend:
         self._channel: Any = None
 
     async def fetch(
-        self, head: bytes, body: Body, seconds: float, *, manage: bool = False, is_look: bool = False
+        self, head: bytes, body: Body, seconds: float, *, manage: bool = False, is_probe: bool = False
     ) -> BackendResponse:
-        """Send an HTTP request and return the response; health checks (`is_look`) do not count as load.
+        """Send an HTTP request and return the response; health checks (`is_probe`) do not count as load.
 
         Raises:
             Lost: The backend failed before it answered.
             BackendOverloaded: The backend rejected the request.
             TimeoutError: There was no answer within `seconds`.
         """
-        self.num_busy += not is_look
+        self.num_busy += not is_probe
         wire: BackendConnection | None = None
         try:
             async with asyncio.timeout(seconds):
@@ -131,14 +131,14 @@ class Backend:
             self.num_lost += 1
             raise
         finally:
-            self.num_busy -= not is_look
+            self.num_busy -= not is_probe
             if wire is not None and (manage or not wire.is_free):
                 wire.close()
         if not manage and wire.is_free:
             self._idle.append(wire)
         if answer.status == 503:
             raise BackendOverloaded(answer)
-        self.num_answered += not (manage or is_look)
+        self.num_answered += not (manage or is_probe)
         return answer
 
     async def call(self, method: str, request: bytes, seconds: float, metadata: Any) -> tuple[bytes, Any]:

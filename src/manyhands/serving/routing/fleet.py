@@ -39,16 +39,16 @@ class Fleet:
         addresses: Sequence[Address],
         tls: ServingTls | None,
         limit: int,
-        say: Callable[..., None],
+        emit: Callable[..., None],
         admit: Callable[[Backend], Awaitable[None]],
     ) -> None:
         self.backends: dict[Address, Backend] = {}
         self._written = list(addresses)
-        self._tls, self._limit, self._say, self._admit = tls, limit, say, admit
+        self._tls, self._limit, self._emit, self._admit = tls, limit, emit, admit
         self._tasks: dict[Address, asyncio.Task[None]] = {}
         self._lookup: asyncio.Task[None] | None = None
         self._leaving: set[asyncio.Task[None]] = set()
-        self._told: set[Backend] = set()
+        self._reported_up: set[Backend] = set()
         """Backends that were last reported as up."""
 
     @property
@@ -99,7 +99,7 @@ class Fleet:
             leaving = asyncio.ensure_future(self._part(backend))
             self._leaving.add(leaving)
             leaving.add_done_callback(self._leaving.discard)
-            self._say("backend_removed", backend=str(address))
+            self._emit("backend_removed", backend=str(address))
 
     async def ask(
         self, send: Callable[[Backend, float], Coroutine[Any, Any, Answered]], seconds: float
@@ -131,12 +131,12 @@ class Fleet:
             tried.add(backend)
             try:
                 return await send(backend, until - now), backend
-            except Lost as gone:
+            except Lost as failure:
                 lost = lost or now
-                num_lost += gone.with_request
+                num_lost += failure.with_request
                 if num_lost == ATTEMPTS:
                     # The request itself may be what crashes the servers; retrying it would affect other requests.
-                    raise RequestRefused("INTERNAL", "servers were lost while computing this request") from None
+                    raise RequestRefused("INTERNAL", "servers failed while computing this request") from None
             except BackendOverloaded as refusal:
                 refused = refusal
             except TimeoutError:
@@ -170,7 +170,7 @@ class Fleet:
 
     async def _check(self, backend: Backend) -> None:
         try:
-            answer = await backend.fetch(READY, b"", SILENCE_SECONDS, is_look=True)
+            answer = await backend.fetch(READY, b"", SILENCE_SECONDS, is_probe=True)
         except TimeoutError:
             backend.give_up(f"silent for {SILENCE_SECONDS:g} s")
         except BackendOverloaded:
@@ -186,26 +186,26 @@ class Fleet:
                 backend.is_up, backend.reason = False, "not ready"
             elif not backend.is_up:
                 await self._try_to_admit(backend)
-        if backend.is_up != (backend in self._told):
-            self._tell(backend)
+        if backend.is_up != (backend in self._reported_up):
+            self._report_state(backend)
 
     async def _try_to_admit(self, backend: Backend) -> None:
         try:
             await self._admit(backend)
         except RequestRefused as refusal:
             if backend.reason != refusal.reason:
-                self._say("backend_differs", backend=str(backend.address), reason=refusal.reason)
+                self._emit("backend_differs", backend=str(backend.address), reason=refusal.reason)
             backend.reason = refusal.reason
         else:
             backend.is_up, backend.reason = True, ""
 
-    def _tell(self, backend: Backend) -> None:
+    def _report_state(self, backend: Backend) -> None:
         if backend.is_up:
-            self._told.add(backend)
-            self._say("backend_up", backend=str(backend.address))
+            self._reported_up.add(backend)
+            self._emit("backend_up", backend=str(backend.address))
         else:
-            self._told.discard(backend)
-            self._say("backend_down", backend=str(backend.address), reason=backend.reason)
+            self._reported_up.discard(backend)
+            self._emit("backend_down", backend=str(backend.address), reason=backend.reason)
 
 
 async def _hosts_of(name: str) -> list[str]:

@@ -44,17 +44,17 @@ class RouterManagement(RestHandler):
     async def admit(self, backend: Backend) -> None:
         """Apply all labels and traffic splits to a new backend."""
         for model, act, value in list(self._settled.values()):
-            await self._tell(backend, model, act, value)
+            await self._forward(backend, model, act, value)
 
     async def state(self) -> dict[str, Any]:
         """Return the merged state of all backends in a single server's format, and the backends."""
         assert self.fleet is not None
         asked = list(self.fleet.up)
         states = await asyncio.gather(*(self._state_of(backend) for backend in asked), return_exceptions=True)
-        told = [state for state in states if isinstance(state, dict)]
+        reachable = [state for state in states if isinstance(state, dict)]
         return {
             "ready": bool(self.fleet.up),
-            **merged(told),
+            **merged(reachable),
             "backends": [
                 {
                     "address": str(backend.address),
@@ -112,7 +112,7 @@ class RouterManagement(RestHandler):
             for backend, state in zip(backends, before, strict=True):
                 require_version(backend, state, model, value.get("version"))
         answers = await asyncio.gather(
-            *(self._tell(backend, model, act, value) for backend in backends), return_exceptions=True
+            *(self._forward(backend, model, act, value) for backend in backends), return_exceptions=True
         )
         failures = [answer for answer in answers if isinstance(answer, BaseException)]
         if failures:
@@ -141,9 +141,9 @@ class RouterManagement(RestHandler):
                 old = {"shares": state["splits"].get(model, [])}
             else:
                 continue
-            await asyncio.gather(self._tell(backend, model, act, old), return_exceptions=True)
+            await asyncio.gather(self._forward(backend, model, act, old), return_exceptions=True)
 
-    async def _tell(self, backend: Backend, model: str, act: str, value: Mapping[str, Any]) -> dict[str, Any]:
+    async def _forward(self, backend: Backend, model: str, act: str, value: Mapping[str, Any]) -> dict[str, Any]:
         path = f"/manage/models/{quote(model, safe='')}/{act}"
         return await self._ask(backend, "POST", path, orjson.dumps(value))
 
@@ -163,8 +163,8 @@ class RouterManagement(RestHandler):
         if answer.status != 200:
             code = CODES.get(answer.status, "FAILED_PRECONDITION")
             raise RequestRefused(code, f"{backend.address}: {_error(answer)}")
-        told: dict[str, Any] = orjson.loads(answer.body)
-        return told
+        content: dict[str, Any] = orjson.loads(answer.body)
+        return content
 
 
 def require_version(backend: Backend, state: Mapping[str, Any], model: str, version: Any) -> None:

@@ -64,7 +64,9 @@ class Router(Background):
 
     async def serve(self, stopping: asyncio.Event, is_up: Callable[[], None]) -> None:
         settings, management = self.settings, self._management
-        fleet = Fleet(settings.addresses(), settings.backend_tls, 2 * settings.limits.body, self._say, management.admit)
+        fleet = Fleet(
+            settings.addresses(), settings.backend_tls, 2 * settings.limits.body, self._emit, management.admit
+        )
         management.fleet = fleet
         forward = Forward(fleet, settings.timeout)
         handlers: dict[str, RestHandler] = {"/v1": forward, "/v2": forward}
@@ -83,10 +85,10 @@ class Router(Background):
             await fleet.start()
             backends = [str(address) for address in fleet.backends]
             ports = {"http": self.http, "grpc": self.grpc, "manage": self.manage}
-            self._say("routing", host=this_host(), **ports, backends=backends)
+            self._emit("routing", host=this_host(), **ports, backends=backends)
             is_up()
             await stopping.wait()
-            self._say("stopping")
+            self._emit("stopping")
             forward.is_ready = False
             await self._drain(public, remote)
         finally:
@@ -96,7 +98,7 @@ class Router(Background):
             await fleet.stop()
             await self._close()
             await asyncio.sleep(0)
-            self._say("stopped")
+            self._emit("stopped")
 
     async def _open(self, fleet: Fleet) -> None:
         """Prepare backends before requests are accepted. Here they are configured and already running."""
@@ -234,14 +236,14 @@ class RouterHealth(GrpcService):
 
 def exposition(fleet: Fleet) -> bytes:
     """Return the router's own metrics in Prometheus' text format."""
-    figures: Sequence[tuple[str, str, Callable[[Backend], int]]] = (
+    gauges: Sequence[tuple[str, str, Callable[[Backend], int]]] = (
         ("manyhands_backend_up", "gauge", lambda backend: int(backend.is_up)),
         ("manyhands_backend_busy", "gauge", lambda backend: backend.num_busy),
         ("manyhands_backend_answered_total", "counter", lambda backend: backend.num_answered),
         ("manyhands_backend_lost_total", "counter", lambda backend: backend.num_lost),
     )
     lines = []
-    for name, kind, value in figures:
+    for name, kind, value in gauges:
         lines.append(f"# TYPE {name} {kind}")
         lines += [f'{name}{{backend="{backend.address}"}} {value(backend)}' for backend in fleet.backends.values()]
     return "\n".join([*lines, ""]).encode()

@@ -87,11 +87,11 @@ class PlacedServer:
     """A server placed by an engine; the router asks it for its address."""
 
     def __init__(self, world: World, *, models: Path | Mapping[str, Predictor], settings: ServeSettings) -> None:
-        where = world.seat.address
+        where = world.rank_info.address
         here = replace(settings, host=where, manage_host=where, http=0, grpc=0, manage=0)
         self._engine = LocalEngine(preload=["manyhands.serving.replica_process"])
         try:
-            self._server = Server(models, self._engine, [world.seat.device], here).start()
+            self._server = Server(models, self._engine, [world.rank_info.device], here).start()
         except BaseException:
             self._engine.close()
             raise
@@ -128,7 +128,7 @@ class ScaledRouter(Router):
         self._is_over = False
 
     async def _open(self, fleet: Fleet) -> None:
-        """Returns when as many servers as there are at least answer."""
+        """Wait until the minimum number of servers answers."""
         self._posts = [Post() for _ in range(self._scaling.least)]
         found = await asyncio.gather(*(self._fill(post, fleet) for post in self._posts), return_exceptions=True)
         for error in found:
@@ -151,17 +151,17 @@ class ScaledRouter(Router):
             for post in list(self._posts):
                 failure = post.service.failure if post.service is not None and post.address is not None else None
                 if failure is not None:
-                    self._say("server_lost", backend=str(post.address), reason=str(failure))
+                    self._emit("server_lost", backend=str(post.address), reason=str(failure))
                     await self._leave(post, fleet)
             num_busy = sum(backend.num_busy for backend in fleet.backends.values())
             wanted = scaler.wanted(len(self._posts), num_busy, now)
             if wanted > len(self._posts) and now >= self._not_before:
-                self._say("servers", num=wanted, busy=num_busy)
+                self._emit("servers", num=wanted, busy=num_busy)
                 for _ in range(wanted - len(self._posts)):
                     self._posts.append(Post())
                     self._begin(self._try_to_fill(self._posts[-1], fleet))
             elif wanted < len(self._posts):
-                self._say("servers", num=wanted, busy=num_busy)
+                self._emit("servers", num=wanted, busy=num_busy)
                 filled = [post for post in self._posts if post.address is not None]
                 for post in filled[wanted - len(self._posts) :]:
                     await self._leave(post, fleet)
@@ -189,13 +189,13 @@ class ScaledRouter(Router):
         try:
             await self._fill(post, fleet)
         except Exception as error:
-            self._say("server_failed", reason=str(error))
+            self._emit("server_failed", reason=str(error))
             self._not_before = time.monotonic() + AGAIN_SECONDS
             self._posts.remove(post)
             await self._end(post)
 
     async def _leave(self, post: Post, fleet: Fleet) -> None:
-        """Gives it no more requests."""
+        """Stop sending requests to a server."""
         self._posts.remove(post)
         if post.address is not None:
             with contextlib.suppress(RequestRefused):
@@ -203,7 +203,7 @@ class ScaledRouter(Router):
             await fleet.look_up()
 
     async def _end(self, post: Post) -> None:
-        """Lets it finish what it has; one that was never asked anything has nothing."""
+        """Let a server finish its requests in flight, and end it."""
         if post.service is not None and post.address is None:
             await asyncio.to_thread(post.service.kill)
         elif post.service is not None:

@@ -87,11 +87,11 @@ def find_layout(
     """Find a layout by trial; what cannot be computed on shards stays whole, and the layout's notes say so."""
     _require_dense(model)
     layout = Layout(blocks=set(blocks_of(model)), spreads=spreads)
-    wishes = _wishes(model, asked)
+    requested = _requested_layouts(model, asked)
     pretends, tries = True, 0
     while True:
         tries += 1
-        layout.ways = {name: way_named(wish, model.get_submodule(name)) for name, wish in wishes.items()}
+        layout.ways = {name: way_named(kind, model.get_submodule(name)) for name, kind in requested.items()}
         for name in layout.whole:
             layout.ways.pop(name, None)
         stack: list[str] = []
@@ -115,7 +115,7 @@ def find_layout(
                 layout.notes.append(f"{operator} runs on whole tensors on every rank")
                 run_whole([operator])
                 continue
-            _give_way(model, layout, wishes, stack, error)
+            _give_way(model, layout, requested, stack, error)
             continue
         finally:
             if put_back is not None:
@@ -143,15 +143,15 @@ def _require_dense(model: nn.Module) -> None:
             raise no_sparse_gradients(f"{name or type(layer).__name__} with sparse=True")
 
 
-def _wishes(model: nn.Module, asked: Mapping[str, str]) -> dict[str, str]:
+def _requested_layouts(model: nn.Module, asked: Mapping[str, str]) -> dict[str, str]:
     """Return the layers that the user's patterns match, with the requested way for each."""
     found: dict[str, str] = {}
-    for pattern, wish in asked.items():
+    for pattern, kind in asked.items():
         names = [name for name, _ in model.named_modules() if name and fnmatchcase(name, pattern)]
-        fitting = {name: wish for name in names if can_be(wish, model.get_submodule(name))}
+        fitting = {name: kind for name in names if can_be(kind, model.get_submodule(name))}
         if not fitting:
             raise StrategyError(
-                f"a pattern of layout= must match a layer that can be split by {wish}"
+                f"a pattern of layout= must match a layer that can be split by {kind}"
                 if names
                 else "a pattern of layout= must match the name of a module",
                 got=f"{pattern!r}" + (f", which matches {', '.join(names[:3])}" if names else ""),
@@ -170,7 +170,7 @@ def _note(layout: Layout, name: str, text: str) -> None:
     layout.notes.append(f"{name}{text}")
 
 
-def _give_way(model: nn.Module, layout: Layout, wishes: dict[str, str], stack: list[str], error: Exception) -> None:
+def _give_way(model: nn.Module, layout: Layout, requested: dict[str, str], stack: list[str], error: Exception) -> None:
     """Fall back to whole tensors after a failure: first for a module's own forward, then for the whole module."""
     reason = textwrap.shorten(f"{type(error).__name__}: {error}".splitlines()[0], 160, placeholder=" …")
     name = stack[-1] if stack else LOSS
@@ -185,19 +185,19 @@ def _give_way(model: nn.Module, layout: Layout, wishes: dict[str, str], stack: l
     if place not in layout.whole:
         layout.whole.add(place)
         _note(layout, name, f" works on whole tensors on every rank: {reason}")
-    elif place and place != LOSS and wishes.get(place) != Replicated.name:
+    elif place and place != LOSS and requested.get(place) != Replicated.name:
         layout.whole.discard(place)
-        wishes[place] = Replicated.name
+        requested[place] = Replicated.name
         _note(layout, name, f" is replicated: {reason}")
-    elif parents and wishes.get(parents[-1]) != Replicated.name:
-        wishes[parents[-1]] = Replicated.name
+    elif parents and requested.get(parents[-1]) != Replicated.name:
+        requested[parents[-1]] = Replicated.name
         _note(layout, parents[-1], f" is replicated: {reason}")
     elif "" not in layout.whole:
         layout.whole.add("")
         layout.notes.append(f"the network's own lines work on whole tensors on every rank: {reason}")
     else:
         raise StrategyError(
-            "a network must be computable in parts",
+            "tensor parallelism needs a network that can be computed in parts",
             got=f"{name}: {reason}",
             remedy="leave tensor= at 1, or correct the error above",
         ) from error

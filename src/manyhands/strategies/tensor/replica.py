@@ -112,7 +112,7 @@ class TensorReplica(ShardedReplica):
         self.notes = sharding.layout.notes
 
     @property
-    def speaks(self) -> bool:
+    def reports_loss(self) -> bool:
         return self._sharding.ranks.is_first
 
     @contextlib.contextmanager

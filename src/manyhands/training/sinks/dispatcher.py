@@ -18,7 +18,7 @@ CLOSE_SECONDS = 30.0
 QUIET_SECONDS = 2.0
 """Seconds after which a notice names the sinks that the end of a run waits for."""
 
-DROPPED = "was dropped, the run does without it"
+DROPPED = "was dropped, and the run continues without it"
 """The part of a notice that is printed even where progress is not shown."""
 
 
@@ -39,7 +39,7 @@ class SinkDispatcher:
                 outlet.put(entry)
         return self._news()
 
-    def close(self, say: Callable[[str], None]) -> None:
+    def close(self, notify: Callable[[str], None]) -> None:
         """Let the sinks finish within a deadline, and report those that could not."""
         if self._closed:
             return
@@ -49,13 +49,13 @@ class SinkDispatcher:
         start = time.monotonic()
         self._wait(start + QUIET_SECONDS)
         if slow := [str(outlet.sink) for outlet in self._outlets if outlet.is_alive]:
-            say(f"waiting for {', '.join(slow)} to write the last events, {CLOSE_SECONDS:.0f} s at most")
+            notify(f"waiting for {', '.join(slow)} to write the last events, {CLOSE_SECONDS:.0f} s at most")
         self._wait(start + CLOSE_SECONDS)
         for outlet in self._outlets:
             if outlet.is_alive:
                 outlet.drop(f"it did not end within {CLOSE_SECONDS:.0f} s")
         for text in self._news():
-            say(text)
+            notify(text)
 
     def _wait(self, deadline: float) -> None:
         for outlet in self._outlets:

@@ -15,9 +15,11 @@ SEARCHERS: dict[str, type[Searcher]] = {"tpe": TPE, "random": RandomSearch, "gri
 
 
 def make_searcher(name: str, space: Space, objectives: Sequence[Objective], seed: int) -> Searcher:
-    """The searcher of a name."""
+    """Return the searcher with this name."""
     if name not in SEARCHERS:
-        raise SettingsError(f"search is {', '.join(SEARCHERS)}", got=repr(name), remedy="name one of these")
+        raise SettingsError(
+            f"search must be one of {', '.join(SEARCHERS)}", got=repr(name), remedy="choose one of them"
+        )
     return SEARCHERS[name](space, objectives, seed)
 
 

@@ -45,7 +45,7 @@ class CMA(Searcher):
         bounds = np.array([[0.0, 1.0]] * num)
         self._cma: Any = cmaes.CMA(mean=np.full(num, 0.5), sigma=0.2, bounds=bounds, seed=seed % 2**32)
         self._asked: list[np.ndarray[Any, Any]] = []
-        self._told = 0
+        self._num_generations = 0
         """Number of complete generations."""
 
     def is_ready(self, number: int, history: Sequence[Trial]) -> bool:
@@ -61,18 +61,18 @@ class CMA(Searcher):
         """Ask CMA-ES for all generations up to this trial's, reporting the results of those before it."""
         size = int(self._cma.population_size)
         while len(self._asked) <= number:
-            if len(self._asked) == size * (self._told + 1):
-                self._tell(history[size * self._told : size * (self._told + 1)])
+            if len(self._asked) == size * (self._num_generations + 1):
+                self._update(history[size * self._num_generations : size * (self._num_generations + 1)])
             self._asked.append(self._cma.ask())
 
-    def _tell(self, trials: Sequence[Trial]) -> None:
+    def _update(self, trials: Sequence[Trial]) -> None:
         costs = [self._cost(trial) for trial in trials]
         finite = [cost for cost in costs if math.isfinite(cost)]
         worst = max(finite, default=0.0) + 1.0
         places = [self._place(trial) for trial in trials]
         bounded = [cost if math.isfinite(cost) else worst for cost in costs]
         self._cma.tell(list(zip(places, bounded, strict=True)))
-        self._told += 1
+        self._num_generations += 1
 
     def _place(self, trial: Trial) -> np.ndarray[Any, Any]:
         """Return a trial's position; if its parameters are lost, the position that was proposed."""

@@ -27,8 +27,8 @@ class GridSearch(Searcher):
         self._places = [place for place in self._places if constraint(self._at(place))]
         if not self._places:
             raise SettingsError(
-                "the constraint must let some of the space through; of all combinations it took none",
-                got=f"a grid over {', '.join(self._values)}",
+                "the constraint must accept at least one combination of the grid",
+                got=f"none over {', '.join(self._values)}",
                 remedy="relax it, or correct the space",
             )
 

@@ -37,7 +37,7 @@ class Searcher(ABC):
         """Return whether enough trials have ended to propose this one."""
         return True
 
-    def hear(self, trial: Trial) -> None:  # noqa: B027 - most keep nothing
+    def observe(self, trial: Trial) -> None:  # noqa: B027 - most keep nothing
         """Take a trial that has ended; when a study is resumed, called again for all of them."""
 
     @abstractmethod

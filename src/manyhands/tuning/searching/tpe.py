@@ -41,7 +41,7 @@ class TPE(Searcher):
         self._best: list[tuple[bool, float, int]] = []
         """The best trials: whether each is infeasible, its cost and its number."""
 
-    def hear(self, trial: Trial) -> None:
+    def observe(self, trial: Trial) -> None:
         if trial.state == FINISHED:
             # With several objectives the first one decides which trials are shown, not which are good.
             bisect.insort(self._best, (not trial.is_feasible, self.objectives[0].cost(trial.value), trial.number))

@@ -16,7 +16,7 @@ def as_stopping(stop: Stopping | str | None) -> Stopping:
     if isinstance(stop, Stopping):
         return stop
     if stop not in STOPPINGS:
-        raise SettingsError(f"stop is {', '.join(STOPPINGS)}", got=repr(stop), remedy="name one of these")
+        raise SettingsError(f"stop must be one of {', '.join(STOPPINGS)}", got=repr(stop), remedy="choose one of them")
     return STOPPINGS[stop]()
 
 

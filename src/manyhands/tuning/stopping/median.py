@@ -25,7 +25,9 @@ class Median(Stopping):
     def __post_init__(self) -> None:
         if self.first < 1 or self.others < 1:
             got = f"first={self.first}, others={self.others}"
-            raise SettingsError("Median's numbers are at least 1", got=got, remedy="write mh.Median()")
+            raise SettingsError(
+                "first and others of mh.Median must be at least 1", got=got, remedy="use the defaults: mh.Median()"
+            )
 
     def rungs(self, number: int, epochs: int) -> list[int]:
         return [*range(self.first, epochs), epochs]
