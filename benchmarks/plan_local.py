@@ -170,7 +170,9 @@ class _Ready:
 
 def by_turns(world: World, task: mh.Task, spec: StrategySpec, rows: int) -> tuple[list[float], list[float]]:
     """Seconds of steps of this rank by itself, of so many rows, and of those that all take together, one by one."""
-    plain = training.Steps(NullWorld(world.rank_info.device, world.channel), task.replace(batch_size=rows), StrategySpec())
+    plain = training.Steps(
+        NullWorld(world.rank_info.device, world.channel), task.replace(batch_size=rows), StrategySpec()
+    )
     split = training.Steps(world, task, spec)
     times: tuple[list[float], list[float]] = ([], [])
     for turn in range(WARM_UP + TURNS):

@@ -59,9 +59,9 @@ class OpenInferenceRest(RestProtocol):
 
     def handle(self, request: Request) -> None:
         path = request.path
-        if path == "/v2/models/stats" and "stats" not in self.desk.catalogue.models:
+        if path == "/v2/models/stats" and "stats" not in self.gateway.catalogue.models:
             require_method(request, "GET", "HEAD")
-            request.answer(200, dump_json({"model_stats": all_statistics(self.desk.catalogue)}))
+            request.answer(200, dump_json({"model_stats": all_statistics(self.gateway.catalogue)}))
         elif path.startswith("/v2/models/"):
             match = matched(path)
             if match is None:
