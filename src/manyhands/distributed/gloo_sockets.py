@@ -62,7 +62,6 @@ def shut_down(ports: set[int], seconds: float) -> None:
             if not ports & {sock.getsockname()[1], sock.getpeername()[1]}:
                 raise OSError
             sock.shutdown(socket.SHUT_RD)
-            sock.setblocking(False)
             held.append(sock)
         except OSError:
             sock.close()
@@ -79,7 +78,7 @@ def _drain(held: list[socket.socket], seconds: float) -> None:
             # Gloo would misread the stream if bytes were missing, so its own end comes first.
             if mine[sock.fileno()] not in in_use:
                 with contextlib.suppress(OSError):
-                    while sock.recv(1 << 20):
+                    while sock.recv(1 << 20, socket.MSG_DONTWAIT):
                         pass
         time.sleep(DRAIN_SECONDS)
     for sock in held:
