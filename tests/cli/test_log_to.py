@@ -32,6 +32,6 @@ def test_log_to_can_be_set_by_environment_or_config_file(invoke: Invoke, monkeyp
 def test_unknown_log_sink_is_rejected_before_the_run_starts(invoke: Invoke) -> None:
     result = invoke("fit", "small_task.py", "--on", "cpu", "--name", "first", "--log-to", "tensorbord")
     assert result.exit_code == 2
-    assert "--log-to names csv, tensorboard, wandb, mlflow" in result.stderr
+    assert "--log-to must be one of csv, tensorboard, wandb, mlflow" in result.stderr
     assert "but got 'tensorbord'. Did you mean 'tensorboard'?" in result.stderr
     assert not Path("runs/first").exists()

@@ -98,7 +98,7 @@ def test_innermost_launcher_wins_and_conflicting_sources_raise() -> None:
     both = understood({**TORCHRUN, **slurm})
     assert both is not None
     assert both.source == "torchrun"
-    assert "SLURM is here too" in both.warnings[0]
+    assert "SLURM is also set" in both.warnings[0]
     with pytest.raises(SettingsError, match="2 hosts, 4 ranks by torchrun and 3 hosts, 5 ranks by SLURM.*CLUSTER"):
         understood({**TORCHRUN, **SLURM})
     with pytest.raises(SettingsError, match="one master, but got node-a by torchrun and node-z by TF_CONFIG"):

@@ -138,7 +138,7 @@ def test_management_call_is_applied_to_all_backends_or_none(
         with pytest.raises(RequestRefused, match="does not serve version 3 of adder") as caught:
             client.label("adder", "stable", 3)
         assert caught.value.code == "INVALID_ARGUMENT"
-        with pytest.raises(RequestRefused, match="are loaded"):
+        with pytest.raises(RequestRefused, match="must name loaded versions"):
             client.split("adder", [{"version": 3, "weight": 1}])
         for server in servers:
             assert server.state()["models"][0]["labels"] == {"stable": 2}

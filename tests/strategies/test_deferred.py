@@ -151,7 +151,7 @@ class Own(nn.Module):
 
 @pytest.mark.parametrize(
     ("make", "reason"),
-    [(Looks, "item"), (Hides, "hidden is a tensor, and neither"), (Own, "a generator of its own")],
+    [(Looks, "item"), (Hides, "hidden is a tensor, and neither"), (Own, "a separate generator")],
 )
 def test_defer_raises_cannot_defer_and_restores_rng_state(make: Callable[[], nn.Module], reason: str) -> None:
     torch.manual_seed(5)

@@ -120,7 +120,7 @@ def test_local_sgd_reaches_near_exact_loss_with_few_bytes(
     looks = events(run, "sync")
     assert looks[0]["num_lossy"] == 1
     assert looks[-1]["bytes"] < share * looks[-1]["exact_bytes"]
-    assert f"sync={policy} changes the mathematics: replicas train apart" in notices(run)
+    assert f"sync={policy} changes the mathematics: replicas train independently" in notices(run)
     assert f"sync={policy}: the update of a replica differed" in notices(run)
 
 

@@ -83,7 +83,7 @@ def test_check_reports_mirrored_first_step_as_equal(name: str) -> None:
             problem("mlp").replace(model=Noisy),
             mh.Mirrored(2),
             "layer.weight",
-            "draws random numbers from a generator of its own",
+            "draws random numbers from a separate generator",
         ),
         (problem("mlp").replace(loss=spread), mh.Mirrored(2), "the gradient of 0.weight", "a loss must be a mean"),
     ],

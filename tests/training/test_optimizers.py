@@ -426,7 +426,7 @@ class Own(Optimizer):
     [
         (lambda model: Both(model), r"Both, which steps SGD, AdamW inside it. Return them as a list, \[SGD, AdamW\]"),
         (CASES["lookahead"], "Lookahead, which steps AdamW inside it"),
-        (stepping, r"SGD, whose step has hooks .*[.] Pass Task\(schedule="),
+        (stepping, r"SGD, whose step has hooks, .*[.] Pass Task\(schedule="),
         (CASES["noisy"], r"Noisy, which draws random numbers that would differ between servers[.] Use mh.Mirrored\(\)"),
         (
             lambda model: Own(model.parameters()),

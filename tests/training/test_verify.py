@@ -227,7 +227,7 @@ def test_verdict_is_saved_in_run_record_and_events(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("made", "why"),
     [
-        (problem("gan"), "has a step of its own"),
+        (problem("gan"), "the task has step="),
         (
             task(data=noise, batch_size=6),
             "the data is a stream, of which the first 12 samples were compared and are equal",

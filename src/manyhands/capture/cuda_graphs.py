@@ -109,7 +109,7 @@ def _heal() -> None:
 
 def _reason(error: Exception) -> str:
     if isinstance(error, torch.OutOfMemoryError):
-        return "captured graphs need memory of their own, and there is not enough"
+        return "captured graphs need additional memory, and there is not enough"
     text = str(error).splitlines()[0] if str(error) else type(error).__name__
     return f"{culprit(error)} cannot be captured ({text})"
 

@@ -100,7 +100,7 @@ def _reason_against(optimizer: Optimizer) -> str:
     if type(optimizer) not in CAPTURABLE:
         return f"the update of {name} is not known to work in a CUDA graph"
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
-        return f"{name} has hooks of its own around its update"
+        return f"{name} has custom hooks around its update"
     if any(group.get("differentiable") for group in optimizer.param_groups):
         return f"{name} is differentiable"
     parameters = [p for group in optimizer.param_groups for p in group["params"]]

@@ -18,9 +18,7 @@ EXAMPLES = (
     "manyhands explain gpt.py --strategy tensor=2,replicas=2 --on 'cpu*4'",
     "manyhands explain towers.py --strategy placed --on 'cpu*2' --draw partition.svg",
 )
-Draw = Annotated[
-    Path | None, typer.Option(help="Where to draw a network that is cut in pieces: a path ending in .svg or .html.")
-]
+Draw = Annotated[Path | None, typer.Option(help="Where to draw a partitioned network: a path ending in .svg or .html.")]
 
 
 def add(app: typer.Typer) -> None:

@@ -700,7 +700,7 @@ def _meant(word: str) -> str:
     name, _, number = re.sub(r"[(:*]", "=", word).rstrip(")").partition("=")
     alike = difflib.get_close_matches(name, [*NAMED, *_ELSEWHERE, "auto"], 1)
     if not alike:
-        return 'write for instance "mirrored" or "replicas=2,accumulate=4"'
+        return 'write for example "mirrored" or "replicas=2,accumulate=4"'
     axis = _AXIS.get(_ELSEWHERE.get(alike[0], alike[0]))
     return f"write {axis}={number}" if axis and number.isdigit() else f"did you mean {alike[0]}?"
 

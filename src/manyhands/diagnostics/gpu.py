@@ -67,7 +67,7 @@ def torch_build(num_gpus: int | None = None, cuda: str | None = None, is_availab
         "torch build",
         f"{build} with CUDA {cuda} sees none of {num_gpus} NVIDIA GPU(s)",
         "everything runs on the CPU",
-        "python -c 'import torch; torch.cuda.init()' says why; often the driver is too old or a container lacks it",
+        "python -c 'import torch; torch.cuda.init()' shows why; often the driver is old, or a container lacks it",
     )
 
 
@@ -101,7 +101,7 @@ def gpu_memory(found: NvidiaDriver | None = None) -> Finding:
     return slow(
         "GPU memory",
         text,
-        "less room for batches, and steps wait for each other",
+        "less memory for batches, and steps wait for each other",
         "end these processes, or name other devices with on=",
     )
 

@@ -131,7 +131,7 @@ def memory(available: int | None = None, total: int | None = None, swapped: int 
     if available < _GIB // 2:
         return broken("memory", text, "the system ends processes that ask for more", cure)
     if swapped > total // 20 and available < total // 4:
-        return slow("memory", text, "what is swapped out must come back from disk in the middle of a step", cure)
+        return slow("memory", text, "swapped pages must be read from disk in the middle of a step", cure)
     return Finding("memory", text)
 
 
@@ -144,7 +144,7 @@ def clock(source: str | None = None, is_set: bool | None = None, jump: float | N
     text = f"{source or 'unknown source'}, {state}"
     if abs(jump) > _MEANINGFUL_JUMP:
         found = f"{text}, it jumped by {jump:+.3f} s just now"
-        return slow("clock", found, "events seem to come in another order than they did", "see what sets the clock")
+        return slow("clock", found, "timestamps of events may be in the wrong order", "see what sets the clock")
     if source and source not in _QUICK_CLOCKS:
         cure = "boot with clocksource=tsc, or see in dmesg why the kernel does not trust it"
         return slow("clock", text, "reading the time takes microseconds, and a step reads it often", cure)

@@ -415,7 +415,7 @@ def _digest(leaf: torch.Tensor) -> tuple[Any, ...]:
 def _shows_order(leaf: torch.Tensor) -> bool:
     """Return whether a batch's rows have more than a million distinct orders, so that equality is no coincidence.
 
-    >>> _tells_order(torch.arange(10)), _tells_order(torch.arange(100) % 2), _tells_order(torch.arange(8) % 2)
+    >>> _shows_order(torch.arange(10)), _shows_order(torch.arange(100) % 2), _shows_order(torch.arange(8) % 2)
     (True, True, False)
     """
     if not leaf.ndim or not leaf.numel():

@@ -30,16 +30,16 @@ class RankFailure:
 class RestartPolicy:
     """Counts restarts without progress.
 
-    >>> judge = RestartPolicy()
+    >>> policy = RestartPolicy()
     >>> killed = [RankFailure(1, "host1", "was killed")]
-    >>> [judge.goes_on(killed, size=2, step=step) for step in (7, 7, 7, 7)]
+    >>> [policy.allows_restart(killed, size=2, step=step) for step in (7, 7, 7, 7)]
     [True, True, True, False]
-    >>> judge.goes_on(killed, size=2, step=8)
+    >>> policy.allows_restart(killed, size=2, step=8)
     True
 
     Exceptions that all ranks have raised since the last progress, also one after the other, end the job.
 
-    >>> [judge.goes_on([RankFailure(rank, "host1", "typo", raised=True)], size=2, step=9) for rank in (0, 1)]
+    >>> [policy.allows_restart([RankFailure(rank, "host1", "typo", raised=True)], size=2, step=9) for rank in (0, 1)]
     [True, False]
     """
 

@@ -23,7 +23,7 @@ _RATE = re.compile(r"(?P<rate>\d+(?:\.\d+)?)\s*(?P<unit>[GMT])(?:b(?:it)?/?s|bps
 _PRICE = re.compile(r"(?:\$|€|EUR|USD)?\s*(?P<price>\d+(?:\.\d+)?)\s*(?:\$|€|EUR|USD)?\s*/\s*h(?:our)?", re.IGNORECASE)
 _UNITS = {"M": 1e6, "G": 1e9, "T": 1e12}
 _KINDS = {"ib": "InfiniBand", "infiniband": "InfiniBand", "roce": "RoCE", "ethernet": "Ethernet", "tcp": "Ethernet"}
-REMEDY = 'write for instance "8 hosts x 8 H100, 400Gb/s InfiniBand, $2/h", or pass a TOML file'
+REMEDY = 'write for example "8 hosts x 8 H100, 400Gb/s InfiniBand, $2/h", or pass a TOML file'
 SPREAD = 0.02
 """Relative standard deviation of a replica's step time, if it was not measured."""
 

@@ -9,7 +9,7 @@ from typing import Any
 import orjson
 
 _ERRORS = {
-    400: "The request is not what the model takes; the text says what was expected and what came.",
+    400: "The request does not fit the model; the text contains what was expected and what was received.",
     401: "The server wants a token.",
     403: "A web page of another origin asked, or management was asked for here.",
     404: "No such model or version.",

@@ -176,7 +176,7 @@ class _Noting(TorchDispatchMode):
 
     def _dispatch(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if any(isinstance(leaf, torch.Generator) for leaf in tree_leaves((args, kwargs))):
-            raise CannotDefer(f"{func} draws from a generator of its own")
+            raise CannotDefer(f"{func} draws from a separate generator")
         if func is torch.ops.aten.lift_fresh.default:
             # A tensor created from Python numbers: recorded as a copy of a constant.
             func = torch.ops.aten.clone.default

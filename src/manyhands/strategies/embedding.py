@@ -122,7 +122,7 @@ class Embedding(nn.Embedding):
         """Return the rows of these ids."""
         if not self.is_declared:
             return super().forward(input)
-        assert self.source is not None, "a declared table has no rows of its own"
+        assert self.source is not None, "a declared table holds no rows"
         ids, inverse = torch.unique(input, return_inverse=True)
         if ids.numel() and not 0 <= int(ids[0]) <= int(ids[-1]) < self.num_embeddings:
             raise IndexError(f"ids of {self.name} must lie in 0 to {self.num_embeddings - 1}, but got {ids[[0, -1]]}")

@@ -92,7 +92,7 @@ class StagedPlacement(Placement):
         norms = any(isinstance(layer, _BatchNorm) for layer in self.model.modules())
         found = super().notes()
         if self.spec.microbatches == 1:
-            cost = ", each with batch statistics of its own" if norms else ""
+            cost = ", each with separate batch statistics" if norms else ""
             found.append(f"with one microbatch the stages take turns; microbatches=8 lets them overlap{cost}")
         elif norms:
             found.append("batch statistics are those of a microbatch: microbatches=1 keeps those of the batch")

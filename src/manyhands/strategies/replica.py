@@ -153,7 +153,11 @@ class Replica:
 
     def load_policy_state(self, saved: Mapping[str, Tensor]) -> str:
         """Load what `policy_state` returned, on any number of replicas; return a message about what was dropped."""
-        return "gradients that the policy had not sent yet are left out: no policy here keeps any" if saved else ""
+        return (
+            "gradients that the policy had not sent yet are dropped, because the current policy keeps none"
+            if saved
+            else ""
+        )
 
     def defer(self, is_deferred: bool) -> None:
         """Set whether gradients wait for `pack` and `exchange` instead of being summed during backward."""

@@ -214,7 +214,7 @@ def report_policy(world: World, policy: Policy, exchange: BucketExchange, num_by
 def describe_sizes(num_bytes: int, num_exact_bytes: int) -> str:
     """Return a text about the bytes that a policy saves.
 
-    >>> sizes_told(2000, 10**7)
+    >>> describe_sizes(2000, 10**7)
     '1.95 KiB a step on the wire instead of 9.54 MiB'
     """
     return f"{format_bytes(num_bytes, 3)} a step on the wire instead of {format_bytes(num_exact_bytes, 3)}"

@@ -49,7 +49,7 @@ class Local(Policy):
     @property
     def explanation(self) -> str:
         times = "step" if self.every == 1 else f"{self.every} steps"
-        apart = f"{self.between} train apart and agree every {times}, batch statistics included"
+        apart = f"{self.between} train independently and synchronize every {times}, including batch statistics"
         return f"sync={self} changes the mathematics: {apart}; a stop takes effect when they synchronize"
 
     @abstractmethod

@@ -542,7 +542,7 @@ def _same_everywhere(parts: Record, verdict: Verdict) -> Verdict:
 
 # -- reasons ----------------------------------------------------------------------------------------------------------
 
-RANDOM = "the step draws random numbers from a generator of its own, which differ on every replica"
+RANDOM = "the step draws random numbers from a separate generator, which differ on every replica"
 SAMPLES = (
     "use an operation of each sample by itself (LayerNorm or GroupNorm in place of batch statistics), torch's own "
     "BatchNorm, whose statistics are synchronized, or a strategy that does not split batches"

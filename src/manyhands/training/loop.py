@@ -496,7 +496,7 @@ class TrainingLoop:
         if not self.job.verify:
             return "verify=False was passed"
         if self.job.memory is not None:
-            return "memory= leaves no room for a copy of the network; mh.check compares it"
+            return "memory= is too small for a copy of the network; mh.check compares it"
         return why_not(self.task, self.split, model, self.hand.device)
 
     def verify(self) -> None:

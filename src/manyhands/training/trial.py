@@ -104,7 +104,7 @@ def _compare(task: Task, model: nn.Module, batch: Any, whole: float) -> str:
     try:
         halves = split(batch, [rows // 2, rows - rows // 2])
     except ValueError:
-        return "the batch cannot be cut along its first dimension, so whether the loss is a mean could not be tried"
+        return "the batch cannot be split along its first dimension, so the check that the loss is a mean was skipped"
     parts = _combined(task, model, halves, rows)
     if _close(whole, parts):
         return ""

@@ -67,7 +67,7 @@ def why_not(task: Task, spec: StrategySpec, model: nn.Module, device: torch.devi
     count = sum(parameter.numel() for parameter in model.parameters())
     most = MOST_PARAMETERS.get(device.type, MOST_PARAMETERS["cpu"])
     if task.loss is None:
-        return "the task has a step of its own, which may have side effects; mh.check compares it"
+        return "the task has step=, which may have side effects; mh.check compares it"
     if count > most:
         return (
             f"the network has {count:,} parameters, and a trial of more than {most:,} takes long; mh.check compares it"
@@ -200,7 +200,7 @@ class _Trial:
             why = "it draws random numbers that are not layout-free, so that two computations differ in any case"
             verdict = Verdict("not verified", self.spec, why=why)
         if self.spec.batch_stats == "local" and any(step.differing for step in parts.steps):
-            why = 'batch_stats="local" lets every replica keep buffers of its own, which differ'
+            why = 'batch_stats="local" lets every replica keep separate buffers, which differ'
             verdict = Verdict("not verified", self.spec, why=why)
         if verdict.equal and self.stream:
             why = f"the data is a stream, of which the first {sum(map(len, plan))} samples were compared and are equal"

@@ -138,7 +138,7 @@ def _object_difference(first: Any, second: Any, seen: Seen) -> str:
         same = bool(first == second)
     except Exception:
         same = False
-    return "" if same else f"is a {type(first).__name__} of its own in each"
+    return "" if same else f"is a {type(first).__name__} that differs between them"
 
 
 def _attributes(layer: nn.Module) -> dict[str, Any]:

@@ -43,7 +43,7 @@ def understood(environ: Environ | None = None) -> ResolvedCluster | None:
     first, *others = (resolver.read(given) for resolver in present)
     for other in others:
         _require_agreement(first, other)
-    also = tuple(f"{other.source} is here too, and agrees" for other in others)
+    also = tuple(f"{other.source} is also set, and agrees" for other in others)
     return replace(first, warnings=(*first.warnings, *also)) if also else first
 
 

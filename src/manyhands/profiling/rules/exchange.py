@@ -38,7 +38,7 @@ def slow_rank(profile: Profile) -> Advice | None:
         name="slow rank",
         evidence=f"rank {worst.rank} on {worst.host} needs {format_duration(worst.work)} for its own work in a step, "
         f"the others {format_duration(usual)}; most of the difference is in {phase}, and all wait for it",
-        cure="see what else runs on its device, or leave it out; where it must stay, "
+        cure="check what else runs on its device, or omit the device; otherwise "
         "mh.ParameterServer(backup=1) or sync=mh.sync.LocalSteps(8) do not wait for it in every step",
         gain=profile.seconds / max(usual + profile.transfer, 1e-9),
     )
@@ -63,7 +63,7 @@ def hot_parameter(profile: Profile) -> Advice | None:
     left = 0.5
     if hot.rows is not None and hot.rows < SPARSE:
         evidence += f"; a step touches {hot.rows:.1%} of its rows"
-        cure = "make it mh.Embedding(rows, dim) and train with mh.ParameterServer(): only touched rows travel then"
+        cure = "make it mh.Embedding(rows, dim) and train with mh.ParameterServer(): it sends only the rows of a batch"
         left = hot.rows
     saved = profile.transfer * share * (1 - left)
     return Advice(

@@ -47,7 +47,7 @@ KEY = b"x-manyhands-key"
 
 
 NOT_HERE = (
-    "models are managed on another listener, with a token of its own: over HTTP on the management port, over gRPC "
+    "models are managed on another listener, with a separate token: over HTTP on the management port, over gRPC "
     "where the server was started with --manage-grpc PORT"
 )
 

@@ -130,7 +130,7 @@ def _note_whole_attention(model: nn.Module, axis: Axis, layout: Layout) -> None:
     """Add a note why attention is not split by heads, unless another note explains it."""
     for name, module in model.named_modules():
         if isinstance(module, nn.MultiheadAttention) and not fits(module, axis) and name not in layout.whole:
-            reason = "it has a forward of its own, or adds keys and values"
+            reason = "it has a custom forward, or adds keys and values"
             if module.num_heads % axis.size:
                 reason = f"{module.num_heads} heads cannot be divided among {axis.size} ranks"
             _note(layout, name, f" works on whole tensors on every rank: {reason}")
