@@ -40,7 +40,9 @@ from .core import (
     as_spec,
     as_task,
     event,
+    open_regular,
     random_state,
+    replace_text,
     restore_random_state,
     task_name,
     typed,
@@ -925,7 +927,8 @@ def _recording(
 
 def _locked(folder: Path) -> IO[str]:
     """Lock a run's folder for one program at a time; the kernel releases the lock when the program ends."""
-    file = (folder / ".lock").open("w")
+    # Never through a link: the folder may be a copy of one that another user made.
+    file = os.fdopen(open_regular(folder / ".lock", os.O_RDWR | os.O_CREAT), "r+")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -1163,10 +1166,7 @@ def _write_record(
 
 
 def _put_record(job: Job, record: Mapping[str, Any]) -> None:
-    path = job.folder / training.RECORD
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(record, indent=2, default=str) + "\n")
-    os.replace(temporary, path)
+    replace_text(job.folder / training.RECORD, json.dumps(record, indent=2, default=str) + "\n")
 
 
 def _notices(spec: StrategySpec) -> list[str]:

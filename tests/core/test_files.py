@@ -23,6 +23,7 @@ from manyhands.core import (
     read_events,
     read_file,
     read_json,
+    replace_text,
 )
 from manyhands.core import files as core_files
 from manyhands.training import Run, launch_of
@@ -60,6 +61,18 @@ def test_file_replaced_by_a_fifo_between_check_and_open_is_rejected(
     monkeypatch.setattr(core_files.os, "open", exchanged)
     with pytest.raises(FileError, match="but got a FIFO"):
         read_json(path, 100)
+
+
+def test_replace_text_never_writes_through_a_link(tmp_path: Path) -> None:
+    victim, path = tmp_path / "victim", tmp_path / "run.json"
+    victim.write_text("mine")
+    path.symlink_to(victim)
+    replace_text(path, "{}")
+    assert (path.is_symlink(), path.read_text()) == (False, "{}")
+    path.with_suffix(".tmp").symlink_to(victim)
+    with pytest.raises(FileError, match="got a symbolic link"):
+        replace_text(path, "[]")
+    assert (path.read_text(), victim.read_text()) == ("{}", "mine")
 
 
 def test_symlinks_are_followed_only_on_request(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import pickle
 import random
 import tarfile
@@ -260,6 +261,22 @@ class TestDamage:
         path.write_bytes(content)
         with pytest.raises(DataError, match=r"record of .*1\.tfrecord must be.*wrong checksum at record 3[.]"):
             list(Feed(as_source(mh.files(pattern)), batch_size=4).epoch(Cursor()))
+
+    @pytest.mark.timeout(20)
+    def test_overlong_varint_in_a_tfrecord_is_rejected_without_reading_all_of_it(self):
+        body = b"\xff" * 2_000_000 + b"\x01"
+        length = len(body).to_bytes(8, "little")
+        record = length + masked(length).to_bytes(4, "little") + body + masked(body).to_bytes(4, "little")
+        with pytest.raises(ValueError, match="a number of more than 10 bytes"):
+            TFRecordFormat().sample(record)
+
+    @pytest.mark.timeout(20)
+    @pytest.mark.parametrize("format", ["parquet", "csv", "tfrecord", "tar"])
+    def test_fifo_among_the_files_is_rejected_without_blocking(self, tmp_path, format):
+        pattern = shards.write(tmp_path, format)
+        os.mkfifo(tmp_path / f"0.{format}.{format}")
+        with pytest.raises(DataError, match="data files must be regular files"):
+            mh.files(pattern)
 
     def test_tfrecord_length_with_wrong_checksum_is_rejected(self, tmp_path):
         shards.tfrecord(tmp_path / "a.tfrecord", 0, 5)

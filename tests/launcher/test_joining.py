@@ -110,6 +110,27 @@ def test_token_file_must_be_private_long_enough_and_not_expired(tmp_path: Path) 
         read_token(old)
 
 
+@pytest.mark.timeout(20)
+def test_token_file_is_checked_and_read_by_the_same_descriptor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another user of the folder must not be able to exchange the file between the check of its mode and the read."""
+    path, real = tmp_path / "token", os.fstat
+    write_token(path)
+    ours = read_token(path).secret
+
+    def exchange(file: int) -> os.stat_result:
+        path.unlink(missing_ok=True)
+        path.write_text("known to the attacker " * 4)
+        return real(file)
+
+    monkeypatch.setattr(os, "fstat", exchange)
+    assert read_token(path).secret == ours
+    monkeypatch.undo()
+    path.unlink()
+    os.mkfifo(path, 0o600)
+    with pytest.raises(SettingsError, match="a readable token file.* a FIFO"):
+        read_token(path)
+
+
 def test_host_with_token_joins_and_forged_messages_are_rejected(waiting: Callable[..., Waiting]) -> None:
     desk = waiting()
     channel = desk.join(facts())

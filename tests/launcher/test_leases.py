@@ -286,3 +286,27 @@ def test_unavailable_lock_folder_prints_a_notice_and_continues(tmp_path: Path, m
     with leased([FAKE], notify=said.append):
         pass
     assert said[0].startswith("the leases of fake:0 could not be checked")
+
+
+def test_lock_file_that_is_a_link_is_neither_followed_nor_truncated(tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    (leases.lease_folder() / "fake:0.lock").symlink_to(victim)
+    said: list[str] = []
+    with leased([FAKE], notify=said.append):
+        assert leases.holders() == {}
+    assert victim.read_text() == "mine"
+    assert "a symbolic link" in said[0]
+
+
+@pytest.mark.parametrize("kind", ["link", "writable by others"])
+def test_lease_folder_that_others_can_change_is_not_used(tmp_path: Path, kind: str) -> None:
+    folder = tmp_path / "manyhands"
+    if kind == "link":
+        (tmp_path / "elsewhere").mkdir()
+        folder.symlink_to(tmp_path / "elsewhere")
+    else:
+        folder.mkdir()
+        folder.chmod(0o777)
+    with pytest.raises(PermissionError, match="another user"):
+        leases.lease_folder()

@@ -17,7 +17,7 @@ import psutil
 import pytest
 from torch import Tensor
 
-from manyhands.core import Predictor, Signature, TensorSpec
+from manyhands.core import FileError, Predictor, Signature, TensorSpec
 from manyhands.serving import BatchSettings, Client, Limits, Server
 from manyhands.serving.logs import Logs
 from manyhands.serving.protocols import open_inference_grpc
@@ -159,8 +159,9 @@ def taken(server: Server) -> int:
     return sum(replica["rows"] for replica in figures(server)["replicas"])
 
 
-def test_full_disk_drops_access_log_lines_with_one_warning(tmp_path: Path) -> None:
-    (tmp_path / "access.jsonl").symlink_to("/dev/full")
+def test_full_disk_drops_access_log_lines_with_one_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    full = Path("/dev/full").open("ab", buffering=1 << 16)  # noqa: SIM115 - the log closes it
+    monkeypatch.setattr("manyhands.serving.logs._opened", lambda path: full)
     logs = Logs(tmp_path)
 
     def write_many() -> None:
@@ -171,6 +172,16 @@ def test_full_disk_drops_access_log_lines_with_one_warning(tmp_path: Path) -> No
         write_many()
     write_many()
     logs.close()
+
+
+def test_access_log_is_never_written_through_a_link(tmp_path: Path) -> None:
+    """The folder of logs may be in /tmp, where other users can create links with known names."""
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    (tmp_path / "access.jsonl").symlink_to(victim)
+    with pytest.raises(FileError, match="got a symbolic link"):
+        Logs(tmp_path)
+    assert victim.read_text() == "mine"
 
 
 def test_access_log_is_rotated_at_its_size_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -358,6 +358,33 @@ def test_process_count_is_limited_without_a_cgroup(tmp_path: Path) -> None:
     assert "RLIMIT_NPROC" in layers
 
 
+LINKED = """
+import os, sys
+from manyhands.serving.sandbox import Sandbox
+Sandbox(reads=(sys.argv[1],)).enter()
+try:
+    print("read", len(os.listdir(sys.argv[2])))
+except PermissionError:
+    print("refused")
+"""
+
+
+def test_model_folder_replaced_by_a_link_gives_the_replica_no_access(tmp_path: Path) -> None:
+    """Between the scan of a folder and the start of a replica, a model's author may put a link in its place."""
+    private, version = tmp_path / "private", tmp_path / "1"
+    private.mkdir()
+    for make, answer in ((version.mkdir, "read 0"), (lambda: version.symlink_to(private), "refused")):
+        make()
+        where = version if answer == "read 0" else private
+        done = subprocess.run(
+            [sys.executable, "-c", LINKED, str(version), str(where)],
+            env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=60,
+        )  # fmt: skip
+        assert done.stdout.strip() == answer, done.stderr
+        if answer == "read 0":
+            version.rmdir()
+
+
 SEARCH = """
 import sys
 from manyhands.serving.sandbox import Sandbox

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import manyhands as mh
-from manyhands.core import SettingsError
+from manyhands.core import FileError, SettingsError
 
 from .problems import classify, generator, mlp
 
@@ -84,3 +84,16 @@ def test_unwritable_run_folder_is_rejected_by_name(tmp_path: Path) -> None:
 def test_sharded_on_one_device_prints_a_hint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     mh.fit(task(), "sharded", on="cpu", steps=1, folder=tmp_path)
     assert 'there is one device (cpu), so one shard; on="cpu*2" makes two' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", [".lock", "run.tmp", "metrics.csv"])
+def test_resuming_a_foreign_run_never_writes_through_its_links(tmp_path: Path, name: str) -> None:
+    """A run folder of another user may hold links with the names of files that a resumed run writes."""
+    run = fit(task(), tmp_path / "runs", steps=1, name="theirs", log_to="csv")
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    (run.path / name).unlink(missing_ok=True)
+    (run.path / name).symlink_to(victim)
+    with contextlib.suppress(FileError):  # A sink that fails is dropped; everything else stops the run.
+        fit(task(), tmp_path / "runs", steps=2, name="theirs", resume=True, log_to="csv")
+    assert victim.read_text() == "mine"

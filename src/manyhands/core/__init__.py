@@ -27,7 +27,7 @@ from .errors import (
     WorkerFailed,
 )
 from .events import EVENTS, Event, EventLog, event, keep_event, read_events
-from .files import LINE_LIMIT, open_regular, opened, parse_json, read_file, read_json, read_lines
+from .files import LINE_LIMIT, open_regular, opened, parse_json, read_file, read_json, read_lines, replace_text
 from .formatting import format_bytes, format_duration, format_rough_duration, printable
 from .module_state import Attributes, default_dtype, remember_buffers, remember_state
 from .predictor import Predictor, Signature, TensorSpec
@@ -117,6 +117,7 @@ __all__ = [
     "read_file",
     "read_json",
     "read_lines",
+    "replace_text",
     "mix",
     "seed_all",
     "seeded",

@@ -83,6 +83,14 @@ def read_file(path: str | Path, limit: int, *, follow_links: bool = False) -> by
     return data
 
 
+def replace_text(path: Path, text: str) -> None:
+    """Write a file atomically; a link at its place is replaced, and one at the place of the temporary is an error."""
+    temporary = path.with_suffix(".tmp")
+    with os.fdopen(open_regular(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "w", encoding="utf-8") as file:
+        file.write(text)
+    os.replace(temporary, path)
+
+
 def read_json(path: str | Path, limit: int, *, follow_links: bool = False) -> dict[str, Any]:
     """Return the JSON object that a file holds."""
     value = parse_json(read_file(path, limit, follow_links=follow_links))

@@ -128,6 +128,14 @@ def _expanded(patterns: Sequence[str | Path]) -> list[str]:
     folder = next((path for path in found if os.path.isdir(path)), None)
     if folder is not None:
         raise DataError("paths must name files", got=f"the folder {folder}", remedy=f"pass '{folder}/*.parquet'")
+    # Opening a FIFO would wait for its writer.
+    special = next((path for path in sorted(found) if not os.path.isfile(path)), None)
+    if special is not None:
+        raise DataError(
+            "data files must be regular files",
+            got=f"{special}, which is a FIFO, a device, a socket or a broken link",
+            remedy="pass a narrower pattern",
+        )
     if not found:
         raise DataError("at least one data file is required", got="an empty list", remedy="pass paths or a pattern")
     return sorted(found)

@@ -16,7 +16,7 @@ from keras.callbacks import Callback
 from keras.metrics import Mean
 from keras.src.backend.torch import core as keras_torch
 
-from ..core import event, keep_event
+from ..core import event, keep_event, replace_text
 from ..training import RECORD, Hand, held_now, new_folder
 from .strategy import home_of
 
@@ -128,7 +128,7 @@ class RunLog(Callback):  # type: ignore[misc]
 
     def _write_record(self) -> None:
         assert self.path is not None
-        (self.path / RECORD).write_text(json.dumps(self._record, indent=2))
+        replace_text(self.path / RECORD, json.dumps(self._record, indent=2))
 
     def _loss(self, logs: Mapping[str, float]) -> float:
         """Return the last batch's loss, computed from the change of the running mean that Keras reports."""

@@ -12,6 +12,7 @@ import fcntl
 import json
 import os
 import shlex
+import stat
 import sys
 import tempfile
 import threading
@@ -22,7 +23,7 @@ from pathlib import Path
 
 import psutil
 
-from ..core import DeviceError, SettingsError, resolve_settings
+from ..core import DeviceError, FileError, SettingsError, open_regular, resolve_settings
 from ..distributed import Device
 from .process_identity import gpu_identity
 
@@ -128,7 +129,7 @@ def _take(shown: Mapping[str, str], run: str, choice: str, notify: Callable[[str
                 notify(text)
             reported = text
             time.sleep(POLL_SECONDS)
-        except OSError as error:
+        except (OSError, FileError) as error:
             notify(f"the leases of {listed} could not be checked, so other programs may use them too: {error}")
             return False
         else:
@@ -173,7 +174,7 @@ class _Table:
         self._guard, self._files, self._jobs = threading.Lock(), {}, {}
 
     def _open(self, name: str, run: str) -> None:
-        file = os.open(lease_folder() / f"{name}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        file = open_regular(lease_folder() / f"{name}.lock", os.O_RDWR | os.O_CREAT)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -206,7 +207,10 @@ def holders() -> dict[str, Holder]:
     """Return the holder of each leased device, without this program; reads the files only and takes no lock."""
     found: dict[str, Holder] = {}
     for path in sorted(lease_folder().glob("*.lock")):
-        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            file = open_regular(path)
+        except FileError:
+            continue
         try:
             holder = _read_holder(file)
         finally:
@@ -223,8 +227,10 @@ def lease_folder() -> Path:
     base = Path(os.environ.get("XDG_RUNTIME_DIR") or f"/run/user/{user}")
     folder = base / "manyhands" if os.access(base, os.W_OK) else Path(tempfile.gettempdir()) / f"manyhands-{user}"
     folder.mkdir(mode=0o700, exist_ok=True)
-    if folder.is_symlink() or folder.stat().st_uid != user:
-        raise PermissionError(f"{folder} belongs to another user")
+    # One call, so that no link of another user is followed between two checks.
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != user or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise PermissionError(f"{folder} belongs to another user, or another user may write to it")
     return folder
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import os
 import time
 import warnings
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any, BinaryIO
 
 import orjson
 
-from ..core import EventLog
+from ..core import EventLog, open_regular
 from .http import Request
 
 MAX_ACCESS_BYTES = 256 << 20
@@ -24,8 +25,14 @@ class Logs:
     def __init__(self, folder: Path | None) -> None:
         self._events = EventLog(folder / "events.jsonl") if folder is not None else None
         self._folder = folder
-        self._access = _opened(folder / "access.jsonl") if folder is not None else None
+        self._access: BinaryIO | None = None
         self._failed = False
+        if folder is not None:
+            try:
+                self._access = _opened(folder / "access.jsonl")
+            except BaseException:
+                self.close()
+                raise
 
     def event(self, entry: dict[str, Any]) -> None:
         """Write an event to the event log."""
@@ -74,13 +81,14 @@ class Logs:
     def _fail(self, error: OSError) -> None:
         if not self._failed:
             self._failed = True
-            name = getattr(self._access, "name", "")
-            warnings.warn(f"requests are not logged, because {name} cannot be written: {error}", stacklevel=3)
+            path = f"{self._folder}/access.jsonl"
+            warnings.warn(f"requests are not logged, because {path} cannot be written: {error}", stacklevel=3)
 
 
 def _opened(path: Path) -> BinaryIO:
     """Open a log for appending, with a lock that shows readers that the server is running."""
-    log = path.open("ab", buffering=1 << 16)
+    file = open_regular(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    log = os.fdopen(file, "ab", buffering=1 << 16)
     with contextlib.suppress(OSError):
         fcntl.flock(log, fcntl.LOCK_SH)
     return log

@@ -184,7 +184,7 @@ class Sandbox:
             rights |= dict.fromkeys((*_PROGRAMS, os.path.realpath(sys.executable)), _READ | _EXECUTE)
             rights |= dict.fromkeys((f"{sys.prefix}/pyvenv.cfg", sysconfig.get_paths()["include"]), _READ)
             rights[folder] = every & ~_IOCTL_DEV
-        _restrict(version, every, rights)
+        _restrict(version, every, rights, self.reads)
         protection.layers.append(f"landlock {version}")
 
     def _enter_seccomp(self, protection: Protection) -> None:
@@ -458,25 +458,31 @@ def _cuda_devices() -> list[str]:
     return [str(path) for path in Path("/dev").glob("nvidia*")]
 
 
-def _restrict(version: int, every: int, rights: Mapping[str, int]) -> None:
-    """Restrict this thread and its descendants to these paths, without TCP ports or signals to other processes."""
+def _restrict(version: int, every: int, rights: Mapping[str, int], plain: Collection[str]) -> None:
+    """Restrict this thread and its descendants to these paths, without TCP ports or signals to other processes.
+
+    A link among the paths in `plain` is not followed: a model's author may replace its folder by a link to "/".
+    """
     attributes = struct.pack("=QQQ", every, 3 if version >= 4 else 0, 3 if version >= 6 else 0)
     ruleset = _checked(_syscall(444, attributes, 8 if version < 4 else 16 if version < 6 else 24, 0), "landlock")
     try:
         for path, allowed in rights.items():
-            _allow(ruleset, path, allowed & every)
+            _allow(ruleset, path, allowed & every, os.O_NOFOLLOW if path in plain else 0)
         _checked(_syscall(446, ruleset, 0), "landlock")
     finally:
         os.close(ruleset)
 
 
-def _allow(ruleset: int, path: str, allowed: int) -> None:
+def _allow(ruleset: int, path: str, allowed: int, flags: int) -> None:
     try:
-        fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        fd = os.open(path, os.O_PATH | os.O_CLOEXEC | flags)
     except OSError:
         return
     try:
-        is_folder = stat.S_ISDIR(os.fstat(fd).st_mode)
+        mode = os.fstat(fd).st_mode
+        if stat.S_ISLNK(mode):
+            return
+        is_folder = stat.S_ISDIR(mode)
         rule = struct.pack("=Qi", allowed if is_folder else allowed & _FOR_FILES, fd)
         _checked(_syscall(445, ruleset, 1, rule, 0), "landlock")
     finally:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-from ..core import RequestRefused, SettingsError
+from ..core import RequestRefused, SettingsError, open_regular
 from .batcher import Arrays, Ticket
 from .dtypes import BY_TORCH, to_numbers
 from .http import BadRequest
@@ -37,7 +38,7 @@ class Warmup:
         path = self._folder / f"{version.model}.jsonl"
         if not path.is_file():
             return
-        with path.open("rb") as file:
+        with os.fdopen(open_regular(path, follow_links=True), "rb") as file:
             lines = [line for line in (file.readline(MAX_BYTES + 1) for _ in range(MAX_REQUESTS)) if line.strip()]
         codes: Counter[str] = Counter()
         try:
@@ -82,7 +83,8 @@ class WarmupRecorder:
         self._counts[version.model] += 1
         specs = version.signature.inputs
         values = {name: to_numbers(array, BY_TORCH[specs[name].dtype]).tolist() for name, array in inputs.items()}
-        with (self._folder / f"{version.model}.jsonl").open("a", encoding="utf-8") as file:
+        path = self._folder / f"{version.model}.jsonl"
+        with os.fdopen(open_regular(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "a", encoding="utf-8") as file:
             file.write(json.dumps({"inputs": values}) + "\n")
 
 

@@ -23,6 +23,7 @@ from ..core import (
     Task,
     TaskError,
     random_state,
+    replace_text,
     restore_random_state,
     typed,
 )
@@ -232,9 +233,7 @@ def write_record(folder: Path, task: Task, params: Mapping[str, Any], epochs: in
         "save_every": None,
         "start_from": None,
     }
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(record, indent=2, default=str) + "\n")
-    os.replace(temporary, path)
+    replace_text(path, json.dumps(record, indent=2, default=str) + "\n")
 
 
 def _user_traceback(error: BaseException) -> str:

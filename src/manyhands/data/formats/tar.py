@@ -13,6 +13,8 @@ import numpy as np
 from .format import FileShard, RecordFormat, damaged, file_size, missing_columns, record_blocks
 
 _SECTOR, _REST = 512, 1 << 20
+_HEADER_KINDS = (b"L", b"x", b"g")
+"""Members that describe the next one: a long name, a pax header, a global pax header."""
 _NAME = re.compile(r"((?:.*/)?[^./][^./]*)\.([^/]*)")
 Read = Callable[[int, int], bytes]
 """`read(place, size)` returns bytes of a tar file."""
@@ -120,15 +122,17 @@ def _members(read: Read, num_bytes: int, *, check: bool = False) -> Iterator[Tar
             _check(header)
         size = _number(header[124:136])
         content, kind = place + _SECTOR, header[156:157]
+        if long_size >= 0 and kind not in _HEADER_KINDS:
+            size = long_size
+        # Before anything of that size is read.
+        if content + size > num_bytes:
+            raise ValueError(f"a file that ends {content + size - num_bytes} bytes too early")
         if kind == b"L":
             long_name = read(content, size).rstrip(b"\0").decode()
         elif kind == b"x":
             notes = _notes(read(content, size))
             long_name, long_size = notes.get("path", long_name), int(notes.get("size", long_size))
         elif kind != b"g":
-            size = long_size if long_size >= 0 else size
-            if content + size > num_bytes:
-                raise ValueError(f"a file that ends {content + size - num_bytes} bytes too early")
             parts = _NAME.fullmatch(long_name or _name(header))
             if parts is not None and kind in (b"0", b"\0", b"7"):
                 yield TarEntry(parts[1], parts[2], start, content, size)
@@ -158,9 +162,13 @@ def _number(text: bytes) -> int:
         return int.from_bytes(text[1:], "big")
     digits = text.split(b"\0", 1)[0].strip()
     try:
-        return int(digits, 8) if digits else 0
+        found = int(digits, 8) if digits else 0
     except ValueError:
         raise ValueError("a header that is not valid") from None
+    # A negative size would send the scan backwards, and it would never end.
+    if found < 0:
+        raise ValueError("a header with a negative number")
+    return found
 
 
 def _name(header: bytes) -> str:
@@ -174,6 +182,8 @@ def _notes(data: bytes) -> dict[str, str]:
     found, place = {}, 0
     while place < len(data):
         length = int(data[place : data.index(b" ", place)])
+        if length < 1:
+            raise ValueError("a pax header with a line of no length")
         key, _, value = data[place : place + length - 1].partition(b" ")[2].partition(b"=")
         found[key.decode()] = value.decode()
         place += length

@@ -18,6 +18,8 @@ from .format import FileShard, RecordFormat, damaged, file_size, record_blocks
 _HEAD = struct.Struct("<QI")
 _TAIL = struct.Struct("<I")
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
+_VARINT_BITS = 63
+"""Largest shift of a byte of a 64-bit varint; a longer one takes time quadratic in its length."""
 
 
 @dataclass(frozen=True)
@@ -130,6 +132,8 @@ def _varint(data: bytes, place: int) -> tuple[int, int]:
         if byte < 0x80:
             return value, place
         shift += 7
+        if shift > _VARINT_BITS:
+            raise ValueError("no tf.train.Example (a number of more than 10 bytes)")
 
 
 def _varints(data: bytes) -> Ids:

@@ -11,9 +11,11 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ...core import SettingsError
+from ...core import FileError, SettingsError, open_regular
 
 MIN_LENGTH = 32
+LIMIT = 64 << 10
+"""Maximum bytes that are read of a token file."""
 TOKEN_VARIABLE = "MANYHANDS_TOKEN"
 """Holds the token itself, for schedulers that pass the environment on where hosts do not share files."""
 _EXPIRES = "expires "
@@ -77,9 +79,10 @@ def read_token(path: Path) -> JoinToken:
     """Return the token from a file; raise if other users can read the file."""
     make = f"create one with: manyhands token {path}, and copy it to every host"
     try:
-        mode = path.stat().st_mode
-        lines = path.read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+        with os.fdopen(open_regular(path, follow_links=True), "rb") as file:
+            mode = os.fstat(file.fileno()).st_mode
+            lines = file.read(LIMIT).decode().splitlines()
+    except (OSError, FileError, UnicodeDecodeError) as error:
         raise SettingsError("a token file must be readable", got=f"{path} ({error})", remedy=make) from None
     if mode & (stat.S_IRWXG | stat.S_IRWXO):
         raise SettingsError(

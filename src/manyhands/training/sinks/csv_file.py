@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import csv
+import os
 from collections.abc import Mapping
 from typing import IO, Any
 
+from ...core import open_regular
 from .sink import About, NumberSink
 
 FILE = "metrics.csv"
@@ -20,7 +22,8 @@ class CsvSink(NumberSink):
     def start(self, about: About) -> None:
         path = about.folder / FILE
         is_new = not path.exists()
-        self._file: IO[str] = path.open("a", newline="", encoding="utf-8")
+        file = open_regular(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        self._file: IO[str] = os.fdopen(file, "a", newline="", encoding="utf-8")
         self._writer: Any = csv.writer(self._file)
         if is_new:
             self._writer.writerow(COLUMNS)
