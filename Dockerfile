@@ -1,5 +1,5 @@
 # A server of exported models: docker build -t serve . && docker run --rm -p 8501:8501 -p 8500:8500 \
-#   -e MANYHANDS_TOKEN=... -v "$PWD/models:/models:ro" serve
+#   -e MANYHANDS_TOKEN -v "$PWD/models:/models:ro" serve
 FROM python:3.12-slim AS build
 # Where to look for packages besides the usual place, such as a build of torch without CUDA.
 ARG PIP_EXTRA_INDEX_URL

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,7 @@ def test_jobset_environment_is_resolved_as_a_cluster(invoke: Invoke) -> None:
     assert (inner["completions"], inner["parallelism"]) == (2, 2)
     pod = container(inner["template"])
     assert "resources" not in pod
-    environ = {item["name"]: item["value"] for item in pod["env"]}
+    environ = {item["name"]: item["value"] for item in pod["env"] if "value" in item}
     cluster = understood({**environ, "JOB_COMPLETION_INDEX": "1"})
     assert cluster is not None
     assert (cluster.num_hosts, cluster.here, cluster.address) == (2, 1, "digits-workers-0-0.digits")
@@ -65,12 +66,59 @@ def test_slurm_manifest_is_a_runnable_sbatch_script(invoke: Invoke, tmp_path: Pa
     script = tmp_path / "job.sh"
     script.write_text(result.stdout)
     assert "#SBATCH --nodes=4\n#SBATCH --ntasks-per-node=8\n#SBATCH --gpus-per-node=8\n" in result.stdout
-    (tmp_path / "srun").write_text('#!/bin/sh\nfor word in "$@"; do echo "$word"; done\n')
+    commands = {"srun": 'for word in "$@"; do echo "$word"; done\necho "$MANYHANDS_TOKEN"', "openssl": "echo drawn"}
+    for name, text in commands.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    bash = shutil.which("bash")
+    assert bash is not None
+    done = subprocess.run([bash, str(script)], env={"PATH": str(tmp_path)}, capture_output=True, text=True)
+    assert done.stdout.splitlines() == ["--kill-on-bad-exit=1", *WORDS, "drawn"], done.stderr
+    given = {"PATH": str(tmp_path), "MANYHANDS_TOKEN": "given"}
+    done = subprocess.run([bash, str(script)], env=given, capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == "given"
+
+
+def test_slurm_job_without_a_token_is_not_started(invoke: Invoke, tmp_path: Path) -> None:
+    script = tmp_path / "job.sh"
+    script.write_text(invoke("manifest", "slurm", *COMMAND).stdout)
+    (tmp_path / "srun").write_text("#!/bin/sh\necho started\n")
     (tmp_path / "srun").chmod(0o755)
     bash = shutil.which("bash")
     assert bash is not None
     done = subprocess.run([bash, str(script)], env={"PATH": str(tmp_path)}, capture_output=True, text=True)
-    assert done.stdout.splitlines() == ["--kill-on-bad-exit=1", *WORDS], done.stderr
+    assert (done.returncode != 0, done.stdout) == (True, "")
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "find"),
+    [
+        ("kubernetes", lambda job: job["spec"]["pytorchReplicaSpecs"]["Master"]["template"]),
+        ("jobset", lambda job: job["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]),
+    ],
+)
+def test_training_pods_have_restricted_permissions_and_a_token_from_a_secret(
+    invoke: Invoke, scheduler: str, find: Callable[[Any], Any]
+) -> None:
+    template = find(yaml.safe_load(invoke("manifest", scheduler, "--name", "digits", *COMMAND).stdout))
+    pod = container(template)
+    assert template["spec"]["automountServiceAccountToken"] is False
+    assert template["spec"]["securityContext"] == {"seccompProfile": {"type": "RuntimeDefault"}}
+    assert pod["securityContext"] == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+    secret = {"secretKeyRef": {"name": "digits", "key": "token", "optional": True}}
+    assert {"name": "MANYHANDS_TOKEN", "valueFrom": secret} in pod["env"]
+    assert "TOKEN" not in " ".join(pod["command"])
+
+
+@pytest.mark.parametrize(("scheduler", "gpus"), [("kubernetes", 1), ("kubernetes", 2), ("jobset", 2)])
+def test_kubernetes_expands_no_variable_in_the_words_of_the_command(invoke: Invoke, scheduler: str, gpus: int) -> None:
+    word = "note=$(MANYHANDS_TOKEN) costs $$5"
+    result = invoke("manifest", scheduler, "--gpus", gpus, "--", "manyhands", "fit", word)
+    (line,) = {line for line in result.stdout.splitlines() if "command:" in line}
+    # "$$" is the escape for "$" in a container's command.
+    given = yaml.safe_load(line)["command"][-1]
+    assert "$(" not in given.replace("$$", "")
+    assert given.replace("$$", "$") == word
 
 
 @pytest.mark.parametrize(
@@ -80,6 +128,9 @@ def test_slurm_manifest_is_a_runnable_sbatch_script(invoke: Invoke, tmp_path: Pa
         (("slurm",), "a manifest needs the command to run"),
         (("slurm", "--hosts", "0", *COMMAND), "--hosts must be at least 1"),
         (("jobset", "--name", "My_Job", *COMMAND), "--name must consist of lowercase letters"),
+        (("jobset", "--name", "a\nkind", *COMMAND), "--name must consist of lowercase letters"),
+        (("jobset", "--name", "on", *COMMAND), "--name must not be a word that YAML reads"),
+        (("kubernetes", "--claim", "null", *COMMAND), "--claim must not be a word that YAML reads"),
         (("slurm", "--time", "soon; rm", *COMMAND), "--time must be written as"),
     ],
 )

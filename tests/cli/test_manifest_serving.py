@@ -59,6 +59,18 @@ def test_pod_runs_with_restricted_permissions(parts: dict[tuple[str, str], Any])
         "MANYHANDS_TOKEN": {"name": "digits", "key": "token"},
         "MANYHANDS_MANAGE_TOKEN": {"name": "digits", "key": "manage-token"},
     }
+    assert not any("token" in word.lower() for word in container["args"])
+    assert container["securityContext"]["allowPrivilegeEscalation"] is False
+    assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert pod["automountServiceAccountToken"] is False
+
+
+def test_instructions_put_no_token_into_arguments(invoke: Invoke) -> None:
+    """Other users of a machine can read the arguments of its processes, but not their files."""
+    result = invoke("manifest", "kubernetes", "--serve", "--claim", "models")
+    head = [line for line in result.stdout.splitlines() if line.startswith("#")]
+    assert "--from-file=token=<(openssl" in "".join(head)
+    assert "--from-literal" not in "".join(head)
 
 
 def test_autoscaler_uses_queue_rows_and_headless_service_exposes_pods(parts: dict[tuple[str, str], Any]) -> None:

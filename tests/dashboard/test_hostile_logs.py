@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -214,6 +219,55 @@ def test_invalid_metrics_response_is_shown_as_an_error(monkeypatch: pytest.Monke
             assert "does not answer" in metrics.error
         server.shutdown()
         thread.join()
+
+
+class HostileMetrics(BaseHTTPRequestHandler):
+    """A server whose metrics trickle in, or have very many values."""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        with contextlib.suppress(OSError):
+            if self.path.startswith("/slow"):
+                for _ in range(100):
+                    self.wfile.write(b"#")
+                    time.sleep(0.05)
+            else:
+                lines = (f'manyhands_requests_total{{model="m{number}",version="1"}} 1' for number in range(1000))
+                self.wfile.write("\n".join(lines).encode())
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def hostile_server() -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), HostileMetrics) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+        thread.join()
+
+
+def test_metrics_that_trickle_in_do_not_hold_up_other_servers(
+    hostile_server: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("manyhands.dashboard.metrics.TIMEOUT", 0.3)
+    metrics, start = Metrics(f"{hostile_server}/slow"), time.monotonic()
+    metrics.look()
+    assert time.monotonic() - start < 3
+    assert "not complete in time" in metrics.error
+
+
+def test_values_of_a_server_that_are_kept_are_bounded(hostile_server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("manyhands.dashboard.metrics.MOST_VALUES", 3500)
+    metrics = Metrics(hostile_server)
+    for _ in range(6):
+        metrics.look()
+    assert metrics.error == ""
+    assert len(metrics.to_dict()["versions"]) == 1000
+    assert [len(version["series"]["x"]) for version in metrics.to_dict()["versions"]] == [2] * 1000
 
 
 def test_event_log_refuses_to_write_through_a_symbolic_link(tmp_path: Path) -> None:

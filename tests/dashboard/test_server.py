@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import re
 import socket
 import subprocess
 import sys
@@ -18,6 +19,7 @@ import pytest
 
 from manyhands.core import SettingsError
 from manyhands.dashboard import Dashboard
+from manyhands.dashboard.server import STATIC
 
 from .logs import Written, a_run
 
@@ -58,6 +60,17 @@ def test_content_security_policy_forbids_external_resources(dashboard: Dashboard
         assert headers["X-Content-Type-Options"] == "nosniff"
         if path == "/":
             assert b"http" not in body
+
+
+def test_scripts_never_turn_text_into_markup_or_code() -> None:
+    """Names and notices in logs come from others, so the page builds elements and sets their text."""
+    scripts = [path for path in Path(str(STATIC)).rglob("*.js") if "vendor" not in path.parts]
+    assert len(scripts) > 5
+    forbidden = re.compile(
+        r"innerHTML|outerHTML|insertAdjacentHTML|setHTMLUnsafe|document\.write|createContextualFragment|DOMParser"
+        r"|\beval\(|new Function|srcdoc|javascript:"
+    )
+    assert {path.name: forbidden.findall(path.read_text()) for path in scripts} == {path.name: [] for path in scripts}
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH"])

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import os
 import socket
 import struct
 import subprocess
 import sys
+import time
 from typing import Any
 
 import grpc
@@ -17,7 +19,7 @@ import numpy as np
 import psutil
 import pytest
 import tritonclient.grpc as triton_grpc
-from benchmarks.attacks.http2 import SETTINGS, Http2, frame
+from benchmarks.attacks.http2 import ACK, HEADERS, SETTINGS, Http2, frame
 from torch import Tensor
 from tritonclient.utils import InferenceServerException
 
@@ -300,6 +302,23 @@ class Wide(Predictor):
 
     def run(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         return {"y": inputs["x"].expand(-1, 1 << 18)}
+
+
+@pytest.mark.parametrize("acknowledges", [False, True])
+def test_client_that_does_not_acknowledge_settings_is_disconnected(start: Start, acknowledges: bool) -> None:
+    """Until then gRPC applies no limit on metadata: a kilobyte of indexed headers would take 150 kB of memory."""
+    server = start({"moody": Moody()}, limits=Limits(receive=1.0))
+    with socket.create_connection(("127.0.0.1", server.grpc), 5) as client:
+        client.sendall(PREFACE + (frame(SETTINGS, ACK, 0, b"") if acknowledges else b""))
+        # It is not idle: idle connections are closed in any case.
+        client.sendall(frame(HEADERS, 0, 1, b""))
+        until = time.monotonic() + 3
+        is_closed = False
+        while not is_closed and (left := until - time.monotonic()) > 0:
+            client.settimeout(left)
+            with contextlib.suppress(TimeoutError):
+                is_closed = not client.recv(1 << 16)
+    assert is_closed is not acknowledges
 
 
 def test_unread_grpc_responses_count_toward_the_memory_limit(start: Start) -> None:

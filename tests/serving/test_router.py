@@ -25,7 +25,7 @@ import pytest
 from manyhands.core import RequestRefused, SettingsError
 from manyhands.serving import Client, Router, RouteSettings, Server, ServeSettings
 from manyhands.serving.protocols import tensorflow_grpc
-from manyhands.serving.routing.backend import Address, Backend, Lost
+from manyhands.serving.routing.backend import Address, Backend, BackendResponse, Lost
 from manyhands.serving.routing.fleet import READY, Fleet
 from manyhands.serving.routing.management import RouterManagement
 from manyhands.serving.routing.router import MANAGING
@@ -282,6 +282,77 @@ def test_request_that_crashes_servers_fails_after_max_attempts(route: Route) -> 
         answer = httpx.get(f"{router.url}/v1/models/poison", timeout=60)
         assert (answer.status_code, answer.json()["error"]) == (500, "servers failed while computing this request")
         assert first.asked + second.asked == 3
+
+
+def fetched(*parts: bytes, limit: int = 1 << 20) -> BackendResponse:
+    """Return a backend's response as a router reads it; the backend sends these bytes and keeps the connection."""
+
+    async def run() -> BackendResponse:
+        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            with contextlib.suppress(OSError):
+                await reader.readuntil(b"\r\n\r\n")
+                for part in parts:
+                    writer.write(part)
+                    await writer.drain()
+                await reader.read()
+            writer.close()
+
+        server = await asyncio.start_server(answer, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        backend = Backend(Address("127.0.0.1", port, port, port), "127.0.0.1", None, limit)
+        try:
+            return await backend.fetch(b"GET / HTTP/1.1\r\n\r\n", b"", 10)
+        finally:
+            await backend.close()
+            server.close()
+            await server.wait_closed()
+
+    return asyncio.run(run())
+
+
+def test_grpc_message_of_a_backend_is_limited() -> None:
+    async def run() -> None:
+        async def answer(request: bytes, context: Any) -> bytes:
+            return bytes(2 << 20)
+
+        server = grpc.aio.server()
+        handlers = {"Predict": grpc.unary_unary_rpc_method_handler(answer)}
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("a.Service", handlers),))
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        backend = Backend(Address("127.0.0.1", port, port, port), "127.0.0.1", None, 1 << 20)
+        try:
+            with pytest.raises(grpc.aio.AioRpcError, match="Received message larger than max"):
+                await backend.call("/a.Service/Predict", b"", 10, [])
+        finally:
+            await backend.close()
+            await server.stop(None)
+
+    asyncio.run(run())
+
+
+OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}"
+
+
+@pytest.mark.parametrize(
+    ("start", "part", "end"),
+    [
+        (b"HTTP/1.1 200 OK\r\n", b"A: " + b"x" * 1000 + b"\r\n", b"Content-Length: 0\r\n\r\n"),
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n", b"1;" + b"x" * 1000 + b"\r\na\r\n", b"0\r\n\r\n"),
+        (b"", b"HTTP/1.1 103 Early Hints\r\nA: " + b"x" * 1000 + b"\r\n\r\n", OK),
+    ],
+    ids=["headers", "chunk extensions", "interim responses"],
+)
+def test_bytes_of_a_backend_response_are_limited_with_its_head(start: bytes, part: bytes, end: bytes) -> None:
+    assert fetched(start, *[part] * 10, end).status == 200
+    with pytest.raises(Lost):
+        fetched(start, *[part] * 2000, end)
+
+
+@pytest.mark.parametrize("status", [b"100 Continue", b"102 Processing", b"103 Early Hints"])
+def test_interim_response_of_a_backend_is_not_forwarded(status: bytes) -> None:
+    answer = fetched(b"HTTP/1.1 %b\r\nA: b\r\n\r\n" % status + OK)
+    assert (answer.status, answer.body, answer.headers.get(b"a")) == (200, b"{}", None)
 
 
 @pytest.mark.parametrize("text", ["", "a:", "a:0", "a:8500/8501", "a:99999", "http://a:8500", "a b:1"])

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import httpx
+import psutil
 import pytest
 
+from manyhands.serving import ServeSettings
 from manyhands.serving.app import Access
 from manyhands.serving.security import AccessToken, Sites
+
+from .conftest import Start, publish
 
 
 @pytest.mark.parametrize(
@@ -61,3 +68,24 @@ def test_health_endpoint_needs_no_token_and_management_does() -> None:
         assert refusal is not None
         assert refusal[0] == 401
         assert "management token" in refusal[1]
+
+
+def test_tokens_are_in_no_log_argument_environment_or_error(start: Start, adder: Path, tmp_path: Path) -> None:
+    tokens = ["a-token-for-requests-4711", "a-token-for-management-4712"]
+    publish(adder, tmp_path / "models" / "adder", 1)
+    log = tmp_path / "log"
+    server = start(tmp_path / "models", token=tokens[0], manage_token=tokens[1], log=log)
+    texts = []
+    for url, right in ((server.url, tokens[0]), (server.manage_url, tokens[1])):
+        for token in (right, right[:-1], f"{right}x"):
+            path = "/v2/models/adder" if right is tokens[0] else "/manage/models"
+            answer = httpx.get(f"{url}{path}?token={token}", headers={"Authorization": f"Bearer {token}"})
+            assert (answer.status_code == 200) == (token == right)
+            texts.append(answer.text)
+    for child in psutil.Process().children(recursive=True):
+        texts += [" ".join(child.cmdline()), *child.environ().values()]
+    server.stop()
+    logged = "".join(path.read_text() for path in log.iterdir())
+    assert "/v2/models/adder" in logged
+    assert not [token for token in tokens if token[:-1] in logged + "".join(texts)]
+    assert not [token for token in tokens if token in repr(ServeSettings(token=tokens[0], manage_token=tokens[1]))]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch._utils import _rebuild_sparse_tensor
 
-from manyhands.core import CheckpointError
-from manyhands.storage import Checkpoint, CheckpointStore, Weights, export, match, open_weights, weights
+from manyhands.core import ArchiveError, CheckpointError
+from manyhands.storage import Checkpoint, CheckpointStore, Weights, export, load, match, open_weights, weights
 
 
 class Net(nn.Module):
@@ -322,3 +323,21 @@ def test_non_dense_tensors_in_a_pickle_are_rejected(build: Callable[[], object],
 def test_state_dict_with_non_tensor_values_is_rejected() -> None:
     with pytest.raises(CheckpointError, match="the values of a state dict must be tensors, but got {'a': int}"):
         open_weights({"a": 1})
+
+
+@pytest.mark.parametrize("name", ["model.keras", "model.h5", "model.weights.h5", "model.pt"])
+def test_keras_files_are_rejected_without_being_unpacked_or_imported(name: str, tmp_path: Path) -> None:
+    """A Keras file can hold code (Lambda layers, custom objects); it is served only after an export."""
+    place = tmp_path / "models" / "1" / name
+    place.parent.mkdir(parents=True)
+    with zipfile.ZipFile(place, "w", zipfile.ZIP_DEFLATED) as file:
+        file.writestr("config.json", '{"class_name": "Lambda", "config": {"function": "os.system"}}')
+        file.writestr("../../escaped", "x")
+        file.writestr("model.weights.h5", bytes(1 << 20))
+    before = sorted(tmp_path.rglob("*"))
+    for source in (place, place.parent, place.parents[1]):
+        with pytest.raises(CheckpointError):
+            open_weights(source)
+        with pytest.raises(ArchiveError):
+            load(source)
+    assert sorted(tmp_path.rglob("*")) == before

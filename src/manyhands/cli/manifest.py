@@ -16,6 +16,8 @@ from .manifest_serving import Served, serving
 from .options import add_verb
 
 PORT = 29500
+YAML_WORDS = frozenset({"y", "n", "yes", "no", "on", "off", "true", "false", "null"})
+"""Names that YAML reads as another type than a string."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,6 +128,9 @@ def slurm(wanted: ManifestRequest) -> str:
         "\n"
         "# A task per device; manyhands reads hosts and ranks from SLURM's variables.\n"
         "set -euo pipefail\n"
+        "# The ranks authenticate each other; the token is in no file and no argument.\n"
+        "MANYHANDS_TOKEN=${MANYHANDS_TOKEN:-$(openssl rand -hex 32)}\n"
+        "export MANYHANDS_TOKEN\n"
         f"srun --kill-on-bad-exit=1 {shlex.join(wanted.command)}\n"
     )
 
@@ -140,6 +145,7 @@ def pytorchjob(wanted: ManifestRequest) -> str:
         if count
     )
     return (
+        f"{_secret(wanted)}"
         "apiVersion: kubeflow.org/v1\n"
         "kind: PyTorchJob\n"
         "metadata:\n"
@@ -161,6 +167,7 @@ def jobset(wanted: ManifestRequest) -> str:
     )  # fmt: skip
     environ = {"MANYHANDS_HOSTS": str(wanted.hosts), "MASTER_ADDR": first, "MASTER_PORT": str(PORT)}
     return (
+        f"{_secret(wanted)}"
         "apiVersion: jobset.x-k8s.io/v1alpha2\n"
         "kind: JobSet\n"
         "metadata:\n"
@@ -186,7 +193,16 @@ MANIFESTS: dict[str, Callable[[ManifestRequest], str]] = {"kubernetes": pytorchj
 
 def _launched(wanted: ManifestRequest, *options: str) -> tuple[str, ...]:
     """Return the command itself if a pod has one device, else a torchrun command that starts it once per device."""
-    return wanted.command if wanted.ranks == 1 else ("torchrun", *options, "--no-python", *wanted.command)
+    # Kubernetes replaces $(NAME) in a command by the variable, and $$ by $.
+    command = tuple(word.replace("$", "$$") for word in wanted.command)
+    return command if wanted.ranks == 1 else ("torchrun", *options, "--no-python", *command)
+
+
+def _secret(wanted: ManifestRequest) -> str:
+    return (
+        "# With this secret the ranks authenticate each other:\n"
+        f"# kubectl create secret generic {wanted.name} --from-file=token=<(openssl rand -hex 32)\n"
+    )
 
 
 def _pod(
@@ -198,15 +214,22 @@ def _pod(
     if restart:
         lines.append(f"  restartPolicy: {restart}")
     lines += [
+        "  automountServiceAccountToken: false",
+        "  securityContext:",
+        "    seccompProfile: {type: RuntimeDefault}",
         "  containers:",
         "  - name: pytorch",
         f"    image: {json.dumps(wanted.image)}",
         f"    command: {json.dumps(list(command))}",
+        "    securityContext:",
+        "      allowPrivilegeEscalation: false",
+        '      capabilities: {drop: ["ALL"]}',
+        "    env:",
+        "    - name: MANYHANDS_TOKEN",
+        f"      valueFrom: {{secretKeyRef: {{name: {wanted.name}, key: token, optional: true}}}}",
     ]
-    if variables:
-        lines.append("    env:")
-        for key, value in variables.items():
-            lines += [f"    - name: {key}", f"      value: {json.dumps(value)}"]
+    for key, value in variables.items():
+        lines += [f"    - name: {key}", f"      value: {json.dumps(value)}"]
     if wanted.gpus:
         lines += ["    resources:", "      limits:", f"        nvidia.com/gpu: {wanted.gpus}"]
     # Ranks of one pod and the workers that read data share memory, of which a pod has 64 MB by default.
@@ -242,6 +265,12 @@ def _check_names(name: str, claim: str) -> None:
         if not re.fullmatch(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?", text):
             raise SettingsError(
                 f"{what} must consist of lowercase letters, digits and -, at most 40 characters",
+                got=repr(text),
+                remedy="choose another name",
+            )
+        if text in YAML_WORDS:
+            raise SettingsError(
+                f"{what} must not be a word that YAML reads as a boolean or null",
                 got=repr(text),
                 remedy="choose another name",
             )

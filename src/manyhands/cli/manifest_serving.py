@@ -35,8 +35,8 @@ def serving(wanted: Served) -> str:
         _scaling(wanted),
     )
     head = (
-        f"# kubectl create secret generic {wanted.name} --from-literal=token=$(openssl rand -hex 32) \\\n"
-        "#   --from-literal=manage-token=$(openssl rand -hex 32)\n"
+        f"# kubectl create secret generic {wanted.name} --from-file=token=<(openssl rand -hex 32 | tr -d '\\n') \\\n"
+        "#   --from-file=manage-token=<(openssl rand -hex 32 | tr -d '\\n')\n"
         "# PodMonitor needs Prometheus' operator; the scaling by queue needs its adapter for custom metrics.\n"
     )
     return head + "---\n".join(parts)

@@ -6,7 +6,7 @@ import dataclasses
 import sys
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -32,8 +32,8 @@ class ListenOptions:
     grpc: int = 8500
     manage: int = 8502
     manage_host: str = "127.0.0.1"
-    token: str | None = None
-    manage_token: str | None = None
+    token: str | None = field(default=None, repr=False)
+    manage_token: str | None = field(default=None, repr=False)
     allow: str = ""
     cert: str | None = None
     key: str | None = None

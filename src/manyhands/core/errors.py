@@ -162,7 +162,7 @@ class RequestRefused(RunError):
 
     def __init__(self, code: str, reason: str, retry_after: float | None = None) -> None:
         self.code, self.reason, self.retry_after = code, reason, retry_after
-        super().__init__(reason)
+        super().__init__(reason.translate(_CONTROLS))
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.code, self.reason, self.retry_after)

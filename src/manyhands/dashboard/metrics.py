@@ -16,6 +16,9 @@ LABEL = re.compile(r'(\w+)="([^"]*)"')
 NUM_LOOKS = 900
 MOST_BYTES = 4 << 20
 TIMEOUT = 1.0
+"""Maximum seconds between two pieces of an answer, and for all of it together."""
+MOST_VALUES = 500_000
+"""Maximum values of a server that are kept, over all samples; beyond that the oldest samples go."""
 LONGEST_ERROR = 500
 """Maximum characters of an error that pages show."""
 
@@ -32,6 +35,7 @@ class MetricsSample:
     gauges: dict[tuple[str, str], dict[str, float]] = field(default_factory=dict)
     backends: dict[str, dict[str, float]] = field(default_factory=dict)
     """Metrics of a router's backends by server: whether it is up, requests in flight, answered and lost."""
+    num_values: int = 0
 
     @classmethod
     def parse(cls, text: str, t: float) -> MetricsSample:
@@ -48,6 +52,7 @@ class MetricsSample:
                 continue
             name, labels, value = match[1], dict(LABEL.findall(match[2])), float(match[3])
             who = labels.get("model", ""), labels.get("version", "")
+            look.num_values += 1
             if name == "manyhands_requests_total":
                 look.requests.setdefault(who, {})[labels.get("code", "")] = value
             elif name == "manyhands_request_seconds_bucket":
@@ -66,19 +71,27 @@ class Metrics:
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
         self.error = "not asked yet"
-        self._looks: deque[MetricsSample] = deque(maxlen=NUM_LOOKS)
+        self._looks: deque[MetricsSample] = deque()
+        self._num_values = 0
 
     def look(self) -> None:
         """Poll once; an error is shown on the page."""
         try:
             # The dashboard accepts only addresses of http and https.
             with urllib.request.urlopen(f"{self.url}/metrics", timeout=TIMEOUT) as answer:  # noqa: S310
-                text = answer.read(MOST_BYTES).decode("utf-8", "replace")
-            self._looks.append(MetricsSample.parse(text, time.time()))
+                text = _read(answer).decode("utf-8", "replace")
+            self._keep(MetricsSample.parse(text, time.time()))
             self.error = ""
         except (OSError, ValueError, http.client.HTTPException) as error:
             reason = getattr(error, "reason", None) or error
             self.error = f"{self.url} does not answer: {reason}"[:LONGEST_ERROR]
+
+    def _keep(self, look: MetricsSample) -> None:
+        """Keep a sample, and drop the oldest ones if there are too many or hold too many values."""
+        self._looks.append(look)
+        self._num_values += look.num_values
+        while len(self._looks) > NUM_LOOKS or (self._num_values > MOST_VALUES and len(self._looks) > 1):
+            self._num_values -= self._looks.popleft().num_values
 
     def to_dict(self) -> dict[str, Any]:
         """Return rates and latencies between consecutive samples, and the latest values."""
@@ -96,6 +109,16 @@ class Metrics:
             about = {"codes": looks[-1].requests.get(one, {}), **looks[-1].gauges.get(one, {})}
             versions.append({"model": one[0], "version": one[1], **about, "series": found})
         return {"url": self.url, "error": self.error, "versions": versions, "backends": _backends(looks)}
+
+
+def _read(answer: http.client.HTTPResponse) -> bytes:
+    """Return the body of an answer; a server that sends it byte by byte must not hold up the other servers."""
+    end, found = time.monotonic() + TIMEOUT, b""
+    while len(found) < MOST_BYTES and (piece := answer.read1(1 << 16)):
+        found += piece
+        if time.monotonic() > end:
+            raise TimeoutError("the answer is not complete in time")
+    return found[:MOST_BYTES]
 
 
 def _backends(looks: list[MetricsSample]) -> list[dict[str, Any]]:

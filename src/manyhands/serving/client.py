@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import http.client
+import io
 import json
 import ssl
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 from urllib.parse import quote, urlsplit
@@ -18,6 +20,11 @@ from ..core import DataError, RequestRefused, SettingsError, Signature, TensorSp
 from .dtypes import BY_OPEN, BY_TORCH, Array
 from .security import ServingTls
 
+MAX_ANSWER = 1 << 30
+"""Maximum bytes of an answer, four times the default limit of a request."""
+_MAX_HEAD = 8 << 20
+_MAX_REASON = 1000
+"""Maximum characters of a server's error text in an exception."""
 _CODES = {
     400: "INVALID_ARGUMENT",
     401: "UNAUTHENTICATED",
@@ -80,7 +87,12 @@ class Client:
         if key is not None:
             headers["X-Manyhands-Key"] = key
         head, body = self._wire.send("POST", f"{path}/infer", b"".join([text, *blobs]), headers)
-        return _outputs(int(head.get("inference-header-content-length", len(body))), body)
+        try:
+            return _outputs(int(head.get("inference-header-content-length", len(body))), body)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise RequestRefused(
+                "INTERNAL", f"the server's answer is not one of the protocol: {type(error).__name__}: {error}"
+            ) from error
 
     def metadata(self, model: str) -> Any:
         """Return the names, types and shapes of a model's inputs and outputs, as the server reports them."""
@@ -203,16 +215,25 @@ class _Wire:
             wait = min(2 * wait, 1.0)
 
     def once(self, method: str, path: str, body: bytes, headers: dict[str, str]) -> tuple[dict[str, str], bytes]:
-        """Send one request and return the response."""
+        """Send one request and return the response; redirects are not followed, so the token stays with this server."""
         connection = self._connection()
+        # Typed as a class, called as a factory.
+        connection.response_class = partial(_BoundedResponse, seconds=self._timeout)  # type: ignore[assignment]
         connection.request(method, path, body, {**self._headers, **headers})
-        response = connection.getresponse()
-        answer = response.read()
+        try:
+            response = connection.getresponse()
+            if (response.length or 0) > MAX_ANSWER:
+                raise _too_large()
+            answer = response.read()
+        except RequestRefused:
+            # The rest of the answer is not read.
+            self.close()
+            raise
         head = {name.lower(): value for name, value in response.getheaders()}
         if response.status == 200:
             return head, answer
         code = _CODES.get(response.status, "UNKNOWN")
-        retry = float(head["retry-after"]) if head.get("retry-after", "").isdigit() else None
+        retry = float(head["retry-after"]) if head.get("retry-after", "").isdecimal() else None
         reason = _reason(answer) or f"status {response.status}"
         if response.status == 401:
             reason += "; pass token= with the server's" if not self._headers else "; the server's token is another one"
@@ -238,15 +259,59 @@ class _Wire:
         return connection
 
 
-def _spec(metadata: Mapping[str, Any]) -> TensorSpec:
-    shape = tuple(None if int(size) < 0 else int(size) for size in metadata["shape"])
-    return TensorSpec(BY_OPEN[metadata["datatype"]].torch, shape)
+class _BoundedResponse(http.client.HTTPResponse):
+    """A response whose bytes, from the status line on, have a limit and one deadline for all of them."""
+
+    def __init__(self, sock: Any, *args: Any, seconds: float, **more: Any) -> None:
+        super().__init__(sock, *args, **more)
+        self.fp = io.BufferedReader(_BoundedReader(sock, self.fp.detach(), seconds))
+
+
+class _BoundedReader(io.RawIOBase):
+    """Read from a socket until a limit or a deadline; a socket's own timeout applies to each read only."""
+
+    def __init__(self, sock: Any, raw: io.RawIOBase, seconds: float) -> None:
+        self._socket, self._raw, self._seconds = sock, raw, seconds
+        self._end, self._num_left = time.monotonic() + seconds, MAX_ANSWER + _MAX_HEAD
+        self._has_read = False
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int | None:
+        # The first read has the socket's timeout, which is the same.
+        if self._has_read:
+            left = self._end - time.monotonic()
+            if left <= 0:
+                raise TimeoutError("the answer is not complete in time")
+            self._socket.settimeout(left)
+        self._has_read = True
+        num = self._raw.readinto(buffer)
+        self._num_left -= num or 0
+        if self._num_left < 0:
+            raise _too_large()
+        return num
+
+    def close(self) -> None:
+        if not self.closed:
+            self._socket.settimeout(self._seconds)
+            self._raw.close()
+        super().close()
+
+
+def _too_large() -> RequestRefused:
+    return RequestRefused("RESOURCE_EXHAUSTED", f"the server's answer has more than {MAX_ANSWER:,} bytes")
+
+
+def _spec(told: Mapping[str, Any]) -> TensorSpec:
+    shape = tuple(None if int(size) < 0 else int(size) for size in told["shape"])
+    return TensorSpec(BY_OPEN[told["datatype"]].torch, shape)
 
 
 def _reason(answer: bytes) -> str:
     try:
-        return str(json.loads(answer)["error"])
-    except (ValueError, KeyError, TypeError):
+        return str(json.loads(answer)["error"])[:_MAX_REASON]
+    except (ValueError, KeyError, TypeError, RecursionError):
         return answer[:200].decode(errors="replace")
 
 

@@ -47,9 +47,9 @@ class ListenSettings:
     """The port of the management interface."""
     manage_host: str = "127.0.0.1"
     """Address of the management interface; local by default. A router on another host needs another one."""
-    token: str | None = None
+    token: str | None = field(default=None, repr=False)
     """Token that clients must send as `Authorization: Bearer ...`; required if other hosts can reach the server."""
-    manage_token: str | None = None
+    manage_token: str | None = field(default=None, repr=False)
     """Token of the management interface, which does not accept `token`."""
     allow: tuple[str, ...] = ()
     """Further names of this server in URLs, and origins (`https://...`) of web pages that may ask its models.

@@ -307,6 +307,8 @@ def _options(limits: Limits, connections: int, *, is_reserved: bool) -> list[tup
         ("grpc.absolute_max_metadata_size", limits.head),
         ("grpc.max_connection_idle_ms", int(min(limits.idle, IDLE_SECONDS) * 1000)),
         ("grpc.server_handshake_timeout_ms", int(min(limits.receive, HANDSHAKE_SECONDS) * 1000)),
+        # Until a client acknowledges the settings, gRPC does not apply the limits on metadata, for a minute by default.
+        ("grpc.http2.settings_timeout", int(min(limits.receive, HANDSHAKE_SECONDS) * 1000)),
         ("grpc.keepalive_time_ms", KEEPALIVE_SECONDS * 1000),
         ("grpc.keepalive_timeout_ms", int(limits.receive * 1000)),
     ]

@@ -221,7 +221,7 @@ class Backend:
     def _grpc(self) -> Any:
         if self._channel is None:
             options = [
-                ("grpc.max_receive_message_length", -1),
+                ("grpc.max_receive_message_length", min(self._limit, 2**31 - 1)),
                 ("grpc.max_send_message_length", -1),
                 ("grpc.max_reconnect_backoff_ms", 500),
                 ("grpc.initial_reconnect_backoff_ms", 100),
@@ -246,7 +246,8 @@ class BackendConnection(asyncio.Protocol):
         self._answer: asyncio.Future[BackendResponse] | None = None
         self._headers: dict[bytes, bytes] = {}
         self._body: list[bytes] = []
-        self._num_body = 0
+        self._num_read = 0
+        """Bytes of the current response, with its head, so that a backend cannot fill the router's memory."""
         self._is_open = False
 
     @property
@@ -259,7 +260,7 @@ class BackendConnection(asyncio.Protocol):
         if not self.is_free:
             raise Lost
         self._answer = asyncio.get_running_loop().create_future()
-        self._parser = httptools.HttpResponseParser(self)
+        self._parser, self._num_read = httptools.HttpResponseParser(self), 0
         self._transport.write(head + body if len(body) < 65536 else head)
         if len(body) >= 65536:
             self._transport.write(body)
@@ -271,6 +272,10 @@ class BackendConnection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         if self._answer is None:
+            self.abort()
+            return
+        self._num_read += len(data)
+        if self._num_read > self._limit:
             self.abort()
             return
         try:
@@ -285,18 +290,18 @@ class BackendConnection(asyncio.Protocol):
             self._answer.set_exception(Lost())
 
     def on_message_begin(self) -> None:
-        self._headers, self._body, self._num_body = {}, [], 0
+        self._headers, self._body = {}, []
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._headers[name.lower()] = value
 
     def on_body(self, body: bytes) -> None:
-        self._num_body += len(body)
-        if self._num_body > self._limit:
-            self.abort()
         self._body.append(body)
 
     def on_message_complete(self) -> None:
+        if self._parser.get_status_code() < 200:
+            # An interim response: a client would take it, with its length, for the beginning of another one.
+            return
         future, self._answer = self._answer, None
         if not self._parser.should_keep_alive():
             self.close()
