@@ -303,9 +303,9 @@ def _too_large() -> RequestRefused:
     return RequestRefused("RESOURCE_EXHAUSTED", f"the server's answer has more than {MAX_ANSWER:,} bytes")
 
 
-def _spec(told: Mapping[str, Any]) -> TensorSpec:
-    shape = tuple(None if int(size) < 0 else int(size) for size in told["shape"])
-    return TensorSpec(BY_OPEN[told["datatype"]].torch, shape)
+def _spec(metadata: Mapping[str, Any]) -> TensorSpec:
+    shape = tuple(None if int(size) < 0 else int(size) for size in metadata["shape"])
+    return TensorSpec(BY_OPEN[metadata["datatype"]].torch, shape)
 
 
 def _reason(answer: bytes) -> str:
