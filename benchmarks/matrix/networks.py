@@ -20,6 +20,12 @@ def _research() -> Registry:
     return RESEARCH
 
 
+def _frontier() -> Registry:
+    from .frontier import FRONTIER
+
+    return FRONTIER
+
+
 def _modules() -> Registry:
     from .modules import module_registry
 
@@ -41,6 +47,7 @@ def _architectures() -> Registry:
 KINDS: dict[str, Callable[[], Registry]] = {
     "classic": _classics,
     "research": _research,
+    "frontier": _frontier,
     "optimizer": _optimizers,
     "module": _modules,
     "transformers": _architectures,

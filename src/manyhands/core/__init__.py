@@ -29,7 +29,14 @@ from .errors import (
 from .events import EVENTS, Event, EventLog, event, keep_event, read_events
 from .files import LINE_LIMIT, open_regular, opened, parse_json, read_file, read_json, read_lines, replace_text
 from .formatting import format_bytes, format_duration, format_rough_duration, printable
-from .module_state import Attributes, default_dtype, remember_buffers, remember_state
+from .module_state import (
+    Attributes,
+    default_dtype,
+    remember_buffers,
+    remember_state,
+    require_tensor_state,
+    set_training,
+)
 from .predictor import Predictor, Signature, TensorSpec
 from .randomness import mix, random_state, restore_random_state, seed_all, seeded
 from .settings import Resolved, resolve_settings
@@ -121,10 +128,12 @@ __all__ = [
     "mix",
     "seed_all",
     "seeded",
+    "set_training",
     "random_state",
     "default_dtype",
     "remember_buffers",
     "remember_state",
+    "require_tensor_state",
     "restore_random_state",
     "LayoutFree",
     "as_written",

@@ -5,9 +5,10 @@ from .layers import Call, layer_of
 from .partition import Crossing, GraphPiece, Works, crossings, in_pieces, in_stages, works_of
 from .segments import Contexts, DrawCounter, Segment, segments_of
 from .shape_propagation import changed_at_root, follow, plainly
-from .tracing import TracedGraph, trace
+from .tracing import TracedGraph, register_dataclasses, trace
 
 __all__ = [
+    "register_dataclasses",
     "trace",
     "Call",
     "TracedGraph",

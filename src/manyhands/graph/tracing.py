@@ -6,6 +6,7 @@ can be traced as well. Sizes stay dynamic where the network allows it.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -171,7 +172,9 @@ class _Flat(nn.Module):
     def forward(self, *tensors: Tensor) -> list[Any]:
         args, kwargs = self.call.arguments(tensors)
         with _buffers_kept(self.net):
-            leaves, structure = pytree.tree_flatten(self.net(*args, **kwargs))
+            outputs = self.net(*args, **kwargs)
+        register_dataclasses(outputs)
+        leaves, structure = pytree.tree_flatten(outputs)
         carried = [leaf for leaf in leaves if isinstance(leaf, Tensor | torch.SymInt)]
         places = iter(range(len(carried)))
         kept = tuple(
@@ -179,6 +182,24 @@ class _Flat(nn.Module):
         )
         self.kept.answer = OutputStructure(structure, kept)
         return carried
+
+
+def register_dataclasses(outputs: Any) -> None:
+    """Register the dataclasses among a network's outputs as containers, so that their tensors are found.
+
+    >>> @dataclasses.dataclass
+    ... class Outputs:
+    ...     logits: Tensor
+    >>> register_dataclasses([Outputs(torch.zeros(1))])
+    >>> pytree.tree_leaves(Outputs(torch.zeros(1)))
+    [tensor([0.])]
+    """
+    kinds = {type(leaf) for leaf in pytree.tree_leaves(outputs) if dataclasses.is_dataclass(leaf)}
+    known = [kind for kind in kinds if all(each.init for each in dataclasses.fields(kind))]
+    for kind in known:
+        pytree.register_dataclass(kind)
+    if known:
+        register_dataclasses(outputs)
 
 
 @contextmanager

@@ -92,8 +92,6 @@ def serve(member: Membership, hand: Hand) -> dict[str, Any]:
 class _Worker:
     def __init__(self, member: Membership, hand: Hand) -> None:
         self.member, self.hand, self.task = member, hand, member.task
-        if not hand.model.training:
-            hand.model.train()
         # Workers must draw different numbers; layout-free ones are derived from the step and the samples.
         hand.seed(self.task.seed)
         seed_all(mix(self.task.seed, 1 + member.number))

@@ -31,6 +31,7 @@ from ..core import (
     remember_buffers,
     remember_state,
     restore_random_state,
+    set_training,
 )
 from ..distributed import World
 from .local_updates import own_part
@@ -281,7 +282,7 @@ def _as_in_training(model: nn.Module) -> Iterator[None]:
     """Set training mode inside this context, except for BatchNorm, whose statistics are those of the whole batch."""
     modes = {module: module.training for module in model.modules()}
     try:
-        model.train()
+        set_training(model)
         for module in modes:
             if isinstance(module, _BatchNorm):
                 module.eval()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ..core import StrategySpec, UsageError
+from ..core import StrategySpec, UsageError, set_training
 from ..distributed import Device, NullWorld, groups_along, place_of
 from .partition_drawing import Outline, drawn
 from .pipeline import StagedPlacement, homes_of_stages, named_devices
@@ -92,7 +92,7 @@ def _placed(
 ) -> Placement:
     device = torch.device("cpu")
     scope = autocast_of(spec, device)
-    model.train()
+    set_training(model)
     found = calling(model, probe, scope(), computes=measures)
     kind = Placement if spec.place else StagedPlacement
     placement = kind(model, spec, spec.stages, device, scope, found, layers=layers)

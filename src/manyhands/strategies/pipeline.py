@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ..core import StrategyError, StrategySpec
-from ..distributed import World, place_of
+from ..core import ManyhandsError, StrategyError, StrategySpec, set_training
+from ..distributed import World, culprit, place_of
 from ..graph import Call, GraphPiece, Works, crossings, in_stages
 from .device_marks import marks_of
 from .piece_runner import Flow, Relay
@@ -48,16 +48,25 @@ def place(
         )
     inner = world.along(spec.axes, "stages")
     scope = autocast_of(spec, world.device)
-    model.train()
+    set_training(model)
     if look is not None:
         look(model)
     found = calling(model, probe, scope())
     kind = Placement if spec.place else StagedPlacement
     placement = kind(model, spec, inner.size, world.device, scope, found, layers=layers)
-    if spec.place:
-        placement.settle(placed_homes(placement, _patterns(spec, model, inner), world))
-    else:
-        placement.settle(lambda works: homes_of_stages(placement, works, world))
+    try:
+        if spec.place:
+            placement.settle(placed_homes(placement, _patterns(spec, model, inner), world))
+        else:
+            placement.settle(lambda works: homes_of_stages(placement, works, world))
+    except (ManyhandsError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise StrategyError(
+            "a partitioned network is traced, and its trace must contain all that it computes",
+            got=f"{type(error).__name__}: {error} at {culprit(error)}",
+            remedy="use mh.Mirrored() or mh.Sharded(), which call the network as it is written",
+        ) from error
     placement.drop(inner.rank)
     return placement
 

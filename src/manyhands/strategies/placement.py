@@ -39,6 +39,7 @@ from ..graph import (
     crossings,
     follow,
     in_pieces,
+    register_dataclasses,
     segments_of,
     trace,
     works_of,
@@ -166,7 +167,9 @@ class _Looks(TorchDispatchMode):
     def over(self, compute: Callable[[], Any]) -> Any:
         """Start to observe the use of the network's outputs; return copies that only the loss has."""
         self._is_inside = True
-        leaves, structure = pytree.tree_flatten(compute())
+        outputs = compute()
+        register_dataclasses(outputs)
+        leaves, structure = pytree.tree_flatten(outputs)
         fresh = [leaf.detach().view_as(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self._is_inside = False
         tensors = [leaf for leaf in fresh if isinstance(leaf, Tensor)]
@@ -488,6 +491,12 @@ def require_partitionable(model: nn.Module) -> None:
     if isinstance(model, nn.ModuleList | nn.ModuleDict):
         raise StrategyError("a network must have a forward", got=type(model).__name__, remedy="wrap it in a module")
     for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise StrategyError(
+                "a partitioned network is traced, and TorchScript cannot be",
+                got=f"{name or 'the network'}, a {type(module).__name__}",
+                remedy="return the module without torch.jit.script or torch.jit.trace, or use mh.Mirrored()",
+            )
         if module._backward_hooks or module._backward_pre_hooks:
             raise StrategyError(
                 "a partitioned network is traced, and the trace does not contain backward hooks of modules",

@@ -49,8 +49,9 @@ def shard(model: nn.Module, spec: StrategySpec, world: World, *, apart: bool = F
     require_dense(model)
     mesh = world.mesh(spec.axes)["shards"]
     again = spec.sharding == "full"
-    # A scalar cannot be sharded: every rank keeps a copy.
-    numbers = {parameter for parameter in model.parameters() if parameter.dim() == 0}
+    _make_contiguous(model)
+    # Scalars and empty parameters cannot be sharded: every rank keeps a copy.
+    numbers = {parameter for parameter in model.parameters() if parameter.dim() == 0 or not parameter.numel()}
     roots = list(_called(model)) if apart else [model]
     _require_own(model, roots)
     for block in blocks_of(model).values():
@@ -64,6 +65,13 @@ def shard(model: nn.Module, spec: StrategySpec, world: World, *, apart: bool = F
         inner = {name: block for name, block in blocks_of(model).items() if block not in roots}
         for root in roots:
             SameBlocks(root, inner if root is model else {}, world.along(spec.axes, "shards"))
+
+
+def _make_contiguous(model: nn.Module) -> None:
+    """Copy parameters with other strides, such as those of `channels_last`, which torch cannot shard."""
+    for parameter in model.parameters():
+        if type(parameter.data) is Tensor and not parameter.is_contiguous():
+            parameter.data = parameter.data.contiguous()
 
 
 def _without_views(_: nn.Module, __: Any, outputs: Any) -> Any:

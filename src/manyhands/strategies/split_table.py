@@ -139,7 +139,7 @@ def _rows(
     found: dict[tuple[str, str, str], list[int]] = {}
     whole = {name: p.numel() * p.element_size() for name, p in model.named_parameters()}
     for name, module in model.named_modules():
-        own = [f"{name}.{key}".lstrip(".") for key in module._parameters]
+        own = [f"{name}.{key}".lstrip(".") for key, _ in module._parameters.items()]
         mine = [key for key in own if key in held]
         if not mine:
             continue

@@ -1,6 +1,7 @@
 """The training loop, the state of a replica while it runs, and the results of a run."""
 
 from .callbacks import Callback, check_callbacks
+from .carried_numbers import differing, number_slots, numbers_of
 from .check import Verdict, fails_in_parts, judge, parts_of, plan_of, record_of, take_steps, with_data
 from .embedding_tables import SavedRows
 from .evaluation import evaluate, evaluating, predict
@@ -17,6 +18,7 @@ from .predictor import answers, inputs_of
 from .progress import View, make_view, sparkline
 from .recovery import RecoveryState, Rollback
 from .replay import Replay, replay
+from .restored_objects import left_alone
 from .run import RECORD, Run, as_weights, launch_of, new_folder
 from .sample_randomness import learn_draws
 from .sampling import EVERY, Breakdown, NoSampler, Sample, Sampler, profile_event
@@ -96,6 +98,10 @@ __all__ = [
     "refuse",
     "Stragglers",
     "learn_draws",
+    "left_alone",
+    "differing",
+    "number_slots",
+    "numbers_of",
     "follow_schedule",
     "take_snapshot",
     "restore_snapshot",

@@ -17,6 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ..core import LayoutFree, Mean, StrategySpec, Task, default_dtype, mix, seed_all
 from ..data import as_source, check_source
 from ..distributed import NullWorld, World, culprit
+from .carried_numbers import Number, differing, nudge, number_slots, numbers_of
 from .cause import CallRecorder, Output, Outputs, first_difference, first_not_finite, first_other_output
 from .error_hints import explain_mistake
 from .hand import Hand
@@ -67,6 +68,8 @@ class StepRecord:
     """Parameters after the update."""
     differing: list[str]
     """Names of tensors that are not equal over the replicas."""
+    numbers: dict[str, Number] = field(default_factory=dict)
+    """Numbers in plain attributes of the network and of the loss."""
 
 
 @dataclass
@@ -191,12 +194,14 @@ def take_steps(
     begin: Callable[[int], None] = lambda step: None,
     keeps_outputs: bool = False,
     draws: bool = True,
+    nudged: Sequence[str] = (),
 ) -> Record:
     """Take a task's steps on the rows of a plan with layout-free randomness, and return the results.
 
     `draws` is False if the steps are known to draw no random numbers; `salt` changes those that are not layout-free;
-    `shake` perturbs weights and gradients by a relative amount; `begin` is called before every step. Module outputs
-    are recorded with `keeps_outputs`, and where several ranks compute layers together.
+    `shake` perturbs weights and gradients by a relative amount; `begin` is called before every step. The numbers in
+    attributes named by `nudged` are changed before the second step. Module outputs are recorded with `keeps_outputs`,
+    and where several ranks compute layers together.
     """
     hand = _TrialHand(world, dataclasses.replace(spec, precision=precision, deterministic=True, capture="off"))
     hand.layout = layout
@@ -204,11 +209,9 @@ def take_steps(
     wide = torch.float64 if precision == "fp64" else plain
     with left_alone(task.loss), contextlib.closing(hand), default_dtype(wide):
         hand.build(task.replace(model=functools.partial(_built, task.model, plain)))
-        if not hand.model.training:
-            hand.model.train()
         hand.seed(task.seed)
         _shake(hand.model.parameters(), shake)
-        kept = _Kept(hand, shake)
+        kept = _Kept(hand, shake, task.loss)
         # Only the whole network's weights are needed for the comparison.
         first = _copied(dict(hand.model.named_parameters())) if world.size == 1 else {}
         source = as_source(task.data, collate=task.collate)
@@ -221,6 +224,8 @@ def take_steps(
         steps = []
         for number, window in enumerate(windows(source, plan, task.seed)):
             begin(number)
+            if number and nudged:
+                nudge(number_slots(hand.model, task.loss), nudged)
             batch = feed.part(window)
             hand.take(batch)
             try:
@@ -258,8 +263,8 @@ def record_of(states: Sequence[Mapping[str, Tensor]], losses: Sequence[float], w
 class _Kept:
     """Records the gradients with which a replica's optimizers are called."""
 
-    def __init__(self, hand: Hand, shake: float) -> None:
-        self._hand, self._gradients = hand, {}  # type: ignore[var-annotated]
+    def __init__(self, hand: Hand, shake: float, loss: Callable[..., Any] | None) -> None:
+        self._hand, self._loss, self._gradients = hand, loss, {}  # type: ignore[var-annotated]
         update = hand.replica.update
 
         def keep(key: str, where: Tensor | None = None) -> None:
@@ -288,6 +293,7 @@ class _Kept:
             buffers=_copied(hand.replica.gathered(dict(hand.model.named_buffers()))),
             weights=_copied(hand.replica.gathered(dict(hand.model.named_parameters()))),
             differing=hand.replica.differences(),
+            numbers=numbers_of(number_slots(hand.model, self._loss)),
         )
 
 
@@ -475,6 +481,43 @@ def judge(
 ) -> Verdict:
     """Return the verdict on split steps; where they differ, repeat the whole ones to find the reason."""
     alone = world or NullWorld()
+    verdict = _judge_tensors(task, spec, plan, whole, parts, alone)
+    found = _judge_numbers(task, spec, plan, whole, parts, alone) if verdict.equal else None
+    return verdict if found is None else found
+
+
+def _judge_numbers(
+    task: Task, spec: StrategySpec, plan: Plan, whole: Record, parts: Record, alone: World
+) -> Verdict | None:
+    """Return the verdict on numbers in attributes that later steps start from and that differ; None if none do."""
+    tolerance = 1e-6 if whole.precision == "fp64" else 1e-3
+    pairs = list(zip(whole.steps, parts.steps, strict=True))
+    names = {name for ours, theirs in pairs for name in differing(ours.numbers, theirs.numbers, tolerance)}
+    if len(pairs) < 2:
+        return None
+    if spec.servers:
+        # A worker computes as many parts of a step as it gets to, so that even counts differ.
+        names |= set(differing(whole.steps[0].numbers, whole.steps[1].numbers, tolerance))
+    if not names:
+        return None
+    try:
+        after = take_steps(alone, task, StrategySpec(), plan, precision=whole.precision, nudged=sorted(names))
+        carried = differing(whole.steps[1].numbers, after.steps[1].numbers, tolerance)
+    except Exception:
+        carried = list(names)
+    name = next((name for name in whole.steps[0].numbers if name in names and name in carried), "")
+    if not name:
+        return None
+    ours, theirs = whole.steps[-1].numbers[name], parts.steps[-1].numbers.get(name, 0)
+    why = f"it is {theirs:.6g} instead of {ours:.6g} after {len(pairs)} steps, and later steps start from it"
+    if spec.servers and ours == theirs:
+        why = "every worker changes its own in each part that it computes, and how many those are is not fixed"
+    error = abs(theirs - ours) / max(abs(ours), 1e-12)
+    return Verdict("different", spec, f"the attribute {name}", error, why, NUMBER)
+
+
+def _judge_tensors(task: Task, spec: StrategySpec, plan: Plan, whole: Record, parts: Record, alone: World) -> Verdict:
+    """Return the verdict on gradients, buffers, losses and weights."""
     found = list(compare(whole, parts))
     notes: list[str] = []
     if whole.num_draws and not spec.deterministic:
@@ -548,6 +591,10 @@ SAMPLES = (
     "BatchNorm, whose statistics are synchronized, or a strategy that does not split batches"
 )
 BUFFER = "make its update a mean over samples, keep it out of forward, or use a strategy that does not split batches"
+NUMBER = (
+    "register it as a buffer (register_buffer), which is synchronized, pass it as an input, or use a strategy that "
+    "does not split batches"
+)
 MICRO = (
     'batch_stats="micro" takes them of each micro-batch, as a loop in plain PyTorch does; GroupNorm or LayerNorm need '
     "none; accumulate=1 and microbatches=1 do not split a batch"

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ..core import StrategySpec, Task, random_state, restore_random_state
+from ..core import StrategySpec, Task, random_state, restore_random_state, set_training
 from ..data import as_source, check_source, first_dim, map_leaves
 from ..distributed import FakeWorld, World, current_world
 from ..strategies import SplitTable, in_double, lay_out, optimizers_of, table_of
 from .hand import NUM_FOLLOWED
 from .memory import state_bytes
+from .restored_objects import left_alone
 
 if TYPE_CHECKING:
     from ..strategies import Layout
@@ -34,7 +35,8 @@ def layout_of(task: Task, model: nn.Module, spec: StrategySpec) -> tuple[Layout 
     if spec.tensor == 1:
         return None, 0.0
     batch, size = few_samples(task, spec)
-    layout = _in_world(spec, lambda world: lay_out(model, spec, world, _probe(task, batch)))
+    with left_alone(task.loss):
+        layout = _in_world(spec, lambda world: lay_out(model, spec, world, _probe(task, batch)))
     return layout, size / max(1, first_dim(batch)) / spec.num_parts
 
 
@@ -48,7 +50,9 @@ def without_values(task: Task) -> nn.Module | None:
     states = random_state(torch.device("cpu"))
     try:
         with torch.device("meta"):
-            return task.model()
+            model = task.model()
+            set_training(model)
+            return model
     except Exception:
         return None
     finally:

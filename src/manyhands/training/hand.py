@@ -27,8 +27,10 @@ from ..core import (
     each_of,
     event,
     mix,
+    require_tensor_state,
     seed_all,
     seeded,
+    set_training,
 )
 from ..data import Batch, Cursor, Feed, Source, as_source, check_source
 from ..distributed import DEFAULT_TIMEOUT, DirectChannel, NullWorld, World, current_world, resolve
@@ -48,8 +50,10 @@ from ..strategies import (
     make_replica,
     under,
 )
+from .carried_numbers import Counters
 from .loss_totals import BatchShare, Tally, gather_rows
 from .progress import make_view
+from .restored_objects import left_alone
 from .snapshot import restore_snapshot, share, take_snapshot
 from .spans import Spans
 from .sync_selection import Choosing
@@ -105,6 +109,8 @@ class Hand:
         """The batch that `batches` yielded last: its samples, their ids and their place in the global batch."""
         self.randomness = LayoutFree(self.device) if spec.deterministic else None
         """Generates random numbers that do not depend on the layout; None where torch's own generators are used."""
+        self.counters = Counters()
+        """Whole numbers in attributes that a forward changes, followed over the micro-batches of a step."""
         self._seed = 0
         self._covers: list[RemovableHandle] = []
         self.layout: Layout | None = None
@@ -167,9 +173,12 @@ class Hand:
                 got=f"a {type(model).__name__} that was trained before",
                 remedy=f"write model=lambda: {type(model).__name__}(...)",
             )
+        require_tensor_state(model)
+        set_training(model)
         source = as_source(task.data, collate=task.collate)
         probe = self.probe(task.loss, source, check_source(source, task.batch_size))
-        self.make_replica(model, task.make_optimizer, probe, look, None if deferred is None else deferred.fill)
+        with left_alone(task.loss):
+            self.make_replica(model, task.make_optimizer, probe, look, None if deferred is None else deferred.fill)
         _built.add(model)
         self.clip = task.clip
         self.skips = task.not_finite == "skip"

@@ -33,6 +33,7 @@ from .memory import Guard, explain_memory, held_now, limited, used
 from .partial_state import COPY_EVERY, Copies, restore_part
 from .patience import Patience, PatienceState, check_patience
 from .recovery import Marker, RecoveryState, Rollback, as_loss, eased, is_sound, recall, resized
+from .restored_objects import left_alone
 from .sample_randomness import guess_notice, learn_draws
 from .sampling import NoSampler, Sampler
 from .snapshot import restore_snapshot
@@ -275,8 +276,6 @@ class TrainingLoop:
         timed = task.replace(model=functools.partial(self.timed_build, task.model))
         hand.build(timed.replace(weights=None) if goes_on else timed, self.try_on)
         check_patience(self.job.stop, task, [key or "loss" for key in hand.optimizers])
-        if not hand.model.training:
-            hand.model.train()
         hand.seed(task.seed)
         source = as_source(task.data, collate=task.collate)
         batch_size = check_source(source, task.batch_size)
@@ -445,7 +444,7 @@ class TrainingLoop:
         require_whole_statistics(model, self.split)
         batch = feed.peek(NUM_SAMPLES)
         if not self.is_tried:
-            with hand.replica.scope():
+            with left_alone(task.loss), hand.replica.scope():
                 self.try_on(model, batch)
         learn_draws(hand, task, batch)
         self.verify()

@@ -115,7 +115,6 @@ class _Again:
         self.hand = Hand(world, StrategySpec(precision=before.precision, accumulate=before.accumulate,
                                              deterministic=before.deterministic))  # fmt: skip
         self.hand.build(task)
-        self.hand.model.train()
         self.hand.seed(task.seed)
         source = as_source(task.data, collate=task.collate)
         self.batch_size = check_source(source, task.batch_size)

@@ -7,6 +7,7 @@ from typing import Any
 from ..core import LayoutFree, Task, UsageError, random_state, remember_state, restore_random_state
 from ..data import first_dim, split
 from .hand import Hand
+from .restored_objects import left_alone
 
 MOST_ROWS = 5
 
@@ -45,7 +46,8 @@ def learn_draws(hand: Hand, task: Task, batch: Any) -> None:
         return any(hand.world.gather_objects(flag))
 
     try:
-        hand.randomness.learn(compute, few, more, any_rank)
+        with left_alone(loss):
+            hand.randomness.learn(compute, few, more, any_rank)
     except UsageError:
         raise
     except Exception:

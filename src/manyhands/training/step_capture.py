@@ -49,7 +49,9 @@ CLOSE = {"fp32": 1e-4, "fp64": 1e-8, "bf16": 2e-2}
 
 def compute(hand: Hand, loss: Loss, batch: Batch) -> None:
     """Compute the loss and gradients of every micro-batch."""
-    for data in hand.accumulate(batch.data):
+    for index, data in enumerate(hand.accumulate(batch.data)):
+        if len(batch.sizes) > 1:
+            hand.counters.again() if index else hand.counters.begin(hand.model, loss)
         if isinstance(hand.replica, PipelineReplica):
             compute_in_stages(hand, hand.replica, loss, data)
             continue

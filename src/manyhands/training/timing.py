@@ -34,7 +34,6 @@ def _time_steps(world: World, task: Task, spec: StrategySpec, batch_size: int | 
     hand = Hand(world, spec)
     try:
         hand.build(task)
-        hand.model.train()
         hand.seed(task.seed)
         source = as_source(task.data, collate=task.collate)
         size = check_source(source, task.batch_size) if batch_size is None else batch_size
@@ -72,7 +71,6 @@ class Steps:
     def __init__(self, world: World, task: Task, spec: StrategySpec) -> None:
         self.hand, self._task = Hand(world, spec), task
         self.hand.build(task)
-        self.hand.model.train()
         self.hand.seed(task.seed)
         source = as_source(task.data, collate=task.collate)
         self.batch_size, self.num_samples = check_source(source, task.batch_size), source.size

@@ -18,6 +18,8 @@ from torch import nn
 from ..core import (
     DataError,
     Event,
+    ManyhandsError,
+    StrategyError,
     StrategySpec,
     Task,
     TaskError,
@@ -27,7 +29,7 @@ from ..core import (
     restore_random_state,
 )
 from ..data import IndexedSource, as_source
-from ..distributed import NullWorld
+from ..distributed import NullWorld, culprit
 from .check import (
     MICRO,
     RANDOM,
@@ -144,9 +146,11 @@ class _Trial:
         except UsageError as error:
             return Verdict("not verified", self.spec, why=f"a copy of the network could not be split: {error}")
         except Exception as error:
+            if isinstance(error, ManyhandsError | torch.OutOfMemoryError):
+                raise
             if self.world.size > 1:
                 # Other ranks may wait in a collective, so this rank must fail.
-                raise
+                raise cannot_run(self.spec, error) from error
             return failed_in_parts(self.spec, error)
         verdict = self._judge(begun_first["steps"]["plan"], parts) if self.world.is_first else {}
         return Verdict(spec=self.spec, **self.world.gather_objects(verdict)[0])
@@ -206,6 +210,16 @@ class _Trial:
             why = f"the data is a stream, of which the first {sum(map(len, plan))} samples were compared and are equal"
             verdict = Verdict("not verified", self.spec, why=why)
         return _plain(verdict)
+
+
+def cannot_run(spec: StrategySpec, error: Exception) -> StrategyError:
+    """Return the refusal of a network whose steps run on one device and raise an error under a strategy."""
+    return StrategyError(
+        f"under {spec} the steps of a network must run as they do on one device",
+        got=f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''} "
+        f"at {culprit(error)}",
+        remedy="use mh.Mirrored(), which computes the network as it is written, and report this network",
+    )
 
 
 def _plain(verdict: Verdict) -> dict[str, Any]:

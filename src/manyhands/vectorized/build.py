@@ -10,7 +10,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from ..core import Task, TaskError, mix, random_state, restore_random_state, seed_all
+from ..core import (
+    Task,
+    TaskError,
+    mix,
+    random_state,
+    require_tensor_state,
+    restore_random_state,
+    seed_all,
+    set_training,
+)
 from .dropout_rates import chances
 from .stack import (
     AVERAGES,
@@ -96,7 +105,9 @@ def _made(task: Task, dtype: torch.dtype | None) -> nn.Module:
         # Convert complex tensors to complex, because nn.Module.to would drop the imaginary part.
         wide = dtype.to_complex()
         model._apply(lambda t: t.to(wide if t.is_complex() else dtype if t.is_floating_point() else t.dtype))
-    return model.train()
+    require_tensor_state(model)
+    set_training(model)
+    return model
 
 
 def _require_no_hooks(model: nn.Module, optimizer: Any) -> None:

@@ -43,7 +43,6 @@ class Alone:
         self._random = random_state(self._hand.device)
         with self._own_randomness():
             self._hand.build(task)
-            self._hand.model.train()
             self._hand.seed(task.seed)
             source = as_source(task.data, collate=task.collate)
             size = check_source(source, task.batch_size)

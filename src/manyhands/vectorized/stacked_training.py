@@ -17,11 +17,12 @@ from ..core import (
     TaskError,
     UsageError,
     random_state,
-    remember_buffers,
+    remember_state,
     restore_random_state,
 )
 from ..data import Resident, map_leaves
 from ..distributed import Device
+from ..training import differing, left_alone, number_slots, numbers_of
 from .build import Built, build, row_of
 from .dropout_rates import chances
 from .evaluation import Evaluation
@@ -285,7 +286,9 @@ def learn_draws(draws: LayoutFree, program: Program, data: Resident, batch_size:
     if few == more:
         return
     batch = data.fetch(torch.arange(more, device=program.device))
-    put_back = remember_buffers(model)
+    put_back = remember_state(model)
+    slots = number_slots(model, loss)
+    numbers = numbers_of(slots)
     states, before, is_random = random_state(program.device), draws.num_draws, False
 
     def compute(count: int) -> None:
@@ -295,9 +298,13 @@ def learn_draws(draws: LayoutFree, program: Program, data: Resident, batch_size:
         is_random = is_random or draws.num_draws > before
 
     try:
-        draws.learn(compute, few, more)
+        with left_alone(loss):
+            draws.learn(compute, few, more)
+            changed = differing(numbers, numbers_of(slots), 0.0)
+        if changed:
+            raise CannotStack(f"the loss changes {changed[0]}, a plain number that every member needs for itself")
         program.is_random = is_random or draws.strayed or bool(draws.drew_on_host())
-    except UsageError:
+    except (UsageError, CannotStack):
         raise
     except Exception:
         return  # an error in the user's code is raised again in the first step

@@ -1,0 +1,168 @@
+"""Numbers that a network or a loss keeps in plain attributes, from one call to the next.
+
+Unlike buffers they are not synchronized: every rank and every micro-batch changes its own. Counters of calls are made
+to count steps under accumulation; other numbers that differ from those of one device are found by verification.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from types import CellType, FunctionType, MethodType
+from typing import Any
+
+from torch import Tensor, nn
+
+Number = int | float
+NUM_SEARCHED = 2
+"""Steps in which counters are searched for; later ones follow those that were found."""
+_TORCHS_OWN = frozenset(vars(nn.Module()))
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A place in an attribute, container or closure that holds a number."""
+
+    owner: Any
+    key: Any
+
+    def get(self) -> Any:
+        """Return the current number; None if it is not there any more."""
+        if isinstance(self.owner, CellType):
+            return self.owner.cell_contents
+        try:
+            return self.owner[self.key]
+        except LookupError:
+            return None
+
+    def put(self, value: Number) -> None:
+        """Replace the number."""
+        if isinstance(self.owner, CellType):
+            self.owner.cell_contents = value
+        else:
+            self.owner[self.key] = value
+
+
+def number_slots(model: nn.Module, function: Callable[..., Any] | None = None) -> dict[str, Slot]:
+    """Return where a network's modules, and what a loss refers to, hold numbers, by path.
+
+    >>> layer = nn.Identity()
+    >>> layer.calls, layer.kept = 3, {"mean": 0.5}
+    >>> {path: slot.get() for path, slot in number_slots(layer).items()}
+    {'calls': 3, 'kept["mean"]': 0.5}
+    """
+    found = dict(_of_modules(model))
+    for path, slot in _of_function(function):
+        found.setdefault(f"{path} of the loss", slot)
+    return found
+
+
+def _of_modules(model: nn.Module) -> Iterator[tuple[str, Slot]]:
+    for path, module in model.named_modules():
+        prefix = f"{path}." if path else ""
+        own = vars(module)
+        for name in [name for name in own if name not in _TORCHS_OWN]:
+            yield from _in(own, name, f"{prefix}{name}")
+
+
+def _of_function(function: Any, depth: int = 2) -> Iterator[tuple[str, Slot]]:
+    if isinstance(function, functools.partial):
+        yield from _of_function(function.func, depth)
+        for name, value in function.keywords.items():
+            yield from _of_object(name, value, depth)
+    elif isinstance(function, MethodType):
+        yield from _of_object("self", function.__self__, depth)
+    elif isinstance(function, FunctionType):
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
+            try:
+                value = cell.cell_contents
+            except ValueError:
+                continue
+            if isinstance(value, Number):
+                yield name, Slot(cell, None)
+            else:
+                yield from _of_object(name, value, depth)
+    elif function is not None:
+        yield from _of_object(type(function).__name__, function, depth)
+
+
+def _of_object(name: str, value: Any, depth: int) -> Iterator[tuple[str, Slot]]:
+    if isinstance(value, nn.Module):
+        yield from ((f"{name}.{path}", slot) for path, slot in _of_modules(value))
+    elif isinstance(value, list | dict):
+        yield from _in({name: value}, name, name)
+    elif isinstance(value, FunctionType | MethodType | functools.partial):
+        if depth:
+            yield from _of_function(value, depth - 1)
+    elif not isinstance(value, (type, Tensor)) and hasattr(value, "__dict__"):
+        for key in list(vars(value)):
+            yield from _in(vars(value), key, f"{name}.{key}")
+
+
+def _in(owner: Any, key: Any, path: str) -> Iterator[tuple[str, Slot]]:
+    value = owner[key]
+    if isinstance(value, Number):
+        yield path, Slot(owner, key)
+    elif type(value) in (dict, list):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        for inner in [inner for inner, held in items if isinstance(held, Number)]:
+            shown = f'"{inner}"' if isinstance(inner, str) else inner
+            yield f"{path}[{shown}]", Slot(value, inner)
+
+
+def numbers_of(slots: Mapping[str, Slot]) -> dict[str, Number]:
+    """Return the current numbers by path."""
+    return {path: value for path, slot in slots.items() if isinstance(value := slot.get(), Number)}
+
+
+def differing(ours: Mapping[str, Number], theirs: Mapping[str, Number], tolerance: float) -> list[str]:
+    """Return the paths that both have, with different numbers."""
+    return [path for path, a in ours.items() if path in theirs and not _are_close(a, theirs[path], tolerance)]
+
+
+def _are_close(a: Number, b: Number, tolerance: float) -> bool:
+    if isinstance(a, float) or isinstance(b, float):
+        return math.isclose(a, b, rel_tol=tolerance, abs_tol=1e-12) or (math.isnan(a) and math.isnan(b))
+    return a == b
+
+
+def nudge(slots: Mapping[str, Slot], paths: Iterable[str]) -> None:
+    """Change numbers a little, to find out whether later ones depend on them."""
+    for path in paths:
+        if path in slots:
+            value = slots[path].get()
+            slots[path].put(not value if isinstance(value, bool) else value + 1)
+
+
+class Counters:
+    """Lets the whole numbers that a forward changes, such as counts of calls, change once per step.
+
+    On one device a step has one forward; under accumulation it has one per micro-batch, each of which starts from the
+    numbers that the first one found.
+    """
+
+    def __init__(self) -> None:
+        self._num_steps = 0
+        self._followed: dict[str, Slot] = {}
+        self._before: dict[str, Number] = {}
+
+    def begin(self, model: nn.Module, loss: Callable[..., Any]) -> None:
+        """Remember the numbers before the first micro-batch of a step."""
+        searches = self._num_steps < NUM_SEARCHED
+        slots = number_slots(model, loss) if searches else self._followed
+        self._before = {path: value for path, value in numbers_of(slots).items() if type(value) is int}
+        if searches:
+            self._candidates = slots
+        self._num_steps += 1
+
+    def again(self) -> None:
+        """Restore the numbers before a further micro-batch."""
+        if self._num_steps <= NUM_SEARCHED:
+            for path, value in self._before.items():
+                if self._candidates[path].get() != value:
+                    self._followed[path] = self._candidates[path]
+        for path, slot in self._followed.items():
+            if path in self._before:
+                slot.put(self._before[path])
