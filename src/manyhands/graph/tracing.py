@@ -194,7 +194,7 @@ def register_dataclasses(outputs: Any) -> None:
     >>> pytree.tree_leaves(Outputs(torch.zeros(1)))
     [tensor([0.])]
     """
-    kinds = {type(leaf) for leaf in pytree.tree_leaves(outputs) if dataclasses.is_dataclass(leaf)}
+    kinds: set[Any] = {type(leaf) for leaf in pytree.tree_leaves(outputs) if dataclasses.is_dataclass(leaf)}
     known = [kind for kind in kinds if all(each.init for each in dataclasses.fields(kind))]
     for kind in known:
         pytree.register_dataclass(kind)
