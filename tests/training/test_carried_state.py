@@ -1,0 +1,106 @@
+"""State outside of buffers: equal to one device, or refused before training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import manyhands as mh
+from manyhands.core import StrategySpec, TaskError
+
+X = torch.randn(17, 6, generator=torch.Generator().manual_seed(0))
+Y = torch.randint(0, 3, (17,), generator=torch.Generator().manual_seed(1))
+
+
+def fit(model: Any, spec: StrategySpec, folder: Path) -> mh.Run:
+    task = mh.Task(
+        model=model,
+        loss=lambda net, batch: F.cross_entropy(net(batch[0]), batch[1]),
+        optimizer=lambda net: torch.optim.SGD(net.parameters(), lr=0.1),
+        data=(X, Y),
+        batch_size=6,
+        shuffle=False,
+    )
+    on = "cpu" if spec.num_devices == 1 else "cpu*2"
+    return mh.fit(task, spec, on=on, folder=folder, progress=False, timeout=60)
+
+
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.calls = nn.Linear(6, 3), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.head(x) * (2.0 if self.calls > 4 else 1.0)
+
+
+def test_accumulation_counts_calls_of_forward_once_per_step(tmp_path: Path) -> None:
+    alone = fit(Counting, mh.Single(precision="fp64"), tmp_path)
+    parts = fit(Counting, mh.Single(precision="fp64", accumulate=2), tmp_path)
+    assert parts.losses == pytest.approx(alone.losses, rel=1e-9)
+
+
+class Carrying(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.kept = nn.Linear(6, 3), {"mean": 1.0}
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.head(x)
+        self.kept["mean"] = 0.5 * self.kept["mean"] + 0.5 * float(out.detach().square().mean())
+        return out
+
+
+def test_number_carried_between_steps_is_rejected_by_name(tmp_path: Path) -> None:
+    with pytest.raises(TaskError, match="the attribute kept.*later steps start from it"):
+        fit(Carrying, mh.Single(precision="fp64", accumulate=2), tmp_path)
+
+
+class Frozen(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.head = nn.BatchNorm1d(6), nn.Linear(6, 3)
+
+    def train(self, mode: bool = True) -> Frozen:
+        super().train(mode)
+        self.norm.eval()
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(x))
+
+
+def test_overridden_train_keeps_batch_norm_frozen(tmp_path: Path) -> None:
+    state = fit(Frozen, mh.Single(precision="fp64"), tmp_path).state_dict()
+    assert int(state["norm.num_batches_tracked"]) == 0
+
+
+class Strided(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.empty = nn.Parameter(torch.randn(3, 6).t()), nn.Parameter(torch.empty(0, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight + self.empty.sum()
+
+
+def test_sharding_takes_parameters_with_other_strides_and_empty_ones(tmp_path: Path) -> None:
+    alone = fit(Strided, mh.Single(precision="fp64"), tmp_path)
+    shards = fit(Strided, mh.Sharded(2, precision="fp64"), tmp_path)
+    assert shards.losses == pytest.approx(alone.losses, rel=1e-9)
+
+
+class Extra(nn.Linear):
+    def get_extra_state(self) -> Any:
+        return {"seen": 0}
+
+
+def test_extra_state_without_tensors_is_rejected_before_training(tmp_path: Path) -> None:
+    with pytest.raises(TaskError, match="get_extra_state"):
+        fit(lambda: Extra(6, 3), mh.Single(), tmp_path)
