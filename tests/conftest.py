@@ -84,7 +84,15 @@ def run_ranks(engine: LocalEngine) -> Callable[[Callable[[World], Any], int], li
     return run
 
 
-VERIFIED = ("test_verify", "test_same_results", "test_odd_networks", "test_fit", "test_run", "test_matrix")
+VERIFIED = (
+    "test_verify",
+    "test_same_results",
+    "test_odd_networks",
+    "test_carried_state",
+    "test_fit",
+    "test_run",
+    "test_matrix",
+)
 """Files whose runs are compared with one device before training, as users' runs are; others would pay for it too."""
 
 
