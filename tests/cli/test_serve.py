@@ -63,7 +63,9 @@ def test_serve_manages_versions_and_shuts_down_cleanly(
     assert models("split", "digits") == {"shares": []}
     assert models("rollback", "digits") == {"current": 1}
     missing = invoke("models", "split", "digits", "1=1", "7=1", "--server", manage)
-    assert "(of digits: 1, 2), but got 7; manyhands models load digits 7" in " ".join(missing.output.split())
+    assert "(of digits: 1, 2), but got 7; load it with manyhands models load digits 7" in " ".join(
+        missing.output.split()
+    )
     monkeypatch.setattr("manyhands.cli.models.LOOK_SECONDS", 0.01)
     assert "digits" in invoke("models", "list", "--server", manage).stdout
     assert models("load", "digits", 2) == {"current": 2}

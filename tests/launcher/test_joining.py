@@ -127,7 +127,7 @@ def test_token_file_is_checked_and_read_by_the_same_descriptor(tmp_path: Path, m
     monkeypatch.undo()
     path.unlink()
     os.mkfifo(path, 0o600)
-    with pytest.raises(SettingsError, match="a readable token file.* a FIFO"):
+    with pytest.raises(SettingsError, match="a token file must be readable.* a FIFO"):
         read_token(path)
 
 

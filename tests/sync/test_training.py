@@ -171,7 +171,7 @@ def test_resume_restores_error_feedback(policy: str, tmp_path: Path) -> None:
     assert len(other.losses) == 12
     assert "starts fresh" not in notices(other)
     left = mh.fit(task, mh.Mirrored(), on="cpu*2", epochs=4, folder=tmp_path, name="cut", resume=True, **QUIET)
-    assert "had not sent yet are left out" in notices(left)
+    assert "had not sent yet are dropped" in notices(left)
     without = mh.fit(task, spec, on="cpu*2", epochs=5, folder=tmp_path, name="cut", resume=True, **QUIET)
     assert f"the checkpoint has no state of sync={policy}, which starts fresh" in notices(without)
 

@@ -67,7 +67,7 @@ def test_start_from_run_loads_weights_but_not_progress(on: str, tmp_path: Path) 
     states = CheckpointStore(run.path / "checkpoints").load().optimizers[""]["state"]
     assert {int(slots["step"]) for slots in states.values()} == {4}
     assert run.record["start_from"] == str(before.path / "checkpoints")
-    assert f"starts from {before.path / 'checkpoints'}" in notices(run)
+    assert f"the run starts from {before.path / 'checkpoints'}" in notices(run)
 
 
 def test_start_from_loads_averaged_weights(tmp_path: Path) -> None:

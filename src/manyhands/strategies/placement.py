@@ -491,7 +491,7 @@ def require_partitionable(model: nn.Module) -> None:
     if isinstance(model, nn.ModuleList | nn.ModuleDict):
         raise StrategyError("a network must have a forward", got=type(model).__name__, remedy="wrap it in a module")
     for name, module in model.named_modules():
-        if isinstance(module, torch.jit.ScriptModule):
+        if any(kind.__module__.startswith("torch.jit") for kind in type(module).__mro__):
             raise StrategyError(
                 "a partitioned network is traced, and TorchScript cannot be",
                 got=f"{name or 'the network'}, a {type(module).__name__}",

@@ -22,7 +22,7 @@ _TORCHS_OWN = frozenset(vars(nn.Module()))
 
 
 @dataclass(frozen=True)
-class Slot:
+class NumberSlot:
     """A place in an attribute, container or closure that holds a number."""
 
     owner: Any
@@ -45,7 +45,7 @@ class Slot:
             self.owner[self.key] = value
 
 
-def number_slots(model: nn.Module, function: Callable[..., Any] | None = None) -> dict[str, Slot]:
+def number_slots(model: nn.Module, function: Callable[..., Any] | None = None) -> dict[str, NumberSlot]:
     """Return where a network's modules, and what a loss refers to, hold numbers, by path.
 
     >>> layer = nn.Identity()
@@ -59,7 +59,7 @@ def number_slots(model: nn.Module, function: Callable[..., Any] | None = None) -
     return found
 
 
-def _of_modules(model: nn.Module) -> Iterator[tuple[str, Slot]]:
+def _of_modules(model: nn.Module) -> Iterator[tuple[str, NumberSlot]]:
     for path, module in model.named_modules():
         prefix = f"{path}." if path else ""
         own = vars(module)
@@ -67,7 +67,7 @@ def _of_modules(model: nn.Module) -> Iterator[tuple[str, Slot]]:
             yield from _in(own, name, f"{prefix}{name}")
 
 
-def _of_function(function: Any, depth: int = 2) -> Iterator[tuple[str, Slot]]:
+def _of_function(function: Any, depth: int = 2) -> Iterator[tuple[str, NumberSlot]]:
     if isinstance(function, functools.partial):
         yield from _of_function(function.func, depth)
         for name, value in function.keywords.items():
@@ -81,14 +81,14 @@ def _of_function(function: Any, depth: int = 2) -> Iterator[tuple[str, Slot]]:
             except ValueError:
                 continue
             if isinstance(value, Number):
-                yield name, Slot(cell, None)
+                yield name, NumberSlot(cell, None)
             else:
                 yield from _of_object(name, value, depth)
     elif function is not None:
         yield from _of_object(type(function).__name__, function, depth)
 
 
-def _of_object(name: str, value: Any, depth: int) -> Iterator[tuple[str, Slot]]:
+def _of_object(name: str, value: Any, depth: int) -> Iterator[tuple[str, NumberSlot]]:
     if isinstance(value, nn.Module):
         yield from ((f"{name}.{path}", slot) for path, slot in _of_modules(value))
     elif isinstance(value, list | dict):
@@ -101,18 +101,18 @@ def _of_object(name: str, value: Any, depth: int) -> Iterator[tuple[str, Slot]]:
             yield from _in(vars(value), key, f"{name}.{key}")
 
 
-def _in(owner: Any, key: Any, path: str) -> Iterator[tuple[str, Slot]]:
+def _in(owner: Any, key: Any, path: str) -> Iterator[tuple[str, NumberSlot]]:
     value = owner[key]
     if isinstance(value, Number):
-        yield path, Slot(owner, key)
+        yield path, NumberSlot(owner, key)
     elif type(value) in (dict, list):
         items = value.items() if isinstance(value, dict) else enumerate(value)
         for inner in [inner for inner, held in items if isinstance(held, Number)]:
             shown = f'"{inner}"' if isinstance(inner, str) else inner
-            yield f"{path}[{shown}]", Slot(value, inner)
+            yield f"{path}[{shown}]", NumberSlot(value, inner)
 
 
-def numbers_of(slots: Mapping[str, Slot]) -> dict[str, Number]:
+def numbers_of(slots: Mapping[str, NumberSlot]) -> dict[str, Number]:
     """Return the current numbers by path."""
     return {path: value for path, slot in slots.items() if isinstance(value := slot.get(), Number)}
 
@@ -128,7 +128,7 @@ def _are_close(a: Number, b: Number, tolerance: float) -> bool:
     return a == b
 
 
-def nudge(slots: Mapping[str, Slot], paths: Iterable[str]) -> None:
+def nudge(slots: Mapping[str, NumberSlot], paths: Iterable[str]) -> None:
     """Change numbers a little, to find out whether later ones depend on them."""
     for path in paths:
         if path in slots:
@@ -145,7 +145,7 @@ class Counters:
 
     def __init__(self) -> None:
         self._num_steps = 0
-        self._followed: dict[str, Slot] = {}
+        self._followed: dict[str, NumberSlot] = {}
         self._before: dict[str, Number] = {}
 
     def begin(self, model: nn.Module, loss: Callable[..., Any]) -> None:

@@ -173,8 +173,9 @@ class Hand:
                 got=f"a {type(model).__name__} that was trained before",
                 remedy=f"write model=lambda: {type(model).__name__}(...)",
             )
-        require_tensor_state(model)
-        set_training(model)
+        if isinstance(model, nn.Module):
+            require_tensor_state(model)
+            set_training(model)
         source = as_source(task.data, collate=task.collate)
         probe = self.probe(task.loss, source, check_source(source, task.batch_size))
         with left_alone(task.loss):
