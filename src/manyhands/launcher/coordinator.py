@@ -491,7 +491,7 @@ class Coordinator(RunningJob):
             self._give_up(member, losses[0])
 
     def _record_late_failures(self) -> None:
-        """Record the failure of ranks for which the others have waited in vain through a whole rendezvous."""
+        """Record the failure of ranks for which the other ranks waited through a whole rendezvous."""
         for member in self._members:
             is_late = member.late_since is not None and time.monotonic() - member.late_since >= self._timeout
             if is_late and member.is_running and member.loss is None:
