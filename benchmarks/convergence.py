@@ -16,7 +16,7 @@ from xml.sax.saxutils import escape
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import manyhands as mh
-from manyhands import verbs
+from manyhands.api.runtime import runtime
 
 from .lessons import CNN, GPT, LIKES, Lesson
 from .report import RESULTS, Check, arguments, machine
@@ -44,7 +44,7 @@ def main() -> None:
     policies = ["allreduce", "int8", "localsteps(8)"] if quick else POLICIES
     num_steps = 40 if quick else 240
     curves = {lesson.name: {policy: losses(lesson, policy, num_steps) for policy in policies} for lesson in lessons}
-    verbs._engine.close()
+    runtime.engine.close()
     finish(curves, quick)
 
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import manyhands as mh
-from manyhands import verbs
+from manyhands.api.runtime import runtime
 from manyhands.core import OutOfMemory
 from manyhands.distributed import Device, NullWorld, World, resolve
 from manyhands.graph import kept_bytes, lives
@@ -81,7 +81,7 @@ def main() -> None:
     if torch.cuda.is_available():
         largest(report)
     report.finish()
-    verbs._engine.close()
+    runtime.engine.close()
 
 
 # -- parameters, gradients, optimizer state ----------------------------------------------------------------------------
@@ -120,7 +120,7 @@ def state(report: Report) -> None:
     devices, _ = resolve("cpu*4")
     found: dict[str, list[int]] = {}
     for name, spec in (("replicated", mh.Mirrored(4)), ("sharded", mh.Sharded(4))):
-        job = verbs._engine.start(_measuring(spec, width, depth), devices, timeout=120)
+        job = runtime.engine.start(_measuring(spec, width, depth), devices, timeout=120)
         found[name] = job.wait(lambda rank, entry: None, lambda *line: print(*line))
         table = mh.explain(task(width, depth, 8), spec)
         report.notes[f"{name}_bytes"] = max(found[name])

@@ -23,7 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import manyhands as mh
-from manyhands import plans, training
+from manyhands import training
+from manyhands.api.bench import WIDE, Bench, steady, workload_of
 from manyhands.core import StrategySpec
 from manyhands.distributed import Device, NullWorld
 from manyhands.planning import Cluster, Observation, Workload, calibrated, estimate
@@ -114,8 +115,8 @@ class Case:
 def cases(device: Device) -> Iterator[Case]:
     """All works in all ways on a device."""
     for name, task in tasks(cpu=device.kind == "cpu").items():
-        bench = plans.Bench(task, str(device), 120.0)
-        workload, _ = plans.workload_of(task, name, bench)
+        bench = Bench(task, str(device), 120.0)
+        workload, _ = workload_of(task, name, bench)
         listed = bench.cluster()
         here = {precision: _calibrated(task, workload, listed, device, precision) for precision in ("fp32", "bf16")}
         for way, text in SPECS.items():
@@ -131,9 +132,9 @@ def _calibrated(task: mh.Task, workload: Workload, listed: Cluster, device: Devi
     spec = StrategySpec(precision=precision)
     seen = []
     for rows in (workload.batch_size // 4, workload.batch_size // 2):
-        seconds = plans.steady(_steps(task, spec, rows, device))
+        seconds = steady(_steps(task, spec, rows, device))
         seen.append(Observation(replace(workload, batch_size=rows), spec, seconds))
-    return calibrated(listed, seen, plans.WIDE)
+    return calibrated(listed, seen, WIDE)
 
 
 def _steps(task: mh.Task, spec: StrategySpec, rows: int, device: Device) -> list[float]:
@@ -145,12 +146,12 @@ def _measured(steps: Callable[[Device], list[float]], device: Device) -> tuple[f
     gc.collect()
     if device.kind == "cpu":
         # The size of a process says nothing of networks as small as these: the form alone.
-        seconds = plans.steady(steps(device))
+        seconds = steady(steps(device))
         return float(psutil.Process().memory_info().rss), seconds
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    seconds = plans.steady(steps(device))
+    seconds = steady(steps(device))
     return float(torch.cuda.max_memory_allocated() - before), seconds
 
 

@@ -24,7 +24,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import manyhands as mh
-from manyhands import plans, training, verbs
+from manyhands import training
+from manyhands.api.bench import Bench, steady, workload_of
+from manyhands.api.runtime import runtime
 from manyhands.core import StrategySpec
 from manyhands.costs import Chip, link
 from manyhands.distributed import Device, NullWorld, World, resolve
@@ -131,8 +133,8 @@ class _Ready:
 
     def __init__(self, task: mh.Task, devices: int) -> None:
         self.task = task
-        self.bench = plans.Bench(task, f"cpu*{devices}", 60.0)
-        workload, _ = plans.workload_of(task, "local", self.bench)
+        self.bench = Bench(task, f"cpu*{devices}", 60.0)
+        workload, _ = workload_of(task, "local", self.bench)
         self.workload, self.cluster = self.bench.calibrated(workload, self.bench.cluster(), "fp32")
 
     def here(self, spec: StrategySpec) -> tuple[float, float]:
@@ -160,8 +162,8 @@ class _Ready:
         rows = self.workload.batch_size // (4 if spec == StrategySpec() else len(devices))
         work = placed(partial(by_turns, task=self.task, spec=spec, rows=rows))
         # As the bench measures: one device in this process, with its threads.
-        found = verbs._start(work, devices, 120, _unheard, training.View())
-        plain, split = ([plans.steady(times[which]) for times in found] for which in (0, 1))
+        found = runtime.start(work, devices, 120, _unheard, training.View())
+        plain, split = ([steady(times[which]) for times in found] for which in (0, 1))
         guessed = partial(estimate, correction=self.bench.correction if len(devices) == 1 else None)
         alone = guessed(replace(self.workload, batch_size=rows), where, StrategySpec()).seconds
         now = replace(where, chip=_slowed(where.chip, fmean(plain) / alone))
@@ -217,12 +219,12 @@ def peaks() -> Pairs:
     for label, (name, text, rows) in MEMORY.items():
         task = TASKS[name].replace(batch_size=rows)
         spec = StrategySpec.parse(text)
-        bench = plans.Bench(task, "cpu", 60.0)
-        workload, _ = plans.workload_of(task, "local", bench)
+        bench = Bench(task, "cpu", 60.0)
+        workload, _ = workload_of(task, "local", bench)
         guess = estimate(workload, bench.cluster(), spec).memory.total
         steps = partial(training.time_steps, task=task, spec=spec, budget=0.0)
         work = partial(peak, few=partial(steps, batch_size=spec.accumulate), make=steps)
-        (measured,) = verbs._engine.start(work, resolve("cpu*2")[0][:1], timeout=120).wait(_unheard, _unheard)
+        (measured,) = runtime.engine.start(work, resolve("cpu*2")[0][:1], timeout=120).wait(_unheard, _unheard)
         found[label] = [(guess, measured)]
     return found
 

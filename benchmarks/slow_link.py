@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import manyhands as mh
-from manyhands import verbs
+from manyhands.api.runtime import runtime
 from manyhands.data import Order
 from manyhands.distributed import World, enter_world, resolve
 from manyhands.testing import NamespaceHosts
@@ -68,7 +68,7 @@ def main() -> None:
         # Here nothing waits for long, so contenders take turns, and the middle of some rounds counts.
         add(report, "unlimited", race(None, 200, list(POLICIES), 13))
     report.finish()
-    verbs._engine.close()
+    runtime.engine.close()
 
 
 def add(report: Report, link: str, rounds: list[dict[str, Course]]) -> None:
@@ -105,7 +105,7 @@ def race(rate: str | None, num_steps: int, policies: list[str], num_rounds: int)
     """Lets all contenders train over one link, one after another in the same two processes."""
     with NamespaceHosts(2, rate=rate) as hosts, tempfile.TemporaryDirectory() as folder:
         work = partial(contend, num_steps=num_steps, policies=policies, num_rounds=num_rounds, folder=folder)
-        job = verbs._engine.start(hosts.joined(work, timeout=300), resolve("cpu*2")[0], timeout=300)
+        job = runtime.engine.start(hosts.joined(work, timeout=300), resolve("cpu*2")[0], timeout=300)
         found: list[dict[str, Course]] = job.wait(lambda rank, entry: None, _show)[0]
     return found
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -12,7 +11,8 @@ import pytest
 import torch
 import torch._dynamo  # sets environment variables of its own when it is first imported
 
-from manyhands import verbs
+from manyhands.api.fit import fit
+from manyhands.api.runtime import runtime
 from manyhands.distributed import World, resolve
 from manyhands.launcher import LocalEngine
 from manyhands.testing import no_leaks
@@ -67,10 +67,10 @@ def _interruptible() -> Iterator[None]:
 def engine() -> Iterator[LocalEngine]:
     """The product's own engine, so that all tests fork from one zygote."""
     # What most ranks of tests would import each for itself: their functions live in files that import pytest.
-    verbs._engine._preload += ["pytest", "torch.export._trace", "sympy.physics.units"]
-    verbs._engine.warm_up()
-    yield verbs._engine
-    verbs._engine.close()
+    runtime.engine._preload += ["pytest", "torch.export._trace", "sympy.physics.units"]
+    runtime.engine.warm_up()
+    yield runtime.engine
+    runtime.engine.close()
 
 
 @pytest.fixture
@@ -99,7 +99,7 @@ VERIFIED = (
 @pytest.fixture(autouse=True)
 def _verify(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     name = request.path.stem
-    monkeypatch.setitem(inspect.unwrap(verbs.fit).__kwdefaults__, "verify", name in VERIFIED)
+    monkeypatch.setitem(fit.__kwdefaults__, "verify", name in VERIFIED)
 
 
 @pytest.fixture(autouse=True)

@@ -39,7 +39,7 @@ import psutil
 import torch
 from torch import nn
 
-from manyhands import verbs
+from manyhands.api.runtime import runtime
 from manyhands.serving.grpc_process import NAME as GRPC_PROCESS
 from manyhands.serving.scheduling import step_aside
 from manyhands.storage import export
@@ -206,7 +206,7 @@ def by_models(server: Served, quick: bool) -> tuple[list[Outcome], int]:
 
 def by_ranks(quick: bool) -> list[Outcome]:
     """Attack jobs of two ranks, and the port where hosts join."""
-    engine = verbs._engine
+    engine = runtime.engine
     engine.warm_up()
     try:
         outcomes = [attack(engine) for attack in (AGAINST_JOBS[:1] if quick else AGAINST_JOBS)]

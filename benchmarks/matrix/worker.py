@@ -13,7 +13,7 @@ from typing import TextIO
 import torch
 
 import manyhands as mh
-from manyhands import verbs
+from manyhands.api.runtime import runtime
 
 from .cell import References, run_cell
 from .networks import find
@@ -49,7 +49,7 @@ def serve() -> None:
     os.dup2(2, 1)
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
-    verbs._engine._preload += PRELOAD
+    runtime.engine._preload += PRELOAD
     lines: queue.SimpleQueue[str] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(lines,), daemon=True).start()
     references = References()

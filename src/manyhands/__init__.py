@@ -12,6 +12,21 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from . import sync
+    from .api.check import check
+    from .api.ensemble import ensemble
+    from .api.evaluate import evaluate, predict
+    from .api.explain import explain
+    from .api.fit import fit
+    from .api.launch import launch
+    from .api.map import map
+    from .api.partition import partition
+    from .api.plan import plan
+    from .api.profile import profile
+    from .api.remote_ensemble import remote_ensemble
+    from .api.replay import replay
+    from .api.route import route
+    from .api.serve import serve
+    from .api.tune import tune
     from .core import (
         Mirrored,
         ParameterServer,
@@ -29,18 +44,12 @@ if TYPE_CHECKING:
     from .diagnostics import doctor
     from .distributed import Device, devices
     from .ensembles import Ensemble, EnsemblePrediction, RemoteEnsemble
-    from .ensembling import ensemble, remote_ensemble
     from .launcher import Join
-    from .partitioning import partition
-    from .plans import plan
-    from .profiles import profile
     from .serving import Client
     from .storage import load, weights
     from .strategies import Embedding, place_on
-    from .studies import map, tune
     from .training import Callback, Hand, Patience, Run, Sink, hand
     from .tuning import ASHA, Hyperband, Median, Study, Trial, choice, integers, loguniform, uniform
-    from .verbs import check, evaluate, explain, fit, launch, predict, replay, route, serve
 
 __version__ = "0.1.0"
 
@@ -105,7 +114,21 @@ __all__ = [
 ]
 
 _MODULES = {
-    "partitioning": ["partition"],
+    "api.check": ["check"],
+    "api.ensemble": ["ensemble"],
+    "api.evaluate": ["evaluate", "predict"],
+    "api.explain": ["explain"],
+    "api.fit": ["fit"],
+    "api.launch": ["launch"],
+    "api.map": ["map"],
+    "api.partition": ["partition"],
+    "api.plan": ["plan"],
+    "api.profile": ["profile"],
+    "api.remote_ensemble": ["remote_ensemble"],
+    "api.replay": ["replay"],
+    "api.route": ["route"],
+    "api.serve": ["serve"],
+    "api.tune": ["tune"],
     "core": [
         "Task",
         "mean",
@@ -122,18 +145,13 @@ _MODULES = {
     "distributed": ["Device", "devices"],
     "launcher": ["Join"],
     "diagnostics": ["doctor"],
-    "plans": ["plan"],
-    "studies": ["map", "tune"],
     "ensembles": ["EnsemblePrediction", "Ensemble", "RemoteEnsemble"],
-    "ensembling": ["ensemble", "remote_ensemble"],
     "tuning": ["ASHA", "Hyperband", "Median", "Study", "Trial", "choice", "integers", "loguniform", "uniform"],
-    "profiles": ["profile"],
     "storage": ["load", "weights"],
     "strategies": ["Embedding", "place_on"],
     "data": ["files", "bucketed"],
     "training": ["Callback", "Hand", "Patience", "Run", "Sink", "hand"],
     "serving": ["Client"],
-    "verbs": ["check", "evaluate", "explain", "fit", "launch", "predict", "replay", "route", "serve"],
 }
 _SUBPACKAGES = ("sync",)
 """Subpackages that are part of the public interface: mh.sync.TopK(0.01)."""

@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 
 import manyhands as mh
-from manyhands import verbs
+from manyhands.api.runtime import runtime
 from manyhands.launcher import LocalEngine
 from manyhands.training import Hand
 
@@ -35,7 +35,7 @@ def run_all(hand: Any, folder: Path, names: Collection[str]) -> dict[str, Any]:
 
 def told_by(engine: LocalEngine, on: str, folder: Path, names: Collection[str]) -> list[dict[str, Any]]:
     """What each of the replicas on some devices has to tell."""
-    with mock.patch.object(verbs, "_engine", engine):
+    with mock.patch.object(runtime, "engine", engine):
         run = functools.partial(run_all, folder=folder, names=list(names))
         return mh.launch(run, "mirrored", on=on, progress=False, timeout=60)  # type: ignore[no-any-return]
 
@@ -44,7 +44,7 @@ def told_by(engine: LocalEngine, on: str, folder: Path, names: Collection[str]) 
 def engine() -> Iterator[LocalEngine]:
     """Forks processes that have imported Keras, which takes seconds; the product's own have not."""
     forking = LocalEngine(
-        preload=["manyhands.verbs", "manyhands.serving.replica_process", "manyhands.keras", "sklearn.datasets"]
+        preload=["manyhands.api.fit", "manyhands.serving.replica_process", "manyhands.keras", "sklearn.datasets"]
     )
     # Or Keras would look for a GPU, and no child of a process that has could use one.
     with mock.patch.dict(os.environ, KERAS_TORCH_DEVICE="cpu"):
@@ -55,7 +55,7 @@ def engine() -> Iterator[LocalEngine]:
 
 @pytest.fixture(autouse=True)
 def _all_are_forked_with_keras(engine: LocalEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verbs, "_engine", engine)
+    monkeypatch.setattr(runtime, "engine", engine)
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,7 @@ import signal
 import pytest
 import torch
 
-from manyhands import verbs
+from manyhands.api.runtime import runtime
 from manyhands.core import WorkerFailed
 from manyhands.distributed import Device, World, resolve
 from manyhands.launcher import Engine, LocalEngine
@@ -17,7 +17,7 @@ from manyhands.testing import ServiceContract
 
 class TestLocalServices(ServiceContract):
     def place(self) -> tuple[Engine, Device]:
-        return verbs._engine, resolve("cpu")[0][0]
+        return runtime.engine, resolve("cpu")[0][0]
 
 
 class Cores:

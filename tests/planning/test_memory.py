@@ -11,7 +11,7 @@ from benchmarks.plan_gpu import resnet
 from benchmarks.plan_local import TASKS
 from torch import nn
 
-from manyhands import plans
+from manyhands.api.bench import Bench, workload_of
 from manyhands.core import StrategySpec, Task
 from manyhands.distributed import NullWorld
 from manyhands.planning import Cluster, Workload, estimate
@@ -37,8 +37,8 @@ def seen(task: Task, spec: StrategySpec) -> MemoryProfile:
 
 
 def traced(task: Task) -> tuple[Workload, Cluster]:
-    bench = plans.Bench(task, "cpu", 60.0)
-    workload, _ = plans.workload_of(task, "task", bench)
+    bench = Bench(task, "cpu", 60.0)
+    workload, _ = workload_of(task, "task", bench)
     return workload, bench.cluster()
 
 
@@ -95,7 +95,7 @@ def test_frozen_parameters_reduce_gradient_memory_and_communication() -> None:
     assert guess.total < 0.4 * predicted(whole, spec).total
     slow = Cluster.parse("2 hosts x 1 V100, 1Gb/s")
     waited = [
-        estimate(plans.workload_of(task, "task", plans.Bench(task, "cpu", 60.0))[0], slow, spec).communication
+        estimate(workload_of(task, "task", Bench(task, "cpu", 60.0))[0], slow, spec).communication
         for task in (whole, most)
         for spec in (StrategySpec(replicas=2), StrategySpec(shards=2, sharding="gradients"))
     ]

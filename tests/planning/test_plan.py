@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import manyhands as mh
-from manyhands import plans
+from manyhands.api.bench import Bench, workload_of
 from manyhands.core import SettingsError, StrategyError, StrategySpec
 from manyhands.costs import trace
 from manyhands.planning import (
@@ -375,9 +375,9 @@ def test_plan_on_a_local_gpu_measures_captured_steps(tmp_path: Path, engine: Any
 
 def test_calibration_fits_steps_within_and_beyond_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = {8: 0.28, 32: 1.7}  # as seen on a machine whose caches others use too
-    bench = plans.Bench(small_task(), "cpu", 60.0)
+    bench = Bench(small_task(), "cpu", 60.0)
     monkeypatch.setattr(bench, "_seconds", lambda spec, batch_size: seconds[batch_size])
-    workload, _ = plans.workload_of(small_task(), "small", bench)
+    workload, _ = workload_of(small_task(), "small", bench)
     workload, here = bench.calibrated(workload, bench.cluster(), "fp32")
     whole, parts = (
         estimate(workload, here, spec, correction=bench.correction).seconds

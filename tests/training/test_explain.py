@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 import manyhands as mh
-from manyhands import verbs
+from manyhands.api.runtime import runtime
 from manyhands.core import StrategyError
 
 from .networks import network
@@ -66,7 +66,7 @@ def test_explain_reports_reason_shared_by_blocks_once() -> None:
 def test_unsplittable_layout_is_rejected_before_any_process_starts(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(verbs, "_start", lambda *_, **__: pytest.fail("a process was started"))
+    monkeypatch.setattr(runtime, "start", lambda *_, **__: pytest.fail("a process was started"))
     with pytest.raises(StrategyError, match="must match the name of a module, but got '\\*.nothing'"):
         mh.fit(network("own"), mh.TensorParallel(2, layout={"*.nothing": "row"}), on="cpu*2", folder=tmp_path)
     with pytest.raises(StrategyError, match="can be split by row, but got 'norm', which matches norm"):

@@ -454,7 +454,7 @@ def test_invalid_settings_are_rejected_before_anything_is_written(tmp_path: Path
         mh.fit(noisy(), "telepathic", folder=tmp_path / "runs")
     with pytest.raises(StrategyError, match="the axis 'context' is reserved and not implemented yet"):
         mh.fit(noisy(), "cp=2", folder=tmp_path / "runs")
-    with pytest.raises(TaskError, match="epochs must be a whole number of at least 1, but got 0"):
+    with pytest.raises(SettingsError, match="epochs must be a whole number of at least 1, but got 0"):
         mh.fit(noisy(), epochs=0, folder=tmp_path / "runs")
     with pytest.raises(SettingsError, match="resume needs the name of the run"):
         mh.fit(noisy(), resume=True, folder=tmp_path / "runs")
@@ -465,7 +465,7 @@ def test_invalid_settings_are_rejected_before_anything_is_written(tmp_path: Path
         match="a parameter of the task must be one of no parameters|params can only be passed with a function",
     ):
         mh.fit(noisy(), params={"lr": 1}, folder=tmp_path / "runs")
-    with pytest.raises(TaskError, match="epochs must be a whole number of at least 1, but got 2.5"):
+    with pytest.raises(SettingsError, match="epochs must be a whole number of at least 1, but got 2.5"):
         mh.fit(noisy(), epochs=2.5, folder=tmp_path / "runs")  # type: ignore[arg-type]
     with pytest.raises(TaskError, match="callbacks must be a list, but got Ledger"):
         mh.fit(noisy(), callbacks=Ledger(tmp_path), folder=tmp_path / "runs")  # type: ignore[arg-type]

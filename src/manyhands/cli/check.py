@@ -36,9 +36,9 @@ def check(target: Target, params: Params = None, strategy: Strategy = None, on: 
     settings = resolve_settings(SplitSettings, {"strategy": strategy, "on": on}).values
     with only_json(json):
         task = load_task(target)
-        from .. import verbs
+        import manyhands as mh
 
-        verdict = verbs.check(task, settings.strategy, on=settings.on, params=parse_params(params or []))
+        verdict = mh.check(task, settings.strategy, on=settings.on, params=parse_params(params or []))
     if json:
         print_json(as_dict(verdict))
     else:

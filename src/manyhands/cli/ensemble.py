@@ -90,11 +90,13 @@ def ensemble(
     values = settings.values
     with only_json(json), Interrupts():
         task = load_task(target)
-        from .. import ensembling
+        import manyhands as mh
+
+        from ..api.ensemble import summary_of
 
         called = values.name or f"{task_name(task)}-ensemble-{time.strftime('%Y%m%d-%H%M%S')}"
         with in_options(EnsembleSettings):
-            trained = ensembling.ensemble(
+            trained = mh.ensemble(
                 task,
                 values.members,
                 combine=values.combine,
@@ -108,7 +110,7 @@ def ensemble(
                 resume=values.resume,
                 progress=False if quiet or json else None,
             )
-        summary = {"study": str(Path(values.folder) / called), **ensembling.summary_of(trained)}
+        summary = {"study": str(Path(values.folder) / called), **summary_of(trained)}
         if values.export is not None:
             summary["version"] = str(trained.export(values.export))
     if json:

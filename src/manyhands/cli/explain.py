@@ -38,9 +38,9 @@ def explain(
     settings = resolve_settings(SplitSettings, {"strategy": strategy, "on": on}).values
     with only_json(json):
         task = load_task(target)
-        from .. import verbs
+        import manyhands as mh
 
-        found: Any = verbs.explain(task, settings.strategy, on=settings.on, params=parse_params(params or []))
+        found: Any = mh.explain(task, settings.strategy, on=settings.on, params=parse_params(params or []))
     if draw is not None:
         if not hasattr(found, "show"):
             raise SettingsError(

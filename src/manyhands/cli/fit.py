@@ -180,11 +180,11 @@ def fit(
         _show_settings(settings)
     with only_json(json), Interrupts() as interrupts:
         task = load_task(target)
-        from .. import verbs
+        import manyhands as mh
 
         with in_options(FitSettings):
             values = parse_params(words, settings.tables.get("task"))
-            run = verbs.fit(
+            run = mh.fit(
                 task,
                 params=values,
                 progress=False if quiet else None,

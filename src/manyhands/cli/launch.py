@@ -89,7 +89,7 @@ def launch(
     path = Path(script)
     require_file(path)
     _require_compiles(path)
-    from .. import verbs
+    import manyhands as mh
 
     if role is None and index is not None:
         raise SettingsError(
@@ -103,7 +103,7 @@ def launch(
         return
     rank = functools.partial(run_script, script=str(path.resolve()), args=list(args or []))
     with Interrupts() as interrupts:
-        verbs.launch(rank, settings.strategy, on=settings.place(path, *(args or [])))
+        mh.launch(rank, settings.strategy, on=settings.place(path, *(args or [])))
     if interrupts.exit_code:
         raise typer.Exit(interrupts.exit_code)
 

@@ -73,11 +73,11 @@ def plan(
     require_places(save=save, html=html, svg=svg)
     with only_json(json):
         task = load_task(target)
-        from .. import plans
+        import manyhands as mh
 
         given = cluster[0] if cluster is not None and len(cluster) == 1 else cluster
         words = parse_params(params or [])
-        found = plans.plan(
+        found = mh.plan(
             task, given, on=on, params=words, precision=precision, lossy=lossy, tries=tries, networks=networks
         )
     if json:

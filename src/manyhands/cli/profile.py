@@ -81,14 +81,14 @@ def profile(
     require_places(html=html, trace=trace)
     with only_json(json):
         task = load_task(target) if split_target(target)[0].suffix == ".py" else None
-        from .. import profiles
+        import manyhands as mh
 
         if task is None:
-            found = profiles.profile(Path(target))
+            found = mh.profile(Path(target))
         else:
             words = params or []
             place = settings.place(Path(target.partition(":")[0]), target.partition(":")[2], str(steps), *words)
-            found = profiles.profile(task, settings.strategy, on=place, params=parse_params(words), steps=steps)
+            found = mh.profile(task, settings.strategy, on=place, params=parse_params(words), steps=steps)
     if json:
         print_json(found.to_dict())
     else:

@@ -41,10 +41,11 @@ def replay(which: Which, target: Target, on: On = None, folder: Folder = "runs",
     path, step = _split(which, Path(folder))
     with only_json(json):
         task = load_task(target)
-        from .. import verbs
+        import manyhands as mh
+
         from ..training import Run
 
-        found = verbs.replay(Run(path, task), step, on=on)
+        found = mh.replay(Run(path, task), step, on=on)
     if json:
         print_json(_as_dict(found))
     else:

@@ -214,7 +214,7 @@ def serve(
     of --config or in the environment (MANYHANDS_HTTP, ...). Tokens can only be set there: MANYHANDS_TOKEN for requests,
     and MANYHANDS_MANAGE_TOKEN for management.
     """
-    from .. import verbs
+    import manyhands as mh
 
     shared = {
         "host": host, "http": http, "grpc": grpc, "manage": manage, "manage_host": manage_host, "timeout": timeout,
@@ -230,7 +230,7 @@ def serve(
     if router:
         _require_none("a router does not serve models itself", "pass it to the backends", {**served, "FOLDER": models})
         options = resolve_settings(RouteOptions, {**shared, **routed}, file=config).values
-        with until_ended() as ending, in_options(RouteOptions), verbs.route(**_listening(options)) as running:
+        with until_ended() as ending, in_options(RouteOptions), mh.route(**_listening(options)) as running:
             _show(running, ending, quiet)
         return
     _require_none("only a router has backends", "add --router", routed)
@@ -240,7 +240,7 @@ def serve(
         )
     settings = resolve_settings(ServeOptions, {**shared, **served}, file=config).values
     target = _target(models)
-    with until_ended() as ending, in_options(ServeOptions), verbs.serve(target, **_arguments(settings)) as server:
+    with until_ended() as ending, in_options(ServeOptions), mh.serve(target, **_arguments(settings)) as server:
         _show(server, ending, quiet)
 
 

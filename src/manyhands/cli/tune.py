@@ -128,12 +128,12 @@ def tune(
     values = settings.values
     with only_json(json), Interrupts() as interrupts:
         task = load_task(target)
-        from .. import studies
+        import manyhands as mh
 
         with in_options(TuneSettings):
             arguments = {name: getattr(values, name) for name in given}
             arguments["objective"] = [text.strip() for text in values.objective.split(",")]
-            study = studies.tune(
+            study = mh.tune(
                 task,
                 _space(space or [], settings.tables.get("space") or {}),
                 params=parse_params(params or [], settings.tables.get("task")),

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from .ray_host import News
 
 NEWS_SECONDS = 1.0
-PRELOAD = ("manyhands.verbs", "cloudpickle", "numpy", "torch._dynamo")
+PRELOAD = ("manyhands.api.fit", "cloudpickle", "numpy", "torch._dynamo")
 
 
 class RayEngine(Engine):

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .core import StrategyError, StrategySpec, as_task
-from .strategies import Outline, require_loss
-from .training import outline_of
-from .verbs import On, TaskLike, settle
+from ..core import StrategyError, StrategySpec, as_task
+from ..strategies import Outline, require_loss
+from ..training import outline_of
+from .runtime import On, TaskLike, runtime
 
 
 def partition(
@@ -46,7 +46,7 @@ def partition(
       1  cpu#1  2  (1 operation, 9 parameters)
     """
     made = as_task(task, params)
-    spec, devices, _ = settle(strategy, on)
+    spec, devices, _ = runtime.settle(strategy, on)
     if spec.stages == 1:
         raise StrategyError(
             "only mh.Placed and mh.Pipeline partition a network",

@@ -1,138 +1,44 @@
-"""The verb `plan`: joins the task's network, the hardware, and what can be measured on it, into a plan."""
+"""Bench: measure a task on the devices at hand, to calibrate a plan."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
 import torch
 
-from . import costs, parameter_server, planning, training, verbs
-from .core import (
-    Event,
-    ManyhandsError,
-    SettingsError,
-    StrategyError,
-    StrategySpec,
-    Task,
-    UsageError,
-    as_task,
-    event,
-    task_name,
-)
-from .costs import CannotTrace, Chip, Link, Network, chip, link, make_chip
-from .data import Cursor, Feed, as_source, check_source, first_dim
-from .distributed import DEFAULT_TIMEOUT, Device, NullWorld, World, current_world, num_cores, resolve
-from .planning import Cluster, Comparison, Correction, Observation, Plan, Search, Workload, as_clusters
-from .strategies import require_built, require_loss
+from .. import costs, planning, training
+from ..core import ManyhandsError, StrategyError, StrategySpec, Task
+from ..costs import CannotTrace, Chip, Link, Network, chip, link, make_chip
+from ..data import Cursor, Feed, as_source, check_source, first_dim
+from ..distributed import Device, NullWorld, World, num_cores, resolve
+from ..planning import Cluster, Correction, Observation, Workload
+from .runtime import On, runtime
 
 ROWS = 8
 """Samples that a network is traced with; costs grow in proportion."""
+
+
 WIDE = {"reach": 3.0, "streaming": 3.0, "operation": 3.0}
 """How far a device's constants may be from the catalogue's where it is at hand and measured."""
+
+
 SWEEP = (1 << 14, 1 << 22, 1 << 24)
 """Bytes of the sums that are timed."""
+
+
 FEED_SECONDS = 0.3
-AUTO = "auto"
-
-ClusterLike = Cluster | str | Path
-
-
-def plan(
-    task: verbs.TaskLike,
-    cluster: ClusterLike | Sequence[ClusterLike] | None = None,
-    *,
-    on: verbs.On = None,
-    params: Mapping[str, Any] | None = None,
-    precision: str = "fp32",
-    lossy: bool = False,
-    tries: int = 3,
-    networks: int = 1,
-    timeout: float = DEFAULT_TIMEOUT,
-) -> Plan | Comparison:
-    """Rank the strategies for a task by their cost: step time by part, memory, and speed by number of devices.
-
-    - `cluster`: hardware that need not be here, "8 hosts x 8 H100, 400Gb/s" or a TOML file; several are compared, and
-      so are the kinds of hosts in a file. By default the devices of this machine (or `on`), which are measured first;
-    - `precision`: "fp32" or "bf16", in which the network is to be computed;
-    - `lossy`: whether ways that change the mathematics may be picked;
-    - `tries`: how many of the best are tried here for a few steps; data parallel is always among them; 0 tries none;
-    - `networks`: how many such networks are to be trained, for a search or an ensemble: `plan.ways` says how.
-
-    >>> import torch, manyhands as mh
-    >>> task = mh.Task(
-    ...     model=lambda: torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 1)),
-    ...     loss=lambda model, batch: model(batch).square().mean(),
-    ...     optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
-    ...     data=torch.ones(64, 64),
-    ...     batch_size=64,
-    ... )
-    >>> found = mh.plan(task, "4 hosts x 8 A100, 100Gb/s")
-    >>> found.curve.saturates < 32  # far too small for so many
-    True
-    """
-    if precision not in ("fp32", "bf16"):
-        raise SettingsError("precision must be fp32 or bf16", got=repr(precision), remedy='pass precision="bf16"')
-    if isinstance(tries, bool) or not isinstance(tries, int) or tries < 0:
-        raise SettingsError(
-            "tries must be a number of plans to measure",
-            got=repr(tries),
-            remedy="pass for example tries=3, or 0 to measure none",
-        )
-    if isinstance(networks, bool) or not isinstance(networks, int) or networks < 1:
-        raise SettingsError(
-            "networks must be the number of networks to train", got=repr(networks), remedy="pass 1 or more"
-        )
-    made = as_task(task, params)
-    clusters = _listed(cluster)
-    search = Search(precision=precision, lossy=lossy, refuses=functools.partial(_refused, task=made))
-    bench = Bench(made, on, timeout)
-    workload, notes = workload_of(made, task_name(task), bench)
-    fingerprint = costs.fingerprint(made)
-    finish = functools.partial(
-        planning.make_plan, search=search, fingerprint=fingerprint, notes=notes, networks=networks
-    )
-    if clusters is None:
-        here = bench.cluster()
-        workload, here = bench.calibrated(workload, here, precision)
-        measure = bench.measure if tries else None
-        search = replace(search, correction=bench.correction)
-        return finish(workload, here, search=search, measure=measure, tries=tries)
-    plans = [finish(workload, one) for one in clusters]
-    return planning.compare(plans) if isinstance(cluster, list | tuple) or len(plans) > 1 else plans[0]
-
-
-def settled(strategy: str | Path, task: Task, on: verbs.On, name: str) -> tuple[StrategySpec, list[Event]]:
-    """Return the strategy for "auto" or from a plan file, and the events that describe it in the run's log."""
-    if strategy != AUTO:
-        spec, planned = planning.read_plan(strategy)
-        planning.require_same(strategy, planned, costs.fingerprint(task))
-        return training.with_micro_statistics(task, spec), []
-    if current_world() is not None:
-        raise StrategyError(
-            'strategy="auto" must be planned before ranks are started',
-            got="a call in a rank",
-            remedy="plan first: mh.plan(task).best.save(...)",
-        )
-    found = plan(task, on=on)
-    assert isinstance(found, Plan)
-    choice = event("notice", text=f"auto: {found.best.spec} ({found.best.why})")
-    return training.with_micro_statistics(task, found.best.spec), [
-        choice,
-        event("plan", **{**found.to_dict(), "task": name}),
-    ]
 
 
 class Bench:
     """Measures a task on the devices at hand."""
 
-    def __init__(self, task: Task, on: verbs.On, timeout: float) -> None:
+    def __init__(self, task: Task, on: On, timeout: float) -> None:
         self._task, self._timeout = task, timeout
         self._on = on
         self.correction: Correction | None = None
@@ -214,7 +120,7 @@ class Bench:
         return float(max(steady(times) for times in found))
 
     def _run(self, fn: Callable[[World], Any], devices: Sequence[Device]) -> list[Any]:
-        return verbs._ask(fn, devices, self._timeout)
+        return runtime.call(fn, devices, self._timeout)
 
     def _with_links(self, cluster: Cluster) -> Cluster:
         times = self._run(_sweep, self.devices)[0]
@@ -253,15 +159,6 @@ class Bench:
         return None
 
 
-def _listed(cluster: ClusterLike | Sequence[ClusterLike] | None) -> list[Cluster] | None:
-    if cluster is None:
-        return None
-    given = list(cluster) if isinstance(cluster, list | tuple) else [cluster]
-    if not given:
-        raise SettingsError("at least one cluster is required", remedy='pass for example "8 H100", or several clusters')
-    return [found for one in given for found in as_clusters(one)]  # type: ignore[arg-type]
-
-
 def workload_of(task: Task, name: str, bench: Bench) -> tuple[Workload, list[str]]:
     """Return the workload of a task: traced, or measured if its network cannot be traced."""
     source = as_source(task.data, collate=task.collate)
@@ -292,21 +189,6 @@ def _measured(task: Task, batch_size: int, bench: Bench, rows: int) -> Network:
 def _sizes(batch_size: int) -> tuple[int, int]:
     """Two batch sizes to measure: the task's own and a quarter of it, or twice where it is one."""
     return (max(1, batch_size // 4), batch_size) if batch_size > 1 else (1, 2)
-
-
-def _refused(spec: StrategySpec, task: Task) -> str:
-    """Why a spec cannot be run, or not with this task."""
-    try:
-        require_built(spec)
-    except StrategyError as error:
-        return f"not yet: {error.rule}"
-    try:
-        require_loss(spec, task.loss is not None)
-        if spec.servers:
-            parameter_server.check_served(task)
-    except UsageError as error:
-        return f"not for this task: {error.rule}"
-    return ""
 
 
 def _chip_of(device: Device) -> Chip:

@@ -1,4 +1,4 @@
-"""The function `profile`: times some steps of a task on its ranks, or reads the samples of a run."""
+"""Public function `profile`: time some steps of a task on its ranks, or read the samples of a run."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from . import costs, profiling, training, verbs
-from .core import (
+from .. import costs, profiling, training
+from ..core import (
     EVENTS,
     ManyhandsError,
     SettingsError,
@@ -24,22 +24,27 @@ from .core import (
     read_events,
     task_name,
 )
-from .data import Feed, as_source, check_source
-from .distributed import DEFAULT_TIMEOUT, World
-from .profiling import Profile, RankProfile
-from .strategies import require_loss
+from ..data import Feed, as_source, check_source
+from ..distributed import DEFAULT_TIMEOUT, World
+from ..profiling import Profile, RankProfile
+from ..strategies import require_loss
+from .fit import fit
+from .planned import planned
+from .runtime import TaskLike, Where, own_randomness, runtime
 
 WARMUP = 3
 """Steps before the first counted one, if all steps are reported."""
+
+
 ROWS = 8
 """Samples that a network is traced with; operations grow in proportion."""
 
 
 def profile(
-    task: verbs.TaskLike | training.Run | str | Path,
+    task: TaskLike | training.Run | str | Path,
     strategy: StrategySpec | str | None = None,
     *,
-    on: verbs.Where = None,
+    on: Where = None,
     params: Mapping[str, Any] | None = None,
     steps: int = 20,
     timeout: float = DEFAULT_TIMEOUT,
@@ -71,29 +76,29 @@ def profile(
         raise SettingsError(
             "steps must be the number of steps to time", got=repr(steps), remedy="pass for example steps=20"
         )
-    return _of_task(task, strategy, on=on, params=params, steps=steps, timeout=timeout)
+    with runtime.joined(on, strategy, timeout, None) as on:
+        return _of_task(task, strategy, on=on, params=params, steps=steps, timeout=timeout)
 
 
-@verbs._over_hosts
 def _of_task(
-    task: verbs.TaskLike,
+    task: TaskLike,
     strategy: StrategySpec | str | None,
     *,
-    on: verbs.Where,
+    on: Where,
     params: Mapping[str, Any] | None,
     steps: int,
     timeout: float,
 ) -> Profile:
     """Return the profile of steps that are run now."""
     made = as_task(task, params)
-    strategy, picked = verbs._planned(strategy, made, on, task_name(task))
-    spec, devices, notices = verbs.settle(strategy, on, timeout=timeout, with_servers=True)
+    strategy, picked = planned(strategy, made, on, task_name(task))
+    spec, devices, notices = runtime.settle(strategy, on, timeout=timeout, with_servers=True)
     if spec.servers:
         return _of_served(made, spec, on, steps, timeout, task_name(task))
     require_loss(spec, made.loss is not None)
     training.check_pieces(made, spec, devices)
     work = functools.partial(_probed, task=made, spec=spec, steps=steps)
-    ranks = verbs._ask(work, devices, timeout, on=on)[0]
+    ranks = runtime.call(work, devices, timeout, on=on)[0]
     source = as_source(made.data, collate=made.collate)
     batch_size = check_source(source, made.batch_size)
     valid = None if made.valid is None else as_source(made.valid, collate=made.collate)
@@ -111,10 +116,10 @@ def _of_task(
     )
 
 
-def _of_served(task: Task, spec: StrategySpec, on: verbs.Where, steps: int, timeout: float, name: str) -> Profile:
+def _of_served(task: Task, spec: StrategySpec, on: Where, steps: int, timeout: float, name: str) -> Profile:
     """Return the profile of a short run with parameter servers, in which workers time every step."""
     with tempfile.TemporaryDirectory() as folder:
-        run = verbs.fit(
+        run = fit(
             task.replace(valid=None),
             spec,
             on=on,
@@ -160,7 +165,7 @@ def _flops(task: Task, batch_size: int, spec: StrategySpec) -> tuple[float | Non
         feed.close()
     threads = torch.get_num_threads()
     try:
-        with verbs._own_randomness():
+        with own_randomness():
             return costs.trace(task, batch, rows=ROWS, precision=precision).flops_per_sample * batch_size, []
     except ManyhandsError as error:
         return None, [f"operations are not counted: {error}"]

@@ -1,65 +1,23 @@
-"""Public functions `map`, which calls a function on many inputs, and `tune`, a search for the best parameters."""
+"""Public function `tune`: search for the best parameters of a task."""
 
 from __future__ import annotations
 
 import contextlib
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from . import tuning
-from .core import SettingsError, Task, UsageError, task_name
-from .distributed import Device
-from .launcher import Engine, engine_for
-from .training import View, make_view, new_folder
-from .tuning import Budget, Driver, Executor, Journal, Rules, Stopping, Study, TrialRunner
-from .verbs import On, _engine, _interruptible
+from .. import tuning
+from ..core import SettingsError, Task, UsageError, task_name
+from ..distributed import Device
+from ..training import View, new_folder
+from ..tuning import Budget, Driver, Executor, Journal, Rules, Stopping, Study, TrialRunner
+from .runtime import On, require_positive, runtime
+from .signals import interruptible
 
 EXECUTIONS = ("stacked", "processes")
-
-
-def map(
-    fn: Callable[[Any], Any],
-    items: Iterable[Any],
-    *,
-    on: On = None,
-    per_device: int | None = None,
-    progress: bool | None = None,
-) -> list[Any]:
-    """Call a function on many inputs, in processes on all devices, and return the results in the order of the inputs.
-
-    Ctrl-C stops all processes. In a process on a GPU, that GPU is the current device.
-
-    Args:
-        fn: Function of one input.
-        items: Inputs.
-        on: Devices, such as "cuda:0,1", "cpu*2" or "ray://head:10001"; by default those of this machine.
-        per_device: Processes per device; by default the number with the highest throughput, by measurement.
-        progress: False to display nothing.
-
-    Raises:
-        ItemsFailed: Some inputs failed; raised after all others are done. An input whose process dies is retried once.
-
-    >>> import manyhands as mh
-    >>> mh.map(lambda n: n * n, [1, 2, 3], on="cpu", per_device=1)
-    [1, 4, 9]
-    """
-    if not callable(fn):
-        raise SettingsError("mh.map needs a function", got=type(fn).__name__, remedy="pass a function of one item")
-    _require_number(per_device, "per_device")
-    todo = list(items)
-    if not todo:
-        return []
-    engine, devices, _ = _place(on)
-    if len(devices) == 1 and per_device == 1 and engine is _engine:
-        return _mapped_here(fn, todo)
-    view = make_view("map", progress, live=False)
-    try:
-        return tuning.map_items(fn, todo, engine, devices, per_device=per_device, on_output=view.output)
-    finally:
-        view.close()
 
 
 def tune(
@@ -130,8 +88,7 @@ def tune(
     fixed = dict(params or {})
     task = tuning.check_space(ranges, task, fixed)
     objectives = tuning.as_objectives(objective)
-    for number, what in ((trials, "trials"), (epochs, "epochs"), (keep, "keep"), (per_device, "per_device")):
-        _require_number(number, what)
+    require_positive(trials=trials, epochs=epochs, keep=keep, per_device=per_device)
     budget = Budget(trials=trials, seconds=seconds, cost=cost, price=price)
     stopping = tuning.as_stopping(stop)
     searcher = tuning.make_searcher(search, ranges, objectives, seed)
@@ -155,7 +112,7 @@ def tune(
         limits=dict(limits or {}),
         keep=keep,
     )
-    engine, devices, notices = _place(on)
+    engine, devices, notices = runtime.find_devices(on)
     default = f"{task_name(task)}-{time.strftime('%Y%m%d-%H%M%S')}"
     resume = _resumed(folder, name, resume)
     path = new_folder(folder, name, default, resume)
@@ -170,7 +127,9 @@ def tune(
             view.begin(known)
             for text in notices:
                 view.line(text)
-            is_alone = len(devices) == 1 and engine is _engine and per_device is None and execution != "processes"
+            is_alone = (
+                len(devices) == 1 and engine is runtime.engine and per_device is None and execution != "processes"
+            )
             stack = before.get("stack", 1)
             if is_alone and not before:
                 stack = _stack(runner, searcher, constraint, devices[0], limit, execution, view)
@@ -190,7 +149,7 @@ def tune(
                 executor = tuning.InProcessExecutor(runner, devices[0])
             with contextlib.closing(executor):
                 driver = Driver(rules, runner, searcher, journal, known, executor, len(devices), view.show)
-                with _interruptible(driver.stop, _StudyLines(view)):
+                with interruptible(driver.stop, _StudyLines(view)):
                     driver.run()
     return Study(path, task, params=fixed, trials=driver.trials, stopped=driver.is_stopping)
 
@@ -235,32 +194,6 @@ def _stack(
     if text:
         view.line(text)
     return size
-
-
-def _place(on: On) -> tuple[Engine, list[Device], list[str]]:
-    engine = engine_for(on, _engine)
-    devices, notices = engine.devices(on, None)
-    return engine, devices, notices
-
-
-def _mapped_here(fn: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
-    """Map the items in this process, so that a debugger works."""
-    results: list[Any] = []
-    failures: dict[int, BaseException] = {}
-    for place, item in enumerate(items):
-        try:
-            results.append(fn(item))
-        except (Exception, SystemExit) as error:
-            results.append(None)
-            failures[place] = error
-    if failures:
-        raise tuning.ItemsFailed(results, failures, items) from failures[min(failures)]
-    return results
-
-
-def _require_number(value: int | None, name: str) -> None:
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-        raise SettingsError(f"{name} must be a whole number of at least 1", got=value, remedy=f"pass {name}=1 or more")
 
 
 class _StudyLines(View):

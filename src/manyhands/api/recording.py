@@ -1,0 +1,200 @@
+"""Recording of a run: its folder, lock, record, event log, progress display and sinks."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import functools
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any, cast
+
+import torch
+
+from .. import __version__, training
+from ..core import (
+    EVENTS,
+    Event,
+    EventLog,
+    SettingsError,
+    StrategySpec,
+    UsageError,
+    event,
+    open_regular,
+    replace_text,
+    task_name,
+)
+from ..distributed import Device, current_world
+from ..storage import CheckpointStore
+from ..sync import make_policy
+from ..training import About, Job, Sink, SinkDispatcher, Stragglers, View, make_view
+from .runtime import TaskLike
+
+launch_names: list[str] = []
+"""In a rank of a launch: the launch's name, then one entry for every run that its script has started."""
+
+
+@contextlib.contextmanager
+def recording(
+    job: Job,
+    devices: Sequence[Device],
+    params: Mapping[str, Any],
+    progress: bool | None,
+    sinks: Sequence[Sink],
+    task: TaskLike,
+    *,
+    writes: bool = True,
+) -> Iterator[tuple[View, Callable[[int, Event], None]]]:
+    """Write a run's record and events and display them; inside a launch only the first rank does."""
+    world = current_world()
+    if not writes:
+        yield View(), lambda rank, entry: None
+        return
+    if world is not None and not world.is_first:
+        yield View(), lambda rank, entry: None
+        world.barrier()
+        return
+    lock = _locked(job.folder)
+    record = _write_record(job, devices, params, task)
+    view = make_view(f"{job.spec} on {describe_devices(devices)}", progress) if world is None else View()
+    log = EventLog(job.folder / EVENTS)
+    dispatcher = SinkDispatcher(sinks, About.of(job.folder, job.spec, record, task))
+    stragglers = Stragglers(size=len(devices))
+
+    def on_event(rank: int, entry: Event) -> None:
+        log.write(entry)
+        if entry["kind"] == "verdict":
+            record["verdict"] = {name: entry[name] for name in ("outcome", "why", "error")}
+            put_record(job, record)
+        view.show(rank, entry)
+        for text in dispatcher.take(entry):
+            notice(text)
+        for report in stragglers.handle_event(entry):
+            on_event(0, report)
+
+    def notice(text: str) -> None:
+        on_event(0, event("notice", text=text))
+        if progress is False and training.DROPPED in text:
+            print(text, file=sys.stderr, flush=True)
+
+    tap = functools.partial(on_event, 0)
+    try:
+        if world is not None:
+            world.channel.taps.append(tap)
+        yield view, on_event
+    except BaseException as error:
+        on_event(0, event("failed", reason=f"{type(error).__name__}: {error}"))
+        dispatcher.close(notice)  # before `_explain`: sinks write to the folder, which it may remove
+        _explain(error, job)
+        raise
+    finally:
+        if world is not None:
+            world.channel.taps.remove(tap)
+        try:
+            dispatcher.close(notice)
+        finally:
+            view.close()
+            log.close()
+            lock.close()
+    if world is not None:
+        world.barrier()
+
+
+def _locked(folder: Path) -> IO[str]:
+    """Lock a run's folder for one program at a time; the kernel releases the lock when the program ends."""
+    # Never through a link: the folder may be a copy of one that another user made.
+    file = os.fdopen(open_regular(folder / ".lock", os.O_RDWR | os.O_CREAT), "r+")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise SettingsError(
+            "only one program at a time can train a run",
+            got=f"{folder}, which another program uses",
+            remedy="wait for it to end",
+        ) from None
+    return file
+
+
+def _explain(error: BaseException, job: Job) -> None:
+    """Add a note on how to resume to an error; remove a new folder in which nothing was trained."""
+    saved = CheckpointStore(job.folder / training.CHECKPOINTS).steps()
+    if saved:
+        name = job.folder.name
+        error.add_note(f"{job.folder} is saved at step {saved[-1]}; pass name={name!r} and resume=True to resume it")
+    elif isinstance(error, UsageError) and not job.resume:
+        shutil.rmtree(job.folder, ignore_errors=True)
+
+
+def started_before(folder: str | Path) -> Path | None:
+    """Return the run that this position of a script had started before its ranks were restarted; None without one."""
+    world = current_world()
+    if not launch_names or world is None:
+        return None
+    launch_names.append(f"{launch_names[0]}-{len(launch_names)}")
+    if world.rank_info.generation == 0:
+        return None
+
+    def find() -> Path | None:
+        records = Path(folder).glob(f"*/{training.RECORD}")
+        return next((path.parent for path in records if training.launch_of(path.parent) == launch_names[-1]), None)
+
+    return cast("Path | None", world.gather_objects(find() if world.is_first else None)[0])
+
+
+def record_of(job: Job, devices: Sequence[Device], params: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the run's record: versions, strategy, devices and options."""
+    return {
+        "manyhands": __version__,
+        "torch": torch.__version__,
+        "python": sys.version.split()[0],
+        "spec": job.spec.to_dict(),
+        "changes_mathematics": explain_mathematics(job.spec),
+        "devices": [str(device) for device in devices],
+        "params": dict(params),
+        "epochs": job.epochs,
+        "steps": job.steps,
+        "batch_size": job.task.batch_size,
+        "seed": job.task.seed,
+        "save_every": job.save_every,
+        "start_from": None if job.start_from is None else str(job.start_from),
+        **({"launch": launch_names[-1]} if launch_names else {}),
+    }
+
+
+def _write_record(job: Job, devices: Sequence[Device], params: Mapping[str, Any], task: TaskLike) -> dict[str, Any]:
+    """Write the run's record to its folder and return it."""
+    record = {**record_of(job, devices, params), "task": task_name(task)}
+    put_record(job, record)
+    return record
+
+
+def put_record(job: Job, record: Mapping[str, Any]) -> None:
+    """Write a record to the folder of its run, in place of an earlier one."""
+    replace_text(job.folder / training.RECORD, json.dumps(record, indent=2, default=str) + "\n")
+
+
+def explain_mathematics(spec: StrategySpec) -> list[str]:
+    """Return how a strategy or its sync policy changes the mathematics; an empty list if it does not."""
+    if spec.changes_mathematics:
+        return [f"{spec} changes the mathematics: {spec.changes_mathematics}; results differ from one device's"]
+    policy = make_policy(spec.sync)
+    if not policy.changes_mathematics:
+        return []
+    if spec.replicas == 1:
+        return [f"there is one replica, so sync={policy} has nothing to do; more replicas would use it"]
+    # The number of hosts is known only after the ranks' rendezvous.
+    return [f"where there are several hosts, {policy.explanation}" if policy.between == "hosts" else policy.explanation]
+
+
+def describe_devices(devices: Sequence[Device]) -> str:
+    """Return the devices as text, such as "cpu*2", with equal ones counted."""
+    kinds = {str(dataclasses.replace(device, share=1.0, slot=0)): 0 for device in devices}
+    for device in devices:
+        kinds[str(dataclasses.replace(device, share=1.0, slot=0))] += 1
+    return ", ".join(name if count == 1 else f"{name}*{count}" for name, count in kinds.items())

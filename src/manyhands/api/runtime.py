@@ -1,0 +1,220 @@
+"""What the functions of the API share: the engine, devices, hosts that join, and running a function on them."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from .. import parameter_server, training
+from ..core import Event, SettingsError, StrategyError, StrategySpec, Task, as_spec, random_state, restore_random_state
+from ..distributed import DEFAULT_TIMEOUT, Device, DirectChannel, NullWorld, World, current_world, resolve
+from ..launcher import AfterLoss, Engine, Join, JoinedHosts, LocalEngine, engine_for, leased, whole_host
+from ..strategies import require_built
+from ..sync import carrying
+from ..training import View, make_view
+from .signals import interruptible
+
+TaskLike = Task | Callable[..., Task]
+On = str | Sequence[Device] | Sequence[str] | None
+Where = On | Join | JoinedHosts
+"""Devices of this host, a hosts file, or many hosts that join; while a function runs, those that have joined."""
+
+
+class Runtime:
+    """The engine of this program, and what runs on it."""
+
+    def __init__(self, engine: LocalEngine) -> None:
+        self.engine = engine
+
+    def find_devices(
+        self, on: On, num_wanted: int | None = None, arithmetic: str = ""
+    ) -> tuple[Engine, list[Device], list[str]]:
+        """Return the engine that `on` names, its devices, and notices about them; as for `Engine.devices`."""
+        engine = engine_for(on, self.engine)
+        devices, notices = engine.devices(on, num_wanted, arithmetic)
+        return engine, devices, notices
+
+    def settle(
+        self,
+        strategy: StrategySpec | str | None,
+        on: Where,
+        *,
+        deterministic: bool = False,
+        timeout: float = DEFAULT_TIMEOUT,
+        with_servers: bool = False,
+    ) -> tuple[StrategySpec, list[Device], list[str]]:
+        """Return a complete spec, its devices, and notices; raise for everything that is not supported."""
+        spec = as_spec(strategy)
+        if deterministic:
+            spec = dataclasses.replace(spec, deterministic=True)
+        require_built(spec)
+        if isinstance(on, Join):
+            raise SettingsError(
+                "only mh.fit and mh.launch can run on several hosts", got=repr(on.address), remedy="use one of them"
+            )
+        role = parameter_server.find_role() if spec.servers and with_servers and current_world() is None else None
+        if role is not None and not isinstance(on, JoinedHosts):
+            return role.fitted(spec), [resolve(on, 1)[0][0]] * role.num_workers, []
+        world = None if isinstance(on, JoinedHosts) else training.joined_world(on, timeout)
+        if spec.servers and (world is not None or isinstance(on, JoinedHosts) or not with_servers):
+            raise StrategyError(
+                "parameter servers can only be used by mh.fit in a separate program",
+                got=f"{spec} {'in a rank' if with_servers else 'for another function'}",
+                remedy="use mh.Mirrored() here",
+            )
+        if isinstance(on, JoinedHosts):
+            return spec.with_devices(len(on.devices)), list(on.devices), list(on.notices)
+        if world is not None:
+            return spec.with_devices(world.size), [world.rank_info.device] * world.size, []
+        _, devices, notices = self.find_devices(on, spec.num_devices, spec.arithmetic)
+        if None in (spec.replicas, spec.shards) and len(devices) == 1 and strategy is not None:
+            part = "replica" if spec.replicas is None else "shard"
+            notices.append(f'there is one device ({devices[0]}), so one {part}; on="{devices[0].name}*2" makes two')
+        return spec.with_devices(len(devices)), devices, notices
+
+    @contextlib.contextmanager
+    def joined(
+        self, on: Where, strategy: StrategySpec | str | None, timeout: float, progress: bool | None
+    ) -> Iterator[Where]:
+        """Gather the hosts of `on=Join(...)`, yield them in place of it, and release them at the end.
+
+        A cluster in which a scheduler has started one process per host is handled the same way. Any other `on` is
+        yielded as it is.
+        """
+        if not isinstance(on, Join | JoinedHosts) and current_world() is None and not _has_servers(strategy):
+            on = whole_host(on) or on
+        if not isinstance(on, Join):
+            yield on
+            return
+        view = make_view("", progress, live=False)
+        self.engine.warm_up()
+        hosts = on.gather(as_spec(strategy).num_devices, timeout, view.line)
+        try:
+            yield hosts
+        except BaseException as error:
+            hosts.close(f"{type(error).__name__}: {error}".splitlines()[0])
+            raise
+        finally:
+            hosts.close("")
+
+    def start(
+        self,
+        fn: Callable[[World], Any],
+        devices: Sequence[Device],
+        timeout: float,
+        on_event: Callable[[int, Event], None],
+        view: View,
+        *,
+        on: Where = None,
+        separate: bool = False,
+        after_loss: AfterLoss = "end",
+        unit: int = 1,
+        checks_stop: bool = True,
+    ) -> list[Any]:
+        """Run a function on the devices, and return the results of its ranks.
+
+        In a rank, and for one device unless `separate`, it runs in this process; otherwise in new processes. Without
+        `checks_stop` the function cannot stop after a step, so the first Ctrl-C interrupts it.
+        """
+        world = current_world()
+        if world is not None:
+            return [fn(world)]
+        is_local = not isinstance(on, JoinedHosts) and engine_for(on, self.engine) is self.engine
+        if len(devices) == 1 and not separate and is_local:
+            channel = DirectChannel(lambda entry: on_event(0, entry))
+            here = NullWorld(devices[0], channel)
+            stopping = interruptible(lambda: _ask_to_stop(channel, after_loss), view, checks_stop)
+            with own_randomness(), current_device(here.device), contextlib.closing(here), stopping:
+                return [fn(here)]
+        work = carrying(fn)
+        if isinstance(on, JoinedHosts):
+            job = on.start(self.engine, work, timeout=timeout, after_loss=after_loss, unit=unit)
+        else:
+            engine = engine_for(on, self.engine)
+            job = engine.start(work, devices, timeout=timeout, after_loss=after_loss, unit=unit)
+        with interruptible(job.stop, view, checks_stop):
+            return job.wait(on_event, view.output)
+
+    def call(
+        self, fn: Callable[[World], Any], devices: Sequence[Device], timeout: float, *, on: Where = None
+    ) -> list[Any]:
+        """Run a function on the devices and return its results, without progress output; Ctrl-C interrupts it."""
+        return self.start(fn, devices, timeout, lambda rank, entry: None, View(), on=on, checks_stop=False)
+
+
+runtime = Runtime(
+    LocalEngine(preload=["manyhands.api.fit", "manyhands.serving.replica_process", "torch._dynamo"]),
+)
+
+
+def is_planned(strategy: StrategySpec | str | Path | None) -> bool:
+    """Return whether a strategy comes from a plan: "auto", or the file of one."""
+    return isinstance(strategy, str | Path) and (strategy == "auto" or str(strategy).endswith(".toml"))
+
+
+def _has_servers(strategy: StrategySpec | str | None) -> bool:
+    """Return whether a strategy uses parameter servers, so that cluster roles are coordinator, server and worker."""
+    return not is_planned(strategy) and bool(as_spec(strategy).servers)
+
+
+def _ask_to_stop(channel: DirectChannel, after_loss: AfterLoss) -> None:
+    """Request a stop after the current step; a script that never checks for it is interrupted at once."""
+    channel.handle_message({"stop": True})
+    if after_loss == "restart" and not channel.checks_stop:
+        raise KeyboardInterrupt
+
+
+def lease(
+    on: Where, devices: Sequence[Device], run: str, notify: Callable[[str], None]
+) -> contextlib.AbstractContextManager[None]:
+    """Lease this host's devices for a long job; inside a rank the launching program already holds the lease."""
+    candidates = on.here if isinstance(on, JoinedHosts) else devices
+    here = [device for device in candidates if not device.host]
+    return leased(here, run, notify) if current_world() is None else contextlib.nullcontext()
+
+
+def is_first_host(on: Where) -> bool:
+    """Return whether this host reports for all hosts."""
+    return not isinstance(on, JoinedHosts) or on.is_first
+
+
+def from_first(make: Callable[[], Path], on: Where) -> Path:
+    """Run `make` on the first rank or host and return its result on all of them."""
+    if isinstance(on, JoinedHosts):
+        return Path(on.agree(lambda: str(make())))
+    world = current_world()
+    if world is None:
+        return make()
+    return cast(Path, world.gather_objects(make() if world.is_first else None)[0])
+
+
+@contextlib.contextmanager
+def own_randomness() -> Iterator[None]:
+    """Restore the caller's random generators at the end of the enclosed block."""
+    device = torch.device("cpu")
+    states = random_state(device)
+    try:
+        yield
+    finally:
+        restore_random_state(states, device)
+
+
+def current_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which an accelerator is torch's default device of its kind."""
+    if device.type == "cpu":
+        return contextlib.nullcontext()
+    return torch.get_device_module(device).device(device)  # type: ignore[no-any-return]
+
+
+def require_positive(**values: int | None) -> None:
+    """Raise SettingsError for a number, given by its name, that is not a whole number of at least 1."""
+    for name, value in values.items():
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise SettingsError(
+                f"{name} must be a whole number of at least 1", got=repr(value), remedy=f"pass {name}=1 or more"
+            )

@@ -1,0 +1,78 @@
+"""Signals while a function of the API runs: Ctrl-C and SIGTERM stop after the current step."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from ..distributed import current_world
+from ..training import View
+
+_STOPPING: dict[int, str] = {
+    signal.SIGINT: "stopping after this step; Ctrl-C again stops at once",
+    signal.SIGTERM: "SIGTERM received: stopping after this step, then the program ends; a second signal stops at once",
+}
+
+
+@contextlib.contextmanager
+def interruptible(stop: Callable[[], None], view: View, checks_stop: bool = True) -> Iterator[None]:
+    """Let the first Ctrl-C or SIGTERM request a stop after the current step; the second one interrupts.
+
+    A SIGTERM is meant for the whole program, so the previous handler is called afterwards.
+    """
+    if not checks_stop or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    asked: list[int] = []
+
+    def interrupt(number: int, frame: Any) -> None:
+        if asked:
+            raise KeyboardInterrupt
+        asked.append(number)
+        stop()
+        view.line(_STOPPING[number])
+
+    before = {number: signal.signal(number, interrupt) for number in _STOPPING}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if signal.SIGTERM in asked:
+        _pass_on(before[signal.SIGTERM])
+
+
+@contextlib.contextmanager
+def defer_sigterm() -> Iterator[None]:
+    """Defer a SIGTERM that was handled inside the enclosed block until the block has ended."""
+    if threading.current_thread() is not threading.main_thread() or current_world() is not None:
+        yield
+        return
+    signals: list[int] = []
+    before = signal.getsignal(signal.SIGTERM)
+
+    def on_signal(number: int, frame: Any) -> None:
+        if frame is None:
+            signals.append(number)
+        else:
+            _pass_on(before, frame)
+
+    signal.signal(signal.SIGTERM, on_signal)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    if signals:
+        _pass_on(before)
+
+
+def _pass_on(handler: Any, frame: Any = None) -> None:
+    """Call the previous SIGTERM handler, with `frame=None` once the stop was handled; by default exit the program."""
+    if callable(handler):
+        handler(signal.SIGTERM, frame)
+    elif handler != signal.SIG_IGN:
+        raise SystemExit(128 + signal.SIGTERM)
