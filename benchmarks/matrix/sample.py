@@ -22,6 +22,7 @@ _SAME: dict[str, tuple[str, ...]] = {
     "optimizer.AdamW": ("sharded2", "sharded2-optimizer", "ps1x2", "population"),
     "optimizer.parameter_groups": ("tensor2",),
     "optimizer.lookahead": ("mirrored2", "sharded2"),
+    "optimizer.muon_and_adamw": ("sharded2-optimizer",),
     "optimizer.scheduler_StepLR": ("mirrored2",),
     "module.Conv2d": ("mirrored2", "tensor2"),
     "module.GroupNorm": ("sharded2",),

@@ -451,8 +451,11 @@ def _require_single_gradient(optimizer: Optimizer) -> None:
 def _failed_step(optimizer: Optimizer) -> str:
     """Return why a step without a closure fails, tried on a copy; empty if it succeeds or cannot be copied."""
     copied: Optimizer = object.__new__(type(optimizer))
+    # A step on shards communicates, and ranks on which it fails would leave the others waiting.
+    shards = [parameter for parameter in parameters_of(optimizer) if hasattr(parameter, "placements")]  # DTensors
+    memo = {id(shard): nn.Parameter(torch.empty(shard.shape, dtype=shard.dtype, device="meta")) for shard in shards}
     try:
-        copied.__dict__.update(copy.deepcopy(vars(optimizer)))  # copying an optimizer itself drops its attributes
+        copied.__dict__.update(copy.deepcopy(vars(optimizer), memo))  # copying an optimizer drops its attributes
         for parameter in parameters_of(copied):
             parameter.grad = torch.zeros_like(parameter)
         with torch.random.fork_rng(devices=[]):
