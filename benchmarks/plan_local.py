@@ -30,6 +30,7 @@ from manyhands.api.runtime import runtime
 from manyhands.core import StrategySpec
 from manyhands.costs import Chip, link
 from manyhands.distributed import Device, NullWorld, World, resolve
+from manyhands.monitoring import View
 from manyhands.planning import Cluster, estimate
 from manyhands.testing import NamespaceHosts
 
@@ -162,7 +163,7 @@ class _Ready:
         rows = self.workload.batch_size // (4 if spec == StrategySpec() else len(devices))
         work = placed(partial(by_turns, task=self.task, spec=spec, rows=rows))
         # As the bench measures: one device in this process, with its threads.
-        found = runtime.start(work, devices, 120, _unheard, training.View())
+        found = runtime.start(work, devices, 120, _unheard, View())
         plain, split = ([steady(times[which]) for times in found] for which in (0, 1))
         guessed = partial(estimate, correction=self.bench.correction if len(devices) == 1 else None)
         alone = guessed(replace(self.workload, batch_size=rows), where, StrategySpec()).seconds

@@ -45,10 +45,11 @@ if TYPE_CHECKING:
     from .distributed import Device, devices
     from .ensembles import Ensemble, EnsemblePrediction, RemoteEnsemble
     from .launcher import Join
+    from .monitoring import Sink
     from .serving import Client
     from .storage import load, weights
     from .strategies import Embedding, place_on
-    from .training import Callback, Hand, Patience, Run, Sink, hand
+    from .training import Callback, Hand, Patience, Run, hand
     from .tuning import ASHA, Hyperband, Median, Study, Trial, choice, integers, loguniform, uniform
 
 __version__ = "0.1.0"

@@ -12,8 +12,8 @@ from torch import nn
 
 import manyhands as mh
 from manyhands.core import SettingsError, UsageError, read_events
+from manyhands.monitoring import PHASES
 from manyhands.profiling import Profile
-from manyhands.training import PHASES
 
 from . import programs
 

@@ -14,9 +14,10 @@ from torch import Tensor
 from .. import parameter_server, training
 from ..core import StrategyError, StrategySpec, Task, as_task, event, task_name, typed
 from ..distributed import DEFAULT_TIMEOUT, Device
+from ..monitoring import LogTo, make_sinks
 from ..storage import CheckpointStore, Weights
 from ..strategies import SplitTable, require_loss
-from ..training import Callback, Job, LogTo, Patience, ReplicaResult, Run, make_sinks, new_folder
+from ..training import Callback, Job, Patience, ReplicaResult, Run, new_folder
 from .checks import check_data
 from .planned import planned
 from .recording import explain_mathematics, put_record, record_of, recording, started_before

@@ -10,7 +10,8 @@ from typing import Any
 from .. import training
 from ..core import StrategySpec
 from ..distributed import DEFAULT_TIMEOUT, World
-from ..training import Hand, make_view
+from ..monitoring import make_view
+from ..training import Hand
 from .recording import describe_devices, launch_names
 from .runtime import Where, lease, runtime
 

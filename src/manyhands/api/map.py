@@ -7,7 +7,7 @@ from typing import Any
 
 from .. import tuning
 from ..core import SettingsError
-from ..training import make_view
+from ..monitoring import make_view
 from .runtime import On, require_positive, runtime
 
 

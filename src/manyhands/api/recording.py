@@ -30,9 +30,10 @@ from ..core import (
     task_name,
 )
 from ..distributed import Device, current_world
+from ..monitoring import DROPPED, About, Sink, SinkDispatcher, Stragglers, View, make_view
 from ..storage import CheckpointStore
 from ..sync import make_policy
-from ..training import About, Job, Sink, SinkDispatcher, Stragglers, View, make_view
+from ..training import Job
 from .runtime import TaskLike
 
 launch_names: list[str] = []
@@ -79,7 +80,7 @@ def recording(
 
     def notice(text: str) -> None:
         on_event(0, event("notice", text=text))
-        if progress is False and training.DROPPED in text:
+        if progress is False and DROPPED in text:
             print(text, file=sys.stderr, flush=True)
 
     tap = functools.partial(on_event, 0)

@@ -14,9 +14,9 @@ from .. import parameter_server, training
 from ..core import Event, SettingsError, StrategyError, StrategySpec, Task, as_spec, random_state, restore_random_state
 from ..distributed import DEFAULT_TIMEOUT, Device, DirectChannel, NullWorld, World, current_world, resolve
 from ..launcher import AfterLoss, Engine, Join, JoinedHosts, LocalEngine, engine_for, leased, whole_host
+from ..monitoring import View, make_view
 from ..strategies import require_built
 from ..sync import carrying
-from ..training import View, make_view
 from .signals import interruptible
 
 TaskLike = Task | Callable[..., Task]

@@ -13,8 +13,9 @@ from torch.utils.data import Subset
 from .. import parameter_server, training
 from ..core import Event, StrategySpec, Task
 from ..distributed import Device, DirectChannel, NullWorld
+from ..monitoring import View
 from ..storage import CheckpointStore
-from ..training import Job, ReplicaResult, Verdict, View
+from ..training import Job, ReplicaResult, Verdict
 from .runtime import current_device, own_randomness, runtime
 from .signals import interruptible
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from ..distributed import current_world
-from ..training import View
+from ..monitoring import View
 
 _STOPPING: dict[int, str] = {
     signal.SIGINT: "stopping after this step; Ctrl-C again stops at once",

@@ -12,7 +12,8 @@ from typing import Any
 from .. import tuning
 from ..core import SettingsError, Task, UsageError, task_name
 from ..distributed import Device
-from ..training import View, new_folder
+from ..monitoring import View
+from ..training import new_folder
 from ..tuning import Budget, Driver, Executor, Journal, Rules, Stopping, Study, TrialRunner
 from .runtime import On, require_positive, runtime
 from .signals import interruptible

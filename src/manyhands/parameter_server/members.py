@@ -17,8 +17,9 @@ from torch import Tensor
 from ..core import StrategySpec, Task, mix, seed_all
 from ..data import as_source, check_source
 from ..distributed import World
+from ..monitoring import PHASES, Spans, by_phase
 from ..strategies import MAIN, declaring
-from ..training import PHASES, Hand, Sample, Spans, by_phase, compute, profile_event
+from ..training import Hand, Sample, compute, profile_event
 from .client import ParameterClient, ServersMoved, ServerUnreachable, WorkEnded
 from .layout import Share, cut
 from .loop import single_member_spec

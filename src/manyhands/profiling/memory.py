@@ -13,7 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ..distributed import message
-from ..training import Hand, Spans
+from ..monitoring import Spans
+from ..training import Hand
 
 KINDS = ("parameters", "gradients", "optimizer state", "activations", "other")
 MAX_POINTS = 300

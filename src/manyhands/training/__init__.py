@@ -15,19 +15,15 @@ from .metrics import Meter, check_metrics, parted
 from .partition_preview import check_pieces, outline_of
 from .patience import Patience, as_patience, check_patience
 from .predictor import answers, inputs_of
-from .progress import View, make_view, sparkline
 from .recovery import RecoveryState, Rollback
 from .replay import Replay, replay
 from .restored_objects import left_alone
 from .run import RECORD, Run, as_weights, launch_of, new_folder
 from .sample_randomness import learn_draws
 from .sampling import EVERY, Breakdown, NoSampler, Sample, Sampler, profile_event
-from .sinks import DROPPED, About, LogTo, Sink, SinkDispatcher, make_sinks
 from .snapshot import restore_snapshot, take_snapshot
-from .spans import PHASES, Spans, by_phase
 from .step_capture import compute
 from .stepping import Stepper, follow_schedule, take_step
-from .stragglers import Stragglers
 from .timing import Steps, gradient_squares, time_steps
 from .verify import check_statistics, refuse, with_micro_statistics
 
@@ -96,7 +92,6 @@ __all__ = [
     "with_data",
     "with_micro_statistics",
     "refuse",
-    "Stragglers",
     "learn_draws",
     "left_alone",
     "differing",
@@ -106,20 +101,8 @@ __all__ = [
     "take_snapshot",
     "restore_snapshot",
     "take_step",
-    "PHASES",
-    "Spans",
-    "by_phase",
     "Sample",
     "Sampler",
     "EVERY",
     "Breakdown",
-    "View",
-    "make_view",
-    "sparkline",
-    "Sink",
-    "About",
-    "SinkDispatcher",
-    "DROPPED",
-    "LogTo",
-    "make_sinks",
 ]

@@ -35,6 +35,7 @@ from ..core import (
 from ..data import Batch, Cursor, Feed, Source, as_source, check_source
 from ..distributed import DEFAULT_TIMEOUT, DirectChannel, NullWorld, World, current_world, resolve
 from ..launcher import TRAINERS, join_launched
+from ..monitoring import Spans, make_view
 from ..storage import CheckpointStore
 from ..strategies import (
     MAIN,
@@ -52,10 +53,8 @@ from ..strategies import (
 )
 from .carried_numbers import Counters
 from .loss_totals import BatchShare, Tally, gather_rows
-from .progress import make_view
 from .restored_objects import left_alone
 from .snapshot import restore_snapshot, share, take_snapshot
-from .spans import Spans
 from .sync_selection import Choosing
 from .weight_averages import Averages
 

@@ -22,6 +22,7 @@ from ..core import LossNotFinite, ReplicasDiffer, RunError, StrategySpec, Task, 
 from ..data import Batch, Feed, as_source, check_source, first_dim, tensors
 from ..distributed import World
 from ..launcher import regroup
+from ..monitoring import Stopwatch
 from ..storage import Weights
 from .callbacks import Callback
 from .check import Verdict
@@ -38,7 +39,6 @@ from .sample_randomness import guess_notice, learn_draws
 from .sampling import NoSampler, Sampler
 from .snapshot import restore_snapshot
 from .stepping import Stepper, follow_schedule
-from .stragglers import Stopwatch
 from .trial import NUM_SAMPLES, try_halves, try_loss, try_metrics
 from .verify import is_split, refuse, require_whole_statistics, verdict_event, verify, why_not
 

@@ -12,8 +12,8 @@ import torch
 from ..core import Event, event
 from ..data import Feed
 from ..distributed import World, message
+from ..monitoring import IDLE, PHASES, Span, Spans, by_phase
 from .hand import Hand
-from .spans import IDLE, PHASES, Span, Spans, by_phase
 
 EVERY = 50
 """Default number of steps between samples."""

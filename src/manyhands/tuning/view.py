@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..core import format_rough_duration
-from ..training import sparkline
+from ..monitoring import sparkline
 from .objective import Objective
 from .trial import FAILED, FINISHED, RUNNING, STOPPED, Trial
 

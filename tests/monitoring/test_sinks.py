@@ -20,11 +20,11 @@ from torch import nn
 import manyhands as mh
 from manyhands.core import Event, LossNotFinite, SettingsError, TaskError, event, read_events
 from manyhands.distributed import World
-from manyhands.training import About, SinkDispatcher, make_sinks
-from manyhands.training.sinks import NumberSink, dispatcher
-from manyhands.training.sinks.names import numbers_of
+from manyhands.monitoring import About, SinkDispatcher, make_sinks
+from manyhands.monitoring.sinks import NumberSink, dispatcher
+from manyhands.monitoring.sinks.names import numbers_of
 
-from .problems import generator
+from ..training.problems import generator
 
 
 def task(lr: float = 0.05) -> mh.Task:
@@ -122,7 +122,7 @@ import json, pathlib, struct, sys
 import torch
 import manyhands as mh
 
-from manyhands.training.sinks import dispatcher
+from manyhands.monitoring.sinks import dispatcher
 
 sys.path.insert(0, sys.argv[1])
 from tests.training.test_sinks import task

@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 
 from manyhands.core import event
-from manyhands.training.progress import LiveView
+from manyhands.monitoring.progress import LiveView
 
 
 def shown(*entries: dict[str, Any]) -> str:

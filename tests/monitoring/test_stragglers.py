@@ -13,8 +13,8 @@ from torch import nn
 import manyhands as mh
 from manyhands.core import event, read_events
 from manyhands.distributed import current_world
-from manyhands.training import Stragglers
-from manyhands.training.stragglers import NUM_WINDOWS, WINDOW_STEPS
+from manyhands.monitoring import Stragglers
+from manyhands.monitoring.stragglers import NUM_WINDOWS, WINDOW_STEPS
 
 
 def handle_event(stragglers: Stragglers, seconds: dict[int, float], step: int = 0) -> list[str]:

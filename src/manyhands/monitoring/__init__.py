@@ -1,0 +1,25 @@
+"""Visibility of a run: progress on the terminal, sinks for its events, phases of a step, and stragglers."""
+
+from .progress import View, make_view, sparkline
+from .sinks import DROPPED, About, LogTo, Sink, SinkDispatcher, make_sinks
+from .spans import IDLE, PHASES, Span, Spans, by_phase
+from .stragglers import Stopwatch, Stragglers
+
+__all__ = [
+    "View",
+    "make_view",
+    "sparkline",
+    "Sink",
+    "About",
+    "SinkDispatcher",
+    "DROPPED",
+    "LogTo",
+    "make_sinks",
+    "Span",
+    "Spans",
+    "PHASES",
+    "IDLE",
+    "by_phase",
+    "Stragglers",
+    "Stopwatch",
+]
