@@ -355,6 +355,42 @@ def test_interim_response_of_a_backend_is_not_forwarded(status: bytes) -> None:
     assert (answer.status, answer.body, answer.headers.get(b"a")) == (200, b"{}", None)
 
 
+def test_headers_named_in_connection_are_not_forwarded(route: Route) -> None:
+    """In either direction, also if there are several `Connection` lines (RFC 9110, 7.6.1)."""
+    seen: list[bytes] = []
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError, asyncio.IncompleteReadError):
+            while True:
+                seen.append(await reader.readuntil(b"\r\n\r\n"))
+                writer.write(
+                    b"HTTP/1.1 200 OK\r\nConnection: X-Hop\r\nConnection: keep-alive\r\nX-Hop: 1\r\nX-Kept: 2\r\n"
+                    b"Content-Length: 2\r\n\r\n{}"
+                )
+
+    async def run() -> bytes:
+        server = await asyncio.start_server(answer, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        router = await asyncio.to_thread(route, f"127.0.0.1:{port}/{port}/{port}")
+        reader, writer = await asyncio.open_connection("127.0.0.1", router.http)
+        writer.write(
+            b"GET /v2/models/m HTTP/1.1\r\nHost: localhost\r\nConnection: X-Secret, x-other\r\nX-SECRET: 1\r\n"
+            b"X-Other: 2\r\nX-More: 3\r\nX-Kept: 4\r\nConnection: close,\t x-more \r\n\r\n"
+        )
+        found = await asyncio.wait_for(reader.read(), 20)
+        writer.close()
+        await asyncio.to_thread(router.stop)
+        server.close()
+        return found
+
+    found = asyncio.run(run()).lower()
+    (forwarded,) = (head.lower() for head in seen if b"/v2/models/m" in head)
+    assert b"x-kept: 4\r\n" in forwarded
+    assert not any(name in forwarded for name in (b"x-secret", b"x-other", b"x-more", b"connection"))
+    assert b"x-kept: 2\r\n" in found
+    assert b"x-hop" not in found
+
+
 @pytest.mark.parametrize("text", ["", "a:", "a:0", "a:8500/8501", "a:99999", "http://a:8500", "a b:1"])
 def test_invalid_backend_address_raises_settings_error(text: str) -> None:
     with pytest.raises(SettingsError, match="a backend must be written HOST:PORT"):
