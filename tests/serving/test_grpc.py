@@ -310,6 +310,20 @@ def test_flood_of_indexed_headers_takes_no_memory_and_blocks_no_client(start: St
     assert any(b"a call may have 116 headers" in reason for reason in reasons)
 
 
+def test_burst_of_calls_on_a_new_connection_is_answered(start: Start) -> None:
+    """More calls than may wait for the first answer of a connection."""
+    server = start({"moody": Moody()}, token="secret")
+    messages, metadata = health_grpc.MESSAGES, [("authorization", "Bearer secret")]
+    request = messages["HealthCheckRequest"]().SerializeToString()
+
+    async def run() -> list[bytes]:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{server.grpc}") as channel:
+            asked = channel.unary_unary("/grpc.health.v1.Health/Check")
+            return await asyncio.gather(*(asked(request, timeout=60, metadata=metadata) for _ in range(250)))
+
+    assert set(asyncio.run(run())) == {messages["HealthCheckResponse"](status=1).SerializeToString()}
+
+
 def _all_of(client: socket.socket) -> bytes:
     found = b""
     with contextlib.suppress(OSError):
