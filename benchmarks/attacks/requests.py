@@ -18,7 +18,20 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 
-from .http2 import DATA, END_STREAM, HEADERS, PING, RST_STREAM, SETTINGS, Http2, frame
+from .http2 import (
+    DATA,
+    END_HEADERS,
+    END_STREAM,
+    GOAWAY,
+    HEADERS,
+    PING,
+    PREFACE,
+    RST_STREAM,
+    SETTINGS,
+    Http2,
+    frame,
+    literal,
+)
 from .outcome import Outcome
 
 SECONDS = 2.0
@@ -405,6 +418,8 @@ def _call(target: Target, path: str, message: bytes, headers: dict[str, str] | N
             connection.read(0.001)
         while not connection.streams[number].is_closed and time.monotonic() < until and not connection.is_closed:
             connection.read(0.05)
+        if connection.goaway:
+            return Answer(0, json.dumps({"error": connection.goaway.decode(errors="replace")}))
         return _status(connection.streams[number].answer)
     finally:
         connection.close()
@@ -453,6 +468,31 @@ def grpc_metadata(target: Target) -> Outcome:
     """Send metadata of half a MiB."""
     answer = _call(target, GRPC_INFER, b"", {f"x-{number}": "a" * 8000 for number in range(64)})
     return Outcome("grpc_metadata", answer.status == 200 or not is_well(target), answer.reason, {"got": answer.status})
+
+
+def grpc_headers(target: Target) -> Outcome:
+    """Send blocks of indexed headers, a byte each, without acknowledging the settings, on ever new connections."""
+    first = literal(b":path", GRPC_INFER.encode()) + b"\x40\x01x\x01y"
+    num = sent = 0
+    received = b""
+    until = time.monotonic() + SECONDS
+    while time.monotonic() < until:
+        num += 1
+        with contextlib.suppress(OSError), socket.create_connection((target.host, target.grpc), SECONDS) as connection:
+            connection.settimeout(max(0.01, until - time.monotonic()))
+            connection.sendall(PREFACE + frame(SETTINGS, 0, 0, b""))
+            for number in range(1, 201, 2):
+                block = (first if number == 1 else b"") + b"\xbe" * 16000
+                connection.sendall(frame(HEADERS, END_HEADERS, number, block))
+                sent += len(block)
+        with contextlib.suppress(OSError), socket.create_connection((target.host, target.grpc), SECONDS) as connection:
+            # One that waits for the reason.
+            connection.settimeout(max(0.01, until - time.monotonic()))
+            connection.sendall(PREFACE + frame(SETTINGS, 0, 0, b"") + frame(HEADERS, END_HEADERS, 1, b"\x82" * 1000))
+            received = received or connection.recv(1 << 16)
+    reason = received[17:].decode(errors="replace") if len(received) > 17 and received[3] == GOAWAY else ""
+    detail: dict[str, float | str] = {"requests": num, "sent_mib": sent / MIB}
+    return Outcome("grpc_headers", not reason or not is_well(target), reason, detail)
 
 
 def grpc_floods(target: Target) -> Outcome:
@@ -561,5 +601,6 @@ def without_token(target: Target) -> Outcome:
 ATTACKS: tuple[Callable[[Target], Outcome], ...] = (
     header_line, url_line, many_headers, trailers, chunk_extensions, tiny_chunks, empty_lines, trailer_headers,
     idle_connections, slow_heads, pipelined, upgrades, gzip_bomb, json_lists, json_numbers, json_shapes, parameters,
-    zero_rows, grpc_memory, grpc_metadata, grpc_floods, grpc_parse_bomb, grpc_management, cross_site, without_token,
+    zero_rows, grpc_memory, grpc_metadata, grpc_headers, grpc_floods, grpc_parse_bomb, grpc_management, cross_site,
+    without_token,
 )  # fmt: skip

@@ -14,10 +14,23 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.attacks.http2 import (
+    ACK,
+    CONTINUATION,
+    DATA,
+    END_HEADERS,
+    HEADERS,
+    PING,
+    PREFACE,
+    SETTINGS,
+    frame,
+    literal,
+)
 from manyhands.core import RequestRefused, Signature, TensorSpec
 from manyhands.serving.app import Access
 from manyhands.serving.connections import Slot
 from manyhands.serving.http import BadRequest, Connection, HttpListener, Request
+from manyhands.serving.http2_frames import ClientFrames, FrameRefused, ServerFrames
 from manyhands.serving.limits import Limits
 from manyhands.serving.protocols import open_inference_grpc, tensorflow_grpc
 from manyhands.serving.protocols.messages import require_light
@@ -79,6 +92,25 @@ def http(data: bytes) -> None:
                 raise AssertionError(f"answered with 500: {status[:200]!r}")
 
 
+def http2_frames(data: bytes) -> None:
+    """Feed the gate of gRPC with bytes in two ways of cutting them: it forwards the same, or refuses either way."""
+    ways = [_checked(data, size) for size in (7, 16384)]
+    if ways[0] != ways[1]:
+        raise AssertionError(f"forwarded {ways[0]!r} and {ways[1]!r}")
+    answers = ServerFrames()
+    found = [answers.has_message(data[start : start + 7]) for start in range(0, len(data), 7)]
+    if any(found) != ServerFrames().has_message(data):
+        raise AssertionError("a message was found in one way only")
+
+
+def _checked(data: bytes, size: int) -> bytes | None:
+    frames = ClientFrames(LIMITS, lambda: 0.0)
+    try:
+        return b"".join(frames.take(data[start : start + size]) for start in range(0, len(data), size))
+    except FrameRefused:
+        return None
+
+
 def json_v1(data: bytes) -> None:
     """Read a text as a request of TensorFlow Serving's REST API, in every way there is."""
     for verb in ("predict", "classify", "regress"):
@@ -127,6 +159,7 @@ def grpc_tensorflow(data: bytes) -> None:
 
 TARGETS: dict[str, Callable[[bytes], None]] = {
     "http": http,
+    "http2_frames": http2_frames,
     "json_v1": json_v1,
     "json_v2": json_v2,
     "binary": binary,
@@ -134,6 +167,7 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
     "grpc_tensorflow": grpc_tensorflow,
 }
 
+_OPENING = PREFACE + frame(SETTINGS, 0, 0, bytes(6))
 _GET = b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\n\r\n"
 _TEXT = b'{"instances": [{"x": [1, 2, 3], "n": 4}]}'
 _INPUTS = [
@@ -156,6 +190,12 @@ SEEDS: dict[str, tuple[bytes, ...]] = {
         b"POST /x HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n3;a=b\r\nabc\r\n0\r\nT: u\r\n\r\n",
         b"POST /x HTTP/1.1\r\nHost: evil\r\nOrigin: null\r\nContent-Encoding: gzip\r\nContent-Length: 1\r\n\r\nx",
         b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+    ),
+    "http2_frames": (
+        _OPENING,
+        _OPENING + frame(HEADERS, END_HEADERS, 1, literal(b"a", b"b")) + frame(DATA, 1, 1, bytes(20)),
+        _OPENING + frame(HEADERS, 0x28, 1, bytes([2, 0, 0, 0, 0, 0, 0x82, 0, 0])) + frame(CONTINUATION, 4, 1, b"\x84"),
+        _OPENING + frame(SETTINGS, ACK, 0, b"") + frame(PING, 0, 0, bytes(8)) * 3,
     ),
     "json_v1": (_TEXT, b'{"instances": [[1, 2.5, -3e4]]}', b'{"examples": [{"x": [1, 2, 3], "n": [NaN]}]}'),
     "json_v2": (json.dumps({"inputs": _INPUTS}).encode(), json.dumps({"id": "a", "inputs": _INPUTS}).encode()),

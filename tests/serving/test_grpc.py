@@ -19,13 +19,12 @@ import numpy as np
 import psutil
 import pytest
 import tritonclient.grpc as triton_grpc
-from benchmarks.attacks.http2 import ACK, HEADERS, SETTINGS, Http2, frame
+from benchmarks.attacks.http2 import ACK, END_HEADERS, HEADERS, SETTINGS, Http2, frame, literal
 from torch import Tensor
 from tritonclient.utils import InferenceServerException
 
 from manyhands.core import Predictor, SettingsError, Signature, TensorSpec
 from manyhands.serving import Server
-from manyhands.serving.grpc_connections import GrpcConnections
 from manyhands.serving.grpc_process import CALL, NAME, GrpcProcess
 from manyhands.serving.limits import Limits
 from manyhands.serving.protocols import health_grpc, open_inference_grpc, tensorflow_grpc
@@ -193,46 +192,14 @@ def test_second_server_on_the_same_grpc_port_is_rejected(start: Start) -> None:
         start({"moody": Moody()}, grpc=server.grpc)
 
 
-def test_shedding_closes_idle_connections_of_the_largest_network() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        port = listening.getsockname()[1]
-        pairs = []
-        for address in ["127.0.0.1"] * 3 + [f"127.0.7.{number}" for number in range(1, 9)] + ["127.0.8.1"]:
-            client = socket.create_connection(("127.0.0.1", port), source_address=(address, 0))
-            pairs.append((client, listening.accept()[0]))
-        most = GrpcConnections(port, 9, 100)
-        assert most.shed() == 3
-        ended = [_is_ended(client) for client, _ in pairs]
-        assert ended[:3] == [False] * 3
-        assert sum(ended[3:11]) == 3
-        assert not ended[11]
-        for (_, server), is_over in zip(pairs, ended, strict=True):
-            if is_over:
-                server.close()
-        assert most.shed() == 0
-        assert GrpcConnections(port, 9, 2).shed() == 1 + 3
-        assert GrpcConnections(port + 1, 1, 1).shed() == 0
-        for client, server in pairs:
-            client.close()
-            server.close()
-
-
-def _is_ended(client: socket.socket) -> bool:
-    client.setblocking(False)
-    try:
-        return client.recv(1) == b""
-    except BlockingIOError:
-        return False
-
-
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\x04" + bytes(5)
 """The start of HTTP/2: after it gRPC has no reason to close a connection but its limits of time."""
 
 
 def test_connection_flood_from_one_network_does_not_block_other_clients(monkeypatch: pytest.MonkeyPatch) -> None:
     """As many as the listener takes, each from an address of its own, and none of them times out."""
-    for name in ("IDLE_SECONDS", "HANDSHAKE_SECONDS"):
-        monkeypatch.setattr(f"manyhands.serving.protocols.grpc_service.{name}", 1000)
+    monkeypatch.setattr("manyhands.serving.protocols.grpc_service.IDLE_SECONDS", 1000)
+    monkeypatch.setattr("manyhands.serving.grpc_gate.HANDSHAKE_SECONDS", 1000)
 
     async def run() -> tuple[grpc.StatusCode, int]:
         limits = Limits(connections=64, connections_per_address=32, idle=1000, receive=1000)
@@ -306,7 +273,7 @@ class Wide(Predictor):
 
 @pytest.mark.parametrize("acknowledges", [False, True])
 def test_client_that_does_not_acknowledge_settings_is_disconnected(start: Start, acknowledges: bool) -> None:
-    """Until then gRPC applies no limit on metadata: a kilobyte of indexed headers would take 150 kB of memory."""
+    """The gate acknowledges them for the client, but a client of HTTP/2 must do so too."""
     server = start({"moody": Moody()}, limits=Limits(receive=1.0))
     with socket.create_connection(("127.0.0.1", server.grpc), 5) as client:
         client.sendall(PREFACE + (frame(SETTINGS, ACK, 0, b"") if acknowledges else b""))
@@ -319,6 +286,50 @@ def test_client_that_does_not_acknowledge_settings_is_disconnected(start: Start,
             with contextlib.suppress(TimeoutError):
                 is_closed = not client.recv(1 << 16)
     assert is_closed is not acknowledges
+
+
+@pytest.mark.parametrize("acknowledges", [False, True])
+def test_flood_of_indexed_headers_takes_no_memory_and_blocks_no_client(start: Start, acknowledges: bool) -> None:
+    """One byte stands for a header. Without the limits of the gate, each of these frames took 2 MB and 14 ms."""
+    server = start({"moody": Moody()}, token="secret")
+    messages, metadata = health_grpc.MESSAGES, [("authorization", "Bearer secret")]
+    asked = "/grpc.health.v1.Health/Check", messages["HealthCheckRequest"](), messages["HealthCheckResponse"]
+    call(server.grpc, *asked, metadata=metadata)
+    process = next(each for each in psutil.Process().children(recursive=True) if each.name() == NAME)
+    before = process.memory_info().rss
+    sent = frame(HEADERS, END_HEADERS, 1, literal(b":path", b"/a/b") + b"\x40\x01x\x01y" + b"\xbe" * 16000)
+    sent += b"".join(frame(HEADERS, END_HEADERS, number, b"\xbe" * 16384) for number in range(3, 23, 2))
+    reasons = []
+    for _ in range(20):
+        with socket.create_connection(("127.0.0.1", server.grpc), 10) as client:
+            with contextlib.suppress(OSError):
+                client.sendall(PREFACE + (frame(SETTINGS, ACK, 0, b"") if acknowledges else b"") + sent)
+            reasons.append(_all_of(client))
+        call(server.grpc, *asked, metadata=metadata, timeout=10)
+    assert process.memory_info().rss - before < 32 << 20
+    assert any(b"a call may have 116 headers" in reason for reason in reasons)
+
+
+def test_burst_of_calls_on_a_new_connection_is_answered(start: Start) -> None:
+    """More calls than may wait for the first answer of a connection."""
+    server = start({"moody": Moody()}, token="secret")
+    messages, metadata = health_grpc.MESSAGES, [("authorization", "Bearer secret")]
+    request = messages["HealthCheckRequest"]().SerializeToString()
+
+    async def run() -> list[bytes]:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{server.grpc}") as channel:
+            asked = channel.unary_unary("/grpc.health.v1.Health/Check")
+            return await asyncio.gather(*(asked(request, timeout=60, metadata=metadata) for _ in range(250)))
+
+    assert set(asyncio.run(run())) == {messages["HealthCheckResponse"](status=1).SerializeToString()}
+
+
+def _all_of(client: socket.socket) -> bytes:
+    found = b""
+    with contextlib.suppress(OSError):
+        while data := client.recv(1 << 16):
+            found += data
+    return found
 
 
 def test_unread_grpc_responses_count_toward_the_memory_limit(start: Start) -> None:

@@ -355,6 +355,102 @@ def test_interim_response_of_a_backend_is_not_forwarded(status: bytes) -> None:
     assert (answer.status, answer.body, answer.headers.get(b"a")) == (200, b"{}", None)
 
 
+def test_headers_named_in_connection_are_not_forwarded(route: Route) -> None:
+    """In either direction, also if there are several `Connection` lines (RFC 9110, 7.6.1)."""
+    seen: list[bytes] = []
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError, asyncio.IncompleteReadError):
+            while True:
+                seen.append(await reader.readuntil(b"\r\n\r\n"))
+                writer.write(
+                    b"HTTP/1.1 200 OK\r\nConnection: X-Hop\r\nConnection: keep-alive\r\nX-Hop: 1\r\nX-Kept: 2\r\n"
+                    b"Content-Length: 2\r\n\r\n{}"
+                )
+
+    async def run() -> bytes:
+        server = await asyncio.start_server(answer, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        router = await asyncio.to_thread(route, f"127.0.0.1:{port}/{port}/{port}")
+        reader, writer = await asyncio.open_connection("127.0.0.1", router.http)
+        writer.write(
+            b"GET /v2/models/m HTTP/1.1\r\nHost: localhost\r\nConnection: X-Secret, x-other\r\nX-SECRET: 1\r\n"
+            b"X-Other: 2\r\nX-More: 3\r\nX-Kept: 4\r\nConnection: close,\t x-more \r\n\r\n"
+        )
+        found = await asyncio.wait_for(reader.read(), 20)
+        writer.close()
+        await asyncio.to_thread(router.stop)
+        server.close()
+        return found
+
+    found = asyncio.run(run()).lower()
+    (forwarded,) = (head.lower() for head in seen if b"/v2/models/m" in head)
+    assert b"x-kept: 4\r\n" in forwarded
+    assert not any(name in forwarded for name in (b"x-secret", b"x-other", b"x-more", b"connection"))
+    assert b"x-kept: 2\r\n" in found
+    assert b"x-hop" not in found
+
+
+POST = b"POST /v2/models/m/infer HTTP/1.1\r\nHost: localhost\r\n"
+CHUNKED = b"Transfer-Encoding: chunked\r\n"
+SMUGGLED = b"0\r\n\r\nGET /v2/models/smuggled HTTP/1.1\r\nHost: localhost\r\n\r\n"
+AMBIGUOUS = {
+    "length and chunks": POST + b"Content-Length: 6\r\n" + CHUNKED + b"\r\n" + SMUGGLED,
+    "two encodings": POST + CHUNKED + b"Transfer-Encoding: x\r\n\r\n" + SMUGGLED,
+    "space before colon": POST + b"Transfer-Encoding : chunked\r\n\r\n" + SMUGGLED,
+    "unknown encoding": POST + b"Transfer-Encoding: xchunked\r\nContent-Length: 5\r\n\r\n" + SMUGGLED,
+    "control character": POST + b"Transfer-Encoding: \x0bchunked\r\nContent-Length: 5\r\n\r\n" + SMUGGLED,
+    "two lengths": POST + b"Content-Length: 5\r\nContent-Length: 0\r\n\r\n" + SMUGGLED,
+    "signed length": POST + b"Content-Length: +5\r\n\r\n" + SMUGGLED,
+    "list of lengths": POST + b"Content-Length: 5, 5\r\n\r\n" + SMUGGLED,
+    "line feed in a value": POST + b"X: a\nY: b\r\nContent-Length: 0\r\n\r\n",
+    "carriage return in a value": POST + b"X: a\rY: b\r\nContent-Length: 0\r\n\r\n",
+    "zero byte in a value": POST + b"X: a\0b\r\nContent-Length: 0\r\n\r\n",
+    "folded line": POST + b"X: a\r\n Y: b\r\nContent-Length: 0\r\n\r\n",
+    "line feed in a chunk extension": POST + CHUNKED + b"\r\n1;a=\n\r\nx\r\n" + SMUGGLED,
+    "chunks by line feeds": POST + CHUNKED + b"\r\n1\nx\n0\n\n" + SMUGGLED,
+    "negative chunk": POST + CHUNKED + b"\r\n-1\r\nx\r\n" + SMUGGLED,
+    "overflowing chunk": POST + CHUNKED + b"\r\n10000000000000001\r\nx\r\n" + SMUGGLED,
+    "chunk longer than its size": POST + CHUNKED + b"\r\n1\r\nxyz\r\n" + SMUGGLED,
+    "two hosts": b"GET /v2/models/m HTTP/1.1\r\nHost: localhost\r\nHost: other\r\n\r\n",
+    "control character in the path": b"GET /v2/mod\x01els HTTP/1.1\r\nHost: localhost\r\n\r\n",
+}
+
+
+def test_ambiguous_requests_are_rejected_and_nothing_is_forwarded(route: Route) -> None:
+    """Requests whose end a router and a backend could see in different places (request smuggling)."""
+    seen: list[bytes] = []
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError, asyncio.IncompleteReadError):
+            while True:
+                seen.append(await reader.readuntil(b"\r\n\r\n"))
+                writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}")
+
+    async def ask(port: int, request: bytes) -> bytes:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(request)
+        found = b""
+        with contextlib.suppress(ConnectionError):
+            found = await asyncio.wait_for(reader.read(), 20)
+        writer.close()
+        return found
+
+    async def run() -> dict[str, bytes]:
+        server = await asyncio.start_server(answer, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        router = await asyncio.to_thread(route, f"127.0.0.1:{port}/{port}/{port}")
+        found = {name: await ask(router.http, request) for name, request in AMBIGUOUS.items()}
+        await asyncio.to_thread(router.stop)
+        server.close()
+        return found
+
+    found = asyncio.run(run())
+    assert {name: answer.count(b"HTTP/1.1 ") for name, answer in found.items()} == dict.fromkeys(AMBIGUOUS, 1)
+    assert {name: answer[:12] for name, answer in found.items()} == dict.fromkeys(AMBIGUOUS, b"HTTP/1.1 400")
+    assert not [head for head in seen if b"/v2/models" in head]
+
+
 @pytest.mark.parametrize("text", ["", "a:", "a:0", "a:8500/8501", "a:99999", "http://a:8500", "a b:1"])
 def test_invalid_backend_address_raises_settings_error(text: str) -> None:
     with pytest.raises(SettingsError, match="a backend must be written HOST:PORT"):

@@ -341,3 +341,31 @@ def test_keras_files_are_rejected_without_being_unpacked_or_imported(name: str, 
         with pytest.raises(ArchiveError):
             load(source)
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def _tensor(shape: list[int], offsets: list[int]) -> dict[str, Any]:
+    return {"dtype": "F32", "shape": shape, "data_offsets": offsets}
+
+
+@pytest.mark.parametrize(
+    ("header", "size"),
+    [
+        ({}, 1 << 63),
+        ({}, (1 << 64) - 1),
+        ({"a": _tensor([2], [0, 8]), "b": _tensor([2], [0, 8])}, None),
+        ({"a": _tensor([1], [4, 8])}, None),
+        ({"a": _tensor([1 << 32, 1 << 32], [0, 0])}, None),
+        ({"a": _tensor([1 << 62, 4], [0, 0])}, None),
+        ({"a": _tensor([-1], [0, 8])}, None),
+        ({"a": _tensor([2], [0, 1 << 40])}, None),
+    ],
+)
+def test_safetensors_header_with_hostile_sizes_is_rejected(
+    tmp_path: Path, header: dict[str, Any], size: int | None
+) -> None:
+    """Lengths that no file has, tensors that share bytes or leave a gap, and sizes whose product wraps."""
+    text = json.dumps(header).encode()
+    path = tmp_path / "a.safetensors"
+    path.write_bytes((len(text) if size is None else size).to_bytes(8, "little") + text + bytes(8))
+    with pytest.raises(CheckpointError, match="must be a complete safetensors file"):
+        open_weights(path)

@@ -180,6 +180,12 @@ class ConnectionBudget:
         if slot in self._slots:
             self._idle.add(slot)
 
+    def touch(self, slot: Slot) -> None:
+        """Make a connection whose calls are answered the newest of those that may be evicted."""
+        self._new.discard(slot)
+        self._idle.discard(slot)
+        self.end_request(slot)
+
     def _evict(self, most: int, network: str | None = None) -> bool:
         num_new = len(self._new) if network is None else self._new.num_of(network)
         new, idle = self._new.oldest(network), self._idle.oldest(network)

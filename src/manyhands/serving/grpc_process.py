@@ -221,7 +221,8 @@ class Frontend:
         listener = GrpcListener([], self.token, self.limits, self.tls, closed=self.closed)
         listener.others = forwarding
         try:
-            found = {"port": await listener.open(self.host, self.port, is_reserved=True)}
+            path = str(Path(self.rendezvous).with_name(f"grpc-{self.key[:8]}"))
+            found = {"port": await listener.open(self.host, self.port, is_reserved=True, path=path)}
         except OSError as error:
             frames.send(READY, 0, orjson.dumps({"error": str(error)}))
             await stopping

@@ -791,7 +791,8 @@ class Connection(asyncio.BufferedProtocol):
         headers, name = self._headers, name.lower()
         if (name in headers or not self._is_in_head) and not self._is_another(name):
             return
-        headers[name] = value
+        # A router must remove the headers that any of the lines names.
+        headers[name] = value if name != b"connection" or name not in headers else headers[name] + b"," + value
         self._num_head += len(name) + len(value) + 4
         if self._num_head > self._max_head or len(headers) + self._num_again > self.limits.headers:
             raise self._head_refusal()

@@ -7,13 +7,13 @@ import errno
 import socket
 
 OTHER = {"0.0.0.0": "::", "::": "0.0.0.0", "localhost": "::1"}  # noqa: S104 - it is compared with a setting
-"""Addresses that gRPC listens on too if it is given one of these."""
+"""Addresses that a gRPC listener has too if it is given one of these."""
 
 
 class PortReservation:
     """Bound sockets that do not listen and keep other users of the machine from taking a port.
 
-    gRPC for Python makes its listening socket itself and cannot adopt one. With SO_REUSEPORT, sockets of the same user
+    The process that listens makes its own socket. With SO_REUSEPORT, sockets of the same user
     share a port, and only those that listen get connections. SO_REUSEADDR is not set: with it any process could bind
     the port while no socket listens on it. A process of the same user can still listen on the port with SO_REUSEPORT.
     """
@@ -26,14 +26,14 @@ class PortReservation:
         """Reserve a port on all addresses of a host and return it; raises OSError if it is not free."""
         self.port = port
         last = OSError(errno.EADDRNOTAVAIL, f"{host} is no address of this machine")
-        for family, address in await _addresses(host):
+        for family, address in await addresses_of(host):
             try:
                 self._reserve(family, (address, self.port))
             except OSError as error:
                 if error.errno == errno.EADDRINUSE:
                     self.close()
                     raise
-                # An address without an interface, as ::1 where IPv6 is disabled; gRPC passes over it too.
+                # An address without an interface, as ::1 where IPv6 is disabled; the gRPC listener skips it too.
                 last = error
         if not self._sockets:
             raise last
@@ -69,7 +69,8 @@ def _socket(family: int) -> socket.socket:
     return sock
 
 
-async def _addresses(host: str) -> list[tuple[int, str]]:
+async def addresses_of(host: str) -> list[tuple[int, str]]:
+    """Return the families and addresses that a gRPC listener on a host has."""
     loop = asyncio.get_running_loop()
     found: dict[tuple[int, str], None] = {}
     for name in (host, OTHER.get(host, host)):

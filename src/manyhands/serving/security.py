@@ -55,13 +55,12 @@ class ServingTls:
                 got="only a client_ca",
                 remedy='pass cert="server.pem", key="server.key"',
             )
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.minimum_version = ssl.TLSVersion.TLSv1_2
-        context.set_alpn_protocols(["http/1.1"])
-        self._load(context)
-        if self.ca is not None:
-            context.verify_mode = ssl.CERT_REQUIRED
-        return context
+        return self._server_context("http/1.1")
+
+    @cached_property
+    def for_grpc_server(self) -> ssl.SSLContext:
+        """The SSL context of a gRPC listener."""
+        return self._server_context("h2")
 
     @cached_property
     def for_client(self) -> ssl.SSLContext:
@@ -73,22 +72,20 @@ class ServingTls:
         self._load(context)
         return context
 
-    def grpc_server(self) -> Any:
-        """Return gRPC server credentials made from these files."""
-        import grpc
-
-        assert self.for_server
-        return grpc.ssl_server_credentials(
-            [(_read(self.key), _read(self.cert))],
-            root_certificates=_read(self.ca),
-            require_client_auth=self.ca is not None,
-        )
-
     def grpc_client(self) -> Any:
         """Return gRPC channel credentials made from these files."""
         import grpc
 
         return grpc.ssl_channel_credentials(_read(self.ca), _read(self.key), _read(self.cert))
+
+    def _server_context(self, protocol: str) -> ssl.SSLContext:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        context.set_alpn_protocols([protocol])
+        self._load(context)
+        if self.ca is not None:
+            context.verify_mode = ssl.CERT_REQUIRED
+        return context
 
     def _load(self, context: ssl.SSLContext) -> None:
         try:

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from ...core import DataError
 from ..arrow import Null, table_of
 from ..columns import ColumnTable
 from .format import FileShard, TableFormat, Types, damaged, file_size, missing_columns, pyarrow, unreadable_file
@@ -16,6 +17,10 @@ from .format import FileShard, TableFormat, Types, damaged, file_size, missing_c
 _TEXTS = ("BYTE_ARRAY", "FIXED_LEN_BYTE_ARRAY")
 _NUMBER, _TEXT = 8, 64
 """Bytes of a value in memory; a text is a Python object."""
+MAX_GROUP_BYTES = 4 << 30
+"""Maximum bytes of a row group's requested columns in memory. Usual row groups have up to 1 GiB."""
+_BATCH_BYTES = 1 << 28
+"""Maximum bytes of texts with shared prefixes that are decoded between two checks."""
 
 
 @dataclass(frozen=True)
@@ -32,18 +37,28 @@ class ParquetFormat(TableFormat):
             metadata = file.metadata
             groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
             rows = np.array([group.num_rows for group in groups], np.int64)
-            sizes = np.array([_memory(group, self.columns) for group in groups], np.int64)
+            sizes = np.array([_memory(group, file.schema, self.columns) for group in groups], np.float64)
+        if (largest := max(sizes, default=0.0)) > MAX_GROUP_BYTES:
+            raise _too_large(path, f"{largest:.0f} bytes by its metadata")
+        if (rows < 0).any():
+            raise unreadable_file(path, "a whole Parquet file", "a row group with a negative number of rows")
         blocks = np.concatenate([[0], np.cumsum(rows[rows > 0])]).astype(np.int64)
-        return FileShard(path, num_bytes, blocks, np.flatnonzero(rows), sizes[rows > 0])
+        return FileShard(path, num_bytes, blocks, np.flatnonzero(rows), sizes[rows > 0].astype(np.int64))
 
     def table(self, shard: FileShard, block: int) -> ColumnTable:
         names = list(self.columns) if self.columns else None
         first = int(shard.blocks[block])
-        with _opened(shard.path) as file:
+        number = int(shard.marks[block])
+        with _opened(shard.path, number) as file:
             try:
-                found = file.read_row_group(int(shard.marks[block]), columns=names, use_threads=False)
+                found = _read(file, number, names, shard.path)
+            except DataError:
+                raise
             except Exception as error:
                 raise damaged(shard.path, first, f"{type(error).__name__}: {error} in the row group", "row") from error
+        num_bytes = sum(_decoded_bytes(chunk) for column in found.columns for chunk in column.chunks)
+        if num_bytes > MAX_GROUP_BYTES:
+            raise _too_large(shard.path, f"{num_bytes} bytes of texts")
         try:
             return table_of(found, self.columns or {})
         except Null as null:
@@ -52,23 +67,93 @@ class ParquetFormat(TableFormat):
             raise damaged(shard.path, first, f"{error} in the row group") from None
 
 
-def _memory(group: Any, wanted: Types | None) -> int:
-    """Estimate the memory of a row group's requested columns, with dictionary-encoded values expanded."""
-    columns = [group.column(number) for number in range(group.num_columns)]
-    return sum(
-        max(column.total_uncompressed_size, column.num_values * (_TEXT if column.physical_type in _TEXTS else _NUMBER))
-        for column in columns
-        if not wanted or column.path_in_schema.partition(".")[0] in wanted
+def _too_large(path: str, size: str) -> DataError:
+    return DataError(
+        f"a row group of {path} may have {MAX_GROUP_BYTES} bytes in memory",
+        got=size,
+        remedy="write the file with smaller row groups, or pass columns= with fewer columns",
     )
 
 
+def _memory(group: Any, schema: Any, wanted: Types | None) -> float:
+    """Estimate the memory of a row group's requested columns, with numbers of a dictionary expanded."""
+    total = 0.0
+    for number in range(group.num_columns):
+        column = group.column(number)
+        if not wanted or column.path_in_schema.partition(".")[0] in wanted:
+            value = _TEXT + max(0, schema.column(number).length) if column.physical_type in _TEXTS else _NUMBER
+            total += max(float(column.total_uncompressed_size), float(column.num_values) * value)
+    return total
+
+
+def _decoded_bytes(array: Any) -> int:
+    """Return the bytes that the texts of dictionaries in an array take when each row gets its own."""
+    compute, kinds = pyarrow("compute"), pyarrow("types")
+    if kinds.is_list(array.type) or kinds.is_large_list(array.type) or kinds.is_fixed_size_list(array.type):
+        return _decoded_bytes(array.flatten())
+    if kinds.is_struct(array.type):
+        return sum(map(_decoded_bytes, array.flatten()))
+    if not kinds.is_dictionary(array.type):
+        return 0
+    lengths = compute.binary_length(array.dictionary).cast("int64")
+    return int(compute.sum(lengths.take(array.indices)).as_py() or 0)
+
+
 @contextmanager
-def _opened(path: str) -> Iterator[Any]:
+def _opened(path: str, group: int | None = None) -> Iterator[Any]:
+    """Open a file, with texts as dictionaries where a row group has them so.
+
+    A text of a dictionary is in the file once and can be in any number of rows, so that no size in the metadata bounds
+    what they take. Dictionaries are expanded only after that was computed.
+    """
     arrow, parquet = pyarrow(), pyarrow("parquet")
     with arrow.memory_map(path) as memory:
         try:
             # No threads of pyarrow, because the feed may fork workers later.
-            file = parquet.ParquetFile(memory, pre_buffer=False, page_checksum_verification=True)
+            options = {"pre_buffer": False, "page_checksum_verification": True}
+            file = parquet.ParquetFile(memory, **options)
+            if group is not None and (names := _dictionaries(file.metadata.row_group(group))):
+                file = parquet.ParquetFile(memory, metadata=file.metadata, read_dictionary=names, **options)
         except Exception as error:
             raise unreadable_file(path, "a whole Parquet file", f"{type(error).__name__}: {error}") from error
         yield file
+
+
+def _dictionaries(group: Any) -> list[str]:
+    """Return the columns of texts in which a text of a dictionary may be repeated too often."""
+    return [
+        column.path_in_schema
+        for column in _repeating(group)
+        if column.has_dictionary_page and not _has_prefixes(column)
+    ]
+
+
+def _repeating(group: Any) -> list[Any]:
+    """Return the columns of texts that could take too much memory, each text being as long as all of them."""
+    columns = (group.column(number) for number in range(group.num_columns))
+    return [
+        column
+        for column in columns
+        if column.physical_type == "BYTE_ARRAY" and column.num_values * column.total_uncompressed_size > MAX_GROUP_BYTES
+    ]
+
+
+def _has_prefixes(column: Any) -> bool:
+    """Return whether texts share prefixes with those before, which pyarrow does not read as a dictionary."""
+    return "DELTA_BYTE_ARRAY" in column.encodings
+
+
+def _read(file: Any, number: int, names: list[str] | None, path: str) -> Any:
+    """Read a row group; raises DataError if texts that share prefixes take too much memory."""
+    group = file.metadata.row_group(number)
+    longest = max((column.total_uncompressed_size for column in _repeating(group) if _has_prefixes(column)), default=0)
+    if not longest:
+        return file.read_row_group(number, columns=names, use_threads=False)
+    batches, num_bytes = [], 0
+    rows = max(1, _BATCH_BYTES // longest)
+    for batch in file.iter_batches(rows, row_groups=[number], columns=names, use_threads=False):
+        batches.append(batch)
+        num_bytes += batch.nbytes
+        if num_bytes > MAX_GROUP_BYTES:
+            raise _too_large(path, f"more than {num_bytes} bytes")
+    return pyarrow().Table.from_batches(batches)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import resource
+import tempfile
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
@@ -17,7 +18,7 @@ from google.protobuf.message import DecodeError
 
 from ...core import RequestRefused
 from ..batcher import Arrays, Ticket
-from ..grpc_connections import GrpcConnections
+from ..grpc_gate import GrpcGate
 from ..heap import resident_bytes
 from ..http import BadRequest
 from ..limits import Bodies, Limits
@@ -33,8 +34,8 @@ SMALL_ANSWER = 1 << 14
 """Maximum bytes of an answer that is not counted while its client reads it: the number of calls limits these."""
 SHED_SECONDS = 0.05
 """Seconds between two checks of the memory that unfinished messages take."""
-KEEPALIVE_SECONDS, HANDSHAKE_SECONDS = 60, 5
-"""Seconds of silence before a keep-alive ping, and for a client's handshake."""
+KEEPALIVE_SECONDS = 60
+"""Seconds of silence before a keep-alive ping."""
 IDLE_SECONDS = 10.0
 """Maximum seconds that a connection may be idle; clients reconnect."""
 
@@ -185,17 +186,23 @@ class GrpcListener:
         self.others: Any = None
         """Handler of every method that no service has."""
         self._server: Any = None
+        self._gate: GrpcGate | None = None
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._receiving = Receiving(limits)
         self._watching: list[asyncio.Task[None]] = []
         self._num_calls = 0
 
-    async def open(self, host: str, port: int, *, is_reserved: bool = False) -> int:
+    async def open(self, host: str, port: int, *, is_reserved: bool = False, path: str = "") -> int:
         """Start listening and return the port; raises OSError if it cannot be bound.
 
-        A port that is reserved is shared with the socket that reserves it.
+        A port that is reserved is shared with the socket that reserves it. gRPC itself listens on the Unix socket
+        `path`, by default in a temporary folder; only this user may enter its folder.
         """
+        if not path:
+            self._folder = tempfile.TemporaryDirectory(prefix="manyhands-")
+            path = f"{self._folder.name}/grpc"
         most = _most_connections(self._limits)
-        self._server = grpc.aio.server(options=_options(self._limits, 2 * most, is_reserved=is_reserved))
+        self._server = grpc.aio.server(options=_options(self._limits, 2 * most))
         for service in self._services:
             handlers = {
                 name: grpc.stream_unary_rpc_method_handler(
@@ -211,24 +218,28 @@ class GrpcListener:
             self.others.guard = self._guarded
             self._server.add_generic_rpc_handlers((self.others,))
         try:
-            if self._tls is None:
-                found = int(self._server.add_insecure_port(f"{host}:{port}"))
-            else:
-                found = int(self._server.add_secure_port(f"{host}:{port}", self._tls.grpc_server()))
+            self._server.add_insecure_port(f"unix:{path}")
         except RuntimeError as error:
             raise OSError(str(error)) from None
         await self._server.start()
         per_network = max(1, most * self._limits.connections_per_address // self._limits.connections)
-        connections = GrpcConnections(found, most, per_network)
-        self._watching = [asyncio.ensure_future(each.watch()) for each in (self._receiving, connections)]
+        self._gate = GrpcGate(path, self._limits, self._tls, most, per_network)
+        found = await self._gate.open(host, port, is_reserved=is_reserved)
+        self._watching = [asyncio.ensure_future(self._receiving.watch())]
         return found
 
     async def close(self, patience: float) -> None:
         """Stop accepting calls and let those in flight finish."""
+        if self._gate is not None:
+            self._gate.stop()
         if self._server is not None:
             await self._server.stop(patience)
+        if self._gate is not None:
+            self._gate.close()
         for task in self._watching:
             task.cancel()
+        if self._folder is not None:
+            self._folder.cleanup()
 
     def _guarded(self, path: str, method: Method | None) -> Method:
         """Wrap a method of bytes: refusals become status codes, calls are logged; None is a management method."""
@@ -291,24 +302,20 @@ class GrpcListener:
 
 
 def _most_connections(limits: Limits) -> int:
-    """Return the number of connections that stay; for a moment there may be twice as many."""
+    """Return the number of connections; each takes three file descriptors."""
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return max(1, min(limits.connections, files - 256) // 4)
 
 
-def _options(limits: Limits, connections: int, *, is_reserved: bool) -> list[tuple[str, int]]:
+def _options(limits: Limits, connections: int) -> list[tuple[str, int]]:
     return [
         ("grpc.max_receive_message_length", limits.body),
         ("grpc.max_send_message_length", -1),
-        ("grpc.so_reuseport", int(is_reserved)),
         ("grpc.max_concurrent_streams", limits.streams),
         ("grpc.max_allowed_incoming_connections", connections),
         ("grpc.max_metadata_size", limits.head // 2),
         ("grpc.absolute_max_metadata_size", limits.head),
         ("grpc.max_connection_idle_ms", int(min(limits.idle, IDLE_SECONDS) * 1000)),
-        ("grpc.server_handshake_timeout_ms", int(min(limits.receive, HANDSHAKE_SECONDS) * 1000)),
-        # Until a client acknowledges the settings, gRPC does not apply the limits on metadata, for a minute by default.
-        ("grpc.http2.settings_timeout", int(min(limits.receive, HANDSHAKE_SECONDS) * 1000)),
         ("grpc.keepalive_time_ms", KEEPALIVE_SECONDS * 1000),
         ("grpc.keepalive_timeout_ms", int(limits.receive * 1000)),
     ]

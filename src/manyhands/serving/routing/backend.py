@@ -293,7 +293,8 @@ class BackendConnection(asyncio.Protocol):
         self._headers, self._body = {}, []
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._headers[name.lower()] = value
+        headers, name = self._headers, name.lower()
+        headers[name] = value if name != b"connection" or name not in headers else headers[name] + b"," + value
 
     def on_body(self, body: bytes) -> None:
         self._body.append(body)

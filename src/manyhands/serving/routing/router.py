@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -156,17 +156,25 @@ def head_of(request: Request, host: str) -> bytes:
     """Return the head of a request for a backend; a body is always sent with its length."""
     method = "GET" if request.method == "HEAD" else request.method
     lines = [f"{method} {request.path} HTTP/1.1\r\nHost: {host}\r\n".encode("latin1")]
-    lines += [b"%b: %b\r\n" % (name, value) for name, value in request.headers.items() if name not in _OWN]
+    lines += [b"%b: %b\r\n" % field for field in end_to_end(request.headers)]
     lines.append(b"Content-Length: %d\r\n\r\n" % len(request.body))
     return b"".join(lines)
+
+
+def end_to_end(headers: Mapping[bytes, bytes]) -> Iterator[tuple[bytes, bytes]]:
+    """Return the headers that are forwarded: none that `Connection` names (RFC 9110, 7.6.1).
+
+    >>> list(end_to_end({b"connection": b"close, X-Hop", b"x-hop": b"1", b"x-kept": b"2"}))
+    [(b'x-kept', b'2')]
+    """
+    named = {name.strip().lower() for name in headers.get(b"connection", b"").split(b",")}
+    return ((name, value) for name, value in headers.items() if name not in _OWN and name not in named)
 
 
 def give(request: Request, answer: BackendResponse) -> None:
     """Send a backend's response to the client."""
     headers = answer.headers
-    extra = b"".join(
-        b"%b: %b\r\n" % (name, value) for name, value in headers.items() if name not in _OWN and name != b"content-type"
-    )
+    extra = b"".join(b"%b: %b\r\n" % field for field in end_to_end(headers) if field[0] != b"content-type")
     request.answer(answer.status, answer.body, headers.get(b"content-type", b"application/json"), extra)
 
 
