@@ -17,17 +17,20 @@ X = torch.randn(17, 6, generator=torch.Generator().manual_seed(0))
 Y = torch.randint(0, 3, (17,), generator=torch.Generator().manual_seed(1))
 
 
-def fit(model: Any, spec: StrategySpec, folder: Path, **options: Any) -> mh.Run:
-    task = mh.Task(
+def task(model: Any, loss: Any = None) -> mh.Task:
+    return mh.Task(
         model=model,
-        loss=lambda net, batch: F.cross_entropy(net(batch[0]), batch[1]),
+        loss=loss or (lambda net, batch: F.cross_entropy(net(batch[0]), batch[1])),
         optimizer=lambda net: torch.optim.SGD(net.parameters(), lr=0.1),
         data=(X, Y),
         batch_size=6,
         shuffle=False,
     )
+
+
+def fit(model: Any, spec: StrategySpec, folder: Path, *, loss: Any = None, **options: Any) -> mh.Run:
     on = "cpu" if spec.num_devices == 1 else "cpu*2"
-    return mh.fit(task, spec, on=on, folder=folder, progress=False, timeout=60, **options)
+    return mh.fit(task(model, loss), spec, on=on, folder=folder, progress=False, timeout=60, **options)
 
 
 class Counting(nn.Module):
@@ -117,3 +120,49 @@ class Extra(nn.Linear):
 def test_extra_state_without_tensors_is_rejected_before_training(tmp_path: Path) -> None:
     with pytest.raises(TaskError, match="get_extra_state"):
         fit(lambda: Extra(6, 3), mh.Single(), tmp_path)
+
+
+class CountingLoss(nn.Module):
+    """A loss that is scaled after its fourth call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
+        self.calls += 1
+        return F.cross_entropy(logits, labels) * (2.0 if self.calls > 4 else 1.0)
+
+
+CRITERION = CountingLoss()
+CALLS = 0
+
+
+def global_criterion(net: Any, batch: Any) -> Tensor:
+    loss: Tensor = CRITERION(net(batch[0]), batch[1])
+    return loss
+
+
+def global_number(net: Any, batch: Any) -> Tensor:
+    global CALLS
+    CALLS += 1
+    return F.cross_entropy(net(batch[0]), batch[1]) * (2.0 if CALLS > 4 else 1.0)
+
+
+def through_a_closure(net: Any, batch: Any) -> Tensor:
+    def inner() -> Tensor:
+        loss: Tensor = CRITERION(net(batch[0]), batch[1])
+        return loss
+
+    return inner()
+
+
+@pytest.mark.parametrize("loss", [global_criterion, global_number, through_a_closure])
+def test_trials_leave_no_calls_in_a_loss_that_counts_them(loss: Any, tmp_path: Path) -> None:
+    global CALLS
+    found = []
+    for spec in (mh.Single(precision="fp64"), mh.Single(precision="fp64", accumulate=2)):
+        CALLS = CRITERION.calls = 0
+        found.append(fit(lambda: nn.Linear(6, 3), spec, tmp_path, loss=loss).losses)
+        assert CALLS + CRITERION.calls == 3
+    assert found[1] == pytest.approx(found[0], rel=1e-9)

@@ -18,7 +18,7 @@ from .predictor import answers, inputs_of
 from .progress import View, make_view, sparkline
 from .recovery import RecoveryState, Rollback
 from .replay import Replay, replay
-from .restored_objects import left_alone
+from .restored_objects import HeldState, left_alone
 from .run import RECORD, Run, as_weights, launch_of, new_folder
 from .sample_randomness import learn_draws
 from .sampling import EVERY, Breakdown, NoSampler, Sample, Sampler, profile_event
@@ -99,6 +99,7 @@ __all__ = [
     "Stragglers",
     "learn_draws",
     "left_alone",
+    "HeldState",
     "differing",
     "number_slots",
     "numbers_of",
