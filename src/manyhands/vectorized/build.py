@@ -176,6 +176,13 @@ def _require_ready(model: nn.Module) -> None:
             got="lazy layers",
             remedy="pass the sizes of its layers, or train the task alone",
         )
+    scripted = [name for name, part in model.named_modules() if isinstance(part, torch.jit.ScriptModule)]
+    if scripted:
+        raise TaskError(
+            "a stacked network must consist of Python modules",
+            got=f"{scripted[0] or 'the network'}, which torch.jit compiled",
+            remedy="return the module before torch.jit.trace or torch.jit.script, or train the task alone",
+        )
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
