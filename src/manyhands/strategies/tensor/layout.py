@@ -28,7 +28,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ...core import Mean, StrategyError, UsageError, remember_state
+from ...core import Attributes, Mean, StrategyError, UsageError, remember_state
 from ..double_backward import on_gradients, refuse_gradients
 from ..recompute import blocks_of
 from .axis import WHOLE, Axis, in_tensors
@@ -95,7 +95,8 @@ def find_layout(
         for name in layout.whole:
             layout.ways.pop(name, None)
         stack: list[str] = []
-        put_back = None if pretends else remember_state(model)
+        # Fake tensors must not stay in attributes that forward sets.
+        put_back = Attributes(model).put_back if pretends else remember_state(model)
         try:
             for decides in (True, False):
                 with _pretending(model, axis, layout, decides=decides, pretends=pretends) as fake:
@@ -118,8 +119,7 @@ def find_layout(
             _give_way(model, layout, requested, stack, error)
             continue
         finally:
-            if put_back is not None:
-                put_back()
+            put_back()
         _note_whole_attention(model, axis, layout)
         # Other processes, which get the layout, may need an operator that an earlier network made known here.
         layout.operators |= registered
@@ -408,6 +408,8 @@ def _pretending(
     """Replace the network's tensors by fake ones inside this context, sharded as far as the layout is known."""
     owners: list[dict[str, Any]] = [own for module in model.modules() for own in (module._parameters, module._buffers)]
     held = [(own, dict(own)) for own in owners]
+    # A network that is inspected without values has plain attributes without values too.
+    held += [(vars(m), {n: v for n, v in vars(m).items() if _is_empty(v)}) for m in model.modules()]
     mode = FakeTensorMode(allow_non_fake_inputs=True) if pretends else None
 
     def fake(value: Any) -> Any:
@@ -429,6 +431,10 @@ def _pretending(
         finally:
             for own, before in held:
                 own.update(before)
+
+
+def _is_empty(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_meta
 
 
 def _stand_in(axis: Axis, tensor: Tensor, fake: Callable[[Any], Any]) -> Tensor:
