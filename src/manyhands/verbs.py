@@ -379,7 +379,7 @@ def check(
             failed = training.fails_in_parts(made, spec, plan, whole)
         if failed is not None:
             return failed
-        split = functools.partial(training.take_steps, task=made, spec=spec, plan=plan, draws=whole.draws)
+        split = functools.partial(training.take_split_steps, task=made, spec=spec, plan=plan, draws=whole.draws)
         parts = _ask(split, devices, timeout, on=on)[0]
         with _own_randomness():
             verdict = training.judge(made, spec, plan, whole, parts)
@@ -403,6 +403,7 @@ def _check_served(task: Task, spec: StrategySpec, devices: Sequence[Device], tim
         plan = [[*range(len(plan[0]))], [*range(len(plan[0]), len(rows))]]
         whole = training.take_steps(NullWorld(), task, StrategySpec(), plan)
         failed = training.fails_in_parts(task, spec, plan, whole)
+        failed = failed or training.changes_parameters(task, spec, plan, whole, NullWorld())
         if failed is not None:
             return failed
         apart = training.take_steps(NullWorld(), task, StrategySpec(accumulate=training.parts_of(spec)), plan)

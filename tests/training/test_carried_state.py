@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -166,3 +167,67 @@ def test_trials_leave_no_calls_in_a_loss_that_counts_them(loss: Any, tmp_path: P
         found.append(fit(lambda: nn.Linear(6, 3), spec, tmp_path, loss=loss).losses)
         assert CALLS + CRITERION.calls == 3
     assert found[1] == pytest.approx(found[0], rel=1e-9)
+
+
+def test_pipeline_rejects_a_loss_that_counts_calls_by_its_attribute(tmp_path: Path) -> None:
+    CRITERION.calls = 0
+    model, pipeline = lambda: nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3)), mh.Pipeline(2, microbatches=3)
+    with pytest.raises(TaskError, match="the attribute CRITERION.calls of the loss: it is 0 instead of 2"):
+        fit(model, pipeline, tmp_path, loss=global_criterion)
+
+
+class Remembering(nn.Module):
+    """Keeps the last output in an attribute, and the centre of all in another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.kept, self.centre = nn.Linear(6, 3), [], torch.zeros(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.head(x)
+        past = torch.stack([out.mean(0).detach(), *self.kept]).mean(0)
+        self.kept = [out.mean(0).detach()]
+        self.centre = 0.9 * self.centre.to(out.dtype) + 0.1 * out.mean(0).detach()
+        return out + past - self.centre
+
+
+def test_tensor_parallelism_leaves_no_tensors_of_its_trials_in_attributes(tmp_path: Path) -> None:
+    alone = fit(Remembering, mh.Single(precision="fp64"), tmp_path)
+    split = fit(Remembering, mh.TensorParallel(2, precision="fp64"), tmp_path)
+    assert split.losses == pytest.approx(alone.losses, rel=1e-9)
+    assert mh.check(task(Remembering), mh.TensorParallel(2), on="cpu*2", timeout=60)
+
+
+class Renormed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(3, 6, max_norm=0.5), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.table(x.argmax(1) % 3))
+
+
+class Unfreezing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(6, 6).requires_grad_(False), nn.Linear(6, 3)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.body.requires_grad_(bool(self.calls > 2))
+        return self.head(torch.tanh(self.body(x)))
+
+
+@pytest.mark.parametrize(
+    ("model", "text"),
+    [
+        (Renormed, r"forward changes table.weight by embedding at test_carried_state.py:\d+ \(return self.head"),
+        (Unfreezing, r"sets requires_grad of body.weight at test_carried_state.py:\d+ \(self.body.requires_grad_"),
+    ],
+)
+def test_servers_reject_a_forward_that_changes_parameters_by_its_line(model: Any, text: str, tmp_path: Path) -> None:
+    servers = mh.ParameterServer(servers=1, workers=2, precision="fp64")
+    with pytest.raises(TaskError, match=text):
+        fit(model, servers, tmp_path)
+    assert re.search(text, str(mh.check(task(model), servers, on="cpu*2", timeout=60)))

@@ -2,7 +2,17 @@
 
 from .callbacks import Callback, check_callbacks
 from .carried_numbers import differing, number_slots, numbers_of
-from .check import Verdict, fails_in_parts, judge, parts_of, plan_of, record_of, take_steps, with_data
+from .check import (
+    Verdict,
+    changes_parameters,
+    fails_in_parts,
+    judge,
+    parts_of,
+    plan_of,
+    record_of,
+    take_steps,
+    with_data,
+)
 from .embedding_tables import SavedRows
 from .evaluation import evaluate, evaluating, predict
 from .explain import can_explain, explain, without_values
@@ -29,7 +39,7 @@ from .step_capture import compute
 from .stepping import Stepper, follow_schedule, take_step
 from .stragglers import Stragglers
 from .timing import Steps, gradient_squares, time_steps
-from .verify import check_statistics, refuse, with_micro_statistics
+from .verify import check_statistics, refuse, take_split_steps, with_micro_statistics
 
 __all__ = [
     "Hand",
@@ -93,6 +103,8 @@ __all__ = [
     "parts_of",
     "record_of",
     "take_steps",
+    "take_split_steps",
+    "changes_parameters",
     "with_data",
     "with_micro_statistics",
     "refuse",
