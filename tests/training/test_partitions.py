@@ -139,6 +139,18 @@ class Sloping(nn.Module):
         return out + slope
 
 
+class Clamping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(12, 8), nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.body(x)
+        if hidden.requires_grad:
+            hidden.register_hook(lambda gradient: gradient.clamp(-1e3, 1e3))
+        return self.head(hidden)
+
+
 class Dropping(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -160,8 +172,15 @@ def test_networks_whose_trace_is_incomplete_are_rejected_with_the_reason(model: 
     assert re.search(text, refused(made, mh.Placed(devices=2, deterministic=True)))
 
 
-def test_network_that_draws_from_python_s_random_is_rejected_with_its_module() -> None:
-    # A trace repeats the branch that it took, which the first steps may happen to take too.
-    made = problem("mlp").replace(model=Dropping)
-    with pytest.raises(StrategyError, match=r"got forward of the network \(Dropping\), which draws from one of them"):
+@pytest.mark.parametrize(
+    ("model", "text"),
+    [
+        (Dropping, r"got forward of the network \(Dropping\), which draws from one of them"),
+        (Clamping, r"got a hook, in test_partitions.py:\d+: hidden.register_hook"),
+    ],
+)
+def test_network_that_a_trace_changes_rarely_is_rejected_with_the_reason(model: Any, text: str) -> None:
+    # The first two steps may happen to take the branch of the trace, or to have no gradient that is clamped.
+    made = problem("mlp").replace(model=model)
+    with pytest.raises(StrategyError, match=text):
         mh.fit(made, mh.Placed(devices=2, deterministic=True), on="cpu*2", progress=False)

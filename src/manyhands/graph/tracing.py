@@ -250,18 +250,28 @@ def _without_values(model: nn.Module, mode: Any, device: torch.device) -> Iterat
 
 @contextmanager
 def _swapped(model: nn.Module, other: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    places = [held for module in model.modules() for held in (module._parameters, module._buffers)]
+    places: list[dict[str, Any]] = [held for m in model.modules() for held in (m._parameters, m._buffers)]
     before = [dict(held) for held in places]
+    # A network on the meta device has plain attributes there too.
+    plain = [(vars(m), n, v) for m in model.modules() for n, v in vars(m).items() if _is_empty(v)]
     try:
         for held in places:
             for name, tensor in held.items():
                 if tensor is not None:
-                    held[name] = other(tensor)  # type: ignore[assignment]
+                    held[name] = other(tensor)
+        for own, name, value in plain:
+            own[name] = other(value)
         yield
     finally:
         for held, old in zip(places, before, strict=True):
             held.clear()
-            held.update(old)  # type: ignore[arg-type]
+            held.update(old)
+        for own, name, value in plain:
+            own[name] = value
+
+
+def _is_empty(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_meta
 
 
 def _cannot(error: Exception) -> StrategyError:

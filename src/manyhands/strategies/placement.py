@@ -97,7 +97,8 @@ def calling(
     states, put_back, attributes = random_state(device), remember_buffers(model), Attributes(model)
     model.forward = forward
     try:
-        with torch.no_grad(), scope, looks, on_gradients(refuse_gradients), untraceable(), _no_host_draws(model):
+        # With gradients, as in training: forward may register hooks only on tensors that require one.
+        with torch.enable_grad(), scope, looks, on_gradients(refuse_gradients), untraceable(), _no_host_draws(model):
             value = probe(model, lambda batch: batch)
             if changed := attributes.changed():
                 count = len(calls)

@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ...core import Attributes, Mean, StrategyError, UsageError, remember_state
+from ...distributed import culprit
 from ..double_backward import on_gradients, refuse_gradients
 from ..recompute import blocks_of
 from .axis import WHOLE, Axis, in_tensors
@@ -85,7 +86,7 @@ def find_layout(
     model: nn.Module, axis: Axis, probe: Callable[..., Any], asked: Mapping[str, str], *, spreads: bool = True
 ) -> Layout:
     """Find a layout by trial; what cannot be computed on shards stays whole, and the layout's notes say so."""
-    _require_dense(model)
+    _require_shardable(model)
     layout = Layout(blocks=set(blocks_of(model)), spreads=spreads)
     requested = _requested_layouts(model, asked)
     pretends, tries = True, 0
@@ -136,9 +137,15 @@ def _note_whole_attention(model: nn.Module, axis: Axis, layout: Layout) -> None:
             _note(layout, name, f" works on whole tensors on every rank: {reason}")
 
 
-def _require_dense(model: nn.Module) -> None:
-    """Raise for layers with sparse gradients, which torch cannot shard."""
+def _require_shardable(model: nn.Module) -> None:
+    """Raise for layers with sparse gradients, which torch cannot shard, and for TorchScript."""
     for name, layer in model.named_modules():
+        if isinstance(layer, torch.jit.ScriptModule):
+            raise StrategyError(
+                "under tensor parallelism a network must consist of Python modules",
+                got=f"{name or 'the network'}, which torch.jit compiled",
+                remedy="return the module without torch.jit.script or torch.jit.trace, or use mh.Mirrored()",
+            )
         if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse and layer.weight.requires_grad:
             raise no_sparse_gradients(f"{name or type(layer).__name__} with sparse=True")
 
@@ -198,8 +205,8 @@ def _give_way(model: nn.Module, layout: Layout, requested: dict[str, str], stack
     else:
         raise StrategyError(
             "tensor parallelism needs a network that can be computed in parts",
-            got=f"{name}: {reason}",
-            remedy="leave tensor= at 1, or correct the error above",
+            got=f"{name}: {reason.rstrip('.')} at {culprit(error)}",
+            remedy="leave tensor= at 1 (mh.Mirrored() and mh.Sharded() compute layers whole), or correct the error",
         ) from error
 
 
