@@ -72,6 +72,8 @@ class StepRecord:
     """Numbers in plain attributes of the network and of the loss."""
     moved: list[str] = field(default_factory=list)
     """Trained parameters that changed before the update, on one device."""
+    replaced: list[str] = field(default_factory=list)
+    """Trained parameters whose memory the update replaced, on one device."""
 
 
 @dataclass
@@ -272,11 +274,15 @@ class _Kept:
         self._hand, self._loss, self._gradients = hand, loss, {}  # type: ignore[var-annotated]
         self._before = self._whole_weights()
         self._moved: list[str] = []
+        self._replaced: list[str] = []
         update = hand.replica.update
 
         def keep(key: str, where: Tensor | None = None) -> None:
             self._keep(key, shake)
+            places = {name: p.data_ptr() for name, p in self._hand.replica.groups[key].items() if name in self._before}
             update(key, where)
+            group = self._hand.replica.groups[key]
+            self._replaced += [name for name, place in places.items() if group[name].data_ptr() != place]
 
         hand.replica.update = keep  # type: ignore[method-assign]
 
@@ -297,8 +303,8 @@ class _Kept:
 
     def record(self) -> StepRecord:
         """Return the results of the last step."""
-        hand, gradients, moved = self._hand, self._gradients, self._moved
-        self._gradients, self._moved, self._before = {}, [], self._whole_weights()
+        hand, gradients, moved, replaced = self._hand, self._gradients, self._moved, self._replaced
+        self._gradients, self._moved, self._replaced, self._before = {}, [], [], self._whole_weights()
         return StepRecord(
             losses={key or "loss": float(loss) for key, loss in hand.losses.items()},
             gradients=gradients,
@@ -307,6 +313,7 @@ class _Kept:
             differing=hand.replica.differences(),
             numbers=numbers_of(number_slots(hand.model, self._loss)),
             moved=moved,
+            replaced=replaced,
         )
 
 
@@ -505,8 +512,7 @@ def changes_parameters(task: Task, spec: StrategySpec, plan: Plan, whole: Record
     moved = [name for step in record.steps for name in step.moved]
     if moved:
         why = f"forward changes {next(iter(watch.changed), moved[0])} itself, and servers get gradients only"
-        remedy = "change parameters in the optimizer's step, nn.Embedding without max_norm for instance, "
-        return Verdict("different", spec, moved[0], float("inf"), why, f"{remedy}or use mh.Mirrored()")
+        return Verdict("different", spec, moved[0], float("inf"), why, PARAMETERS)
     if watch.unfrozen:
         why = f"forward sets requires_grad of {watch.unfrozen[0]}, and servers update what is trained at the start"
         remedy = "freeze parameters in the model function, detach outputs in place of freezing, or use mh.Mirrored()"
@@ -642,6 +648,10 @@ NUMBER = (
     "register it as a buffer (register_buffer), which is synchronized, pass it as an input, or use a strategy that "
     "does not split batches; if it is only recorded, verify=False skips the comparison"
 )
+PARAMETERS = (
+    "change parameters in the optimizer's step (nn.Embedding without max_norm, for instance), or use a strategy that "
+    "does not split batches and weights"
+)
 OTHER = "use another strategy, mh.Mirrored() say, and report this network: the strategy should have refused it"
 MICRO = (
     'batch_stats="micro" takes them of each micro-batch, as a loop in plain PyTorch does; GroupNorm or LayerNorm need '
@@ -679,7 +689,24 @@ def _reason(
         return f"{cause} is not: a loss must be a mean over the batch's samples, or mh.mean(total, count)", LOSS
     if found.what.startswith("the gradient") and (scaled := not_linear(task, spec, plan, whole, alone)) is not None:
         return scaled.why, scaled.remedy
-    return _of_the_strategy(spec, found, task, whole.drawn_on_host)
+    return _of_parameters(task, spec, plan, whole, alone) or _of_the_strategy(spec, found, task, whole.drawn_on_host)
+
+
+def _of_parameters(task: Task, spec: StrategySpec, plan: Plan, whole: Record, alone: World) -> tuple[str, str] | None:
+    """Return reason and remedy where forward changes parameters itself, or the optimizer replaces their memory."""
+    moved = [name for step in whole.steps for name in step.moved]
+    replaced = [name for step in whole.steps for name in step.replaced]
+    if moved and task.loss is not None:
+        watch = ForwardChanges()
+        take_steps(alone, watch.watched(task), StrategySpec(), plan, precision=whole.precision)
+        where = next(iter(watch.changed), moved[0])
+        return f"forward changes {where} itself, which {spec} does not synchronize", PARAMETERS
+    if replaced:
+        why = (
+            f"the optimizer's step replaces the memory of {replaced[0]} (p.data = ...) in place of changing its values"
+        )
+        return why, "write p.data.copy_(...) or p.add_(...) in the step, or use mh.Mirrored()"
+    return None
 
 
 def _differs_in_parts(task: Task, spec: StrategySpec, plan: Plan, whole: Record, alone: World) -> bool:
@@ -695,7 +722,7 @@ def _of_tensor_ranks(
 ) -> tuple[str, str]:
     """Return the first module whose output differs under tensor parallelism, as a reason, and a remedy."""
     if not found.what.startswith(("the gradient", "the value")):
-        return _of_the_strategy(spec, found, task)
+        return _of_parameters(task, spec, plan, whole, alone) or _of_the_strategy(spec, found, task)
     where = f"where {spec.tensor} ranks compute its layers together"
     module = ""
     if parts.outputs:
