@@ -154,8 +154,8 @@ def _no_host_draws(model: nn.Module) -> Iterator[None]:
 
 def _host_state() -> Any:
     """Return the states of Python's and numpy's generators, comparable by value."""
-    _, keys, *rest = np.random.get_state()
-    return random.getstate(), keys.tobytes(), rest  # type: ignore[union-attr]
+    legacy: Any = np.random.get_state()
+    return random.getstate(), legacy[1].tobytes(), legacy[2:]
 
 
 def _require_no_memory(changed: list[str], first: Any, second: Any) -> None:
