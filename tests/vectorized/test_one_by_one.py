@@ -134,7 +134,7 @@ MODELS: dict[str, tuple[Any, Any, str]] = {
     "a network of torch.jit": (
         lambda: torch.jit.trace(Network(torch.sin), torch.zeros(2, 5)),
         vectors,
-        "the network, which torch.jit compiled",
+        "the network, which is TorchScript",
     ),
     "a branch": (lambda: Network(branching), vectors, r"one after another.*return x \* 2 if x.sum\(\) > 0"),
     "a value in Python": (lambda: Network(reading), vectors, r"x.abs\(\).max\(\).item\(\)"),

@@ -26,6 +26,7 @@ from ..core import (
     StrategyError,
     StrategySpec,
     TaskError,
+    is_scripted,
     random_state,
     remember_buffers,
     restore_random_state,
@@ -530,7 +531,7 @@ def require_partitionable(model: nn.Module) -> None:
     if isinstance(model, nn.ModuleList | nn.ModuleDict):
         raise StrategyError("a network must have a forward", got=type(model).__name__, remedy="wrap it in a module")
     for name, module in model.named_modules():
-        if any(kind.__module__.startswith("torch.jit") for kind in type(module).__mro__):
+        if is_scripted(module):
             raise StrategyError(
                 "a partitioned network is traced, and TorchScript cannot be",
                 got=f"{name or 'the network'}, a {type(module).__name__}",

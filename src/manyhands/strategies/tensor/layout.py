@@ -28,7 +28,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ...core import Attributes, Mean, StrategyError, UsageError, remember_state
+from ...core import Attributes, Mean, StrategyError, UsageError, is_scripted, remember_state
 from ...distributed import culprit
 from ..double_backward import on_gradients, refuse_gradients
 from ..recompute import blocks_of
@@ -140,11 +140,11 @@ def _note_whole_attention(model: nn.Module, axis: Axis, layout: Layout) -> None:
 def _require_shardable(model: nn.Module) -> None:
     """Raise for layers with sparse gradients, which torch cannot shard, and for TorchScript."""
     for name, layer in model.named_modules():
-        if isinstance(layer, torch.jit.ScriptModule):
+        if is_scripted(layer):
             raise StrategyError(
                 "under tensor parallelism a network must consist of Python modules",
-                got=f"{name or 'the network'}, which torch.jit compiled",
-                remedy="return the module without torch.jit.script or torch.jit.trace, or use mh.Mirrored()",
+                got=f"{name or 'the network'}, which is TorchScript",
+                remedy="return the module before it is traced or scripted, or use mh.Mirrored()",
             )
         if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse and layer.weight.requires_grad:
             raise no_sparse_gradients(f"{name or type(layer).__name__} with sparse=True")
