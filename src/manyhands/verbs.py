@@ -403,7 +403,8 @@ def _check_served(task: Task, spec: StrategySpec, devices: Sequence[Device], tim
         plan = [[*range(len(plan[0]))], [*range(len(plan[0]), len(rows))]]
         whole = training.take_steps(NullWorld(), task, StrategySpec(), plan)
         failed = training.fails_in_parts(task, spec, plan, whole)
-        failed = failed or training.changes_parameters(task, spec, plan, whole, NullWorld())
+        if failed is None:
+            failed = training.changes_parameters(task, spec, plan, whole, NullWorld())
         if failed is not None:
             return failed
         apart = training.take_steps(NullWorld(), task, StrategySpec(accumulate=training.parts_of(spec)), plan)

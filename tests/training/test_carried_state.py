@@ -231,3 +231,14 @@ def test_servers_reject_a_forward_that_changes_parameters_by_its_line(model: Any
     with pytest.raises(TaskError, match=text):
         fit(model, servers, tmp_path)
     assert re.search(text, str(mh.check(task(model), servers, on="cpu*2", timeout=60)))
+
+
+def clamping() -> nn.Module:
+    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3))
+    model[2].register_full_backward_pre_hook(lambda module, outputs: (outputs[0].clamp(-1e-3, 1e-3),))
+    return model
+
+
+def test_servers_reject_a_backward_that_does_not_scale_with_the_loss(tmp_path: Path) -> None:
+    with pytest.raises(TaskError, match="its backward is not proportional to the loss"):
+        fit(clamping, mh.ParameterServer(servers=1, workers=2, precision="fp64"), tmp_path)

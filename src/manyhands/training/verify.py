@@ -177,7 +177,8 @@ class _Trial:
                 failed = None
                 if self.spec.servers:
                     failed = not_linear(self.task, self.spec, plan, self.whole, self.alone)
-                    failed = failed or changes_parameters(self.task, self.spec, plan, self.whole, self.alone)
+                    if failed is None:
+                        failed = changes_parameters(self.task, self.spec, plan, self.whole, self.alone)
                 if failed is None and self.world.size > 1:
                     failed = fails_in_parts(self.task, self.spec, plan, self.whole, self.alone)
                 if failed is not None:
