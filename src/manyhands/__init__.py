@@ -151,7 +151,8 @@ _MODULES = {
     "storage": ["load", "weights"],
     "strategies": ["Embedding", "place_on"],
     "data": ["files", "bucketed"],
-    "training": ["Callback", "Hand", "Patience", "Run", "Sink", "hand"],
+    "training": ["Callback", "Hand", "Patience", "Run", "hand"],
+    "monitoring": ["Sink"],
     "serving": ["Client"],
 }
 _SUBPACKAGES = ("sync",)

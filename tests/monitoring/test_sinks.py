@@ -125,7 +125,7 @@ import manyhands as mh
 from manyhands.monitoring.sinks import dispatcher
 
 sys.path.insert(0, sys.argv[1])
-from tests.training.test_sinks import task
+from tests.monitoring.test_sinks import task
 
 dispatcher.CLOSE_SECONDS = 90  # however busy the machine is
 run = mh.fit(task, params={"lr": 0.03}, on="cpu", epochs=2, name="both", log_to=["wandb", "mlflow"], progress=False)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import manyhands as mh
-from manyhands.core import StrategySpec, TaskError
+from manyhands.core import StrategyError, StrategySpec, TaskError
 from manyhands.distributed import NullWorld, World
 from manyhands.training.check import compare, plan_of, take_steps
 
@@ -100,3 +100,15 @@ def test_check_names_module_that_differs_under_tensor_parallel() -> None:
     assert "2 ranks compute its layers together" in verdict.why
     assert "samples" not in f"{verdict.why} {verdict.remedy}"
     assert 'layout={"2": "replicate"}' in verdict.remedy
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace")
+def test_torchscript_is_refused_under_tensor_parallel() -> None:
+    made = task_of(PLAIN).replace(
+        model=lambda: torch.jit.trace(nn.Embedding(19, 19), torch.zeros(1, dtype=torch.long)),
+        loss=lambda model, batch: F.cross_entropy(model(batch[0]).flatten(0, 1), batch[0].flatten()),
+    )
+    with pytest.raises(
+        StrategyError, match="must consist of Python modules, but got the network, which is TorchScript"
+    ):
+        mh.check(made, mh.TensorParallel(2), on="cpu*2")

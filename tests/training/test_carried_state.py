@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +18,20 @@ X = torch.randn(17, 6, generator=torch.Generator().manual_seed(0))
 Y = torch.randint(0, 3, (17,), generator=torch.Generator().manual_seed(1))
 
 
-def fit(model: Any, spec: StrategySpec, folder: Path, **options: Any) -> mh.Run:
-    task = mh.Task(
+def task(model: Any, loss: Any = None) -> mh.Task:
+    return mh.Task(
         model=model,
-        loss=lambda net, batch: F.cross_entropy(net(batch[0]), batch[1]),
+        loss=loss or (lambda net, batch: F.cross_entropy(net(batch[0]), batch[1])),
         optimizer=lambda net: torch.optim.SGD(net.parameters(), lr=0.1),
         data=(X, Y),
         batch_size=6,
         shuffle=False,
     )
+
+
+def fit(model: Any, spec: StrategySpec, folder: Path, *, loss: Any = None, **options: Any) -> mh.Run:
     on = "cpu" if spec.num_devices == 1 else "cpu*2"
-    return mh.fit(task, spec, on=on, folder=folder, progress=False, timeout=60, **options)
+    return mh.fit(task(model, loss), spec, on=on, folder=folder, progress=False, timeout=60, **options)
 
 
 class Counting(nn.Module):
@@ -117,3 +121,124 @@ class Extra(nn.Linear):
 def test_extra_state_without_tensors_is_rejected_before_training(tmp_path: Path) -> None:
     with pytest.raises(TaskError, match="get_extra_state"):
         fit(lambda: Extra(6, 3), mh.Single(), tmp_path)
+
+
+class CountingLoss(nn.Module):
+    """A loss that is scaled after its fourth call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
+        self.calls += 1
+        return F.cross_entropy(logits, labels) * (2.0 if self.calls > 4 else 1.0)
+
+
+CRITERION = CountingLoss()
+CALLS = 0
+
+
+def global_criterion(net: Any, batch: Any) -> Tensor:
+    loss: Tensor = CRITERION(net(batch[0]), batch[1])
+    return loss
+
+
+def global_number(net: Any, batch: Any) -> Tensor:
+    global CALLS
+    CALLS += 1
+    return F.cross_entropy(net(batch[0]), batch[1]) * (2.0 if CALLS > 4 else 1.0)
+
+
+def through_a_closure(net: Any, batch: Any) -> Tensor:
+    def inner() -> Tensor:
+        loss: Tensor = CRITERION(net(batch[0]), batch[1])
+        return loss
+
+    return inner()
+
+
+@pytest.mark.parametrize("loss", [global_criterion, global_number, through_a_closure])
+def test_trials_leave_no_calls_in_a_loss_that_counts_them(loss: Any, tmp_path: Path) -> None:
+    global CALLS
+    found = []
+    for spec in (mh.Single(precision="fp64"), mh.Single(precision="fp64", accumulate=2)):
+        CALLS = CRITERION.calls = 0
+        found.append(fit(lambda: nn.Linear(6, 3), spec, tmp_path, loss=loss).losses)
+        assert CALLS + CRITERION.calls == 3
+    assert found[1] == pytest.approx(found[0], rel=1e-9)
+
+
+def test_pipeline_rejects_a_loss_that_counts_calls_by_its_attribute(tmp_path: Path) -> None:
+    CRITERION.calls = 0
+    model, pipeline = lambda: nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3)), mh.Pipeline(2, microbatches=3)
+    with pytest.raises(TaskError, match="the attribute CRITERION.calls of the loss: it is 0 instead of 2"):
+        fit(model, pipeline, tmp_path, loss=global_criterion)
+
+
+class Remembering(nn.Module):
+    """Keeps the last output in an attribute, and the centre of all in another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.kept, self.centre = nn.Linear(6, 3), [], torch.zeros(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.head(x)
+        past = torch.stack([out.mean(0).detach(), *self.kept]).mean(0)
+        self.kept = [out.mean(0).detach()]
+        self.centre = 0.9 * self.centre.to(out.dtype) + 0.1 * out.mean(0).detach()
+        return out + past - self.centre
+
+
+def test_tensor_parallelism_leaves_no_tensors_of_its_trials_in_attributes(tmp_path: Path) -> None:
+    alone = fit(Remembering, mh.Single(precision="fp64"), tmp_path)
+    split = fit(Remembering, mh.TensorParallel(2, precision="fp64"), tmp_path)
+    assert split.losses == pytest.approx(alone.losses, rel=1e-9)
+    assert mh.check(task(Remembering), mh.TensorParallel(2), on="cpu*2", timeout=60)
+
+
+class Renormed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(3, 6, max_norm=0.5), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.table(x.argmax(1) % 3))
+
+
+class Unfreezing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(6, 6).requires_grad_(False), nn.Linear(6, 3)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.body.requires_grad_(bool(self.calls > 2))
+        return self.head(torch.tanh(self.body(x)))
+
+
+@pytest.mark.parametrize(
+    ("model", "text"),
+    [
+        (Renormed, r"forward changes table.weight by embedding at test_carried_state.py:\d+ \(return self.head"),
+        (Unfreezing, r"sets requires_grad of body.weight at test_carried_state.py:\d+ \(self.body.requires_grad_"),
+    ],
+)
+def test_servers_reject_a_forward_that_changes_parameters_by_its_line(model: Any, text: str, tmp_path: Path) -> None:
+    servers = mh.ParameterServer(servers=1, workers=2, precision="fp64")
+    with pytest.raises(TaskError, match=text):
+        fit(model, servers, tmp_path)
+    assert re.search(text, str(mh.check(task(model), servers, on="cpu*2", timeout=60)))
+
+
+def clamping() -> nn.Module:
+    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3))
+    model[2].register_full_backward_pre_hook(lambda module, outputs: (outputs[0].clamp(-1e-3, 1e-3),))
+    return model
+
+
+def test_servers_reject_a_backward_that_does_not_scale_with_the_loss(tmp_path: Path) -> None:
+    with pytest.raises(TaskError, match="its backward is not proportional to the loss"):
+        fit(clamping, mh.ParameterServer(servers=1, workers=2, precision="fp64"), tmp_path)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import manyhands as mh
-from manyhands.core import StrategySpec
+from manyhands.core import StrategyError, StrategySpec
 
 from .problems import problem
 
@@ -119,3 +119,51 @@ def test_check_detects_random_mixing_of_samples() -> None:
     assert not verdict
     assert "0.weight" in verdict.first
     assert "looks at other samples of the batch" in verdict.why
+
+
+class Adaptive(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.out = nn.Linear(12, 8), nn.AdaptiveLogSoftmaxWithLoss(8, 11, [3, 6], div_value=2.0)
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        return self.out(torch.tanh(self.body(x)), y)
+
+
+def test_check_refuses_a_network_that_runs_on_one_device_only() -> None:
+    made = problem("mlp").replace(model=Adaptive, loss=lambda model, batch: model(batch[0], batch[1]).loss)
+    with pytest.raises(StrategyError, match="must run as they do on one device.*at the backward pass"):
+        mh.check(made, mh.TensorParallel(2), on="cpu*2")
+
+
+class Replacing(torch.optim.Optimizer):
+    """Descends by a new tensor for every parameter."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            parameter.data = parameter.data - 0.1 * parameter.grad
+
+
+class Table(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(7, 8, max_norm=0.5), nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.words(x.abs().long() % 7).mean(1))
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"optimizer": lambda model: Replacing(model.parameters())}, r"replaces the memory of .* \(p.data = ...\)"),
+        ({"model": Table}, r"forward changes words.weight by embedding at test_check.py:\d+ .*does not synchronize"),
+    ],
+)
+def test_check_names_how_parameters_change_where_updates_differ(changes: Any, text: str) -> None:
+    verdict = mh.check(problem("mlp").replace(**changes), mh.Sharded(2, sharding="optimizer"), on="cpu*2")
+    assert verdict.outcome == "different"
+    assert re.search(text, verdict.why)

@@ -31,7 +31,7 @@ import manyhands as mh
 from manyhands.launcher import leases
 leases.UNLEASED = frozenset()
 sys.path.insert(0, sys.argv[1])
-from tests.training.test_sinks import task
+from tests.monitoring.test_sinks import task
 mh.fit(task, on="cpu", name="run")
 """
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import random
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor, nn
+from torch.func import jvp
 
 import manyhands as mh
 from manyhands.core import DeviceError, StrategyError, TaskError
@@ -113,3 +117,70 @@ def test_pipeline_and_placed_specs_parse_from_text() -> None:
     assert str(mh.Placed()) == "stages=all,place=auto"
     assert mh.StrategySpec.parse("placed").with_devices(3).stages == 3
     assert (mh.Pipeline(2) * mh.Mirrored(3)).num_devices == 6
+
+
+class Drawing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(12, 8), nn.Linear(8, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        own = torch.Generator().manual_seed(3)
+        return self.layers(x + torch.randn(12, generator=own).to(x.dtype))
+
+
+class Sloping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(12, 8), nn.Linear(8, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out, slope = jvp(self.layers, (x,), (torch.ones_like(x),))
+        return out + slope
+
+
+class Clamping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(12, 8), nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.body(x)
+        if hidden.requires_grad:
+            hidden.register_hook(lambda gradient: gradient.clamp(-1e3, 1e3))
+        return self.head(hidden)
+
+
+class Dropping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(12, 12), nn.Linear(12, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x + self.body(x) if random.random() < 0.5 else x)
+
+
+@pytest.mark.parametrize(
+    ("model", "text"),
+    [
+        (Drawing, r"that randn uses at test_partitions.py:\d+: return self.layers"),
+        (Sloping, r"torch.func.jvp, but got a call of one in forward, at test_partitions.py:\d+: out, slope = jvp"),
+    ],
+)
+def test_networks_whose_trace_is_incomplete_are_rejected_with_the_reason(model: Any, text: str) -> None:
+    made = problem("mlp").replace(model=model)
+    assert re.search(text, refused(made, mh.Placed(devices=2, deterministic=True)))
+
+
+@pytest.mark.parametrize(
+    ("model", "text"),
+    [
+        (Dropping, r"got forward of the network \(Dropping\), which draws from one of them"),
+        (Clamping, r"got a hook, in test_partitions.py:\d+: hidden.register_hook"),
+    ],
+)
+def test_network_that_a_trace_changes_rarely_is_rejected_with_the_reason(model: Any, text: str) -> None:
+    # The first two steps may happen to take the branch of the trace, or to have no gradient that is clamped.
+    made = problem("mlp").replace(model=model)
+    with pytest.raises(StrategyError, match=text):
+        mh.fit(made, mh.Placed(devices=2, deterministic=True), on="cpu*2", progress=False)

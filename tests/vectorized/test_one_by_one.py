@@ -131,6 +131,11 @@ class Rotation(nn.Module):
 
 
 MODELS: dict[str, tuple[Any, Any, str]] = {
+    "a network of torch.jit": (
+        lambda: torch.jit.trace(Network(torch.sin), torch.zeros(2, 5)),
+        vectors,
+        "the network, which is TorchScript",
+    ),
     "a branch": (lambda: Network(branching), vectors, r"one after another.*return x \* 2 if x.sum\(\) > 0"),
     "a value in Python": (lambda: Network(reading), vectors, r"x.abs\(\).max\(\).item\(\)"),
     "a mask": (lambda: Network(masked), vectors, "x > 0.5"),
@@ -163,7 +168,7 @@ MODELS: dict[str, tuple[Any, Any, str]] = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.filterwarnings("ignore:.*weight_norm.*deprecated")
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*deprecated", "ignore:.*torch.jit.trace")
 def test_unstackable_networks_train_sequentially_like_separate_runs(name: str, tmp_path: Path) -> None:
     model, data, words = MODELS[name]
     makes = [adamw(1e-2), adamw(3e-2, weight_decay=0.1)]
@@ -287,3 +292,29 @@ def test_user_error_is_raised_unchanged() -> None:
 
     with pytest.raises(IndexError, match="Target 1.. is out of bounds"):
         Population([task().replace(loss=broken)], device="cpu", epochs=1).train()
+
+
+class Annealed(nn.Module):
+    """A loss that is smoothed after four calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
+        self.calls += 1
+        return F.cross_entropy(logits, labels, label_smoothing=0.2 if self.calls > 4 else 0.0)
+
+
+def test_members_that_share_a_loss_count_its_calls_separately(tmp_path: Path) -> None:
+    def made(criterion: Annealed, seed: int) -> mh.Task:
+        return task(valid=None, metrics={}, seed=seed).replace(
+            loss=lambda model, batch: criterion(model(batch[0]), batch[1])
+        )
+
+    shared = Annealed()
+    population = Population([made(shared, seed) for seed in (0, 1)], "precision=fp64", device="cpu", epochs=EPOCHS)
+    curves = population.step(population.total)
+    for seed in (0, 1):
+        run = alone(made(Annealed(), seed), tmp_path / str(seed))
+        torch.testing.assert_close(curves[:, seed], torch.tensor(run.losses, dtype=torch.float64), rtol=1e-9, atol=0.0)

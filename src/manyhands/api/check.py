@@ -46,7 +46,7 @@ def check(
             failed = training.fails_in_parts(made, spec, plan, whole)
         if failed is not None:
             return failed
-        split = functools.partial(training.take_steps, task=made, spec=spec, plan=plan, draws=whole.draws)
+        split = functools.partial(training.take_split_steps, task=made, spec=spec, plan=plan, draws=whole.draws)
         parts = runtime.call(split, devices, timeout, on=on)[0]
         with own_randomness():
             verdict = training.judge(made, spec, plan, whole, parts)

@@ -61,6 +61,8 @@ def check_served(task: Task, spec: StrategySpec, devices: Sequence[Device], time
         plan = [[*range(len(plan[0]))], [*range(len(plan[0]), len(rows))]]
         whole = training.take_steps(NullWorld(), task, StrategySpec(), plan)
         failed = training.fails_in_parts(task, spec, plan, whole)
+        if failed is None:
+            failed = training.changes_parameters(task, spec, plan, whole, NullWorld())
         if failed is not None:
             return failed
         apart = training.take_steps(NullWorld(), task, StrategySpec(accumulate=training.parts_of(spec)), plan)

@@ -32,6 +32,7 @@ from .formatting import format_bytes, format_duration, format_rough_duration, pr
 from .module_state import (
     Attributes,
     default_dtype,
+    is_scripted,
     remember_buffers,
     remember_state,
     require_tensor_state,
@@ -132,6 +133,7 @@ __all__ = [
     "random_state",
     "default_dtype",
     "remember_buffers",
+    "is_scripted",
     "remember_state",
     "require_tensor_state",
     "restore_random_state",

@@ -86,6 +86,11 @@ def require_tensor_state(model: nn.Module) -> None:
             )
 
 
+def is_scripted(module: nn.Module) -> bool:
+    """Return whether a module is TorchScript, whose forward and tensors Python code cannot replace."""
+    return any(kind.__module__.startswith("torch.jit") for kind in type(module).__mro__)
+
+
 def set_training(model: nn.Module) -> None:
     """Call `model.train()`, which a network may override, and keep layers in evaluation mode that were built so.
 

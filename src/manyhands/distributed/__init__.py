@@ -39,7 +39,7 @@ from .network import (
 )
 from .survey import Survey, require_alike, survey
 from .torch_world import TorchWorld, backend_for
-from .user_lines import caller_lines, calling_line, culprit, innermost
+from .user_lines import caller_lines, calling_line, culprit, innermost, line_in
 from .world import (
     DEFAULT_TIMEOUT,
     NullWorld,
@@ -89,6 +89,7 @@ __all__ = [
     "caller_lines",
     "calling_line",
     "culprit",
+    "line_in",
     "current_world",
     "devices",
     "enter_world",

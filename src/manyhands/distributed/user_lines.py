@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import linecache
+import re
 import sysconfig
 import traceback
 from collections.abc import Sequence
@@ -31,7 +32,22 @@ def culprit(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     if not frames:
         return type(error).__name__
-    return _shown(innermost(frames))
+    frame = innermost(frames)
+    if frame.name == "_engine_run_backward":
+        # Autograd's own threads have no line of the user's.
+        return "the backward pass"
+    return _shown(frame)
+
+
+def line_in(stack: str) -> str:
+    """Return the innermost line of user code in a formatted stack, as `file.py:12: text`; "" if it has no lines.
+
+    >>> line_in('File "train.py", line 3, in forward\\n    return self.head(x)')
+    'train.py:3: return self.head(x)'
+    """
+    found = re.findall(r'File "(.+)", line (\d+), in (.+)(?:\n +(.*))?', stack)
+    frames = [traceback.FrameSummary(file, int(line), name, line=text) for file, line, name, text in found]
+    return _shown(innermost(frames)) if frames else ""
 
 
 def calling_line() -> str:

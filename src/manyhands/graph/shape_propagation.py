@@ -14,6 +14,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from ..core import LayoutFree, StrategyError
+from ..distributed import line_in
 from .layers import Call, changed_by, layer_of
 from .tracing import TracedGraph
 
@@ -102,7 +103,7 @@ def _follow_one(node: fx.Node, held: Mapping[str, Any], facts: GraphFacts, draws
         except torch._subclasses.fake_tensor.DataDependentOutputException as error:
             raise StrategyError(
                 "a partitioned network must be traceable: sizes in it must not depend on values",
-                got=f"{node.target} in {node.meta.get('stack_trace', '').strip().splitlines()[-1:]}",
+                got=f"{node.target} at {line_in(node.meta.get('stack_trace') or '') or 'an unknown line'}",
                 remedy="compute that size outside of forward",
             ) from error
     facts.draws[node.name] = facts.num_draws

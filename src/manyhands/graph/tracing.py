@@ -20,9 +20,11 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from ..core import StrategyError, as_written
-from ..distributed import culprit
+from ..distributed import culprit, line_in
 from .layers import Call, kept_whole, mark
 
+_FUNCTORCH = "torch._functorch.predispatch"
+"""The module of operations that torch.func's transforms leave in a trace."""
 _CHECKS = ("_assert_tensor_metadata", "_assert_scalar", "_assert_async", "sym_constrain_range_for_size")
 """Operations that only check that sizes are as expected."""
 _NET = "net"
@@ -248,18 +250,28 @@ def _without_values(model: nn.Module, mode: Any, device: torch.device) -> Iterat
 
 @contextmanager
 def _swapped(model: nn.Module, other: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    places = [held for module in model.modules() for held in (module._parameters, module._buffers)]
+    places: list[dict[str, Any]] = [held for m in model.modules() for held in (m._parameters, m._buffers)]
     before = [dict(held) for held in places]
+    # A network on the meta device has plain attributes there too.
+    plain = [(vars(m), n, v) for m in model.modules() for n, v in vars(m).items() if _is_empty(v)]
     try:
         for held in places:
             for name, tensor in held.items():
                 if tensor is not None:
-                    held[name] = other(tensor)  # type: ignore[assignment]
+                    held[name] = other(tensor)
+        for own, name, value in plain:
+            own[name] = other(value)
         yield
     finally:
         for held, old in zip(places, before, strict=True):
             held.clear()
-            held.update(old)  # type: ignore[arg-type]
+            held.update(old)
+        for own, name, value in plain:
+            own[name] = value
+
+
+def _is_empty(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_meta
 
 
 def _cannot(error: Exception) -> StrategyError:
@@ -283,12 +295,13 @@ def _traced(program: Any, answer: OutputStructure, names: Mapping[str, str]) -> 
     from .shape_propagation import mutated
 
     graph: fx.Graph = program.graph_module.graph
-    if any("batch_dim" in getattr(node.target, "__name__", "") for node in graph.nodes):
-        raise StrategyError(
-            "a partitioned network is traced, and the trace does not support torch.func.vmap",
-            got="a call of it in forward",
-            remedy="write the loop over its dimension, or use mh.Mirrored() or mh.Sharded()",
-        )
+    for node in graph.nodes:
+        if getattr(node.target, "__module__", "") == _FUNCTORCH:
+            raise StrategyError(
+                "a partitioned network is traced, and the trace does not support torch.func.vmap and torch.func.jvp",
+                got=f"a call of one in forward, at {_line_of(node)}",
+                remedy="write the loop or the derivative without it, or use mh.Mirrored() or mh.Sharded()",
+            )
     for node in [n for n in graph.nodes if n.op == "call_function" and _name_of(n.target) in _CHECKS]:
         graph.erase_node(node)
     graph.eliminate_dead_code(lambda node: node.is_impure() or bool(mutated(node)))
@@ -297,18 +310,37 @@ def _traced(program: Any, answer: OutputStructure, names: Mapping[str, str]) -> 
     strip = len(_NET) + 1
     buffers = {node: names[name[strip:]] for node, name in signature.inputs_to_buffers.items()}
     returned = next(node for node in graph.nodes if node.op == "output")
+    parameters = {node: names[name[strip:]] for node, name in signature.inputs_to_parameters.items()}
+    constants = {node: program.constants[name] for node, name in signature.inputs_to_lifted_tensor_constants.items()}
+    _require_tensors(graph, {*parameters, *buffers, *constants, *signature.user_inputs})
     return TracedGraph(
         graph=graph,
         root=program.graph_module,
-        parameters={node: names[name[strip:]] for node, name in signature.inputs_to_parameters.items()},
+        parameters=parameters,
         buffers=buffers,
-        constants={node: program.constants[name] for node, name in signature.inputs_to_lifted_tensor_constants.items()},
+        constants=constants,
         inputs=list(signature.user_inputs),
         outputs=list(returned.args[0]),
         answer=answer,
         paths={node.name: _path_of(node) or _owner_of(node, buffers) for node in operations},
         bounds=dict(program.range_constraints),
     )
+
+
+def _require_tensors(graph: fx.Graph, known: set[str]) -> None:
+    """Raise for an object such as a torch.Generator, whose state a trace does not contain."""
+    for node in graph.nodes:
+        if node.op == "placeholder" and node.name not in known and node.users:
+            user = next(iter(node.users))
+            raise StrategyError(
+                "a partitioned network is traced, and the trace contains tensors and numbers only",
+                got=f"an object, a torch.Generator for instance, that {_name_of(user.target)} uses at {_line_of(user)}",
+                remedy="draw without generator=, with deterministic=True, or use mh.Mirrored() or mh.Sharded()",
+            )
+
+
+def _line_of(node: fx.Node) -> str:
+    return line_in(node.meta.get("stack_trace") or "") or "an unknown line"
 
 
 def _name_of(target: Any) -> str:

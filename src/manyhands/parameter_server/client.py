@@ -11,6 +11,7 @@ import torch
 import zmq
 from torch import Tensor, nn
 
+from ..core import TaskError
 from .layout import Share, TensorPiece, buffers_of, frames_of, tables_of, tensor_of
 from .messages import Attached, EndOfWork, Message, Pull, PullRows, Push, Pushed, RowsReply, ServerList, Values
 from .shared_memory import SharedSlots
@@ -221,6 +222,7 @@ class ParameterClient:
             for piece in flat_buffer.pieces:
                 target, tensor = buffer[piece.place], self._held[piece.name]
                 if not piece.is_trained:
+                    _require_no_gradient(piece.name, tensor)
                     before = self._before[f"{piece.name} {piece.start}"].to(tensor.device)
                     target.copy_(self._stretch(piece) - before)
                 elif tensor.grad is None:
@@ -355,3 +357,13 @@ def _on_message(coordinator: Caller) -> None:
     if isinstance(got[0], EndOfWork):
         raise WorkEnded
     raise AssertionError(f"the coordinator sent an unexpected {type(got[0]).__name__}")
+
+
+def _require_no_gradient(name: str, tensor: Tensor) -> None:
+    """Raise for a parameter that was frozen at the start and has a gradient now, which no server would apply."""
+    if tensor.grad is not None:
+        raise TaskError(
+            "parameters on parameter servers must require a gradient from the start, or never",
+            got=f"{name}, which was frozen and has a gradient now",
+            remedy="freeze parameters in the model function only, or use mh.Mirrored()",
+        )

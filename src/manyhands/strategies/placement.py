@@ -7,11 +7,14 @@ evaluation, another batch size) is traced on first use, and its operations run o
 from __future__ import annotations
 
 import contextlib
+import functools
+import random
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
@@ -23,6 +26,7 @@ from ..core import (
     StrategyError,
     StrategySpec,
     TaskError,
+    is_scripted,
     random_state,
     remember_buffers,
     restore_random_state,
@@ -94,7 +98,8 @@ def calling(
     states, put_back, attributes = random_state(device), remember_buffers(model), Attributes(model)
     model.forward = forward
     try:
-        with torch.no_grad(), scope, looks, on_gradients(refuse_gradients), untraceable():
+        # With gradients, as in training: forward may register hooks only on tensors that require one.
+        with torch.enable_grad(), scope, looks, on_gradients(refuse_gradients), untraceable(), _no_host_draws(model):
             value = probe(model, lambda batch: batch)
             if changed := attributes.changed():
                 count = len(calls)
@@ -117,6 +122,41 @@ def calling(
     if len(calls) != 1:
         raise one_call(len(calls))
     return Calling(calls[0], isinstance(value, Mean), tuple(sorted(looks.seen)), tuple(looks.reads))
+
+
+@contextmanager
+def _no_host_draws(model: nn.Module) -> Iterator[None]:
+    """Raise for a module whose forward draws from Python's or numpy's generator: a trace repeats those numbers."""
+    states: list[Any] = []
+    drawing: list[str] = []
+
+    def enter(*_: Any) -> None:
+        states.append(_host_state())
+
+    def leave(name: str, part: nn.Module, *_: Any) -> None:
+        if states.pop() != _host_state():
+            drawing.append(f"forward of {name or 'the network'} ({type(part).__name__})")
+
+    hooks = [part.register_forward_pre_hook(enter) for part in model.modules()]
+    for name, part in model.named_modules():
+        hooks.append(part.register_forward_hook(functools.partial(leave, name), always_call=True))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if drawing:
+        raise StrategyError(
+            "a partitioned network is traced once, and the trace repeats what Python's random or numpy.random drew",
+            got=f"{drawing[0]}, which draws from one of them",
+            remedy="draw numbers with torch, and compute both branches, or use mh.Mirrored() or mh.Sharded()",
+        )
+
+
+def _host_state() -> Any:
+    """Return the states of Python's and numpy's generators, comparable by value."""
+    legacy: Any = np.random.get_state()
+    return random.getstate(), legacy[1].tobytes(), legacy[2:]
 
 
 def _require_no_memory(changed: list[str], first: Any, second: Any) -> None:
@@ -491,7 +531,7 @@ def require_partitionable(model: nn.Module) -> None:
     if isinstance(model, nn.ModuleList | nn.ModuleDict):
         raise StrategyError("a network must have a forward", got=type(model).__name__, remedy="wrap it in a module")
     for name, module in model.named_modules():
-        if any(kind.__module__.startswith("torch.jit") for kind in type(module).__mro__):
+        if is_scripted(module):
             raise StrategyError(
                 "a partitioned network is traced, and TorchScript cannot be",
                 got=f"{name or 'the network'}, a {type(module).__name__}",

@@ -2,7 +2,17 @@
 
 from .callbacks import Callback, check_callbacks
 from .carried_numbers import differing, number_slots, numbers_of
-from .check import Verdict, fails_in_parts, judge, parts_of, plan_of, record_of, take_steps, with_data
+from .check import (
+    Verdict,
+    changes_parameters,
+    fails_in_parts,
+    judge,
+    parts_of,
+    plan_of,
+    record_of,
+    take_steps,
+    with_data,
+)
 from .embedding_tables import SavedRows
 from .evaluation import evaluate, evaluating, predict
 from .explain import can_explain, explain, without_values
@@ -17,7 +27,7 @@ from .patience import Patience, as_patience, check_patience
 from .predictor import answers, inputs_of
 from .recovery import RecoveryState, Rollback
 from .replay import Replay, replay
-from .restored_objects import left_alone
+from .restored_objects import HeldState, left_alone
 from .run import RECORD, Run, as_weights, launch_of, new_folder
 from .sample_randomness import learn_draws
 from .sampling import EVERY, Breakdown, NoSampler, Sample, Sampler, profile_event
@@ -25,7 +35,7 @@ from .snapshot import restore_snapshot, take_snapshot
 from .step_capture import compute
 from .stepping import Stepper, follow_schedule, take_step
 from .timing import Steps, gradient_squares, time_steps
-from .verify import check_statistics, refuse, with_micro_statistics
+from .verify import check_statistics, refuse, take_split_steps, with_micro_statistics
 
 __all__ = [
     "Hand",
@@ -89,11 +99,14 @@ __all__ = [
     "parts_of",
     "record_of",
     "take_steps",
+    "take_split_steps",
+    "changes_parameters",
     "with_data",
     "with_micro_statistics",
     "refuse",
     "learn_draws",
     "left_alone",
+    "HeldState",
     "differing",
     "number_slots",
     "numbers_of",

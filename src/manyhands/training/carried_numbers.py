@@ -15,6 +15,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from .restored_objects import global_state
+
 Number = int | float
 NUM_SEARCHED = 2
 """Steps in which counters are searched for; later ones follow those that were found."""
@@ -82,6 +84,11 @@ def _of_function(function: Any, depth: int = 2) -> Iterator[tuple[str, NumberSlo
                 continue
             if isinstance(value, Number):
                 yield name, NumberSlot(cell, None)
+            else:
+                yield from _of_object(name, value, depth)
+        for name, value in global_state(function).items():
+            if isinstance(value, Number):
+                yield name, NumberSlot(function.__globals__, name)
             else:
                 yield from _of_object(name, value, depth)
     elif function is not None:

@@ -26,6 +26,9 @@ MAX_DEPTH = 60
 """Stack frames that are searched for a line of the user's code."""
 
 
+_SETS_GRADIENT = (Tensor.requires_grad_, Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
+
+
 @dataclass
 class RecordedCall:
     """A call of a torch function: its name, its source line, and what it returned."""
@@ -93,6 +96,48 @@ class CallRecorder(TorchFunctionMode):
         if values:
             name = getattr(func, "__name__", str(func)).strip("_")
             self.calls[-1].append(RecordedCall(name, self._path[-1] if self._path else "", _line(), values))
+        return result
+
+
+class ForwardChanges(TorchFunctionMode):
+    """Finds the first operation of a loss that changes a parameter in place, or whether it requires a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # A list, because a trial restores plain attributes of what a loss refers to.
+        self.changed: list[str] = []
+        """Parameters that change in place, and where."""
+        self.unfrozen: list[str] = []
+        """Parameters whose requires_grad is set, and where."""
+        self._names: dict[int, str] = {}
+        self._versions: list[tuple[Tensor, int]] = []
+
+    def watched(self, task: Task) -> Task:
+        """Return the task with a loss whose operations are watched."""
+        loss = task.loss
+        assert loss is not None
+
+        def compute(model: nn.Module, batch: Any) -> Any:
+            named = dict(model.named_parameters())
+            self._names = {id(parameter): name for name, parameter in named.items()}
+            self._versions = [(parameter, parameter._version) for parameter in named.values()]
+            with self:
+                return loss(model, batch)
+
+        return task.replace(loss=compute)
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        with torch._C.DisableTorchFunction():
+            if func in _SETS_GRADIENT and id(args[0]) in self._names:
+                self.unfrozen.append(f"{self._names[id(args[0])]} at {_line()}")
+            moved = next((p for p, version in self._versions if p._version != version), None)
+            if moved is not None:
+                name = getattr(func, "__name__", str(func)).strip("_")
+                self.changed.append(f"{self._names[id(moved)]} by {name} at {_line()}")
+                self._versions = []
         return result
 
 

@@ -18,7 +18,7 @@ from ..core import LayoutFree, Mean, StrategySpec, Task, default_dtype, mix, see
 from ..data import as_source, check_source
 from ..distributed import NullWorld, World, culprit
 from .carried_numbers import Number, differing, nudge, number_slots, numbers_of
-from .cause import CallRecorder, Output, Outputs, first_difference, first_not_finite, first_other_output
+from .cause import CallRecorder, ForwardChanges, Output, Outputs, first_difference, first_not_finite, first_other_output
 from .error_hints import explain_mistake
 from .hand import Hand
 from .restored_objects import left_alone
@@ -70,6 +70,10 @@ class StepRecord:
     """Names of tensors that are not equal over the replicas."""
     numbers: dict[str, Number] = field(default_factory=dict)
     """Numbers in plain attributes of the network and of the loss."""
+    moved: list[str] = field(default_factory=list)
+    """Trained parameters that changed before the update, on one device."""
+    replaced: list[str] = field(default_factory=list)
+    """Trained parameters whose memory the update replaced, on one device."""
 
 
 @dataclass
@@ -91,6 +95,8 @@ class Record:
     """Machine epsilon of operations that compute in less than float64 in spite of float64 weights; 0 if unknown."""
     outputs: list[Output] = field(default_factory=list)
     """Outputs of modules in the first step, where several ranks compute layers together."""
+    drawn_on_host: str = ""
+    """Which of Python's and numpy's generators the steps used: "random", "numpy.random" or ""."""
 
     @property
     def draws(self) -> bool:
@@ -247,6 +253,7 @@ def take_steps(
             strayed=hand.randomness.strayed,
             precision=precision,
             outputs=[] if outputs is None else outputs.kept,
+            drawn_on_host=hand.randomness.drew_on_host(),
         )
 
 
@@ -265,17 +272,25 @@ class _Kept:
 
     def __init__(self, hand: Hand, shake: float, loss: Callable[..., Any] | None) -> None:
         self._hand, self._loss, self._gradients = hand, loss, {}  # type: ignore[var-annotated]
+        self._before = self._whole_weights()
+        self._moved: list[str] = []
+        self._replaced: list[str] = []
         update = hand.replica.update
 
         def keep(key: str, where: Tensor | None = None) -> None:
             self._keep(key, shake)
+            places = {name: p.data_ptr() for name, p in self._hand.replica.groups[key].items() if name in self._before}
             update(key, where)
+            group = self._hand.replica.groups[key]
+            self._replaced += [name for name, place in places.items() if group[name].data_ptr() != place]
 
         hand.replica.update = keep  # type: ignore[method-assign]
 
     def _keep(self, key: str, shake: float) -> None:
         replica = self._hand.replica
         group = {name: p for name, p in replica.groups[key].items() if not p.is_meta}
+        trained = [name for name, p in group.items() if p.requires_grad and name in self._before]
+        self._moved += [name for name in trained if not _equal(group[name].detach().cpu(), self._before[name])]
         here = [name for name, parameter in group.items() if parameter.grad is not None]
         # Gathering shards is a collective, so a rank without a gradient takes part with zeros.
         used = set().union(*self._hand.world.gather_objects(here))
@@ -283,10 +298,13 @@ class _Kept:
         _shake((parameter.grad for parameter in group.values() if parameter.grad is not None), shake)
         self._gradients |= _copied(replica.gathered({name: _dense(g.detach()) for name, g in gradients.items()}))
 
+    def _whole_weights(self) -> dict[str, Tensor]:
+        return _copied(dict(self._hand.model.named_parameters())) if self._hand.world.size == 1 else {}
+
     def record(self) -> StepRecord:
         """Return the results of the last step."""
-        hand, gradients = self._hand, self._gradients
-        self._gradients = {}
+        hand, gradients, moved, replaced = self._hand, self._gradients, self._moved, self._replaced
+        self._gradients, self._moved, self._replaced, self._before = {}, [], [], self._whole_weights()
         return StepRecord(
             losses={key or "loss": float(loss) for key, loss in hand.losses.items()},
             gradients=gradients,
@@ -294,11 +312,19 @@ class _Kept:
             weights=_copied(hand.replica.gathered(dict(hand.model.named_parameters()))),
             differing=hand.replica.differences(),
             numbers=numbers_of(number_slots(hand.model, self._loss)),
+            moved=moved,
+            replaced=replaced,
         )
 
 
 def _copied(named: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: _dense(tensor.detach()).cpu().clone() for name, tensor in named.items() if not tensor.is_meta}
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(_dense(a), b) or bool(
+        (a.isnan() == b.isnan()).all() and torch.equal(a[~a.isnan()], b[~b.isnan()])
+    )
 
 
 def _dense(tensor: Tensor) -> Tensor:
@@ -470,6 +496,30 @@ def not_linear(task: Task, spec: StrategySpec, plan: Plan, whole: Record, world:
     return None
 
 
+def changes_parameters(task: Task, spec: StrategySpec, plan: Plan, whole: Record, world: World) -> Verdict | None:
+    """Return the verdict on a forward that changes trained parameters itself; None where it does not.
+
+    A worker of parameter servers computes on its own copy, of which servers get the gradients only.
+    """
+    if task.loss is None:
+        return None
+    watch = ForwardChanges()
+    try:
+        record = take_steps(world, watch.watched(task), StrategySpec(), plan, precision=whole.precision)
+    except Exception:
+        # What matters raises in the comparison of parts.
+        return None
+    moved = [name for step in record.steps for name in step.moved]
+    if moved:
+        why = f"forward changes {next(iter(watch.changed), moved[0])} itself, and servers get gradients only"
+        return Verdict("different", spec, moved[0], float("inf"), why, PARAMETERS)
+    if watch.unfrozen:
+        why = f"forward sets requires_grad of {watch.unfrozen[0]}, and servers update what is trained at the start"
+        remedy = "freeze parameters in the model function, detach outputs in place of freezing, or use mh.Mirrored()"
+        return Verdict("different", spec, watch.unfrozen[0].split(" ")[0], float("inf"), why, remedy)
+    return None
+
+
 def failed_in_parts(spec: StrategySpec, error: Exception) -> Verdict:
     """Return the verdict on an error that occurs on a part of a batch but not on the whole."""
     why = f"it raises {type(error).__name__}: {error}, on a part of the batch, at {culprit(error)}"
@@ -482,7 +532,9 @@ def judge(
     """Return the verdict on split steps; where they differ, repeat the whole ones to find the reason."""
     alone = world or NullWorld()
     verdict = _judge_tensors(task, spec, plan, whole, parts, alone)
-    found = _judge_numbers(task, spec, plan, whole, parts, alone) if verdict.equal else None
+    # A number that some ranks do not change may also be why the tensors differ.
+    is_explained = not verdict.equal and verdict.remedy != OTHER
+    found = None if is_explained else _judge_numbers(task, spec, plan, whole, parts, alone)
     return verdict if found is None else found
 
 
@@ -596,6 +648,11 @@ NUMBER = (
     "register it as a buffer (register_buffer), which is synchronized, pass it as an input, or use a strategy that "
     "does not split batches; if it is only recorded, verify=False skips the comparison"
 )
+PARAMETERS = (
+    "change parameters in the optimizer's step (nn.Embedding without max_norm, for instance), or use a strategy that "
+    "does not split batches and weights"
+)
+OTHER = "use another strategy, mh.Mirrored() say, and report this network: the strategy should have refused it"
 MICRO = (
     'batch_stats="micro" takes them of each micro-batch, as a loop in plain PyTorch does; GroupNorm or LayerNorm need '
     "none; accumulate=1 and microbatches=1 do not split a batch"
@@ -632,7 +689,24 @@ def _reason(
         return f"{cause} is not: a loss must be a mean over the batch's samples, or mh.mean(total, count)", LOSS
     if found.what.startswith("the gradient") and (scaled := not_linear(task, spec, plan, whole, alone)) is not None:
         return scaled.why, scaled.remedy
-    return _of_the_strategy(spec, found, task)
+    return _of_parameters(task, spec, plan, whole, alone) or _of_the_strategy(spec, found, task, whole.drawn_on_host)
+
+
+def _of_parameters(task: Task, spec: StrategySpec, plan: Plan, whole: Record, alone: World) -> tuple[str, str] | None:
+    """Return reason and remedy where forward changes parameters itself, or the optimizer replaces their memory."""
+    moved = [name for step in whole.steps for name in step.moved]
+    replaced = [name for step in whole.steps for name in step.replaced]
+    if moved and task.loss is not None:
+        watch = ForwardChanges()
+        take_steps(alone, watch.watched(task), StrategySpec(), plan, precision=whole.precision)
+        where = next(iter(watch.changed), moved[0])
+        return f"forward changes {where} itself, which {spec} does not synchronize", PARAMETERS
+    if replaced:
+        why = (
+            f"the optimizer's step replaces the memory of {replaced[0]} (p.data = ...) in place of changing its values"
+        )
+        return why, "write p.data.copy_(...) or p.add_(...) in the step, or use mh.Mirrored()"
+    return None
 
 
 def _differs_in_parts(task: Task, spec: StrategySpec, plan: Plan, whole: Record, alone: World) -> bool:
@@ -648,7 +722,7 @@ def _of_tensor_ranks(
 ) -> tuple[str, str]:
     """Return the first module whose output differs under tensor parallelism, as a reason, and a remedy."""
     if not found.what.startswith(("the gradient", "the value")):
-        return _of_the_strategy(spec, found, task)
+        return _of_parameters(task, spec, plan, whole, alone) or _of_the_strategy(spec, found, task)
     where = f"where {spec.tensor} ranks compute its layers together"
     module = ""
     if parts.outputs:
@@ -666,11 +740,13 @@ def _replicate(name: str) -> str:
     return f"{layout}mh.Mirrored() and mh.Sharded() compute layers whole; report this network, which should be the same"
 
 
-def _of_the_strategy(spec: StrategySpec, found: Difference, task: Task) -> tuple[str, str]:
+def _of_the_strategy(spec: StrategySpec, found: Difference, task: Task, drawn: str = "") -> tuple[str, str]:
     """Return reason and remedy for a difference that splitting the batch on one device does not show."""
-    other = "use another strategy, mh.Mirrored() say, and report this network: the strategy should have refused it"
+    if drawn and spec.stages > 1:
+        why = f"a partitioned network is traced once, and the trace repeats the numbers that {drawn} drew then"
+        return why, "draw numbers with torch, compute both branches, or use mh.Mirrored() or mh.Sharded()"
     if found.what.startswith("the update"):
-        return f"gradients are equal, but the optimizer computes another update under {spec}", other
+        return f"gradients are equal, but the optimizer computes another update under {spec}", OTHER
     if found.what.startswith("the buffer"):
         return "forward changes the buffer in a way that depends on how the batch is split", BUFFER
     if spec.num_parts * spec.accumulate * spec.microbatches > 1 and task.loss is None:
@@ -678,7 +754,7 @@ def _of_the_strategy(spec: StrategySpec, found: Difference, task: Task) -> tuple
             "some operation looks at other samples of the batch, or a gradient is changed outside of the loss",
             SAMPLES,
         )
-    return f"{spec} computes something else than one device there, or a gradient is changed outside of the loss", other
+    return f"{spec} computes something else than one device there, or a gradient is changed outside of the loss", OTHER
 
 
 def _cause(task: Task, spec: StrategySpec, plan: Plan, precision: str, alone: World) -> str:

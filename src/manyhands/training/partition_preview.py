@@ -15,6 +15,7 @@ from ..data import Feed, as_source, check_source
 from ..distributed import Device
 from ..strategies import Outline, check_partition, in_double, outline
 from .explain import layout_of, slots_of, without_values
+from .restored_objects import left_alone
 
 NUM_ROWS = 4
 Probe = Callable[[nn.Module, Callable[[Any], Any]], Any]
@@ -25,7 +26,8 @@ def check_pieces(task: Task, spec: StrategySpec, devices: Sequence[Device]) -> N
     if spec.stages == 1:
         return
     model = without_values(task) or _built(task)
-    check_partition(spec, _as_wide(model, spec), devices, _probe(task, spec, NUM_ROWS))
+    with left_alone(task.loss):
+        check_partition(spec, _as_wide(model, spec), devices, _probe(task, spec, NUM_ROWS))
 
 
 def outline_of(task: Task, spec: StrategySpec, devices: Sequence[Device]) -> Outline:
@@ -35,7 +37,8 @@ def outline_of(task: Task, spec: StrategySpec, devices: Sequence[Device]) -> Out
     assert probe is not None, "a task with a loss and data"
     model = _as_wide(_built(task), spec)
     layout, times = layout_of(task, model, spec)
-    return outline(spec, model, devices, probe, layout=layout, slots=slots_of(task, model), rows=times)
+    with left_alone(task.loss):
+        return outline(spec, model, devices, probe, layout=layout, slots=slots_of(task, model), rows=times)
 
 
 def _built(task: Task) -> nn.Module:

@@ -29,13 +29,14 @@ from ..core import (
     restore_random_state,
 )
 from ..data import IndexedSource, as_source
-from ..distributed import NullWorld, culprit
+from ..distributed import NullWorld, World, culprit
 from .check import (
     MICRO,
     RANDOM,
     SAMPLES,
     Record,
     Verdict,
+    changes_parameters,
     failed_in_parts,
     fails_in_parts,
     has_batch_stats,
@@ -176,6 +177,8 @@ class _Trial:
                 failed = None
                 if self.spec.servers:
                     failed = not_linear(self.task, self.spec, plan, self.whole, self.alone)
+                    if failed is None:
+                        failed = changes_parameters(self.task, self.spec, plan, self.whole, self.alone)
                 if failed is None and self.world.size > 1:
                     failed = fails_in_parts(self.task, self.spec, plan, self.whole, self.alone)
                 if failed is not None:
@@ -210,6 +213,20 @@ class _Trial:
             why = f"the data is a stream, of which the first {sum(map(len, plan))} samples were compared and are equal"
             verdict = Verdict("not verified", self.spec, why=why)
         return _plain(verdict)
+
+
+def take_split_steps(world: World, *, task: Task, spec: StrategySpec, plan: list[list[int]], draws: bool) -> Record:
+    """Take the steps of a plan on all ranks, for a network whose steps run on one device.
+
+    Raises:
+        StrategyError: The steps raise an error under the strategy.
+    """
+    try:
+        return take_steps(world, task, spec, plan, draws=draws)
+    except Exception as error:
+        if isinstance(error, ManyhandsError | torch.OutOfMemoryError):
+            raise
+        raise cannot_run(spec, error) from error
 
 
 def cannot_run(spec: StrategySpec, error: Exception) -> StrategyError:

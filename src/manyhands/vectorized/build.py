@@ -13,6 +13,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from ..core import (
     Task,
     TaskError,
+    is_scripted,
     mix,
     random_state,
     require_tensor_state,
@@ -175,6 +176,13 @@ def _require_ready(model: nn.Module) -> None:
             "a stacked network must have all its parameters from the start",
             got="lazy layers",
             remedy="pass the sizes of its layers, or train the task alone",
+        )
+    scripted = [name for name, part in model.named_modules() if is_scripted(part)]
+    if scripted:
+        raise TaskError(
+            "a stacked network must consist of Python modules",
+            got=f"{scripted[0] or 'the network'}, which is TorchScript",
+            remedy="return the module before it is traced or scripted, or train the task alone",
         )
 
 

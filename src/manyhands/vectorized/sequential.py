@@ -15,6 +15,7 @@ from ..distributed import Device, DirectChannel, NullWorld
 from ..storage import Checkpoint
 from ..training import (
     Hand,
+    HeldState,
     evaluate,
     follow_schedule,
     learn_draws,
@@ -41,7 +42,9 @@ class Alone:
         self._factor: float | None = None
         self._hand = Hand(NullWorld(device, DirectChannel(on_event)), replace(spec, deterministic=True))
         self._random = random_state(self._hand.device)
-        with self._own_randomness():
+        self._held = HeldState(task.loss)
+        """What the loss holds, such as a count of its calls: members may share one function."""
+        with self._own_state():
             self._hand.build(task)
             self._hand.seed(task.seed)
             source = as_source(task.data, collate=task.collate)
@@ -69,7 +72,7 @@ class Alone:
     def take(self, count: int, total: int) -> list[float]:
         """Take `count` steps; return their losses."""
         losses: list[float] = []
-        with self._own_randomness():
+        with self._own_state():
             while len(losses) < count:
                 with contextlib.closing(self._hand.one_epoch(self._feed)) as batches:  # type: ignore[type-var]
                     for batch in batches:
@@ -89,12 +92,12 @@ class Alone:
     def measure(self) -> dict[str, float]:
         """Return the loss and the metrics on the task's `valid`."""
         assert self._valid is not None
-        with self._own_randomness():
+        with self._own_state():
             return evaluate(self._hand, self._task, self._valid)
 
     def state(self, loop: dict[str, Any]) -> dict[str, Any]:
         """Return the fields of a checkpoint, as copies on the CPU."""
-        with self._own_randomness():
+        with self._own_state():
             taken = take_snapshot(self._hand, loop)
         fields = {name: value for name, value in vars(taken).items() if name != "policy"}
         copied: dict[str, Any] = _copied(fields)
@@ -102,7 +105,7 @@ class Alone:
 
     def load(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Resume from what `state` returned; return the saved state of the loop."""
-        with self._own_randomness():
+        with self._own_state():
             self._factor = None
             return restore_snapshot(self._hand, Checkpoint(**state))
 
@@ -124,12 +127,13 @@ class Alone:
             self._hand.cursors[0] = Cursor(self.cursor.epoch + 1)
 
     @contextlib.contextmanager
-    def _own_randomness(self) -> Iterator[None]:
+    def _own_state(self) -> Iterator[None]:
         device = self._hand.device
         before = random_state(device)
         restore_random_state(self._random, device)
         try:
-            yield
+            with self._held:
+                yield
         finally:
             self._random = random_state(device)
             restore_random_state(before, device)

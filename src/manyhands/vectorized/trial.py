@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ..core import LayoutFree, Mean, StrategySpec, TaskError, UsageError, stacked_keys
 from ..data import Resident, as_source, in_memory
 from ..distributed import culprit
+from ..training import left_alone
 from .build import CPU, Built, row_of
 from .program import FIRST_PASS, Program, pair_of
 from .stack import BUFFERS, PARAMETERS, SEED, STEP, Stack
@@ -24,6 +25,11 @@ TOLERANCE = 1e-3
 
 def try_stacked(built: Built) -> None:
     """Compute loss and gradients for two members at once and for one alone; raise unless they are equal."""
+    with left_alone(built.task.loss):
+        _try_stacked(built)
+
+
+def _try_stacked(built: Built) -> None:
     own = dataclasses.replace(built, model=_copied(built.model))
     draws = LayoutFree(CPU)
     program = Program(own, StrategySpec(), CPU, draws)

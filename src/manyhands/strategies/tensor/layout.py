@@ -28,7 +28,8 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ...core import Mean, StrategyError, UsageError, remember_state
+from ...core import Attributes, Mean, StrategyError, UsageError, is_scripted, remember_state
+from ...distributed import culprit
 from ..double_backward import on_gradients, refuse_gradients
 from ..recompute import blocks_of
 from .axis import WHOLE, Axis, in_tensors
@@ -85,7 +86,7 @@ def find_layout(
     model: nn.Module, axis: Axis, probe: Callable[..., Any], asked: Mapping[str, str], *, spreads: bool = True
 ) -> Layout:
     """Find a layout by trial; what cannot be computed on shards stays whole, and the layout's notes say so."""
-    _require_dense(model)
+    _require_shardable(model)
     layout = Layout(blocks=set(blocks_of(model)), spreads=spreads)
     requested = _requested_layouts(model, asked)
     pretends, tries = True, 0
@@ -95,7 +96,8 @@ def find_layout(
         for name in layout.whole:
             layout.ways.pop(name, None)
         stack: list[str] = []
-        put_back = None if pretends else remember_state(model)
+        # Fake tensors must not stay in attributes that forward sets.
+        put_back = Attributes(model).put_back if pretends else remember_state(model)
         try:
             for decides in (True, False):
                 with _pretending(model, axis, layout, decides=decides, pretends=pretends) as fake:
@@ -118,8 +120,7 @@ def find_layout(
             _give_way(model, layout, requested, stack, error)
             continue
         finally:
-            if put_back is not None:
-                put_back()
+            put_back()
         _note_whole_attention(model, axis, layout)
         # Other processes, which get the layout, may need an operator that an earlier network made known here.
         layout.operators |= registered
@@ -136,9 +137,15 @@ def _note_whole_attention(model: nn.Module, axis: Axis, layout: Layout) -> None:
             _note(layout, name, f" works on whole tensors on every rank: {reason}")
 
 
-def _require_dense(model: nn.Module) -> None:
-    """Raise for layers with sparse gradients, which torch cannot shard."""
+def _require_shardable(model: nn.Module) -> None:
+    """Raise for layers with sparse gradients, which torch cannot shard, and for TorchScript."""
     for name, layer in model.named_modules():
+        if is_scripted(layer):
+            raise StrategyError(
+                "under tensor parallelism a network must consist of Python modules",
+                got=f"{name or 'the network'}, which is TorchScript",
+                remedy="return the module before it is traced or scripted, or use mh.Mirrored()",
+            )
         if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse and layer.weight.requires_grad:
             raise no_sparse_gradients(f"{name or type(layer).__name__} with sparse=True")
 
@@ -198,8 +205,8 @@ def _give_way(model: nn.Module, layout: Layout, requested: dict[str, str], stack
     else:
         raise StrategyError(
             "tensor parallelism needs a network that can be computed in parts",
-            got=f"{name}: {reason}",
-            remedy="leave tensor= at 1, or correct the error above",
+            got=f"{name}: {reason.rstrip('.')} at {culprit(error)}",
+            remedy="leave tensor= at 1 (mh.Mirrored() and mh.Sharded() compute layers whole), or correct the error",
         ) from error
 
 
@@ -408,6 +415,8 @@ def _pretending(
     """Replace the network's tensors by fake ones inside this context, sharded as far as the layout is known."""
     owners: list[dict[str, Any]] = [own for module in model.modules() for own in (module._parameters, module._buffers)]
     held = [(own, dict(own)) for own in owners]
+    # A network that is inspected without values has plain attributes without values too.
+    held += [(vars(m), {n: v for n, v in vars(m).items() if _is_empty(v)}) for m in model.modules()]
     mode = FakeTensorMode(allow_non_fake_inputs=True) if pretends else None
 
     def fake(value: Any) -> Any:
@@ -429,6 +438,10 @@ def _pretending(
         finally:
             for own, before in held:
                 own.update(before)
+
+
+def _is_empty(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_meta
 
 
 def _stand_in(axis: Axis, tensor: Tensor, fake: Callable[[Any], Any]) -> Tensor:
