@@ -9,7 +9,7 @@ from importlib.metadata import version
 
 import pytest
 
-from manyhands.cli.app import VERBS
+from manyhands.cli.app import COMMANDS
 
 from .conftest import Invoke
 
@@ -28,7 +28,9 @@ def run(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", PROGRAM, *words], capture_output=True, text=True, check=True)
 
 
-@pytest.mark.parametrize("words", [["--help"], ["--version"], *([verb, "--help"] for verb in VERBS)], ids=" ".join)
+@pytest.mark.parametrize(
+    "words", [["--help"], ["--version"], *([command, "--help"] for command in COMMANDS)], ids=" ".join
+)
 def test_help_does_not_import_torch(words: list[str]) -> None:
     assert run(*words).stderr.strip() == "heavy: []"
 
@@ -46,15 +48,15 @@ def test_version_matches_the_installed_package(invoke: Invoke) -> None:
 
 def test_top_level_help_lists_every_command(invoke: Invoke) -> None:
     text = invoke("--help").stdout
-    assert all(verb in text for verb in VERBS)
+    assert all(command in text for command in COMMANDS)
     assert "--show-completion" not in text
 
 
-@pytest.mark.parametrize("verb", VERBS)
-def test_every_command_help_has_an_example(verb: str, invoke: Invoke) -> None:
-    text = invoke(verb, "--help").stdout
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_help_has_an_example(command: str, invoke: Invoke) -> None:
+    text = invoke(command, "--help").stdout
     assert "Examples" in text
-    assert f"manyhands {verb}" in text.split("Examples")[1]
+    assert f"manyhands {command}" in text.split("Examples")[1]
 
 
 def test_shell_completion_script_is_printed() -> None:

@@ -323,7 +323,7 @@ def test_time_to_target_is_reported_when_the_noise_scale_is_known(capsys: pytest
     assert "would reach a target in" in capsys.readouterr().out
 
 
-# -- the verb ----------------------------------------------------------------------------------------------------------
+# -- the function ------------------------------------------------------------------------------------------------------
 
 
 def small_task(width: int = 64) -> mh.Task:

@@ -1,4 +1,4 @@
-"""The command line: one file per verb. Nothing heavy is imported until a verb needs it."""
+"""The command line: one file per command. Nothing heavy is imported until a command needs it."""
 
 import sys
 

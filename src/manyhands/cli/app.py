@@ -10,7 +10,7 @@ from typer.core import TyperGroup
 
 from . import failures
 
-VERBS = (
+COMMANDS = (
     "devices",
     "doctor",
     "cluster",
@@ -29,15 +29,15 @@ VERBS = (
     "dashboard",
     "models",
 )
-"""The verbs in the order of the help: a new one is one new file of that name with an `add(app)`, and one line here."""
+"""Commands in the order of the help. A new one is a file of that name with `add(app)`, and one line here."""
 
 EPILOG = (
-    "Every verb has its own help, with examples: [bold]manyhands fit --help[/].\n\n"
+    "Every command has its own help, with examples: [bold]manyhands fit --help[/].\n\n"
     "Shell completion: [bold]manyhands --install-completion[/]."
 )
 
 
-class Verbs(TyperGroup):
+class Commands(TyperGroup):
     """The group of commands; the options that install shell completion are hidden from the help."""
 
     def get_params(self, ctx: Any) -> list[Any]:
@@ -49,7 +49,7 @@ class Verbs(TyperGroup):
 
 
 app = typer.Typer(
-    cls=Verbs, no_args_is_help=True, rich_markup_mode="rich", pretty_exceptions_enable=False, epilog=EPILOG
+    cls=Commands, no_args_is_help=True, rich_markup_mode="rich", pretty_exceptions_enable=False, epilog=EPILOG
 )
 
 
@@ -75,5 +75,5 @@ def options(
     failures.debug(debug)
 
 
-for verb in VERBS:
-    import_module(f".{verb}", __package__).add(app)
+for command in COMMANDS:
+    import_module(f".{command}", __package__).add(app)

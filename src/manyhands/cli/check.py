@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from ..core import resolve_settings
-from .options import Json, On, Params, SplitSettings, Strategy, Target, add_verb
+from .options import Json, On, Params, SplitSettings, Strategy, Target, add_command
 from .screen import note, only_json, print_json, stdout
 from .target import load_task, parse_params
 
@@ -24,7 +24,7 @@ EXAMPLES = (
 
 def add(app: typer.Typer) -> None:
     """Add the command to the application."""
-    add_verb(app, check, EXAMPLES)
+    add_command(app, check, EXAMPLES)
 
 
 def check(target: Target, params: Params = None, strategy: Strategy = None, on: On = None, json: Json = False) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..core import SettingsError, as_task
-from .options import Json, On, Params, add_verb
+from .options import Json, On, Params, add_command
 from .screen import only_json, print_json, stdout
 from .target import load_task, parse_params
 
@@ -42,7 +42,7 @@ UNREACHED = "{} cannot be reached: {}; look at its name, its network and its fir
 
 def add(app: typer.Typer) -> None:
     """Add the command to the application."""
-    add_verb(app, cluster, EXAMPLES)
+    add_command(app, cluster, EXAMPLES)
 
 
 def cluster(

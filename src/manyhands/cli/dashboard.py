@@ -11,7 +11,7 @@ import typer
 
 from ..core import SettingsError
 from .interrupts import until_ended
-from .options import add_verb
+from .options import add_command
 from .screen import note
 
 FOLDERS = ("runs", "studies", "plans", "profiles", "logs")
@@ -43,7 +43,7 @@ Open = Annotated[
 
 def add(app: typer.Typer) -> None:
     """Add the command to the application."""
-    add_verb(app, dashboard, EXAMPLES)
+    add_command(app, dashboard, EXAMPLES)
 
 
 def dashboard(folders: Folders = None, port: Port = PORT, server: Servers = None, open: Open = None) -> None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from .options import Json, add_verb
+from .options import Json, add_command
 from .screen import amount, print_json, stdout
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ EXAMPLES = (
 
 def add(app: typer.Typer) -> None:
     """Add the command to the application."""
-    add_verb(app, devices, EXAMPLES)
+    add_command(app, devices, EXAMPLES)
 
 
 def devices(json: Json = False) -> None:

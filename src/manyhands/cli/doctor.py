@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .options import Json, add_verb
+from .options import Json, add_command
 from .screen import print_json, stdout
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ _STYLES = {"ok": "green", "slow": "yellow", "broken": "bold red"}
 
 def add(app: typer.Typer) -> None:
     """Add the command to the application."""
-    add_verb(app, doctor, EXAMPLES)
+    add_command(app, doctor, EXAMPLES)
 
 
 def doctor(folder: Folder = "runs", json: Json = False) -> None:

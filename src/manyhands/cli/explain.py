@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from ..core import SettingsError, resolve_settings
-from .options import Json, On, Params, SplitSettings, Strategy, Target, add_verb
+from .options import Json, On, Params, SplitSettings, Strategy, Target, add_command
 from .screen import note, only_json, print_json, stdout
 from .target import load_task, parse_params
 
@@ -23,7 +23,7 @@ Draw = Annotated[Path | None, typer.Option(help="Where to draw a partitioned net
 
 def add(app: typer.Typer) -> None:
     """Add the command to the application."""
-    add_verb(app, explain, EXAMPLES)
+    add_command(app, explain, EXAMPLES)
 
 
 def explain(

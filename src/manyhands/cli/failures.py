@@ -30,13 +30,13 @@ def debug(wanted: bool) -> None:
     _debug[0] = wanted
 
 
-def guarded(verb: Callable[P, R]) -> Callable[P, R]:
+def guarded(command: Callable[P, R]) -> Callable[P, R]:
     """Wrap a command so that errors are printed and become an exit code."""
 
-    @functools.wraps(verb)
+    @functools.wraps(command)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
-            return verb(*args, **kwargs)
+            return command(*args, **kwargs)
         except (typer.Exit, BrokenPipeError):
             raise
         except (Exception, KeyboardInterrupt) as error:

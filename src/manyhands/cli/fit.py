@@ -24,7 +24,7 @@ from .options import (
     Target,
     TlsFolder,
     TokenFile,
-    add_verb,
+    add_command,
     in_options,
 )
 from .screen import note, only_json, print_json, stdout
@@ -130,7 +130,7 @@ EXAMPLES = (
 
 def add(app: typer.Typer) -> None:
     """Add the command to the application."""
-    add_verb(app, fit, EXAMPLES)
+    add_command(app, fit, EXAMPLES)
 
 
 def fit(

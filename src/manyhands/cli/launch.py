@@ -12,7 +12,7 @@ import typer
 
 from ..core import SettingsError, resolve_settings
 from .interrupts import Interrupts
-from .options import Hosts, HostsSettings, JoinAt, On, Strategy, TlsFolder, TokenFile, add_verb
+from .options import Hosts, HostsSettings, JoinAt, On, Strategy, TlsFolder, TokenFile, add_command
 from .script import run_main, run_script
 from .target import require_file
 
@@ -51,7 +51,7 @@ EXAMPLES = (
 
 def add(app: typer.Typer) -> None:
     """Add the command to the application."""
-    add_verb(app, launch, EXAMPLES, ignore_unknown_options=True)
+    add_command(app, launch, EXAMPLES, ignore_unknown_options=True)
 
 
 def launch(

@@ -13,7 +13,7 @@ import typer
 
 from ..core import SettingsError
 from .manifest_serving import Served, serving
-from .options import add_verb
+from .options import add_command
 
 PORT = 29500
 YAML_WORDS = frozenset({"y", "n", "yes", "no", "on", "off", "true", "false", "null"})
@@ -67,7 +67,7 @@ EXAMPLES = (
 
 def add(app: typer.Typer) -> None:
     """Add the command to the application."""
-    add_verb(app, manifest, EXAMPLES)
+    add_command(app, manifest, EXAMPLES)
 
 
 def manifest(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..core import RequestRefused, SettingsError
-from .options import Json, add_verb
+from .options import Json, add_command
 from .screen import print_json, stdout
 from .serving_view import ServingView
 
@@ -56,7 +56,7 @@ EXAMPLES = (
 
 def add(app: typer.Typer) -> None:
     """Add the command to the application."""
-    add_verb(app, models, EXAMPLES)
+    add_command(app, models, EXAMPLES)
 
 
 def models(

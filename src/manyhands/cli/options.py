@@ -140,12 +140,12 @@ class HostsSettings(SplitSettings):
         return Join(address=self.join, hosts=self.hosts, token_file=token, tls=tls, on=self.on, work=work_key)
 
 
-def add_verb(app: typer.Typer, verb: Callable[..., None], examples: Sequence[str], **context: Any) -> None:
+def add_command(app: typer.Typer, function: Callable[..., None], examples: Sequence[str], **context: Any) -> None:
     """Register a command: its docstring is the help, followed by examples, and its errors become exit codes."""
-    paragraphs = cleandoc(verb.__doc__ or "").split("\n\n")
+    paragraphs = cleandoc(function.__doc__ or "").split("\n\n")
     text = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
     epilog = "\n\n".join(["[bold]Examples[/]", *examples])
-    app.command(help=text, epilog=epilog, context_settings=context)(guarded(verb))
+    app.command(help=text, epilog=epilog, context_settings=context)(guarded(function))
 
 
 def require_places(**files: Path | None) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .options import Json, On, Params, Target, add_verb, require_places
+from .options import Json, On, Params, Target, add_command, require_places
 from .screen import note, only_json, print_json
 from .target import load_task, parse_params
 
@@ -48,7 +48,7 @@ Svg = Annotated[Path | None, typer.Option(metavar="FILE", help="Write the curve 
 
 def add(app: typer.Typer) -> None:
     """Add the command to the application."""
-    add_verb(app, plan, EXAMPLES)
+    add_command(app, plan, EXAMPLES)
 
 
 def plan(

@@ -18,7 +18,7 @@ from .options import (
     Strategy,
     TlsFolder,
     TokenFile,
-    add_verb,
+    add_command,
     require_places,
 )
 from .screen import note, only_json, print_json
@@ -53,7 +53,7 @@ Trace = Annotated[Path | None, typer.Option(metavar="FILE", help="Write a trace 
 
 def add(app: typer.Typer) -> None:
     """Add the command to the application."""
-    add_verb(app, profile, EXAMPLES)
+    add_command(app, profile, EXAMPLES)
 
 
 def profile(

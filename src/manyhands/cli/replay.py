@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..core import SettingsError
-from .options import Json, On, Target, add_verb
+from .options import Json, On, Target, add_command
 from .screen import only_json, print_json, stdout
 from .target import load_task
 
@@ -29,7 +29,7 @@ EXAMPLES = (
 
 def add(app: typer.Typer) -> None:
     """Add the command to the application."""
-    add_verb(app, replay, EXAMPLES)
+    add_command(app, replay, EXAMPLES)
 
 
 def replay(which: Which, target: Target, on: On = None, folder: Folder = "runs", json: Json = False) -> None:

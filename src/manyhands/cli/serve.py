@@ -14,7 +14,7 @@ import typer
 
 from ..core import Predictor, SettingsError, resolve_settings
 from .interrupts import until_ended
-from .options import On, add_verb, in_options
+from .options import On, add_command, in_options
 from .screen import note, stderr
 from .serving_view import ServingView
 from .target import load_module, split_target
@@ -168,7 +168,7 @@ EXAMPLES = (
 
 def add(app: typer.Typer) -> None:
     """Add the command to the application."""
-    add_verb(app, serve, EXAMPLES)
+    add_command(app, serve, EXAMPLES)
 
 
 def serve(

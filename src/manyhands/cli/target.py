@@ -1,4 +1,4 @@
-"""The target of a verb, `FILE.py[:name]`: loads the file as a module and finds the task in it."""
+"""The target of a command, `FILE.py[:name]`: loads the file as a module and finds the task in it."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from .options import add_verb
+from .options import add_command
 from .screen import note
 
 File = Annotated[Path, typer.Argument(metavar="FILE", help="New file to write the token to.", show_default=False)]
@@ -18,7 +18,7 @@ EXAMPLES = ("manyhands token token --hours 24",)
 
 def add(app: typer.Typer) -> None:
     """Add the command to the application."""
-    add_verb(app, token, EXAMPLES)
+    add_command(app, token, EXAMPLES)
 
 
 def token(file: File, hours: Hours = None) -> None:

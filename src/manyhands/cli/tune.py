@@ -12,7 +12,7 @@ import typer
 from ..core import SettingsError, resolve_settings
 from .fit import Config, Epochs, Name, Quiet, as_resume
 from .interrupts import Interrupts
-from .options import Json, On, Params, Target, add_verb, in_options
+from .options import Json, On, Params, Target, add_command, in_options
 from .screen import only_json, print_json, stdout
 from .target import load_task, parse_params
 
@@ -87,7 +87,7 @@ EXAMPLES = (
 
 def add(app: typer.Typer) -> None:
     """Add the command to the application."""
-    add_verb(app, tune, EXAMPLES)
+    add_command(app, tune, EXAMPLES)
 
 
 def tune(
