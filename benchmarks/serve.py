@@ -31,8 +31,9 @@ import numpy as np
 import torch
 
 import manyhands as mh
+from manyhands.core import from_flat
 from manyhands.distributed import resolve
-from manyhands.serving import Router, Server
+from manyhands.serving import Batching, Listen, Replicas, Rollout, Router, Server
 from manyhands.storage import export
 
 from .load import Ask, Outcome, at_share, measure
@@ -229,7 +230,10 @@ def replicas(report: Report, models: Path, seconds: float, rounds: int) -> None:
         serving(models, devices[:1], max_rows=MAX_ROWS["cnn"]) as one,
         serving(models, devices[1:], max_rows=MAX_ROWS["cnn"]) as other,
         serving(models, devices, max_rows=MAX_ROWS["cnn"]) as two,
-        mh.route([f"127.0.0.1:{s.grpc}/{s.http}/{s.manage}" for s in (one, other)], http=0, grpc=0, manage=0) as router,
+        mh.route(
+            [f"127.0.0.1:{s.grpc}/{s.http}/{s.manage}" for s in (one, other)],
+            listen=mh.serving.Listen(http=0, grpc=0, manage=0),
+        ) as router,
     ):
         contenders: dict[str, Callable[[], float]] = {
             "one replica": asking(as_bytes(one, "cnn", rows=16), seconds, connections=8),
@@ -271,8 +275,11 @@ def bare(num: int, seconds: float) -> float:
 @contextmanager
 def serving(models: Path, on: object, **settings: object) -> Iterator[Server]:
     """Our server, with every feature on."""
-    values = {"http": 0, "grpc": 0, "manage": 0, "log": models.parent / f"log-{time.time_ns()}", **settings}
-    with mh.serve(models, on=on, **values) as server:  # type: ignore[arg-type]
+    kinds = (Listen, Batching, Rollout, Replicas)
+    listen, batching, rollout, replicas = from_flat(kinds, {"http": 0, "grpc": 0, "manage": 0, **settings})
+    log = models.parent / f"log-{time.time_ns()}"
+    groups = {"listen": listen, "batching": batching, "rollout": rollout, "replicas": replicas, "log": log}
+    with mh.serve(models, on=on, **groups) as server:  # type: ignore[arg-type]
         yield server
 
 

@@ -36,7 +36,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         models = Path(name)
         write(models)
-        with mh.serve(models, on="cpu", http=0, grpc=0, manage=0, versions="all") as server:
+        with mh.serve(
+            models,
+            on="cpu",
+            listen=mh.serving.Listen(http=0, grpc=0, manage=0),
+            rollout=mh.serving.Rollout(versions="all"),
+        ) as server:
             command = [tensorflow_servers.PYTHON, "-m", "benchmarks.peers.tensorflow_client", str(server.grpc), *DTYPES]
             environ = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{API}", "TF_CPP_MIN_LOG_LEVEL": "3"}
             sys.exit(subprocess.run(command, cwd=ROOT, env=environ).returncode)

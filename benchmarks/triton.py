@@ -155,7 +155,13 @@ def both(folder: Path) -> Iterator[tuple[Server, Triton]]:
     write_model(repository, "mlp", 1, {"x": f"FP32 {ROW}"}, {"output": "FP32 10"})
     export(mlp(), lambda model, x: model(x), {"x": torch.ones(2, ROW)}, models / "mlp")
     with (
-        mh.serve(models, on="cpu", http=0, grpc=0, manage=0, versions="all", log=folder / "log") as ours,
+        mh.serve(
+            models,
+            on="cpu",
+            listen=mh.serving.Listen(http=0, grpc=0, manage=0),
+            rollout=mh.serving.Rollout(versions="all"),
+            log=folder / "log",
+        ) as ours,
         triton_server.running(repository, backends) as triton,
     ):
         yield ours, triton

@@ -44,7 +44,7 @@ def accuracy(client: mh.Client) -> float:
 if __name__ == "__main__":
     run = mh.fit(task, epochs=1, name="digits", on="cpu")
     run.export("models/digits")
-    with mh.serve("models", http=0, grpc=0, manage=0) as server:
+    with mh.serve("models", listen=mh.serving.Listen(http=0, grpc=0, manage=0)) as server:
         client = mh.Client(server.url, manage=server.manage_url)
         print(f"version 1: {accuracy(client):.3f}")
         run = mh.fit(task, epochs=5, name="digits", resume=True, on="cpu")

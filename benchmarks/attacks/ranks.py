@@ -299,7 +299,8 @@ def _preset(folder: pathlib.Path) -> str:
         if (store := _store_at(port)) is not None:
             groups = ("generation0/0//cpu//0", "generation0/0//1//cpu//0", "ports0/0")
             for key in (*(f"{group}/{rank}" for group in groups for rank in (0, 1)), "marks0/finished"):
-                store.set(key, secrets.token_hex(ADDRESS_BYTES // 2))
+                # Only where no rank was faster: to overwrite what a rank has written is another attack.
+                store.compare_set(key, "", secrets.token_hex(ADDRESS_BYTES // 2))
             return "wrote every value"
     return "no store was found"
 

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 import manyhands as mh
-from manyhands.core import ManyhandsError, read_events, resolve_settings
+from manyhands.core import ManyhandsError, read_events, resolve_options
 from manyhands.dashboard.log_source import dump
 from manyhands.dashboard.metrics import Metrics, MetricsSample
 from manyhands.dashboard.run_library import Library
@@ -179,12 +179,12 @@ def metrics(data: bytes) -> None:
 
 def settings_toml(data: bytes) -> None:
     """Read bytes as a file of settings."""
-    from manyhands.serving import ServeSettings
+    from manyhands.serving import Batching, Listen, Replicas, Rollout, ServingLog
 
     file = folder("settings") / "manyhands.toml"
     file.write_bytes(data)
     with contextlib.suppress(ManyhandsError):
-        resolve_settings(ServeSettings, {}, file=file, environ={}, tables=("params",))
+        resolve_options((Listen, Batching, Rollout, Replicas, ServingLog), {}, file=file, environ={})
 
 
 @cache

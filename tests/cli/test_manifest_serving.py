@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import yaml
 
-from manyhands.cli.serve import ServeOptions
+from manyhands.cli.serve import SERVER, SHARED
 from manyhands.core.settings import variable
-from manyhands.serving import ServeSettings
+from manyhands.serving import Listen
 
 from .conftest import Invoke
 
 ROOT = Path(__file__).parents[2]
-VARIABLES = {variable(field.name) for field in dataclasses.fields(ServeOptions)}
+VARIABLES = {variable(field.name) for kind in (*SHARED, *SERVER) for field in dataclasses.fields(kind)}
 
 
 @pytest.fixture
@@ -35,12 +35,12 @@ def test_pod_has_health_probes_and_enough_grace_period(parts: dict[tuple[str, st
     pod = parts["Deployment", "digits"]["spec"]["template"]["spec"]
     (container,) = pod["containers"]
     ports = {port["name"]: port["containerPort"] for port in container["ports"]}
-    defaults = ServeSettings()
+    defaults = Listen()
     assert ports == {"grpc": defaults.grpc, "http": defaults.http}
     for probe, path in (("startupProbe", "ready"), ("readinessProbe", "ready"), ("livenessProbe", "live")):
         assert container[probe]["httpGet"] == {"path": f"/v2/health/{path}", "port": "http"}
     leaving = int(container["lifecycle"]["preStop"]["exec"]["command"][1])
-    assert pod["terminationGracePeriodSeconds"] > leaving + defaults.patience
+    assert pod["terminationGracePeriodSeconds"] > leaving + defaults.drain
     assert {entry["name"] for entry in container["env"]} <= VARIABLES
     assert container["resources"]["limits"] == {"nvidia.com/gpu": 1}
 

@@ -110,7 +110,7 @@ def test_unreachable_server_error_names_its_address(invoke: Invoke, monkeypatch:
         (["serve", "small_task.py:task"], "an mh.Predictor"),
         (["serve", ".", "--host", "0.0.0.0"], "needs a token"),
         (["serve", ".", "--versions", "newest"], "versions must be latest"),
-        (["serve", ".", "--sizes", "a"], "--sizes must be numbers separated by commas"),
+        (["serve", ".", "--sizes", "a"], "--sizes must be values of type int, separated by commas"),
         (["serve", ".", "--max-rows", "0"], "--max-rows must be at least 1"),
         (["models", "dance"], "the action must be one of list"),
         (["models", "load"], "a model name is required"),

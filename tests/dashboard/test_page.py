@@ -381,7 +381,9 @@ def test_light_and_dark_themes_have_sufficient_contrast(show: Callable[..., Page
 def test_serving_page_shows_a_running_server(show: Callable[..., Page], tmp_path: Path) -> None:
     run = mh.fit(small_task(), "single", on="cpu", folder=tmp_path / "runs", name="first", progress=False)
     log = tmp_path / "logs" / "first"
-    with mh.serve(run.predictor(), name="adder", on="cpu", http=0, grpc=0, manage=0, log=str(log)) as server:
+    with mh.serve(
+        {"adder": run.predictor()}, on="cpu", listen=mh.serving.Listen(http=0, grpc=0, manage=0), log=str(log)
+    ) as server:
         client = mh.Client(server.url)
         client("adder", torch.ones(2, 4))
         page = show("serving", servers=[server.url])
@@ -396,7 +398,9 @@ def test_serving_page_shows_a_running_server(show: Callable[..., Page], tmp_path
         expect(page.get_by_role("region", name="Versions").locator("tbody")).to_have_text("adder1available")
         ports = [server.grpc, *(url.rpartition(":")[2] for url in (server.url, server.manage_url))]
         log = tmp_path / "logs" / "router"
-        with mh.route("127.0.0.1:{}/{}/{}".format(*ports), http=0, grpc=0, manage=0, log=str(log)) as router:
+        with mh.route(
+            "127.0.0.1:{}/{}/{}".format(*ports), listen=mh.serving.Listen(http=0, grpc=0, manage=0), log=str(log)
+        ) as router:
             mh.Client(router.url)("adder", torch.ones(2, 4))
             routed = show("serving", servers=[router.url])
             row = routed.get_by_role("region", name="Servers behind a router").locator("tbody tr")

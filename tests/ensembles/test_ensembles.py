@@ -288,7 +288,7 @@ def test_integer_outputs_are_voted_and_median_of_two_is_the_midpoint() -> None:
 def test_ensemble_of_served_models(runs: list[mh.Run], tmp_path: Path) -> None:
     for number, run in enumerate(runs[:2]):
         run.export(tmp_path / "models" / f"member{number}")
-    with mh.serve(tmp_path / "models", on="cpu", http=0, grpc=0, manage=0) as server:
+    with mh.serve(tmp_path / "models", on="cpu", listen=mh.serving.Listen(http=0, grpc=0, manage=0)) as server:
         urls = [f"{server.url}/member{number}" for number in range(2)]
         with mh.remote_ensemble(urls, deadline=20.0, data=(INPUTS, LABELS)) as remote:
             answer = remote.ask(INPUTS)
@@ -299,7 +299,7 @@ def test_ensemble_of_served_models(runs: list[mh.Run], tmp_path: Path) -> None:
 
 def test_ensemble_is_served_like_any_model(runs: list[mh.Run]) -> None:
     ensemble = mh.ensemble(runs, uncertainty=True)
-    with mh.serve(ensemble, name="ensemble", on="cpu", http=0, grpc=0, manage=0) as server:
+    with mh.serve({"ensemble": ensemble}, on="cpu", listen=mh.serving.Listen(http=0, grpc=0, manage=0)) as server:
         told = mh.Client(server.url)("ensemble", INPUTS[:5])
         torch.testing.assert_close(
             torch.as_tensor(told["output"]), ensemble(INPUTS[:5])["output"], rtol=1e-6, atol=1e-6

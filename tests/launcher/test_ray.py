@@ -131,7 +131,7 @@ def pid_behind(backend: str) -> int:
 
 def test_servers_are_spread_over_hosts_and_sigkill_loses_no_request(nodes: Any) -> None:
     asked = {"inputs": [[1.0]]}
-    with mh.serve(Slow(), on="ray", servers=2, http=0, grpc=0, manage=0) as router:
+    with mh.serve(Slow(), on="ray", servers=2, listen=mh.serving.Listen(http=0, grpc=0, manage=0)) as router:
         placed = [each["address"] for each in router.state()["backends"] if each["up"]]
         assert {address.split(":")[0] for address in placed} == {HEAD, SECOND}
 

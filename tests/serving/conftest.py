@@ -14,9 +14,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from manyhands.core import from_flat
 from manyhands.distributed import resolve
 from manyhands.launcher import LocalEngine
-from manyhands.serving import Server, ServeSettings
+from manyhands.serving import Batching, Listen, Replicas, Rollout, Server, ServeSettings, ServingLog
 from manyhands.storage import export
 from manyhands.storage.disk import digest_of
 
@@ -68,6 +69,14 @@ def _weights(folder: Path) -> list[str]:
         return list(file.keys())
 
 
+def settings_of(**values: Any) -> ServeSettings:
+    """Settings of a server on free ports, from options of any class by name."""
+    kinds = (Listen, Batching, Rollout, Replicas, ServingLog)
+    groups = from_flat(kinds, {"http": 0, "grpc": 0, "manage": 0, **values})
+    listen, batching, rollout, replicas, log = groups
+    return ServeSettings(listen=listen, batching=batching, rollout=rollout, replicas=replicas, log=log)
+
+
 Start = Callable[..., Server]
 
 
@@ -77,8 +86,7 @@ def start(engine: LocalEngine) -> Iterator[Start]:
     servers: list[Server] = []
 
     def run(models: Any, on: str = "cpu", **settings: Any) -> Server:
-        values = {"http": 0, "grpc": 0, "manage": 0, "poll": 0.05, **settings}
-        server = Server(models, engine, resolve(on)[0], ServeSettings(**values))
+        server = Server(models, engine, resolve(on)[0], settings_of(**{"poll": 0.05, **settings}))
         servers.append(server)
         return server.start()
 
@@ -93,7 +101,7 @@ def served(adder: Path, pair: Path, tmp_path_factory: pytest.TempPathFactory, en
     root = tmp_path_factory.mktemp("models")
     publish(adder, root / "adder", 2)
     shutil.copytree(pair, root / "pair" / "1")
-    with Server(root, engine, resolve("cpu")[0], ServeSettings(http=0, grpc=0, manage=0)).start() as server:
+    with Server(root, engine, resolve("cpu")[0], settings_of()).start() as server:
         yield server
 
 

@@ -15,12 +15,12 @@ from torch import nn
 
 from manyhands.distributed import resolve
 from manyhands.launcher import LocalEngine
-from manyhands.serving import Server, ServeSettings
+from manyhands.serving import Server
 from manyhands.serving.limits import Limits
 from manyhands.serving.parsing import INLINE
 from manyhands.storage import export
 
-from .conftest import Start, publish
+from .conftest import Start, publish, settings_of
 from .test_versions import Moody
 
 LIMITS = Limits(connections=64, connections_per_address=48, body=64 << 20, bodies=128 << 20)
@@ -35,7 +35,7 @@ def target(adder: Path, tmp_path_factory: pytest.TempPathFactory, engine: LocalE
         nn.Identity(), lambda model, x: 2 * x, {"x": torch.ones(2, 3)}, tmp_path_factory.mktemp("x"), free={"x": [1]}
     )
     shutil.copytree(free, root / "free" / "1")
-    settings = ServeSettings(http=0, grpc=0, manage=0, token="asking", manage_token="managing", limits=LIMITS)
+    settings = settings_of(token="asking", manage_token="managing", limits=LIMITS)
     with Server(root, engine, resolve("cpu")[0], settings).start() as server:
         ports = {"http": server.http, "grpc": server.grpc, "manage": server.manage}
         found = Target(**ports, token="asking", manage_token="managing", connections=100)

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from manyhands.core import RequestRefused, SettingsError, Signature, TensorSpec
-from manyhands.serving.batcher import ATTEMPTS, Batcher, BatchSettings, BatchTimeModel, RequestBatch, Ticket
+from manyhands.serving import Batching
+from manyhands.serving.batcher import ATTEMPTS, Batcher, BatchTimeModel, RequestBatch, Ticket
 from manyhands.serving.slots import FREE_BYTES, SlotLayout
 
 
@@ -21,7 +22,7 @@ class ScriptedBatcher:
     def __init__(self, num_workers: int = 1, **values: Any) -> None:
         self.time = 0.0
         self.tasks: list[Callable[[], None]] = []
-        self.batcher = Batcher(BatchSettings(**values), ["x"], self.tasks.append, lambda: self.time)
+        self.batcher = Batcher(Batching(**values), ["x"], self.tasks.append, lambda: self.time)
         self.workers = [ScriptedWorker() for _ in range(num_workers)]
         self.batcher.workers.extend(self.workers)
         self.done: list[Ticket] = []
@@ -323,7 +324,7 @@ def test_lower_priority_number_is_computed_first() -> None:
 )
 def test_invalid_batch_settings_raise_settings_error(wrong: dict[str, Any]) -> None:
     with pytest.raises(SettingsError):
-        BatchSettings(**wrong)
+        Batching(**wrong)
 
 
 def test_batch_size_is_limited_by_the_replica_memory_slot() -> None:

@@ -18,7 +18,7 @@ import pytest
 from torch import Tensor
 
 from manyhands.core import FileError, Predictor, Signature, TensorSpec
-from manyhands.serving import BatchSettings, Client, Limits, Server
+from manyhands.serving import Client, Limits, Server
 from manyhands.serving.logs import Logs
 from manyhands.serving.protocols import open_inference_grpc
 
@@ -98,7 +98,7 @@ class Gate(Predictor):
 
 
 def test_requests_of_disconnected_clients_are_not_computed(start: Start, tmp_path: Path) -> None:
-    server = start({"gate": Gate(tmp_path / "open")}, batch=BatchSettings(max_rows=4))
+    server = start({"gate": Gate(tmp_path / "open")}, max_rows=4)
     path = "/v1/models/gate:predict"
     blocker = threading.Thread(target=lambda: httpx.post(server.url + path, json={"instances": [[1.0]]}, timeout=60))
     blocker.start()
@@ -225,7 +225,7 @@ class Sums(Predictor):
 
 
 def test_large_batches_are_written_off_thread_while_clients_disconnect(start: Start) -> None:
-    server = start({"sums": Sums()}, batch=BatchSettings(max_rows=8))
+    server = start({"sums": Sums()}, max_rows=8)
     rows = np.ones((1, 1 << 18), np.float32)
     message = REQUEST.replace(b"\r\n\r\n", b"\r\nInference-Header-Content-Length: 0\r\n\r\n")
 

@@ -23,7 +23,7 @@ from manyhands.serving.dtypes import BY_TORCH, to_numbers
 from manyhands.serving.limits import Limits
 from manyhands.serving.protocols.answer_text import PIECE, array_pieces, row_pieces
 
-from .conftest import Start
+from .conftest import Start, settings_of
 from .test_tensorflow_grpc import MESSAGES, call
 
 WIDTH, ROWS = 1000, 256
@@ -93,10 +93,9 @@ def _number(value: float) -> bytes:
 @pytest.fixture(scope="module")
 def grids(engine: Any) -> Any:
     from manyhands.distributed import resolve
-    from manyhands.serving import ServeSettings
 
     models = {"one": Grid(), "two": Grid(("y", "z"))}
-    with Server(models, engine, resolve("cpu")[0], ServeSettings(http=0, grpc=0, manage=0)).start() as server:
+    with Server(models, engine, resolve("cpu")[0], settings_of()).start() as server:
         yield server
 
 

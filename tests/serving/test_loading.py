@@ -19,10 +19,9 @@ from torch import Tensor
 from manyhands.core import Predictor, RequestRefused, RunError
 from manyhands.distributed import Device, resolve
 from manyhands.launcher import LocalEngine
-from manyhands.serving import BatchSettings, RolloutGuard
+from manyhands.serving import Batching, Rollout
 from manyhands.serving import replica_process as computing
 from manyhands.serving.catalogue import MAX_LOADS, MAX_RETRIES, Catalogue, CatalogueSettings, LoadSlots
-from manyhands.serving.folder import VersionPolicy
 from manyhands.serving.replica import ServingReplica
 from manyhands.serving.replica_process import Given, NoFreeCore, quietly
 from manyhands.serving.replica_rendezvous import ReplicaRendezvous
@@ -67,9 +66,7 @@ def test_version_unloaded_during_loading_stays_unloaded(engine: LocalEngine) -> 
     async def run(device: Device) -> str:
         rendezvous = ReplicaRendezvous()
         try:
-            version = Version(
-                "shy", 1, Shy(), ReplicaPlacement(engine, rendezvous, [device]), BatchSettings(max_rows=1)
-            )
+            version = Version("shy", 1, Shy(), ReplicaPlacement(engine, rendezvous, [device]), Batching(max_rows=1))
             loading = asyncio.create_task(version.load(quietly=True))
             await asyncio.sleep(0)
             await version.end(patience=1.0)
@@ -131,7 +128,7 @@ def run_uneven(
     async def run() -> None:
         rendezvous = ReplicaRendezvous()
         place = ReplicaPlacement(engine, rendezvous, resolve("cpu*2")[0])
-        version = Version("uneven", 1, Uneven(folder), place, BatchSettings(max_rows=1))
+        version = Version("uneven", 1, Uneven(folder), place, Batching(max_rows=1))
         loading = asyncio.create_task(version.load(quietly=False))
         try:
             await until(lambda: len(version.replicas) == 1)
@@ -180,10 +177,8 @@ def test_concurrent_load_requests_for_one_version_load_it_once(
         publish(adder, tmp_path / "adder", number)
     settings = CatalogueSettings(
         root=tmp_path,
-        policy=VersionPolicy.parse("latest"),
-        probation=RolloutGuard(seconds=0),
-        batch=BatchSettings(max_rows=1),
-        poll=60.0,
+        rollout=Rollout(probation=0, poll=60.0),
+        batching=Batching(max_rows=1),
     )
     loaded: list[int] = []
 
@@ -230,10 +225,8 @@ async def catalogue_of(
 ) -> AsyncIterator[Catalogue]:
     settings = CatalogueSettings(
         root=root,
-        policy=VersionPolicy.parse("latest"),
-        probation=RolloutGuard(seconds=0),
-        batch=BatchSettings(max_rows=1),
-        poll=0.05,
+        rollout=Rollout(probation=0, poll=0.05),
+        batching=Batching(max_rows=1),
     )
     rendezvous = ReplicaRendezvous()
     catalogue = Catalogue(settings, ReplicaPlacement(engine, rendezvous, resolve("cpu")[0]), say)
@@ -328,7 +321,7 @@ def test_hung_load_and_hung_warm_up_time_out(engine: LocalEngine, tmp_path: Path
         rendezvous = ReplicaRendezvous()
         try:
             place = ReplicaPlacement(engine, rendezvous, resolve("cpu")[0])
-            version = Version("m", 1, source, place, BatchSettings(max_rows=1))
+            version = Version("m", 1, source, place, Batching(max_rows=1))
             version.warm_up = lambda _: asyncio.Event().wait()  # type: ignore[assignment, return-value]
             with pytest.raises(RunError):
                 await asyncio.wait_for(version.load(quietly=False), 60)

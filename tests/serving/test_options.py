@@ -18,7 +18,7 @@ from torch import nn
 
 import manyhands as mh
 from manyhands.core import SettingsError
-from manyhands.serving import Client, ServeSettings
+from manyhands.serving import Client, Replicas
 from manyhands.storage import export
 
 from .conftest import Start, publish
@@ -43,7 +43,7 @@ def test_bf16_precision_returns_float32_outputs(start: Start, tmp_path: Path) ->
         np.testing.assert_allclose(found["bf16"], network(rows).float().detach().numpy(), rtol=1e-2, atol=1e-2)
     assert np.abs(found["bf16"] - exact).max() > 1e-5
     with pytest.raises(SettingsError, match="precision must be fp32 or bf16"):
-        ServeSettings(precision="int8")
+        Replicas(precision="int8")
 
 
 def test_serve_rejects_objects_that_are_not_predictors() -> None:

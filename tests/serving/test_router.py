@@ -22,8 +22,8 @@ import httpx
 import numpy as np
 import pytest
 
-from manyhands.core import RequestRefused, SettingsError
-from manyhands.serving import Client, Router, RouteSettings, Server, ServeSettings
+from manyhands.core import RequestRefused, SettingsError, from_flat
+from manyhands.serving import Client, Listen, Router, RouteSettings, Server, ServingLog
 from manyhands.serving.protocols import tensorflow_grpc
 from manyhands.serving.routing.backend import Address, Backend, BackendResponse, Lost
 from manyhands.serving.routing.fleet import READY, Fleet
@@ -56,7 +56,9 @@ def route() -> Iterator[Route]:
     with contextlib.ExitStack() as stack:
 
         def run(*backends: str, **settings: Any) -> Router:
-            router = Router(RouteSettings(backends=backends, http=0, grpc=0, manage=0, **settings))
+            values = {"http": 0, "grpc": 0, "manage": 0, **settings}
+            listen, log = from_flat((Listen, ServingLog), values)
+            router = Router(RouteSettings(backends=backends, listen=listen, log=log))
             return stack.enter_context(router.start())
 
         yield run
@@ -459,11 +461,11 @@ def test_invalid_backend_address_raises_settings_error(text: str) -> None:
 
 def test_router_on_a_public_address_requires_a_token() -> None:
     with pytest.raises(SettingsError, match="needs a token"):
-        RouteSettings(backends=("a:1",), host="0.0.0.0")
+        Listen(host="0.0.0.0")
     with pytest.raises(SettingsError, match="needs a token"):
-        ServeSettings(manage_host="0.0.0.0")
+        Listen(manage_host="0.0.0.0")
     with pytest.raises(SettingsError, match="a router needs at least one backend"):
-        Router(RouteSettings(http=0, grpc=0, manage=0)).start()
+        Router(RouteSettings(listen=Listen(http=0, grpc=0, manage=0))).start()
 
 
 @pytest.mark.root

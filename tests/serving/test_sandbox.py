@@ -29,6 +29,7 @@ from torch import Tensor
 from manyhands.core import ArchiveError, Predictor, RunError, Signature, TensorSpec
 from manyhands.distributed import Device, resolve
 from manyhands.launcher import LocalEngine
+from manyhands.serving import Replicas
 from manyhands.serving.replica import ServingReplica
 from manyhands.serving.replica_process import REPLY, Exported
 from manyhands.serving.replica_rendezvous import ReplicaRendezvous
@@ -223,7 +224,7 @@ class CompilingEscaping:
     patience: float = 60.0
 
     def sandbox(self, device: Device, group: str) -> Sandbox | None:
-        return Exported(self.path, compiles=True).sandbox(device, group)
+        return Exported(self.path, replicas=Replicas(compile=True)).sandbox(device, group)
 
     def open(self, device: str) -> Predictor:
         subprocess.run(["/bin/true"], check=True, start_new_session=True)
@@ -297,7 +298,7 @@ def test_temporary_folder_of_a_killed_replica_is_removed(
         patience: float = 60.0
 
         def sandbox(self, device: Device, group: str) -> Sandbox | None:
-            return Exported(adder, compiles=True).sandbox(device, group)
+            return Exported(adder, replicas=Replicas(compile=True)).sandbox(device, group)
 
         def open(self, device: str) -> Predictor:
             Path(tempfile.gettempdir(), "made").write_text("x")

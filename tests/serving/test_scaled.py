@@ -16,7 +16,7 @@ import manyhands as mh
 from manyhands.core import SettingsError, WorkerFailed
 from manyhands.distributed import Device
 from manyhands.launcher import Engine
-from manyhands.serving import RouteSettings, ScaledRouter, Scaling, Server
+from manyhands.serving import Listen, RouteSettings, ScaledRouter, Scaling, Server
 from manyhands.serving.routing.backend import Address, Backend
 from manyhands.serving.routing.scaled import Post, Scaler
 
@@ -129,7 +129,7 @@ def test_servers_scale_up_and_down_with_load_and_failed_ones_are_replaced(
 ) -> None:
     engine = Nearby(start)
     scaling = Scaling(least=1, most=2, busy=2, grow=0.2, calm=0.5)
-    settings = RouteSettings(http=0, grpc=0, manage=0)
+    settings = RouteSettings(listen=Listen(http=0, grpc=0, manage=0))
     router = ScaledRouter(settings, engine, {"moody": Moody()}, Device("cpu"), scaling)  # type: ignore[arg-type]
     router.on_event = events.append
     codes: list[int] = []

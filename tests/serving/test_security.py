@@ -8,7 +8,7 @@ import httpx
 import psutil
 import pytest
 
-from manyhands.serving import ServeSettings
+from manyhands.serving import Listen
 from manyhands.serving.app import Access
 from manyhands.serving.security import AccessToken, Sites
 
@@ -88,4 +88,4 @@ def test_tokens_are_in_no_log_argument_environment_or_error(start: Start, adder:
     logged = "".join(path.read_text() for path in log.iterdir())
     assert "/v2/models/adder" in logged
     assert not [token for token in tokens if token[:-1] in logged + "".join(texts)]
-    assert not [token for token in tokens if token in repr(ServeSettings(token=tokens[0], manage_token=tokens[1]))]
+    assert not [token for token in tokens if token in repr(Listen(token=tokens[0], manage_token=tokens[1]))]

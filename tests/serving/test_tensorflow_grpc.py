@@ -21,7 +21,7 @@ from manyhands.serving.limits import Bodies, Limits
 from manyhands.serving.protocols.tensorflow_grpc import VALUES, PredictionService, as_proto, read_inputs
 from manyhands.serving.protocols.tensorflow_messages import MESSAGES
 
-from .conftest import Start, publish
+from .conftest import Start, publish, settings_of
 from .test_grpc import call
 
 
@@ -68,10 +68,9 @@ def ask(server: Server, method: str, **values: Any) -> Any:
 @pytest.fixture(scope="module")
 def scored(engine: Any) -> Any:
     from manyhands.distributed import resolve
-    from manyhands.serving import ServeSettings
 
     models = {"scores": Scores(2), "value": Scores(1)}
-    with Server(models, engine, resolve("cpu")[0], ServeSettings(http=0, grpc=0, manage=0)).start() as server:
+    with Server(models, engine, resolve("cpu")[0], settings_of()).start() as server:
         yield server
 
 

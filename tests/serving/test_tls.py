@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from manyhands.core import RequestRefused, SettingsError
-from manyhands.serving import Client, Router, RouteSettings, Server, ServeSettings, ServingTls
+from manyhands.serving import Client, Listen, Router, RouteSettings, Server, ServingTls
 from manyhands.serving.http import _MAX_HANDSHAKES, HttpListener
 from manyhands.serving.limits import Limits
 from manyhands.serving.protocols import health_grpc
@@ -69,10 +69,11 @@ def health(server: Server | Router, credentials: grpc.ChannelCredentials) -> int
 
 def test_every_listener_uses_tls_and_requires_client_certificates(start: Start, pem: Names) -> None:
     ours = ServingTls(cert=pem("server.pem"), key=pem("server.key"), ca=pem("ca.pem"))
-    server = start({"moody": Moody()}, tls=ours)
+    files = {"cert": pem("server.pem"), "key": pem("server.key"), "client_ca": pem("ca.pem")}
+    server = start({"moody": Moody()}, **files)
     ends = {"ca": pem("ca.pem"), "cert": pem("client.pem"), "key": pem("client.key")}
     backend = f"127.0.0.1:{server.grpc}/{server.http}/{server.manage}"
-    settings = RouteSettings(backends=(backend,), backend_tls=ours, tls=ours, http=0, grpc=0, manage=0)
+    settings = RouteSettings(backends=(backend,), backend_tls=ours, listen=Listen(http=0, grpc=0, manage=0, **files))
     rows = np.full((1, 1), 3.0, np.float32)
     with Router(settings).start() as router:
         for place in (server, router):
@@ -116,7 +117,7 @@ def test_invalid_certificate_files_raise_settings_error(
 ) -> None:
     files = [pem(name) if name is not None else None for name in (cert, key, ca)]
     with pytest.raises(SettingsError, match=error):
-        ServeSettings(tls=ServingTls.of(*files))
+        Listen(cert=files[0], key=files[1], client_ca=files[2])
 
 
 def test_password_protected_key_is_rejected_without_prompting(pem: Names, tmp_path: Path) -> None:
@@ -134,7 +135,7 @@ def test_password_protected_key_is_rejected_without_prompting(pem: Names, tmp_pa
     ]
     subprocess.run(command, check=True, capture_output=True)
     with pytest.raises(SettingsError, match="without a password"):
-        ServeSettings(tls=ServingTls.of(pem("server.pem"), locked, None))
+        Listen(cert=pem("server.pem"), key=locked)
 
 
 HELLO = b"\x16\x03\x01\x02\x00\x01"

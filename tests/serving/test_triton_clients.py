@@ -20,10 +20,12 @@ from tritonclient.utils import InferenceServerException
 from manyhands.core import Predictor, Signature, TensorSpec
 from manyhands.distributed import resolve
 from manyhands.launcher import LocalEngine
-from manyhands.serving import Server, ServeSettings
+from manyhands.serving import Server
 from manyhands.serving.dtypes import KINDS, Kind
 from manyhands.serving.http import BadRequest
 from manyhands.serving.protocols.classification import class_count, require_few_classes
+
+from .conftest import settings_of
 
 ARRAYS = {
     kind.torch: np.array([[0, 1, 1], [1, 0, 0]]).astype(np.float32 if kind.is_bfloat16 else kind.numpy)
@@ -45,7 +47,7 @@ class Echo(Predictor):
 
 @pytest.fixture(scope="module")
 def server(engine: LocalEngine) -> Iterator[Server]:
-    settings = ServeSettings(http=0, grpc=0, manage=0)
+    settings = settings_of()
     with Server({"echo": Echo()}, engine, resolve("cpu")[0], settings).start() as found:
         yield found
 

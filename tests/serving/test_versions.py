@@ -19,11 +19,11 @@ import pytest
 from torch import Tensor
 
 from manyhands.core import Predictor, RequestRefused, SettingsError, Signature, TensorSpec, read_events
-from manyhands.serving import BatchSettings, Client, RolloutGuard, Server
+from manyhands.serving import Client, Rollout, Server
 
 from .conftest import Start, publish
 
-NO_PROBATION = RolloutGuard(seconds=0)
+NO_PROBATION = 0.0
 
 
 def until(wanted: Callable[[], Any], seconds: float = 20.0) -> Any:
@@ -159,7 +159,7 @@ def test_deleting_the_version_folder_keeps_the_model_loaded(adder: Path, tmp_pat
 def test_version_policies_labels_traffic_splits_and_rollback(adder: Path, tmp_path: Path, start: Start) -> None:
     for number in (1, 2, 3):
         publish(adder, tmp_path / "adder", number)
-    server = start(tmp_path, versions="latest:2", probation=RolloutGuard(max_slowdown=1e9))
+    server = start(tmp_path, versions="latest:2", max_slowdown=1e9)
     assert versions(server) == {2: "AVAILABLE", 3: "AVAILABLE"}
     with httpx.Client(base_url=server.url) as http, httpx.Client(base_url=server.manage_url) as manage:
 
@@ -262,7 +262,7 @@ def test_model_failure_and_replica_crash_return_500_and_serving_continues(start:
 
 def test_failing_new_version_is_rolled_back(adder: Path, tmp_path: Path, start: Start) -> None:
     publish(adder, tmp_path / "adder", 1)
-    server = start(tmp_path, probation=RolloutGuard(seconds=60, num_requests=10))
+    server = start(tmp_path, probation=60, num_requests=10)
     publish(adder, tmp_path / "adder", 2)
     until(lambda: current(server) == 2)
     assert versions(server) == {1: "AVAILABLE", 2: "AVAILABLE"}
@@ -279,7 +279,7 @@ def test_only_sustained_slowdown_of_a_new_version_triggers_rollback(adder: Path,
         publish(adder, tmp_path / "adder", number)
     server = start(tmp_path, versions="latest:2", poll=60)
     model = server._management.gateway.catalogue.models["adder"]  # type: ignore[union-attr]
-    rule = RolloutGuard(seconds=600)
+    rule = Rollout(probation=600)
 
     def answered(number: int, num: int, seconds: float) -> None:
         for _ in range(num):
@@ -340,7 +340,7 @@ def test_empty_or_broken_model_folder_does_not_affect_other_models(adder: Path, 
 
 
 def test_overload_is_rejected_with_503_and_accepted_requests_are_served(start: Start) -> None:
-    server = start({"moody": Moody()}, batch=BatchSettings(max_rows=1, queue_rows=2))
+    server = start({"moody": Moody()}, max_rows=1, queue_rows=2)
     answers: list[httpx.Response] = []
     threads = [threading.Thread(target=lambda: answers.append(ask_moody(server.url, 100))) for _ in range(10)]
     for thread in threads:

@@ -6,6 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..core import SettingsError
+from ..serving import Listen, ServingLog
+from .serve import as_log
+
 if TYPE_CHECKING:
     from ..serving import Router
 
@@ -13,21 +17,9 @@ if TYPE_CHECKING:
 def route(
     backends: str | Sequence[str],
     *,
-    host: str = "127.0.0.1",
-    http: int = 8501,
-    grpc: int = 8500,
-    manage: int = 8502,
-    manage_host: str = "127.0.0.1",
-    token: str | None = None,
-    manage_token: str | None = None,
-    allow: Sequence[str] = (),
-    cert: str | Path | None = None,
-    key: str | Path | None = None,
-    client_ca: str | Path | None = None,
     backend_ca: str | Path | None = None,
-    timeout: float = 30.0,
-    queue_mib: int = 1024,
-    log: str | Path | None = None,
+    listen: Listen | None = None,
+    log: ServingLog | str | Path | None = None,
 ) -> Router:
     """Start a router in front of several servers; return when it listens.
 
@@ -35,30 +27,29 @@ def route(
         backends: Servers such as "a:8500,b:8500", with their gRPC ports; HTTP and management use the next two ports
             ("a:8500/8601/8602" for other ports). A name may resolve to several hosts, and is resolved repeatedly.
         backend_ca: Certificate authority of the backends, if they use TLS; the router presents its own certificate.
-        host, http, grpc, manage, manage_host, allow, cert, key, client_ca, timeout, queue_mib, log: As for `mh.serve`.
-        token, manage_token: Access tokens of the router, which the backends must accept too.
+        listen: Addresses, ports, tokens, TLS and limits, as for `mh.serve`. The backends must accept the router's
+            tokens too.
+        log: Folder for the event log and the access log.
 
     Example:
-        router = mh.route("a:8500,b:8500", token=token)
+        router = mh.route("a:8500,b:8500", listen=mh.serving.Listen(token=token))
         router.wait()
     """
-    from ..serving import Limits, Router, RouteSettings, ServingTls
+    from ..serving import Router, RouteSettings, ServingTls
 
-    tls = ServingTls.of(cert, key, client_ca)
-    settings = RouteSettings(
-        backends=tuple(part.strip() for part in backends.split(",")) if isinstance(backends, str) else tuple(backends),
-        host=host,
-        http=http,
-        grpc=grpc,
-        manage=manage,
-        manage_host=manage_host,
-        token=token,
-        manage_token=manage_token,
-        allow=tuple(allow),
-        tls=tls,
-        backend_tls=ServingTls.of(cert, key, backend_ca) if backend_ca is not None else None,
-        timeout=timeout,
-        limits=Limits.holding(queue_mib),
-        log=Path(log) if log is not None else None,
-    )
-    return Router(settings).start()
+    listen, log = listen or Listen(), as_log(log)
+    for name, value in (("manage_grpc", listen.manage_grpc), ("traces", log.traces or None)):
+        if value is not None:
+            raise SettingsError(
+                f"a router does not have {name}", got=f"{name}={value}", remedy="pass it to the servers"
+            )
+    return Router(
+        RouteSettings(
+            backends=tuple(part.strip() for part in backends.split(","))
+            if isinstance(backends, str)
+            else tuple(backends),
+            backend_tls=ServingTls.of(listen.cert, listen.key, backend_ca) if backend_ca is not None else None,
+            listen=listen,
+            log=log,
+        )
+    ).start()

@@ -164,9 +164,9 @@ TAKES_VALUE = ("resume",)
 
 
 @contextlib.contextmanager
-def in_options(settings: type[Any]) -> Iterator[None]:
-    """Reword errors that are raised inside: the fields of `settings` are options of the command."""
-    names = [field.name for field in dataclasses.fields(settings)]
+def in_options(*settings: type[Any]) -> Iterator[None]:
+    """Reword errors that are raised inside: the fields of the `settings` are options of the command."""
+    names = [field.name for kind in settings for field in dataclasses.fields(kind)]
     try:
         yield
     except UsageError as error:

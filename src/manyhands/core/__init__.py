@@ -40,7 +40,7 @@ from .module_state import (
 )
 from .predictor import Predictor, Signature, TensorSpec
 from .randomness import mix, random_state, restore_random_state, seed_all, seeded
-from .settings import Resolved, resolve_settings
+from .settings import Resolved, from_flat, option, options_of, resolve_options, resolve_settings
 from .spec import (
     DATA_AXES,
     MESH_ORDER,
@@ -56,7 +56,7 @@ from .spec import (
     check_policies_by,
     split_settings,
 )
-from .task import Mean, Task, as_task, mean, task_name, typed
+from .task import Mean, Task, as_task, convert, mean, task_name, typed
 
 if TYPE_CHECKING:
     from .layout_free import LayoutFree, as_written, stacked_keys
@@ -91,6 +91,7 @@ __all__ = [
     "Mean",
     "mean",
     "as_task",
+    "convert",
     "task_name",
     "typed",
     "StrategySpec",
@@ -107,6 +108,10 @@ __all__ = [
     "check_policies_by",
     "split_settings",
     "Resolved",
+    "option",
+    "options_of",
+    "from_flat",
+    "resolve_options",
     "resolve_settings",
     "Predictor",
     "Signature",

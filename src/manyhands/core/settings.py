@@ -1,4 +1,7 @@
-"""Settings with precedence: an argument, then the file, then the environment, then the default."""
+"""Options: dataclasses from which Python arguments, command line options and configuration files are derived.
+
+Values have a precedence: an argument, then the file, then the environment, then the default.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +25,40 @@ MOST_BYTES = 1 << 20
 ARGUMENT, DEFAULT = "argument", "default"
 
 T = TypeVar("T")
+
+
+def option(default: Any, help: str, *, metavar: str = "", secret: bool = False) -> Any:
+    """Return a field of an options class that the command line, configuration files and the environment can set.
+
+    Fields without it can be set in Python only.
+
+    Args:
+        default: The default value.
+        help: The help of the command line; it says what the default is, or that there is none.
+        metavar: The placeholder of the value in the help.
+        secret: Whether the value must not appear in a command line, in `repr` or in logs.
+
+    >>> @dataclass(frozen=True, kw_only=True)
+    ... class Batching:
+    ...     max_rows: int = option(64, "Maximum rows of a batch; 64 by default.")
+    >>> [field.name for field in options_of(Batching)]
+    ['max_rows']
+    """
+    return field(default=default, repr=not secret, metadata={"help": help, "metavar": metavar, "secret": secret})
+
+
+def options_of(kind: type) -> list[dataclasses.Field[Any]]:
+    """Return the fields of an options class that were declared with `option`."""
+    return [each for each in dataclasses.fields(kind) if "help" in each.metadata]
+
+
+def from_flat(kinds: Sequence[type], values: Mapping[str, Any]) -> list[Any]:
+    """Return an object of each options class from values by name; a name must belong to one class only."""
+    names = {each.name: kind for kind in kinds for each in dataclasses.fields(kind)}
+    unknown = sorted(set(values) - set(names))
+    if unknown:
+        raise SettingsError(f"options must be among {', '.join(names)}", got=unknown[0], remedy="correct the name")
+    return [kind(**{name: value for name, value in values.items() if names[name] is kind}) for kind in kinds]
 
 
 @dataclass(frozen=True)
@@ -58,8 +95,34 @@ def resolve_settings(
     >>> resolve_settings(Settings, {"epochs": 3}, environ={"MANYHANDS_ON": "cpu*2"}).chosen()
     {'epochs': (3, 'argument'), 'on': ('cpu*2', 'MANYHANDS_ON')}
     """
-    hints = typing.get_type_hints(kind, localns={"Any": Any})
     names = [f.name for f in dataclasses.fields(kind)]  # type: ignore[arg-type]
+    values, sources, extra = _resolve([kind], names, arguments, file, tables, environ)
+    return Resolved(kind(**values), sources, extra)
+
+
+def resolve_options(
+    kinds: Sequence[type],
+    arguments: Mapping[str, Any],
+    *,
+    file: Path | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> list[Any]:
+    """Resolve several options classes, as `resolve_settings` does, and return an object of each."""
+    names = [each.name for kind in kinds for each in options_of(kind)]
+    values, _, _ = _resolve(kinds, names, arguments, file, (), environ)
+    return from_flat(kinds, values)
+
+
+def _resolve(
+    kinds: Sequence[type],
+    names: Sequence[str],
+    arguments: Mapping[str, Any],
+    file: Path | None,
+    tables: Sequence[str],
+    environ: Mapping[str, str] | None,
+) -> tuple[dict[str, Any], dict[str, str], dict[str, dict[str, Any]]]:
+    """Return values and sources by name, and the tables of the file."""
+    hints = {name: hint for kind in kinds for name, hint in typing.get_type_hints(kind, localns={"Any": Any}).items()}
     written, extra = _read(file, {name: hints[name] for name in names}, tables)
     found = _from_environment(environ if environ is not None else os.environ, hints, names)
     values: dict[str, Any] = {}
@@ -71,7 +134,7 @@ def resolve_settings(
             values[name], sources[name] = written[name], file.name if file is not None else ""
         elif name in found:
             values[name], sources[name] = found[name], variable(name)
-    return Resolved(kind(**values), sources, extra)
+    return values, sources, extra
 
 
 def variable(name: str) -> str:
@@ -126,6 +189,10 @@ def _parse(file: Path) -> dict[str, Any]:
 
 
 def _checked(what: str, value: Any, hint: Any) -> Any:
+    if typing.get_origin(hint) is tuple:
+        return convert(what, value if isinstance(value, str) else ",".join(map(str, value)), hint)
+    if Path in typing.get_args(hint) and isinstance(value, str):
+        return Path(value)
     kinds = typing.get_args(hint) or (hint,)
     if type(value) is int and float in kinds and int not in kinds:
         return float(value)

@@ -307,6 +307,16 @@ def convert(name: str, value: Any, kind: Any) -> Any:
     """Convert a string to the type that a signature requires; other values are returned unchanged."""
     if not isinstance(value, str):
         return value
+    if typing.get_origin(kind) is tuple:
+        each = typing.get_args(kind)[0]
+        try:
+            return tuple(each(part.strip()) for part in value.split(",") if part.strip())
+        except ValueError:
+            raise SettingsError(
+                f"{name} must be values of type {each.__name__}, separated by commas",
+                got=repr(value),
+                remedy="correct the value",
+            ) from None
     options = [arg for arg in typing.get_args(kind) if arg is not type(None)] or [kind]
     if value.lower() in ("none", "null") and type(None) in typing.get_args(kind):
         return None
@@ -314,7 +324,7 @@ def convert(name: str, value: Any, kind: Any) -> Any:
         try:
             if option is bool:
                 return {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}[value.lower()]
-            if option in (int, float, str):
+            if option in (int, float, str, Path):
                 return option(value)
         except (ValueError, KeyError):
             continue

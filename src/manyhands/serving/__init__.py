@@ -5,50 +5,51 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ..core import SettingsError
-from .batcher import BatchSettings
-from .client import Client
 from .limits import Limits
-from .metrics import BOUNDS, Histogram
+from .options import Batching, Listen, Replicas, Rollout, ServingLog
 from .security import ServingTls
 
 if TYPE_CHECKING:
-    from .listener_thread import ListenSettings
-    from .rollout_guard import RolloutGuard
+    from .client import Client
+    from .metrics import BOUNDS, Histogram
     from .routing import PlacedServer, Router, RouteSettings, ScaledRouter, Scaling
     from .server import Server, ServeSettings
 
 __all__ = [
     "Server",
     "ServeSettings",
-    "ListenSettings",
     "Router",
     "RouteSettings",
     "ScaledRouter",
     "Scaling",
     "PlacedServer",
     "ServingTls",
-    "BatchSettings",
+    "Listen",
+    "Batching",
+    "Rollout",
+    "Replicas",
+    "ServingLog",
     "Limits",
-    "RolloutGuard",
     "Client",
     "Histogram",
     "BOUNDS",
 ]
 _HOME = {
+    "Client": "client",
+    "Histogram": "metrics",
+    "BOUNDS": "metrics",
     "Server": "server",
     "ServeSettings": "server",
-    "ListenSettings": "listener_thread",
     "Router": "routing",
     "RouteSettings": "routing",
     "ScaledRouter": "routing",
     "Scaling": "routing",
     "PlacedServer": "routing",
-    "RolloutGuard": "rollout_guard",
 }
 
 
 def __getattr__(name: str) -> Any:
-    """Import server classes on first use, because a client does not need a server's packages."""
+    """Import classes on first use: a client does not need a server's packages, and the help of commands needs none."""
     from importlib import import_module
 
     if name not in _HOME:

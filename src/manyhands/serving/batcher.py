@@ -16,8 +16,9 @@ from typing import Protocol
 
 import numpy as np
 
-from ..core import RequestRefused, SettingsError
+from ..core import RequestRefused
 from .dtypes import Array
+from .options import Batching
 
 Arrays = Mapping[str, Array]
 Done = Callable[["Ticket"], None]
@@ -26,47 +27,6 @@ REQUEST_QUEUES = 4
 """Maximum size of one request as a multiple of the queue's rows, if nothing else waits."""
 ATTEMPTS = 3
 """Number of times a request is computed if replicas die on it; the last time alone."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class BatchSettings:
-    """How requests are batched."""
-
-    max_rows: int = 64
-    """Maximum rows of a batch; a larger request is computed in parts."""
-    sizes: tuple[int, ...] = ()
-    """Sizes to pad batches to, ascending, the last one `max_rows`; empty for no padding."""
-    queue_rows: int = 1024
-    """Maximum rows in the queue; further requests are refused. A single request may have four times as many if no other
-    waits."""
-
-    def __post_init__(self) -> None:
-        if self.max_rows < 1:
-            raise SettingsError("max_rows must be at least 1", got=self.max_rows, remedy="pass for example max_rows=64")
-        if self.queue_rows < 1:
-            raise SettingsError(
-                "queue_rows must be at least 1", got=self.queue_rows, remedy="pass for example queue_rows=1024"
-            )
-        if self.sizes and (list(self.sizes) != sorted(set(self.sizes)) or self.sizes[0] < 1):
-            raise SettingsError(
-                "sizes must be ascending numbers of at least 1",
-                got=self.sizes,
-                remedy="pass for example sizes=(1, 8, 64)",
-            )
-        if self.sizes and self.sizes[-1] != self.max_rows:
-            raise SettingsError(
-                "the largest of sizes must equal max_rows",
-                got=f"{self.sizes[-1]} and {self.max_rows}",
-                remedy="pass both with the same value",
-            )
-
-    def padded(self, rows: int) -> int:
-        """Return the number of rows, including padding, that are computed for this many.
-
-        >>> BatchSettings(max_rows=8, sizes=(1, 4, 8)).padded(3)
-        4
-        """
-        return next((size for size in self.sizes if size >= rows), rows)
 
 
 class Ticket:
@@ -153,7 +113,7 @@ class Batcher:
 
     def __init__(
         self,
-        settings: BatchSettings,
+        settings: Batching,
         inputs: Sequence[str],
         call_soon: Callable[[Callable[[], None]], object],
         now: Callable[[], float] = time.monotonic,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 import math
 import random
@@ -10,14 +11,13 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
 
 from ..core import Predictor, RequestRefused
-from .batcher import BatchSettings
 from .folder import (
     MAX_ENTRIES,
     MAX_EXAMINED,
@@ -31,9 +31,9 @@ from .folder import (
     scan_models,
 )
 from .model import Model, Unknown
+from .options import Batching, Replicas, Rollout
 from .replica import READING
 from .replica_process import Exported, Given
-from .rollout_guard import RolloutGuard
 from .version import END, ReplicaPlacement, Version, end_all, nothing, without_folders
 
 MAX_LOADS, MAX_RETRIES = 4, 2
@@ -67,16 +67,16 @@ class CatalogueSettings:
 
     root: Path | None = None
     given: Mapping[str, Predictor] | None = None
-    policy: VersionPolicy
-    probation: RolloutGuard
-    batch: BatchSettings
-    precision: str = "fp32"
-    compiles: bool = False
-    poll: float = 1.0
-    patience: float = 30.0
+    rollout: Rollout
+    batching: Batching
+    replicas: Replicas = field(default_factory=Replicas)
+    drain: float = 30.0
     """Seconds for in-flight requests to finish when a version is unloaded."""
-    unload_first: bool = False
-    """Whether the old version is unloaded before the new one is loaded, for devices without room for both."""
+
+    @functools.cached_property
+    def policy(self) -> VersionPolicy:
+        """The versions that are served."""
+        return VersionPolicy.parse(self.rollout.versions)
 
 
 class LoadSlots:
@@ -145,7 +145,7 @@ class Catalogue:
         self._scans.shutdown(wait=False, cancel_futures=True)
         # Versions that are being unloaded end by themselves.
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await end_all([v for model in self.models.values() for v in model.versions.values()], self.settings.patience)
+        await end_all([v for model in self.models.values() for v in model.versions.values()], self.settings.drain)
 
     @property
     def is_ready(self) -> bool:
@@ -220,7 +220,7 @@ class Catalogue:
         """Drain and end every version of a model."""
         model = self.model(name)
         model.is_unloaded = True
-        await end_all(list(model.versions.values()), self.settings.patience)
+        await end_all(list(model.versions.values()), self.settings.drain)
         model.forget_ended()
 
     async def reload(
@@ -264,7 +264,7 @@ class Catalogue:
         model.rejected.add(current.number)
         if not any(version.number in older for version in model.available):
             async with self._turn(name):
-                if self.settings.unload_first:
+                if self.settings.rollout.unload_first:
                     await self._let_go(model, current)
                 await self._load(model, max(older), path, there[max(older)])
         self._switch(model)
@@ -318,7 +318,7 @@ class Catalogue:
         known = model.versions.get(number)
         if known is not None and (not known.is_over or known.detail == without_folders(reason)):
             return
-        source = Exported(path / str(number), self.settings.precision, self.settings.compiles)
+        source = Exported(path / str(number), self.settings.replicas)
         version = self._version(model, number, source)
         version.state = END
         version.fail(READING, reason)
@@ -365,10 +365,10 @@ class Catalogue:
 
     async def _watch(self) -> None:
         while True:
-            await asyncio.sleep(self.settings.poll)
+            await asyncio.sleep(self.settings.rollout.poll)
             try:
                 for name, model in list(self.models.items()):
-                    if ("rollback", name) not in self._busy and (reason := model.verdict(self.settings.probation)):
+                    if ("rollback", name) not in self._busy and (reason := model.verdict(self.settings.rollout)):
                         self._begin("rollback", name, partial(self.roll_back, name, reason))
                 await self._begin_refreshes()
             except Exception as error:
@@ -381,7 +381,9 @@ class Catalogue:
         policy = model.policy or self.settings.policy
         wanted = policy.wanted(set(there) - model.rejected) | (model.asked & set(there))
         unloaded = (
-            await self._unload_surplus(model, {n: there[n] for n in wanted}) if self.settings.unload_first else []
+            await self._unload_surplus(model, {n: there[n] for n in wanted})
+            if self.settings.rollout.unload_first
+            else []
         )
         for number in sorted(wanted):
             await self._load(model, number, path, there[number])
@@ -393,7 +395,7 @@ class Catalogue:
         # Keep every version while none is available; during a rollout guard's trial keep the previous one.
         if model.current is None:
             return
-        on_probation = time.monotonic() - model.taken_over < self.settings.probation.seconds
+        on_probation = time.monotonic() - model.taken_over < self.settings.rollout.probation
         keep = {*wanted, *self._named(model)}
         if on_probation and model.before is not None:
             keep.add(model.before.number)
@@ -427,7 +429,7 @@ class Catalogue:
         assert self.settings.given is not None
         async with self._turn(model.name), self._slots.hold(has_failed=False):
             if self._is_missing(model, 1):
-                source = Given(self.settings.given[model.name], self.settings.precision, self.settings.compiles)
+                source = Given(self.settings.given[model.name], self.settings.replicas)
                 await self._version(model, 1, source).load(quietly=self._is_serving)
         self._switch(model)
 
@@ -449,7 +451,7 @@ class Catalogue:
     async def _load_in_slot(
         self, model: Model, number: int, path: Path, print_: Print, attempt: Attempt | None
     ) -> None:
-        version = self._version(model, number, Exported(path, self.settings.precision, self.settings.compiles))
+        version = self._version(model, number, Exported(path, self.settings.replicas))
         self._emit("version_loading", model=model.name, version=number)
         try:
             await version.load(quietly=self._is_serving)
@@ -468,7 +470,7 @@ class Catalogue:
         return any(model.available for model in self.models.values())
 
     def _version(self, model: Model, number: int, source: Exported | Given) -> Version:
-        version = Version(model.name, number, source, self._place, self.settings.batch)
+        version = Version(model.name, number, source, self._place, self.settings.batching)
         version.warm_up = self.warm_up
         version.on_event = lambda kind, **values: self._emit(kind, model=model.name, version=number, **values)
         model.versions[number] = version
@@ -480,7 +482,7 @@ class Catalogue:
             self._emit("version_available", model=model.name, version=model.current.number)
 
     async def _let_go(self, model: Model, version: Version) -> None:
-        await version.end(self.settings.patience)
+        await version.end(self.settings.drain)
         model.forget_ended()
         self._emit("version_ended", model=model.name, version=version.number)
 

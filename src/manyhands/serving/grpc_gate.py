@@ -26,6 +26,8 @@ MAX_HANDSHAKES = 256
 """Connections in a TLS handshake; one more evicts another one of them."""
 HANDSHAKE_SECONDS = 5.0
 """Maximum seconds for TLS, and for a client to acknowledge the server's settings."""
+REFUSED_SECONDS, MAX_DISCARDED = 1.0, 1 << 18
+"""Seconds and bytes that a refused client may still send before the connection is closed."""
 NUM_BUFFERED = 1 << 16
 """Bytes that wait for one side before the other side is no longer read (back-pressure)."""
 WAIT_SECONDS = 0.1
@@ -163,6 +165,7 @@ class GateConnection(asyncio.Protocol):
         self._waiting: asyncio.TimerHandle | None = None
         self._deadline: asyncio.TimerHandle | None = None
         self._active = 0.0
+        self._is_refused, self._num_discarded = False, 0
 
     # -- the client's side --
 
@@ -176,11 +179,15 @@ class GateConnection(asyncio.Protocol):
         self._deadline = self._loop.call_later(self._gate.handshake_seconds, self._check_handshake)
 
     def data_received(self, data: bytes) -> None:
+        if self._is_refused:
+            self._num_discarded += len(data)
+            if self._num_discarded > MAX_DISCARDED:
+                self._client.abort()
+            return
         try:
             checked = self._frames.take(data)
         except FrameRefused as refused:
-            self._client.write(refused.frame())
-            self._end_client()
+            self._refuse(refused)
             return
         if checked:
             if self._is_forwarding:
@@ -248,6 +255,21 @@ class GateConnection(asyncio.Protocol):
         if not self._frames.has_acknowledged:
             self._client.abort()
 
+    def _refuse(self, refused: FrameRefused) -> None:
+        """Send the reason, and close the connection a little later: unread data would reset it before it is read."""
+        self._is_refused = True
+        self._client.write(refused.frame())
+        if self._client.can_write_eof():
+            self._client.write_eof()
+        if not self._is_reading:
+            self._is_reading = True
+            self._client.resume_reading()
+        if self._deadline is not None:
+            self._deadline.cancel()
+        self._deadline = self._loop.call_later(REFUSED_SECONDS, self._client.abort)
+        if self._server is not None:
+            self._server.abort()
+
     def _end_client(self) -> None:
         """Close the connection after what was written has been sent, or else after a few seconds."""
         self._client.close()
@@ -293,7 +315,7 @@ class GateConnection(asyncio.Protocol):
     def server_lost(self) -> None:
         """Close the connection of the client after gRPC has closed its side."""
         self._server = None
-        if not self._client.is_closing():
+        if not self._client.is_closing() and not self._is_refused:
             self._end_client()
 
     def pause_client(self) -> None:

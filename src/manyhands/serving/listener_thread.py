@@ -11,9 +11,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -22,11 +20,12 @@ from .app import Access
 from .grpc_process import GrpcProcess
 from .heap import Heap, keep_memory
 from .http import HttpListener
-from .limits import Bodies, Limits
+from .limits import Bodies
 from .logs import Logs
+from .options import Listen, ServingLog
 from .protocols import GrpcListener
 from .scheduling import shorten_slice
-from .security import AccessToken, ServingTls, Sites, is_loopback
+from .security import AccessToken, Sites
 
 SWITCH_SECONDS = 0.0005
 """Seconds that another thread may hold the GIL while the event loop waits for it; a tenth of Python's default."""
@@ -34,97 +33,37 @@ FLUSH_SECONDS = 1.0
 """Maximum delay in seconds of the access log."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ListenSettings:
-    """Addresses, ports and access control of a server or router."""
-
-    host: str = "127.0.0.1"
-    http: int = 8501
-    """The port of both REST protocols; 0 for any free port."""
-    grpc: int = 8500
-    """The port of both gRPC protocols."""
-    manage: int = 8502
-    """The port of the management interface."""
-    manage_host: str = "127.0.0.1"
-    """Address of the management interface; local by default. A router on another host needs another one."""
-    token: str | None = field(default=None, repr=False)
-    """Token that clients must send as `Authorization: Bearer ...`; required if other hosts can reach the server."""
-    manage_token: str | None = field(default=None, repr=False)
-    """Token of the management interface, which does not accept `token`."""
-    allow: tuple[str, ...] = ()
-    """Further names of this server in URLs, and origins (`https://...`) of web pages that may ask its models.
-
-    No web page of another origin may use the management interface."""
-    tls: ServingTls | None = None
-    """TLS certificate of all listeners."""
-    timeout: float = 30.0
-    """Maximum seconds per request."""
-    patience: float = 25.0
-    """Seconds for in-flight requests to finish when a version is unloaded or the server stops."""
-    limits: Limits = field(default_factory=Limits)
-    log: Path | None = None
-    """Folder for events.jsonl and access.jsonl."""
-
-    def __post_init__(self) -> None:
-        self._require_tokens()
-        if self.tls is not None:
-            self.tls.for_server  # noqa: B018 - an unreadable certificate raises at once
-        for name, port in (("http", self.http), ("grpc", self.grpc), ("manage", self.manage)):
-            if not 0 <= port < 65536:
-                raise SettingsError(f"{name} must be a port number", got=port, remedy=f"pass for example {name}=8501")
-        if self.timeout <= 0:
-            raise SettingsError("timeout must be above 0", got=self.timeout, remedy="pass a number of seconds")
-
-    def _require_tokens(self) -> None:
-        needed = (
-            ("a server", self.host, self.token, "MANYHANDS_TOKEN"),
-            ("management", self.manage_host, self.manage_token, "MANYHANDS_MANAGE_TOKEN"),
-        )
-        for what, host, token, variable in needed:
-            if not is_loopback(host) and not token:
-                raise SettingsError(
-                    f"{what} that is reachable from other hosts needs a token",
-                    got=f"host={host}",
-                    remedy=f"set {variable}, or listen on 127.0.0.1",
-                )
-        if self.token and self.token == self.manage_token:
-            raise SettingsError(
-                "the tokens for requests and for management must differ",
-                got="the same value for both",
-                remedy="set MANYHANDS_MANAGE_TOKEN to another value",
-            )
-
-    @property
-    def access(self) -> Access:
-        """Access rules of the inference interface."""
-        return Access(AccessToken(self.token), Sites(self.host, self.allow, checks_host=not self.token))
-
-    @property
-    def manage_access(self) -> Access:
-        """Access rules of the management interface; it is closed if `token` is set but `manage_token` is not."""
-        sites = Sites(self.manage_host, self.allow, takes_pages=False)
-        return Access(AccessToken(self.manage_token, "management token"), sites, self.closed)
-
-    @property
-    def closed(self) -> str:
-        """The reason why management is closed, or "" if it is open."""
-        return CLOSED if self.token and not self.manage_token else ""
-
-
 CLOSED = (
     "management is closed: this server has a token for requests and none for management; set MANYHANDS_MANAGE_TOKEN"
 )
 
 
+def access_of(listen: Listen) -> Access:
+    """Return the access rules for requests."""
+    return Access(AccessToken(listen.token), Sites(listen.host, listen.allow, checks_host=not listen.token))
+
+
+def manage_access_of(listen: Listen) -> Access:
+    """Return the access rules for management, which is closed if there is a token for requests only."""
+    sites = Sites(listen.manage_host, listen.allow, takes_pages=False)
+    return Access(AccessToken(listen.manage_token, "management token"), sites, why_closed(listen))
+
+
+def why_closed(listen: Listen) -> str:
+    """Return the reason why management is closed, or "" if it is open."""
+    return CLOSED if listen.token and not listen.manage_token else ""
+
+
 class Background(ABC):
     """Run `serve` on an event loop in a background thread, with methods to start, wait and stop."""
 
-    def __init__(self, settings: ListenSettings) -> None:
+    def __init__(self, listen: Listen, log: ServingLog) -> None:
         self.http = self.grpc = self.manage = 0
         """The ports in use."""
-        self._listening = settings
+        self.listen = listen
+        """How it listens."""
         self.on_event: Callable[[dict[str, Any]], None] = lambda entry: None
-        self._log = Logs(settings.log)
+        self._log = Logs(log.log)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopping: asyncio.Event | None = None
         self._over = threading.Event()
@@ -140,12 +79,12 @@ class Background(ABC):
     @property
     def url(self) -> str:
         """Base URL of the inference interface."""
-        return f"{self._scheme}://{self._listening.host}:{self.http}"
+        return f"{self._scheme}://{self.listen.host}:{self.http}"
 
     @property
     def manage_url(self) -> str:
         """Base URL of the management interface."""
-        return f"{self._scheme}://{self._listening.manage_host}:{self.manage}"
+        return f"{self._scheme}://{self.listen.manage_host}:{self.manage}"
 
     def start(self) -> Self:
         """Start the thread and return once requests are answered; raises the error that prevented it."""
@@ -221,25 +160,25 @@ class Background(ABC):
         self.on_event(entry)
 
     async def _listen(self, public: HttpListener, remote: GrpcListener | GrpcProcess, private: HttpListener) -> None:
-        settings = self._listening
-        public.bodies = private.bodies = remote.bodies = Bodies(settings.limits.bodies)
-        if settings.log is not None:
+        listen = self.listen
+        public.bodies = private.bodies = remote.bodies = Bodies(listen.limits.bodies)
+        if self._log.is_kept:
             public.on_answer, remote.on_answer = self._log.access, partial(self._log.call, "gRPC")
-        self.http = await opened(public, settings.host, settings.http)
-        self.grpc = await opened(remote, settings.host, settings.grpc)
-        self.manage = await opened(private, settings.manage_host, settings.manage)
+        self.http = await opened(public, listen.host, listen.http)
+        self.grpc = await opened(remote, listen.host, listen.grpc)
+        self.manage = await opened(private, listen.manage_host, listen.manage)
 
     async def _drain(self, public: HttpListener, remote: GrpcListener | GrpcProcess) -> None:
         """Stop accepting requests and let those in flight finish."""
         public.stop_listening()
-        until = time.monotonic() + self._listening.patience
-        await remote.close(self._listening.patience)
+        until = time.monotonic() + self.listen.drain
+        await remote.close(self.listen.drain)
         while public.num_busy and time.monotonic() < until:
             await asyncio.sleep(0.005)
 
     @property
     def _scheme(self) -> str:
-        return "http" if self._listening.tls is None else "https"
+        return "http" if self.listen.tls is None else "https"
 
 
 async def opened(listener: HttpListener | GrpcListener | GrpcProcess, host: str, port: int) -> int:

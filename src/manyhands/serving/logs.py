@@ -34,6 +34,11 @@ class Logs:
                 self.close()
                 raise
 
+    @property
+    def is_kept(self) -> bool:
+        """Whether there is a folder to write to."""
+        return self._folder is not None
+
     def event(self, entry: dict[str, Any]) -> None:
         """Write an event to the event log."""
         if self._events is not None:

@@ -6,7 +6,8 @@ import time
 
 from ..core import RequestRefused
 from .folder import VersionPolicy
-from .rollout_guard import Judge, RolloutGuard
+from .options import Rollout
+from .rollout_guard import Judge
 from .version import AVAILABLE, END, LOADING, Version
 
 
@@ -116,10 +117,10 @@ class Model:
             if version.state == END and not version.error:
                 del self.versions[number]
 
-    def verdict(self, rule: RolloutGuard) -> str:
+    def verdict(self, rule: Rollout) -> str:
         """Return why the current version should be rolled back to the previous one; empty if it should not."""
         current, before = self.current, self.before
-        if current is None or before is None or time.monotonic() - self.taken_over > rule.seconds:
+        if current is None or before is None or time.monotonic() - self.taken_over > rule.probation:
             self._judge.dismiss()
             return ""
         return self._judge.verdict(rule, current, before)

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
@@ -29,6 +29,7 @@ from ..distributed import Device, World
 from ..storage import Archive, OutputMismatch, load, require_outputs
 from .dtypes import BY_TORCH, Array
 from .execution import Run, fastest, in_precision
+from .options import Replicas
 from .sandbox import Protection, Sandbox, default_memory, kept_environment
 from .scheduling import shorten_slice
 from .slots import Dims, ReplicaSlots, SlotLayout
@@ -81,10 +82,13 @@ class Exported:
     """Predictor source that loads an exported model from a version's folder."""
 
     path: Path
-    precision: str = "fp32"
-    compiles: bool = False
+    replicas: Replicas = field(default_factory=Replicas)
     memory: int = 0
     """Memory limit of a replica in bytes; 0 for a share of the free memory."""
+
+    @property
+    def compiles(self) -> bool:
+        return self.replicas.compile
 
     @property
     def patience(self) -> float:
@@ -97,10 +101,10 @@ class Exported:
         return min(limit, MAX_LOADING_SECONDS)
 
     def open(self, device: str) -> Predictor:
-        return in_precision(load(self.path, device), self.precision)
+        return in_precision(load(self.path, device), self.replicas.precision)
 
     def sandbox(self, device: Device, group: str) -> Sandbox | None:
-        return _sandbox((str(self.path.absolute()),), self.memory, device, group, compiles=self.compiles)
+        return _sandbox((str(self.path.absolute()),), self.memory, device, group, compiles=self.replicas.compile)
 
 
 @dataclass(frozen=True)
@@ -111,19 +115,22 @@ class Given:
     """
 
     predictor: Predictor
-    precision: str = "fp32"
-    compiles: bool = False
+    replicas: Replicas = field(default_factory=Replicas)
+
+    @property
+    def compiles(self) -> bool:
+        return self.replicas.compile
 
     @property
     def patience(self) -> float:
         return _PATIENCE + (COMPILING_SECONDS if self.compiles else 0)
 
     def open(self, device: str) -> Predictor:
-        return in_precision(self.predictor, self.precision)
+        return in_precision(self.predictor, self.replicas.precision)
 
     def sandbox(self, device: Device, group: str) -> Sandbox | None:
         is_data = type(self.predictor) is Archive
-        return _sandbox((), 0, device, group, compiles=self.compiles) if is_data else None
+        return _sandbox((), 0, device, group, compiles=self.replicas.compile) if is_data else None
 
 
 def _sandbox(reads: tuple[str, ...], memory: int, device: Device, group: str, *, compiles: bool) -> Sandbox:

@@ -4,28 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import time
-from dataclasses import dataclass
 
 from ..core import RequestRefused
 from .batcher import Arrays, Ticket
 from .metrics import BOUNDS, Histogram
+from .options import Rollout
 from .version import Version
 
 _SHARE = 0.9
-
-
-@dataclass(frozen=True, kw_only=True)
-class RolloutGuard:
-    """Thresholds of an automatic rollback: for some seconds a new version is compared with the previous one."""
-
-    seconds: float = 30.0
-    """Seconds of observation; 0 ends the old version immediately."""
-    num_requests: int = 20
-    """Minimum number of requests for a decision."""
-    max_failed: float = 0.1
-    """Maximum share of requests that fail in the model."""
-    max_slowdown: float = 5.0
-    """Maximum ratio of the 90th percentile latency to the old version's."""
 
 
 class ShadowComparison:
@@ -82,7 +68,7 @@ class Judge:
             self._trial.end()
             self._trial = None
 
-    def verdict(self, rule: RolloutGuard, current: Version, before: Version) -> str:
+    def verdict(self, rule: Rollout, current: Version, before: Version) -> str:
         """Return why a version should be rolled back; empty if it should not."""
         metrics, older = current.metrics, before.metrics
         num, failed = metrics.num_requests, metrics.codes["INTERNAL"]
@@ -102,7 +88,7 @@ class Judge:
             return f"p90 is {1000 * now:.1f} ms, and {1000 * then:.1f} of version {before.number} at the same time"
         return ""
 
-    def _is_suspicious(self, rule: RolloutGuard, current: Version, before: Version) -> bool:
+    def _is_suspicious(self, rule: Rollout, current: Version, before: Version) -> bool:
         """Return whether the version is slower than the old one was, and has the same inputs."""
         latency, older = current.metrics.latency, before.metrics.latency
         return (

@@ -12,14 +12,13 @@ from ..core import Predictor, SettingsError
 from ..distributed import Device, this_host
 from ..launcher import Engine
 from .app import App
-from .batcher import BatchSettings
 from .catalogue import Catalogue, CatalogueSettings
-from .execution import require_precision
 from .exposition import exposition
 from .folder import VersionPolicy, is_one_model, require_name
 from .grpc_process import GrpcProcess
 from .http import HttpListener, Request
-from .listener_thread import Background, ListenSettings, opened
+from .listener_thread import Background, access_of, manage_access_of, opened, why_closed
+from .options import Batching, Listen, Replicas, Rollout, ServingLog
 from .parsing import Parsing
 from .protocols import (
     GRPC,
@@ -32,7 +31,6 @@ from .protocols import (
     TensorflowRest,
 )
 from .replica_rendezvous import ReplicaRendezvous
-from .rollout_guard import RolloutGuard
 from .security import AccessToken
 from .tracing import Tracing
 from .version import ReplicaPlacement
@@ -40,38 +38,17 @@ from .warmup import Warmup, WarmupRecorder
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeSettings(ListenSettings):
-    """How a server listens, batches and replaces versions."""
+class ServeSettings:
+    """All options of a server, by concern."""
 
-    manage_grpc: int | None = None
-    """The port for management over gRPC, in addition to HTTP; None to disable it."""
-    versions: str = "latest"
-    poll: float = 1.0
-    batch: BatchSettings = field(default_factory=BatchSettings)
-    probation: RolloutGuard = field(default_factory=RolloutGuard)
-    precision: str = "fp32"
-    """"fp32" or "bf16": bfloat16 where torch's autocast considers it safe."""
-    compiles: bool = False
-    """Whether exported models are compiled when they are loaded, if that is faster by measurement."""
-    warmup: Path | None = None
-    """Folder with requests that a version computes before it takes over."""
-    record: Path | None = None
-    """Folder where the first requests of each model are recorded, for a warm-up."""
-    unload_first: bool = False
-    """Whether the old version is unloaded before the new one is loaded, for devices without room for both."""
-    traces: bool = False
-    """Whether every request is an OpenTelemetry span."""
+    listen: Listen = field(default_factory=Listen)
+    batching: Batching = field(default_factory=Batching)
+    rollout: Rollout = field(default_factory=Rollout)
+    replicas: Replicas = field(default_factory=Replicas)
+    log: ServingLog = field(default_factory=ServingLog)
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        VersionPolicy.parse(self.versions)
-        require_precision(self.precision)
-        if self.manage_grpc is not None and not 0 <= self.manage_grpc < 65536:
-            raise SettingsError(
-                "manage_grpc must be a port number", got=self.manage_grpc, remedy="pass for example manage_grpc=8503"
-            )
-        if self.poll <= 0:
-            raise SettingsError("poll must be above 0", got=self.poll, remedy="pass a number of seconds")
+        VersionPolicy.parse(self.rollout.versions)
 
 
 class Repository(OpenInferenceRest):
@@ -100,8 +77,8 @@ class Server(Background):
         devices: Sequence[Device],
         settings: ServeSettings | None = None,
     ) -> None:
-        self.settings = settings or ServeSettings()
-        super().__init__(self.settings)
+        self.settings = settings = settings or ServeSettings()
+        super().__init__(settings.listen, settings.log)
         self.manage_grpc = 0
         """The management gRPC port in use."""
         root = models if isinstance(models, Path) else None
@@ -122,19 +99,16 @@ class Server(Background):
         self._catalogue = CatalogueSettings(
             root=root,
             given=given,
-            policy=VersionPolicy.parse(self.settings.versions),
-            probation=self.settings.probation,
-            batch=self.settings.batch,
-            precision=self.settings.precision,
-            compiles=self.settings.compiles,
-            poll=self.settings.poll,
-            patience=self.settings.patience,
-            unload_first=self.settings.unload_first,
+            rollout=settings.rollout,
+            batching=settings.batching,
+            replicas=settings.replicas,
+            drain=settings.listen.drain,
         )
         self._management: Management | None = None
-        self._warmup = Warmup(self.settings.warmup, self._emit) if self.settings.warmup is not None else None
-        self._recorder = WarmupRecorder(self.settings.record) if self.settings.record is not None else None
-        self._tracing = Tracing() if self.settings.traces else None
+        rollout = settings.rollout
+        self._warmup = Warmup(rollout.warmup, self._emit) if rollout.warmup is not None else None
+        self._recorder = WarmupRecorder(rollout.record) if rollout.record is not None else None
+        self._tracing = Tracing() if settings.log.traces else None
 
     def state(self) -> dict[str, Any]:
         assert self._management is not None
@@ -144,22 +118,22 @@ class Server(Background):
         self, services: Sequence[GrpcService], rendezvous: ReplicaRendezvous
     ) -> tuple[GrpcProcess, GrpcProcess]:
         """Return the gRPC listeners for requests and for management."""
-        settings = self.settings
-        token, manage_token = AccessToken(settings.token), AccessToken(settings.manage_token, "management token")
-        remote = GrpcProcess(services, token, settings.limits, settings.tls)
+        listen = self.listen
+        token, manage_token = AccessToken(listen.token), AccessToken(listen.manage_token, "management token")
+        remote = GrpcProcess(services, token, listen.limits, listen.tls)
         managing = GrpcProcess(
-            services, manage_token, settings.limits, settings.tls, manages=True, closed=settings.closed
+            services, manage_token, listen.limits, listen.tls, manages=True, closed=why_closed(listen)
         )
         for listener in (remote, managing):
             listener.engine, listener.rendezvous = self._engine, rendezvous
         return remote, managing
 
     async def serve(self, stopping: asyncio.Event, is_up: Callable[[], None]) -> None:
-        settings = self.settings
+        listen = self.listen
         rendezvous = ReplicaRendezvous()
         catalogue = Catalogue(self._catalogue, ReplicaPlacement(self._engine, rendezvous, self._devices), self._emit)
         parsing = Parsing(self._engine)
-        gateway = InferenceGateway(catalogue, settings.limits, settings.timeout, parsing)
+        gateway = InferenceGateway(catalogue, listen.limits, listen.timeout, parsing)
         catalogue.warm_up = self._warmup or catalogue.warm_up
         gateway.record, gateway.trace = self._recorder, self._tracing.over if self._tracing is not None else None
         self._management = Management(gateway)
@@ -168,18 +142,18 @@ class Server(Background):
         remote, managing = self._grpc_listeners([service(gateway) for service in GRPC], rendezvous)
         public, private = (
             HttpListener(
-                App({one.prefix: one for one in protocols}, lambda: exposition(catalogue), settings.limits, parsing),
-                settings.limits,
-                settings.tls,
+                App({one.prefix: one for one in protocols}, lambda: exposition(catalogue), listen.limits, parsing),
+                listen.limits,
+                listen.tls,
                 access,
             )
-            for protocols, access in ((rest, settings.access), (full, settings.manage_access))
+            for protocols, access in ((rest, access_of(listen)), (full, manage_access_of(listen)))
         )
         try:
             await self._listen(public, remote, private)
             managing.bodies = gateway.bodies = remote.bodies
-            if settings.manage_grpc is not None:
-                self.manage_grpc = await opened(managing, settings.manage_host, settings.manage_grpc)
+            if listen.manage_grpc is not None:
+                self.manage_grpc = await opened(managing, listen.manage_host, listen.manage_grpc)
             self._emit("starting")
             await catalogue.start()
             gateway.is_ready = True

@@ -14,8 +14,9 @@ from typing import Any
 from ..core import ManyhandsError, RequestRefused, RunError, Signature
 from ..distributed import Device
 from ..launcher import Engine
-from .batcher import Arrays, Batcher, BatchSettings, Done, Ticket
+from .batcher import Arrays, Batcher, Done, Ticket
 from .metrics import VersionMetrics
+from .options import Batching
 from .replica import MAX_LINE, STARTING, WARMING_UP, ServingReplica, patience
 from .replica_process import PredictorSource
 from .replica_rendezvous import ReplicaRendezvous
@@ -44,7 +45,7 @@ class Version:
     """One version: its replicas, its queue and its metrics."""
 
     def __init__(
-        self, model: str, number: int, source: PredictorSource, place: ReplicaPlacement, settings: BatchSettings
+        self, model: str, number: int, source: PredictorSource, place: ReplicaPlacement, settings: Batching
     ) -> None:
         self.model, self.number = model, number
         self.state = START

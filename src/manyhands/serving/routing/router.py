@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
@@ -14,7 +14,8 @@ from ...core import RequestRefused, SettingsError
 from ...distributed import this_host
 from ..app import App
 from ..http import BadRequest, HttpListener, Request
-from ..listener_thread import Background, ListenSettings
+from ..listener_thread import Background, access_of, manage_access_of
+from ..options import Listen, ServingLog
 from ..protocols import GrpcListener, GrpcService, Method
 from ..protocols.health_grpc import MESSAGES, NOT_SERVING, SERVING
 from ..protocols.protocol import NOT_HERE, RestHandler, answer_failure, cancel
@@ -31,16 +32,17 @@ _OWN = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class RouteSettings(ListenSettings):
+class RouteSettings:
     """Backends of a router, and how it listens."""
 
+    listen: Listen = field(default_factory=Listen)
+    log: ServingLog = field(default_factory=ServingLog)
     backends: tuple[str, ...] = ()
     """`host:port` of each backend's gRPC; HTTP and management are the next two ports. A name may have several hosts."""
     backend_tls: ServingTls | None = None
     """TLS settings for connections to the backends."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         self.addresses()
         if self.backend_tls is not None:
             self.backend_tls.for_client  # noqa: B018 - an unreadable certificate authority raises at once
@@ -54,31 +56,31 @@ class Router(Background):
     """A running router. `stop()` drains all requests; a `with` block does so at its end."""
 
     def __init__(self, settings: RouteSettings) -> None:
-        super().__init__(settings)
+        super().__init__(settings.listen, settings.log)
         self.settings = settings
-        self._management = RouterManagement(settings.limits, settings.manage_token)
+        self._management = RouterManagement(self.listen.limits, self.listen.manage_token)
 
     def state(self) -> dict[str, Any]:
         assert self._loop is not None
         return asyncio.run_coroutine_threadsafe(self._management.state(), self._loop).result()
 
     async def serve(self, stopping: asyncio.Event, is_up: Callable[[], None]) -> None:
-        settings, management = self.settings, self._management
+        listen, management = self.listen, self._management
         fleet = Fleet(
-            settings.addresses(), settings.backend_tls, 2 * settings.limits.body, self._emit, management.admit
+            self.settings.addresses(), self.settings.backend_tls, 2 * listen.limits.body, self._emit, management.admit
         )
         management.fleet = fleet
-        forward = Forward(fleet, settings.timeout)
+        forward = Forward(fleet, listen.timeout)
         handlers: dict[str, RestHandler] = {"/v1": forward, "/v2": forward}
         public, private = (
-            HttpListener(App(each, lambda: exposition(fleet), settings.limits), settings.limits, settings.tls, access)
+            HttpListener(App(each, lambda: exposition(fleet), listen.limits), listen.limits, listen.tls, access)
             for each, access in (
-                (handlers, settings.access),
-                ({**handlers, "/manage": management}, settings.manage_access),
+                (handlers, access_of(listen)),
+                ({**handlers, "/manage": management}, manage_access_of(listen)),
             )
         )
-        remote = GrpcListener([RouterHealth(fleet)], AccessToken(settings.token), settings.limits, settings.tls)
-        remote.others = ForwardGrpc(fleet, settings.timeout)
+        remote = GrpcListener([RouterHealth(fleet)], AccessToken(listen.token), listen.limits, listen.tls)
+        remote.others = ForwardGrpc(fleet, listen.timeout)
         try:
             await self._listen(public, remote, private)
             await self._open(fleet)

@@ -88,7 +88,8 @@ class PlacedServer:
 
     def __init__(self, world: World, *, models: Path | Mapping[str, Predictor], settings: ServeSettings) -> None:
         where = world.rank_info.address
-        here = replace(settings, host=where, manage_host=where, http=0, grpc=0, manage=0)
+        listen = replace(settings.listen, host=where, manage_host=where, http=0, grpc=0, manage=0)
+        here = replace(settings, listen=listen)
         self._engine = LocalEngine(preload=["manyhands.serving.replica_process"])
         try:
             self._server = Server(models, self._engine, [world.rank_info.device], here).start()
@@ -99,7 +100,7 @@ class PlacedServer:
     def address(self) -> str:
         """Return the address in the format of a router's settings."""
         server = self._server
-        return f"{server.settings.host}:{server.grpc}/{server.http}/{server.manage}"
+        return f"{server.listen.host}:{server.grpc}/{server.http}/{server.manage}"
 
     def close(self) -> None:
         """Drain all requests and stop."""
@@ -207,7 +208,7 @@ class ScaledRouter(Router):
         if post.service is not None and post.address is None:
             await asyncio.to_thread(post.service.kill)
         elif post.service is not None:
-            await asyncio.to_thread(post.service.stop, self.settings.patience + 5.0)
+            await asyncio.to_thread(post.service.stop, self.listen.drain + 5.0)
 
     def _begin(self, work: Any) -> None:
         task = asyncio.ensure_future(work)

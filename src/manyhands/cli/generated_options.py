@@ -1,0 +1,86 @@
+"""Command line options that are made from options classes, grouped in the help by class."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import typing
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any
+
+import typer
+
+from ..core import convert, options_of
+
+GIVEN = "given"
+"""The parameter of a command that receives the values of generated options by name, None where not given."""
+
+
+def with_options(*kinds: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command an option for every field of options classes; its parameter `given` receives their values.
+
+    The first word of a class's docstring, up to the colon, is the heading of its options in the help. Secrets are no
+    options, because command lines are visible to other users.
+    """
+    generated = [parameter for kind in kinds for parameter in _parameters(kind)]
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        hints = typing.get_type_hints(command, include_extras=True)
+        own = [
+            parameter.replace(annotation=hints[name])
+            for name, parameter in inspect.signature(command).parameters.items()
+            if name != GIVEN
+        ]
+        names = [parameter.name for parameter in generated]
+
+        @functools.wraps(command)
+        def run(**values: Any) -> None:
+            given = {name: values.pop(name) for name in names}
+            command(**values, **{GIVEN: given})
+
+        parameters = [*own, *generated]
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        del run.__wrapped__
+        return run
+
+    return decorate
+
+
+def _parameters(kind: type) -> list[inspect.Parameter]:
+    heading = (kind.__doc__ or kind.__name__).partition(":")[0]
+    hints = typing.get_type_hints(kind)
+    return [
+        inspect.Parameter(
+            each.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=None,
+            annotation=_annotation(each.name, hints[each.name], each.metadata, heading),
+        )
+        for each in options_of(kind)
+        if not each.metadata["secret"]
+    ]
+
+
+def _annotation(name: str, hint: Any, metadata: typing.Mapping[str, Any], heading: str) -> Any:
+    """Return the annotation by which typer makes an option; sequences are texts separated by commas."""
+    kinds = [one for one in typing.get_args(hint) if one is not type(None)] or [hint]
+    kind = str if typing.get_origin(hint) is tuple or len(kinds) > 1 else kinds[0]
+    details = typer.Option(
+        _flag(name),
+        help=metadata["help"],
+        metavar=metadata["metavar"] or None,
+        rich_help_panel=heading,
+        show_default=False,
+    )
+    return Annotated[kind | None, details]
+
+
+def typed_values(kinds: Sequence[type], given: dict[str, Any]) -> dict[str, Any]:
+    """Return the given values in the types of their classes; texts of sequences are split at commas."""
+    hints = {name: hint for kind in kinds for name, hint in typing.get_type_hints(kind).items()}
+    return {name: convert(_flag(name), value, hints[name]) for name, value in given.items() if value is not None}
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
