@@ -102,3 +102,12 @@ def test_documentation_site_builds_without_broken_links(tmp_path: Path) -> None:
     index = (tmp_path / "site" / "index.html").read_text(encoding="utf-8")
     assert "Quick start" in index
     assert not re.search(r'(?:src|href)="https?://(?!squidfunk)', index), "no external hosts"
+
+
+def test_reference_has_every_public_name_once() -> None:
+    pages = sorted((ROOT / "docs" / "reference").glob("*.md"))
+    named = re.findall(r"^::: manyhands\.([\w.]+)$", "\n".join(page.read_text() for page in pages), re.MULTILINE)
+    assert len(named) == len(set(named))
+    packages = {"sync", "serving"}
+    assert {name for name in mh.__all__ if name not in packages} <= {name.rpartition(".")[2] for name in named}
+    assert packages <= {name.partition(".")[0] for name in named}

@@ -6,6 +6,8 @@ A run that is interrupted resumes: results are kept by a hash of the network, th
 from __future__ import annotations
 
 import argparse
+import itertools
+import random
 import sys
 import time
 
@@ -49,7 +51,13 @@ def _asked(options: argparse.Namespace) -> list[Asked]:
 
         return [Asked(find(name), strategy, 0, False) for name, strategy, _ in SAMPLE]
     entries = matching(options.only)
-    return [Asked(entry, strategy, options.seed, options.check) for entry in entries for strategy in options.strategies]
+    asked = [
+        Asked(entry, strategy, options.seed, options.check) for entry in entries for strategy in options.strategies
+    ]
+    if options.cells is None or options.cells >= len(asked):
+        return asked
+    drawn = set(random.Random(options.seed).sample(range(len(asked)), options.cells))
+    return [cell for number, cell in enumerate(asked) if number in drawn]
 
 
 def _show(cell: Cell, verbose: bool) -> None:
@@ -67,6 +75,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of first weights and data")
     parser.add_argument("--only", nargs="*", default=["*"], metavar="PATTERN", help="networks, such as 'classic.*'")
     parser.add_argument("--strategies", nargs="*", default=list(SPECS), choices=list(SPECS))
+    parser.add_argument("--cells", type=int, metavar="N", help="so many cells, drawn by the seed, instead of all")
     parser.add_argument("--no-check", dest="check", action="store_false", help="do not ask mh.check")
     parser.add_argument("--workers", type=int, default=1, help="cells at the same time; 0 reports kept results only")
     parser.add_argument("--limit", type=float, default=60, help="seconds for a cell")

@@ -51,9 +51,15 @@ def ensemble(
             `data`.
         uncertainty: Whether predictions include the members' spread and mutual information as additional outputs.
         data: Data with labels; by default the task's validation data.
-        epochs, params, execution, name, folder, resume, progress: Options of the training, as in `mh.tune`.
+        epochs: Epochs of each member.
+        params: Parameters of the task function.
         on: Devices on which the members are trained, and on which they run, in turn: "cuda:0,1" uses both GPUs in one
             program. By default members are trained on all devices of this machine and run on the CPU.
+        execution: How members are trained, as for `mh.tune`.
+        name: Name of the study that trains the members.
+        folder: Folder of the studies.
+        resume: True to resume the study of that name; "auto" starts it if it does not exist.
+        progress: False to display nothing.
 
     Example:
         ensemble = mh.ensemble(task, members=10, epochs=5)
