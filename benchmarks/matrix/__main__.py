@@ -6,7 +6,6 @@ A run that is interrupted resumes: results are kept by a hash of the network, th
 from __future__ import annotations
 
 import argparse
-import itertools
 import random
 import sys
 import time
