@@ -187,9 +187,15 @@ def test_version_policies_labels_traffic_splits_and_rollback(adder: Path, tmp_pa
         by_key = {key: {ask(key=key) for _ in range(2)} for key in map(str, range(15))}
         assert all(len(found) == 1 for found in by_key.values())
         assert set.union(*by_key.values()) == {2, 3}
-        manage.post("/manage/models/adder/split", json={"shares": []})
+        # A rollback ends the split, and takes the version out of the splits of other names.
+        assert manage.post(
+            "/manage/models/alias/split", json={"shares": [{"model": "adder", **share} for share in shares]}
+        )
         assert manage.post("/manage/models/adder/rollback").json() == {"current": 2}
-        assert ask() == 2
+        assert {ask() for _ in range(20)} == {2}
+        assert {ask("/v1/models/alias:predict") for _ in range(20)} == {2}
+        assert list(manage.get("/manage/models").json()["splits"]) == ["alias"]
+        manage.post("/manage/models/alias/split", json={"shares": []})
         # Once more: version 1 was not loaded and is now.
         assert manage.post("/manage/models/adder/rollback").json() == {"current": 1}
         assert ask() == 1
@@ -247,6 +253,21 @@ def test_replica_killed_under_load_is_replaced_without_failed_requests(start: St
         ]
     )
     assert min(first) not in later
+
+
+def test_server_is_not_ready_while_a_model_has_no_replica(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("manyhands.serving.version.Version._backoff", lambda version, device: 1.0)
+    server = start({"moody": Moody()})
+    paths = ("/v2/health/ready", "/v2/models/moody/ready")
+
+    def statuses() -> set[int]:
+        return {httpx.get(server.url + path, verify=False).status_code for path in paths}
+
+    assert statuses() == {200}
+    os.kill(server.state()["models"][0]["versions"][0]["replicas"][0]["pid"], signal.SIGKILL)
+    until(lambda: statuses() == {400})
+    until(lambda: statuses() == {200})
+    assert ask_moody(server.url, 1.0).status_code == 200
 
 
 def test_model_failure_and_replica_crash_return_500_and_serving_continues(start: Start) -> None:

@@ -149,13 +149,11 @@ class Catalogue:
 
     @property
     def is_ready(self) -> bool:
-        """Whether every model that existed at the start, or has answered before, can answer.
+        """Whether every model that existed at the start, or has answered before, has a replica that can answer.
 
         A broken or empty model that is added later does not make the server unready.
         """
-        return all(
-            model.current is not None or model.is_unloaded or not model.is_awaited for model in self.models.values()
-        )
+        return all(model.is_alive or model.is_unloaded or not model.is_awaited for model in self.models.values())
 
     def find(self, name: str, version: int | None = None, label: str | None = None, key: bytes = b"") -> Version:
         """Return the version that answers a request; equal keys always get the same share of a traffic split."""
@@ -271,8 +269,16 @@ class Catalogue:
         if model.current is None or model.current is current:
             model.rejected.discard(current.number)
             raise RequestRefused("FAILED_PRECONDITION", f"version {max(older)} of {name} could not be loaded")
+        self._end_splits(name, current.number)
         self._emit("rolled_back", model=name, version=current.number, to=model.current.number, reason=reason)
         return model.current.number
+
+    def _end_splits(self, name: str, version: int) -> None:
+        """End the traffic split of a model whose version was rolled back, and that version's shares of other splits."""
+        for alias, shares in list(self.splits.items()):
+            if any(share.model == name and share.version == version for share in shares):
+                rest = [share for share in shares if share.model != name or share.version != version]
+                self.set_split(alias, [] if alias == name else rest)
 
     async def refresh(self, names: Collection[str]) -> None:
         """Scan the folder once; load new versions of these models and unload unwanted ones."""

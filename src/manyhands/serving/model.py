@@ -56,6 +56,11 @@ class Model:
         return version if version is not None and version.state == AVAILABLE else None
 
     @property
+    def is_alive(self) -> bool:
+        """Whether the current version has a replica."""
+        return self.current is not None and bool(self.current.replicas)
+
+    @property
     def before(self) -> Version | None:
         """The version that would answer after a rollback of the current one."""
         current = self.current

@@ -26,5 +26,5 @@ class Health(GrpcService):
         catalogue = self.gateway.catalogue
         ready = self.gateway.is_ready and catalogue.is_ready
         if request.service in catalogue.models:
-            ready = self.gateway.is_ready and catalogue.models[request.service].current is not None
+            ready = self.gateway.is_ready and catalogue.models[request.service].is_alive
         return MESSAGES["HealthCheckResponse"](status=SERVING if ready else NOT_SERVING)

@@ -251,9 +251,11 @@ def counted(catalogue: Catalogue, name: str, number: int | None) -> list[Version
 def require_ready(catalogue: Catalogue, name: str, number: int | None) -> None:
     """Raise Triton's error if a model is not ready or does not exist."""
     try:
-        catalogue.find(name, number)
+        is_ready = bool(catalogue.find(name, number).replicas)
     except RequestRefused:
-        raise BadRequest(400, "Model version not ready") from None
+        is_ready = False
+    if not is_ready:
+        raise BadRequest(400, "Model version not ready")
 
 
 def as_open_inference_error(unknown: Unknown) -> RequestRefused:
