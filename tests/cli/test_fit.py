@@ -96,6 +96,7 @@ def test_arguments_override_the_config_file_which_overrides_the_environment(
         ([TARGET, "--on", "tpu"], "but got tpu"),
         ([TARGET, "--epochs", "0"], "epochs must be a whole number of at least 1"),
         ([TARGET, "--epochs", "few"], "valid int"),
+        ([TARGET, "--timeout", "0"], "--timeout must be above 0, but got 0.0. Pass a number of seconds"),
         (
             [TARGET, "--save-every", "0"],
             "--save-every must be a whole number of at least 1, but got 0. Pass --save-every 1",

@@ -132,6 +132,15 @@ def test_resume_accepts_a_run_object_or_its_path(tmp_path: Path) -> None:
     assert fit(noisy(schedule=None), epochs=2, resume=str(first.path)).num_steps == whole.num_steps
 
 
+def test_refused_resume_does_not_advise_to_resume(tmp_path: Path) -> None:
+    run = fit(noisy(), epochs=1, folder=tmp_path)
+    other = noisy().replace(model=lambda: torch.nn.Sequential(noisy().model()))  # parameters have other names
+    with pytest.raises(CheckpointError) as refused:
+        fit(other, epochs=2, resume=run)
+    assert not getattr(refused.value, "__notes__", [])
+    assert run.path.exists()
+
+
 def test_resume_auto_starts_a_new_run_or_resumes_it(tmp_path: Path) -> None:
     whole = fit(noisy(schedule=None), epochs=2, folder=tmp_path)
     for epochs in (1, 2):

@@ -124,11 +124,13 @@ def _locked(folder: Path) -> IO[str]:
 
 def _explain(error: BaseException, job: Job) -> None:
     """Add a note on how to resume to an error; remove a new folder in which nothing was trained."""
+    if job.resume and isinstance(error, UsageError):
+        return  # The resume itself was refused, so it would be refused again.
     saved = CheckpointStore(job.folder / training.CHECKPOINTS).steps()
     if saved:
         name = job.folder.name
         error.add_note(f"{job.folder} is saved at step {saved[-1]}; pass name={name!r} and resume=True to resume it")
-    elif isinstance(error, UsageError) and not job.resume:
+    elif isinstance(error, UsageError):
         shutil.rmtree(job.folder, ignore_errors=True)
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..core import SettingsError, as_task
+from ..core import SettingsError, as_task, format_duration, format_rate
 from .options import Json, On, Params, add_command
 from .screen import only_json, print_json, stdout
 from .target import load_task, parse_params
@@ -196,7 +196,7 @@ def _lines(found: ResolvedCluster | None, facts: dict[str, Any], host: str) -> l
         lines.append(f"hosts join by the token in {by['token']}{tls}")
     chosen = facts["interface"]
     for link in facts["links"]:
-        speed = f"{link['bytes_per_second'] / 1e9:.2f} GB/s, {1e6 * link['seconds']:.0f} µs"
+        speed = f"{format_rate(link['bytes_per_second'])}, {format_duration(link['seconds'])}"
         mark = ", chosen" if chosen.get(link["host"]) == link["interface"] else ""
         lines.append(f"{link['host']} reaches {link['address']} by {link['interface']}: {speed}{mark}")
     return [*lines, f"data: {facts['data']}"] if facts["data"] else lines

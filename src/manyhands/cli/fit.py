@@ -22,9 +22,11 @@ from .options import (
     Params,
     Strategy,
     Target,
+    Timeout,
     TlsFolder,
     TokenFile,
     add_command,
+    as_timeout,
     in_options,
 )
 from .screen import note, only_json, print_json, stdout
@@ -142,6 +144,7 @@ def fit(
     join: JoinAt = None,
     token_file: TokenFile = None,
     tls: TlsFolder = None,
+    timeout: Timeout = None,
     epochs: Epochs = None,
     steps: Steps = None,
     name: Name = None,
@@ -189,6 +192,7 @@ def fit(
                 params=values,
                 progress=False if quiet else None,
                 on=settings.values.place(Path(target.partition(":")[0]), target.partition(":")[2], *words),
+                **as_timeout(timeout),
                 **_arguments(settings.values, lambda: as_task(task, values)),
             )
     if json:

@@ -12,7 +12,7 @@ import typer
 
 from ..core import SettingsError, resolve_settings
 from .interrupts import Interrupts
-from .options import Hosts, HostsSettings, JoinAt, On, Strategy, TlsFolder, TokenFile, add_command
+from .options import Hosts, HostsSettings, JoinAt, On, Strategy, Timeout, TlsFolder, TokenFile, add_command, as_timeout
 from .script import run_main, run_script
 from .target import require_file
 
@@ -63,6 +63,7 @@ def launch(
     join: JoinAt = None,
     token_file: TokenFile = None,
     tls: TlsFolder = None,
+    timeout: Timeout = None,
     role: Role = None,
     index: Index = None,
 ) -> None:
@@ -103,7 +104,7 @@ def launch(
         return
     rank = functools.partial(run_script, script=str(path.resolve()), args=list(args or []))
     with Interrupts() as interrupts:
-        mh.launch(rank, settings.strategy, on=settings.place(path, *(args or [])))
+        mh.launch(rank, settings.strategy, on=settings.place(path, *(args or [])), **as_timeout(timeout))
     if interrupts.exit_code:
         raise typer.Exit(interrupts.exit_code)
 

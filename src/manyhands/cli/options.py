@@ -96,6 +96,25 @@ TlsFolder = Annotated[
 ]
 
 
+Timeout = Annotated[
+    float | None,
+    typer.Option(
+        help="Seconds within which a healthy operation completes; a job in which one takes longer fails with a report.",
+        show_default=False,
+    ),
+]
+
+
+def as_timeout(seconds: float | None) -> dict[str, Any]:
+    """Return the value of --timeout as an argument, if it is given.
+
+    It has no setting in files and the environment, where `timeout` is that of a server's requests.
+    """
+    if seconds is not None and seconds <= 0:
+        raise SettingsError("--timeout must be above 0", got=seconds, remedy="pass a number of seconds")
+    return {} if seconds is None else {"timeout": seconds}
+
+
 @dataclass(frozen=True, kw_only=True)
 class SplitSettings:
     """Strategy and devices, for every command that distributes work."""

@@ -28,7 +28,7 @@ from .errors import (
 )
 from .events import EVENTS, Event, EventLog, event, keep_event, read_events
 from .files import LINE_LIMIT, open_regular, opened, parse_json, read_file, read_json, read_lines, replace_text
-from .formatting import format_bytes, format_duration, format_rough_duration, printable
+from .formatting import format_bytes, format_duration, format_rate, format_rough_duration, printable
 from .module_state import (
     Attributes,
     default_dtype,
@@ -84,6 +84,7 @@ def __getattr__(name: str) -> Any:
 __all__ = [
     "format_bytes",
     "format_duration",
+    "format_rate",
     "format_rough_duration",
     "printable",
     "Attributes",

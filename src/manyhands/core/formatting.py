@@ -26,10 +26,23 @@ def format_duration(seconds: float) -> str:
 
     >>> format_duration(0.0123), format_duration(3.2), format_duration(4e-5)
     ('12.3 ms', '3.2 s', '40 µs')
+    >>> format_duration(0.9999), format_duration(1234)
+    ('1 s', '1234 s')
     """
-    if seconds >= 1:
-        return f"{seconds:.3g} s"
-    return f"{1e3 * seconds:.3g} ms" if seconds >= 1e-3 else f"{1e6 * seconds:.3g} µs"
+    for unit, scale in (("µs", 1e6), ("ms", 1e3)):
+        if seconds * scale < 999.5:
+            return f"{seconds * scale:.3g} {unit}"
+    return f"{seconds:.3g} s" if seconds < 999.5 else f"{seconds:.0f} s"
+
+
+def format_rate(bytes_per_second: float) -> str:
+    """Return the speed of a network link, in bits as its vendors state it.
+
+    >>> format_rate(12.5e6), format_rate(3e9), format_rate(2e3)
+    ('100 Mbit/s', '24 Gbit/s', '0.016 Mbit/s')
+    """
+    megabits = 8 * bytes_per_second / 1e6
+    return f"{megabits:.3g} Mbit/s" if megabits < 999.5 else f"{megabits / 1e3:.3g} Gbit/s"
 
 
 def format_rough_duration(seconds: float) -> str:

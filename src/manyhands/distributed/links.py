@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ..core import SettingsError
+from ..core import SettingsError, format_duration, format_rate
 from .messages import message
 from .network import FIRST_SECONDS, LOOPBACK, Unproved, interface_of, listen, our_addresses, resolve_host
 from .world import World
@@ -50,7 +50,7 @@ class MeasuredLink:
     bytes_per_second: float
 
     def __str__(self) -> str:
-        speed = f"{self.bytes_per_second / 1e9:.2f} GB/s, {1e6 * self.seconds:.0f} µs"
+        speed = f"{format_rate(self.bytes_per_second)}, {format_duration(self.seconds)}"
         return f"{self.host} reaches {self.address} by {self.interface}: {speed}"
 
 
