@@ -198,7 +198,7 @@ def test_tensor_parallelism_speeds_up_only_within_a_host() -> None:
         ("64 A100, 8 per host, 200 Gbit/s RoCE per device", 8, 8, "A100", 200e9),
         ("4 nodes x 8 K80, 10GbE", 4, 8, "K80", 1.25e9),
         ("16 CPU", 1, 16, "CPU", 0),
-        ("8 H100 PCIe 5, $2.5/h", 1, 8, "H100", 0),
+        ("8 H100 PCIe 5, $2.5/h", 1, 8, "H100-PCIe", 0),
     ],
 )
 def test_cluster_text_is_parsed(text: str, hosts: int, per_host: int, name: str, rate: float) -> None:

@@ -1,7 +1,7 @@
 """Cost model: the costs of a network, traced without computing, and the performance of devices and links."""
 
 from .exchanges import START, ExchangeGroup, Servers, all_gather, all_reduce, send
-from .hardware import Chip, Link, blend, chip, link, make_chip
+from .hardware import Chip, Link, blend, chip, device_names, link, make_chip
 from .network import Network, NetworkPart, PassCost
 from .trace import CannotTrace, trace
 from .whole import fingerprint, one_piece
@@ -16,6 +16,7 @@ __all__ = [
     "one_piece",
     "Chip",
     "chip",
+    "device_names",
     "make_chip",
     "Link",
     "link",

@@ -119,6 +119,11 @@ def chip(name: str) -> Chip:
     return make_chip(max(within, key=len), {})
 
 
+def device_names() -> dict[str, float]:
+    """Return the bytes of memory of every device of the catalogue, by name."""
+    return {name: make_chip(name, {}).memory for name in _catalogue()["devices"]}
+
+
 def make_chip(name: str, given: Mapping[str, Any]) -> Chip:
     """Return a device from the catalogue with some values replaced, or one that is described completely."""
     known = _catalogue()["devices"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -11,19 +10,8 @@ from typing import Any
 
 from ..core import SettingsError
 from ..costs import Chip, ExchangeGroup, Link, chip, link, make_chip
+from .cluster_text import REMEDY, parse_cluster
 
-_SHAPE = re.compile(
-    r"(?:(?P<hosts>\d+)\s*(?:hosts?|nodes?|servers?|machines?)?\s*[x*]\s*)?"
-    r"(?P<count>\d+)\s*[x*]?\s*(?P<chip>[A-Za-z][\w-]*)"
-    r"(?:\s+(?P<inside>NVLink|PCIe)(?:\s*(?P<version>\d))?)?",
-    re.IGNORECASE,
-)
-_PER_HOST = re.compile(r"(?P<count>\d+)\s*(?:per|a|/)\s*(?:host|node|server)", re.IGNORECASE)
-_RATE = re.compile(r"(?P<rate>\d+(?:\.\d+)?)\s*(?P<unit>[GMT])(?:b(?:it)?/?s|bps|bE|igabit)?", re.IGNORECASE)
-_PRICE = re.compile(r"(?:\$|€|EUR|USD)?\s*(?P<price>\d+(?:\.\d+)?)\s*(?:\$|€|EUR|USD)?\s*/\s*h(?:our)?", re.IGNORECASE)
-_UNITS = {"M": 1e6, "G": 1e9, "T": 1e12}
-_KINDS = {"ib": "InfiniBand", "infiniband": "InfiniBand", "roce": "RoCE", "ethernet": "Ethernet", "tcp": "Ethernet"}
-REMEDY = 'write for example "8 hosts x 8 H100, 400Gb/s InfiniBand, $2/h", or pass a TOML file'
 SPREAD = 0.02
 """Relative standard deviation of a replica's step time, if it was not measured."""
 
@@ -44,6 +32,7 @@ class Cluster:
     network: Link | None = None
     price: float | None = None
     """Price of one device per hour."""
+    currency: str = "$"
     spread: float = SPREAD
     assumed: tuple[str, ...] = ()
     """Assumptions about properties that were not given."""
@@ -78,28 +67,7 @@ class Cluster:
     @classmethod
     def parse(cls, text: str) -> Cluster:
         """Parse a line such as "8 hosts x 8 H100, 400Gb/s InfiniBand, $2/h"."""
-        parts = [part.strip() for part in text.split(",") if part.strip()]
-        shape = _SHAPE.match(parts[0]) if parts else None
-        if shape is None:
-            raise SettingsError("a cluster must be written as hosts times devices", got=repr(text), remedy=REMEDY)
-        rest = " ".join([parts[0][shape.end() :], *parts[1:]])
-        values: dict[str, Any] = {"device": shape["chip"]}
-        count, per = int(shape["count"]), _PER_HOST.search(rest)
-        if shape["hosts"]:
-            values.update(hosts=int(shape["hosts"]), per_host=count)
-        else:
-            values.update(devices=count, per_host=int(per["count"]) if per else count)
-        if shape["inside"]:
-            kind = "NVLink" if shape["inside"].lower() == "nvlink" else "PCIe"
-            if kind == "PCIe" or shape["version"]:
-                values["inside"] = f"{kind} {shape['version'] or 4}"
-        rest = _PER_HOST.sub(" ", rest)
-        price = _PRICE.search(rest)
-        if price:
-            values["price"] = float(price["price"])
-            rest = _PRICE.sub(" ", rest)
-        values.update(_network_of(rest))
-        return cls.from_dict(values)
+        return cls.from_dict(parse_cluster(text))
 
     @classmethod
     def read(cls, path: str | Path) -> Cluster:
@@ -109,15 +77,27 @@ class Cluster:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Cluster:
         """Create a cluster from settings by name; raises SettingsError for unknown or contradictory ones."""
-        known = ("hosts", "per_host", "devices", "device", "chip", "inside", "network", "gbits", "per_device", "price")
+        known = (
+            "hosts",
+            "per_host",
+            "devices",
+            "device",
+            "chip",
+            "inside",
+            "network",
+            "gbits",
+            "per_device",
+            "price",
+            "currency",
+        )
         for key in values:
-            if key not in (*known, "spread"):
+            if key not in (*known, "spread", "assumed"):
                 raise SettingsError(
                     f"a key of a cluster must be one of {', '.join(known)}, spread",
                     got=repr(key),
                     remedy="correct the name",
                 )
-        assumed: list[str] = []
+        assumed: list[str] = [str(text) for text in values.get("assumed", ())]
         hosts, per_host = _shape(values)
         name = str(values.get("device", "mine"))
         made = make_chip(name, values["chip"]) if "chip" in values else chip(name)
@@ -139,6 +119,7 @@ class Cluster:
             inside=inside,
             network=network,
             price=price,
+            currency=str(values.get("currency", "$")),
             spread=float(values.get("spread", SPREAD)),
             assumed=tuple(assumed),
         )
@@ -220,27 +201,6 @@ def _shape(values: Mapping[str, Any]) -> tuple[int, int]:
             remedy="correct one of the numbers",
         )
     return hosts, per_host
-
-
-def _network_of(text: str) -> dict[str, Any]:
-    """Parse the network in the rest of a line: its rate, its kind, and whether it is per device or per host."""
-    values: dict[str, Any] = {}
-    rate = _RATE.search(text)
-    if rate:
-        values["gbits"] = float(rate["rate"]) * _UNITS[rate["unit"].upper()] / 1e9
-        text = text.replace(rate[0], " ", 1)
-        if re.search(r"G(?:b)?E", rate[0]):
-            values["network"] = "Ethernet"
-    for word in re.findall(r"[A-Za-z]+", text):
-        if word.lower() in _KINDS:
-            values["network"] = _KINDS[word.lower()]
-        elif word.lower() in ("device", "gpu"):
-            values["per_device"] = True
-        elif word.lower() not in ("per", "each", "a", "over", "network", "between", "hosts", "and"):
-            raise SettingsError(
-                "a cluster must be written as hosts, devices, a network and a price", got=repr(word), remedy=REMEDY
-            )
-    return values
 
 
 def _network(values: Mapping[str, Any], per_host: int, assumed: list[str]) -> Link:
