@@ -243,7 +243,7 @@ def _follow(
     undo = dress(model, axis, layout, decides=decides)
     try:
         with glued(axis, on_sections if decides else None, draws=False), _Traffic(axis) as traffic:
-            with on_gradients(refuse_gradients):
+            with on_gradients(refuse_gradients, backward=False):
                 found = probe(model, fake)
             results = [axis.whole(t) for t in tree_leaves(found.total if isinstance(found, Mean) else found)]
             ends = [result.sum() for result in results if result.requires_grad]
