@@ -175,7 +175,7 @@ class _UnknownText(str):
     def _unknown(self, *_: Any) -> Any:
         raise RuntimeError("what the network runs depends on a text of the batch")
 
-    __eq__ = __ne__ = __lt__ = __contains__ = __getitem__ = __iter__ = _unknown  # type: ignore[assignment]
+    __eq__ = __ne__ = __lt__ = __contains__ = __getitem__ = __iter__ = _unknown
     __hash__ = startswith = endswith = split = lower = upper = strip = _unknown  # type: ignore[assignment]
 
 
