@@ -29,7 +29,8 @@ class Network:
 
     Attributes:
         model: Builds the network; called under a seeded generator.
-        data: Makes a batch of so many rows from a generator: a tensor, a tuple or a dict of them.
+        data: Makes a data set of so many rows from a generator: a tensor, a tuple or a dict of them, or a dataset.
+        collate: As for `mh.Task`.
         loss: The mean over samples or `mh.mean`, as for `mh.Task`; None where there is a `step`.
         optimizer: Makes the optimizer of a model, or several by name where there is a `step`.
         step: A step with several optimizers, which uses `hand.model` and `hand.minimize` alone.
@@ -48,6 +49,7 @@ class Network:
     optimizer: Callable[[Any], Any] = sgd
     step: Callable[[Any, Any], Any] | None = None
     schedule: Callable[[int, int], float] | None = None
+    collate: Callable[[list[Any]], Any] | None = None
     rows: int = 17
     draws: bool = False
     precision: str = "fp64"
@@ -62,6 +64,7 @@ class Network:
             optimizer=self.optimizer,
             step=self.step,
             schedule=self.schedule,
+            collate=self.collate,
             batch_size=BATCH_SIZE,
             shuffle=False,
             seed=seed,

@@ -26,6 +26,12 @@ def _frontier() -> Registry:
     return FRONTIER
 
 
+def _field() -> Registry:
+    from .field import FIELD
+
+    return FIELD
+
+
 def _modules() -> Registry:
     from .modules import module_registry
 
@@ -48,6 +54,7 @@ KINDS: dict[str, Callable[[], Registry]] = {
     "classic": _classics,
     "research": _research,
     "frontier": _frontier,
+    "field": _field,
     "optimizer": _optimizers,
     "module": _modules,
     "transformers": _architectures,

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from torch.utils.data import Dataset, default_collate
 
 import manyhands as mh
 from manyhands.core import Mean, mix, seed_all
@@ -72,6 +73,8 @@ def _train(task: mh.Task, dtype: torch.dtype | None) -> Result:
         model = widened(model)
     model.train()
     optimizer: Any = task.optimizer(model)
+    if isinstance(optimizer, list):
+        optimizer = dict(enumerate(optimizer))
     optimizers = optimizer if isinstance(optimizer, Mapping) else {"": optimizer}
     rates = [(group, group["lr"]) for one in optimizers.values() for group in one.param_groups]
     start = copied(model)
@@ -96,10 +99,12 @@ def _step(task: mh.Task, model: nn.Module, optimizers: Mapping[str, torch.optim.
         task.step(hand, batch)
         return hand.losses[0]
     assert task.loss is not None
-    optimizers[""].zero_grad()
+    for optimizer in optimizers.values():
+        optimizer.zero_grad()
     loss = _scalar(task.loss(model, batch))
     loss.backward()
-    optimizers[""].step()
+    for optimizer in optimizers.values():
+        optimizer.step()
     return float(loss.item())
 
 
@@ -111,15 +116,24 @@ def _scalar(loss: Any) -> Tensor:
 
 
 def _batches(task: mh.Task, dtype: torch.dtype | None) -> Iterator[Any]:
-    rows = len(pytree.tree_leaves(task.data)[0])
+    is_dataset = isinstance(task.data, Dataset)
+    rows = len(task.data) if is_dataset else len(pytree.tree_leaves(task.data)[0])
     assert task.batch_size is not None
     for first in range(0, rows, task.batch_size):
         part = slice(first, first + task.batch_size)
-        yield pytree.tree_map(lambda tensor, part=part: _wide(tensor[part], dtype), task.data)
+        if is_dataset:
+            samples = [task.data[index] for index in range(rows)[part]]
+            batch = (task.collate or default_collate)(samples)
+        else:
+            batch = pytree.tree_map(lambda tensor, part=part: tensor[part], task.data)
+        yield pytree.tree_map(lambda leaf: _wide(leaf, dtype), batch)
 
 
-def _wide(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+def _wide(leaf: Any, dtype: torch.dtype | None) -> Any:
+    if is_dataclass(leaf) and not isinstance(leaf, type):
+        return replace(leaf, **{part.name: _wide(getattr(leaf, part.name), dtype) for part in fields(leaf)})
+    is_wide = dtype is not None and isinstance(leaf, Tensor) and leaf.is_floating_point()
+    return leaf.to(dtype) if is_wide else leaf
 
 
 def widened(model: nn.Module) -> nn.Module:

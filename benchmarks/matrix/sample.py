@@ -31,6 +31,9 @@ _SAME: dict[str, tuple[str, ...]] = {
     "research.gradient_accumulated_in_hook": ("sharded2",),
     "research.margin_of_angles": ("tensor2",),
     "research.reentrant_checkpoint": ("placed2",),
+    "field.domains_by_strings": ("sharded2",),
+    "field.rotary_cache_grows": ("mirrored2",),
+    "field.compiled_submodule": ("mirrored2",),
     "transformers.llama": ("sharded2",),
     "transformers.t5": ("mirrored2",),
 }
@@ -41,6 +44,7 @@ _REFUSED: dict[str, tuple[str, ...]] = {
     "research.full_backward_hooks": ("sharded2", "ps1x2"),
     "research.meta_learning": ("pipeline2",),
     "classic.sparse_embedding": ("mirrored2",),
+    "field.vq_gan_two_optimizers": ("sharded2",),
 }
 SAMPLE: list[tuple[str, str, str]] = [
     *((network, strategy, SAME) for network, strategies in _SAME.items() for strategy in strategies),

@@ -34,6 +34,7 @@ PRELOAD = [
     "manyhands.strategies.tensor",
     "benchmarks.matrix.architectures",
     "benchmarks.matrix.classics",
+    "benchmarks.matrix.field",
     "benchmarks.matrix.frontier",
     "benchmarks.matrix.modules",
     "benchmarks.matrix.networks",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 
 from manyhands.core import DataError
 from manyhands.data import Batch, Cursor, first_dim, split
-from manyhands.data.batch import to_device
+from manyhands.data.batch import SampleMarker, to_device
 
 CPU = torch.device("cpu")
 
@@ -105,3 +106,43 @@ def test_single_micro_batch_is_the_unsplit_batch():
     batch = Batch(data, (3,), (7,), np.arange(3), Cursor())
     assert list(batch.micros()) == [(data, 3, 7)]
     assert (batch.num_samples, batch.global_samples) == (3, 7)
+
+
+@dataclass(frozen=True)
+class Example:
+    pixels: torch.Tensor
+    boxes: list[torch.Tensor]
+    names: list[str]
+    weight: torch.Tensor | None = None
+
+
+def test_dataclasses_are_moved_and_split_like_other_containers():
+    data = Example(torch.zeros(3, 2), [torch.ones(1), torch.ones(2), torch.ones(4)], ["a", "b", "c"])
+    assert first_dim(data) == 3
+    moved = to_device(data, CPU, dtype=torch.float64)
+    assert moved.pixels.dtype == moved.boxes[0].dtype == torch.float64
+    assert data.pixels.dtype == torch.float32
+    first, second = split(moved, [1, 2])
+    assert (first.pixels.shape, first.names, len(first.boxes)) == ((1, 2), ["a"], 1)
+    assert (second.pixels.shape, second.names, second.weight) == ((2, 2), ["b", "c"], None)
+
+
+def test_list_with_one_item_per_sample_is_split_between_items_whatever_their_shapes():
+    images = [torch.zeros(2, 5, 5), torch.ones(2, 5, 5)]
+    targets = [{"boxes": torch.zeros(2, 4)}, {"boxes": torch.ones(2, 4)}]
+    as_torchvision = SampleMarker(lambda samples: tuple(zip(*samples, strict=True)))
+    batch = as_torchvision(list(zip(images, targets, strict=True)))
+    assert first_dim(batch) == 2
+    parts = split(to_device(batch, CPU, dtype=torch.float64), [1, 1])
+    assert [[image.shape for image in part[0]] for part in parts] == [[(2, 5, 5)], [(2, 5, 5)]]
+    assert [part[1][0]["boxes"].shape for part in parts] == [(2, 4), (2, 4)]
+    assert parts[1][1][0]["boxes"].sum() == 8
+
+
+def test_columns_with_as_many_rows_as_columns_are_split_by_rows():
+    columns = SampleMarker(lambda samples: [torch.stack(column) for column in zip(*samples, strict=True)])
+    batch = columns([(torch.zeros(3), torch.tensor(1)), (torch.ones(3), torch.tensor(2))])
+    assert [[column.tolist() for column in part] for part in split(batch, [1, 1])] == [
+        [[[0.0, 0.0, 0.0]], [1]],
+        [[[1.0, 1.0, 1.0]], [2]],
+    ]

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import manyhands as mh
 from manyhands.vectorized import Population, groups
+from manyhands.vectorized.program_equality import network_difference
 
 from .works import adamw, cross_entropy, task
 
@@ -126,3 +127,17 @@ def test_occasional_random_draws_are_detected_when_they_occur() -> None:
     assert not population._way._program.is_random
     assert population.step(20).isfinite().all()
     assert population._way._program.is_random
+
+
+class HoldsItsMethod(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(2, 2)
+        self.activation = self.squashed
+
+    def squashed(self, x: Tensor) -> Tensor:
+        return torch.tanh(x)
+
+
+def test_layers_that_hold_their_own_methods_are_compared() -> None:
+    assert network_difference(HoldsItsMethod(), HoldsItsMethod()) == ""

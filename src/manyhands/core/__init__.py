@@ -37,6 +37,7 @@ from .module_state import (
     remember_state,
     require_tensor_state,
     set_training,
+    unsaved_buffers,
 )
 from .predictor import Predictor, Signature, TensorSpec
 from .randomness import mix, random_state, restore_random_state, seed_all, seeded
@@ -60,8 +61,31 @@ from .task import Mean, Task, as_task, convert, mean, task_name, typed
 
 if TYPE_CHECKING:
     from .layout_free import LayoutFree, as_written, stacked_keys
-    from .optimizers import Joined, each_of, groups_of, has_scheduler, joined, nested_in, parameters_of
+    from .optimizers import (
+        Joined,
+        each_of,
+        flat_slots,
+        groups_of,
+        has_scheduler,
+        joined,
+        nested_in,
+        nested_slots,
+        parameters_of,
+    )
     from .random_operations import attention_weights, without_own_check
+
+
+_OF_OPTIMIZERS = (
+    "Joined",
+    "each_of",
+    "flat_slots",
+    "groups_of",
+    "has_scheduler",
+    "joined",
+    "nested_in",
+    "nested_slots",
+    "parameters_of",
+)
 
 
 def __getattr__(name: str) -> Any:
@@ -74,7 +98,7 @@ def __getattr__(name: str) -> Any:
         from . import random_operations
 
         return getattr(random_operations, name)
-    if name in ("Joined", "each_of", "groups_of", "has_scheduler", "joined", "nested_in", "parameters_of"):
+    if name in _OF_OPTIMIZERS:
         from . import optimizers
 
         return getattr(optimizers, name)
@@ -136,6 +160,7 @@ __all__ = [
     "seed_all",
     "seeded",
     "set_training",
+    "unsaved_buffers",
     "random_state",
     "default_dtype",
     "remember_buffers",
@@ -151,9 +176,11 @@ __all__ = [
     "Joined",
     "joined",
     "each_of",
+    "flat_slots",
     "groups_of",
     "has_scheduler",
     "nested_in",
+    "nested_slots",
     "parameters_of",
     "ManyhandsError",
     "UsageError",

@@ -69,6 +69,15 @@ def _remember_parameters(model: nn.Module) -> Callable[[], None]:
     return put_back
 
 
+def unsaved_buffers(model: nn.Module) -> set[str]:
+    """Return the names of buffers that are not in the network's state_dict."""
+    return {
+        f"{path}.{name}".removeprefix(".")
+        for path, module in model.named_modules()
+        for name in module._non_persistent_buffers_set
+    }
+
+
 def require_tensor_state(model: nn.Module) -> None:
     """Raise for modules whose `get_extra_state` returns something that a checkpoint cannot store."""
     from torch import Tensor, nn

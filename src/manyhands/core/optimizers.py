@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
@@ -11,6 +12,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from .errors import TaskError
+
+_ITEM = re.compile(r"(?P<list>.+)\[\d+\]")
+"""The name of a tensor in a list of tensors."""
 
 
 class Joined(Optimizer):
@@ -206,3 +210,35 @@ def _steps_by_itself(optimizer: Optimizer) -> bool:
     """Return whether an optimizer's own step may step its scheduler: in a hook, or because it holds the scheduler."""
     hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
     return bool(hooks) or any(isinstance(value, LRScheduler) for value in vars(optimizer).values())
+
+
+def flat_slots(slots: Mapping[str, Any]) -> dict[str, Any]:
+    """Return slots with an entry for every tensor of lists; SOAP and Shampoo keep a matrix per dimension in a list.
+
+    >>> import torch
+    >>> sorted(flat_slots({"step": 1, "GG": [torch.eye(2), torch.eye(3)]}))
+    ['GG[0]', 'GG[1]', 'step']
+    """
+    flat: dict[str, Any] = {}
+    for name, value in slots.items():
+        if isinstance(value, list | tuple) and value and all(isinstance(item, Tensor) for item in value):
+            flat |= {f"{name}[{index}]": item for index, item in enumerate(value)}
+        else:
+            flat[name] = value
+    return flat
+
+
+def nested_slots(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """Return slots with lists of tensors again, as `flat_slots` got them.
+
+    >>> nested_slots({"step": 1, "GG[0]": "a", "GG[1]": "b"})
+    {'step': 1, 'GG': ['a', 'b']}
+    """
+    slots: dict[str, Any] = {}
+    for name, value in flat.items():
+        found = _ITEM.fullmatch(name)
+        if found is None:
+            slots[name] = value
+        else:
+            slots.setdefault(found["list"], []).append(value)
+    return slots

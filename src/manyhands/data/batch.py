@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from torch.utils import _pytree as pytree
 
-from ..core import DataError
+from ..core import DataError, random_state, restore_random_state
 from .collate import Fields
 from .order import Ids
 
@@ -69,15 +70,92 @@ class Batch:
         yield from zip(split(self.data, self.sizes), self.sizes, self.global_sizes, strict=True)
 
 
+class SampleList(list[Any]):
+    """A list of a batch with one item per sample; it is split between items, whatever the shapes of its items are."""
+
+
+class SampleTuple(tuple[Any, ...]):
+    """A tuple of a batch with one item per sample; it is split between items, whatever the shapes of its items are."""
+
+
+# torch.export and functorch otherwise treat subclasses of lists and tuples as opaque values.
+pytree.register_pytree_node(
+    SampleList,
+    lambda data: (list(data), None),
+    lambda children, _: SampleList(children),
+    serialized_type_name="manyhands.SampleList",
+)
+pytree.register_pytree_node(
+    SampleTuple,
+    lambda data: (list(data), None),
+    lambda children, _: SampleTuple(children),
+    serialized_type_name="manyhands.SampleTuple",
+)
+
+
+class SampleMarker:
+    """Calls a custom collate function and marks the lists and tuples of its batches that have one item per sample.
+
+    The number of items shows which ones these are, unless the items have as many rows as there are samples: two
+    images with two boxes each look like two columns of two samples. Then a batch of another size decides.
+
+    >>> marked = SampleMarker(lambda samples: (torch.stack(samples), list(samples)))([torch.zeros(2), torch.ones(2)])
+    >>> [type(column).__name__ for column in marked]
+    ['Tensor', 'SampleList']
+    """
+
+    def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
+        self._collate = collate
+        self._has_one_per_sample: dict[tuple[Any, ...], bool] = {}
+
+    def __call__(self, samples: list[Any]) -> Any:
+        batch = self._collate(samples)
+        return self._marked(batch, samples, ()) if len(samples) > 1 else batch
+
+    def _marked(self, data: Any, samples: list[Any], path: tuple[Any, ...]) -> Any:
+        if type(data) in (list, tuple):
+            if len(data) == len(samples) and self._is_per_sample(data, samples, path):
+                return SampleList(data) if isinstance(data, list) else SampleTuple(data)
+            return type(data)([self._marked(child, samples, (*path, index)) for index, child in enumerate(data)])
+        if type(data) is dict:
+            return {key: self._marked(child, samples, (*path, key)) for key, child in data.items()}
+        return data
+
+    def _is_per_sample(self, data: Any, samples: list[Any], path: tuple[Any, ...]) -> bool:
+        if next(tensors(data), None) is None:
+            return False
+        if not _children_split(data, len(samples)):
+            return True
+        if path not in self._has_one_per_sample:
+            self._has_one_per_sample[path] = self._grows(samples, path)
+        return self._has_one_per_sample[path]
+
+    def _grows(self, samples: list[Any], path: tuple[Any, ...]) -> bool:
+        """Return whether the list at a path has one item more if there is one sample more."""
+        states = random_state(torch.device("cpu"))
+        try:
+            found = self._collate([*samples, samples[0]])
+            for key in path:
+                found = found[key]
+            return len(found) == len(samples) + 1
+        except Exception:
+            return False
+        finally:
+            restore_random_state(states, torch.device("cpu"))
+
+
 def map_leaves(function: Callable[[Any], Any], data: Any) -> Any:
-    """Return the same nesting with `function` applied to everything that is not a tuple, list or mapping."""
-    if isinstance(data, tuple | list | Mapping):
+    """Return the same nesting with `function` applied to everything that is not a container.
+
+    Containers are tuples, lists, mappings, and dataclasses without a `to` method.
+    """
+    if isinstance(data, tuple | list | Mapping) or (_is_dataclass(data) and not hasattr(data, "to")):
         return _map_children(lambda child: map_leaves(function, child), data)
     return function(data)
 
 
 def _map_children(function: Callable[[Any], Any], data: Any) -> Any:
-    """Apply `function` to the items of a tuple, list or mapping; return anything else unchanged."""
+    """Apply `function` to the items of a container; return anything else unchanged."""
     if type(data) is dict:
         return {key: function(child) for key, child in data.items()}
     if isinstance(data, tuple) and hasattr(data, "_fields"):
@@ -85,23 +163,42 @@ def _map_children(function: Callable[[Any], Any], data: Any) -> Any:
     if isinstance(data, tuple | list):
         return type(data)([function(child) for child in data])
     if isinstance(data, Fields):
-        fields = {key: function(child) for key, child in data.items()}
-        return Fields(fields, {key: function(lengths) for key, lengths in data.padded.items()})
+        changed_fields = {key: function(child) for key, child in data.items()}
+        return Fields(changed_fields, {key: function(lengths) for key, lengths in data.padded.items()})
     if isinstance(data, Mapping):
         # A copy keeps attributes that a mapping class has in addition to its items.
         changed: Any = copy.copy(data)
         for key, child in data.items():
             changed[key] = function(child)
         return changed
+    if _is_dataclass(data):
+        changed = copy.copy(data)
+        for field in fields(data):
+            # Frozen dataclasses do not allow plain assignments.
+            object.__setattr__(changed, field.name, function(getattr(data, field.name)))
+        return changed
     return data
+
+
+def _children(data: Any) -> Iterable[Any]:
+    """Return the items of a container; nothing for anything else."""
+    if isinstance(data, Mapping):
+        return data.values()
+    if isinstance(data, tuple | list):
+        return data
+    return [getattr(data, field.name) for field in fields(data)] if _is_dataclass(data) else ()
+
+
+def _is_dataclass(data: Any) -> bool:
+    return is_dataclass(data) and not isinstance(data, type)
 
 
 def tensors(data: Any) -> Iterator[torch.Tensor]:
     """Yield every tensor of a nested batch."""
     if isinstance(data, torch.Tensor):
         yield data
-    elif isinstance(data, Mapping | tuple | list):
-        for child in data.values() if isinstance(data, Mapping) else data:
+    else:
+        for child in _children(data):
             yield from tensors(child)
         if isinstance(data, Fields):
             yield from data.padded.values()
@@ -113,14 +210,22 @@ def first_dim(data: Any) -> int:
     >>> first_dim({"x": torch.zeros(4, 2)})
     4
     """
-    for tensor in tensors(data):
-        if tensor.ndim:
-            return int(tensor.shape[0])
+    rows = _num_rows(data)
+    if rows is not None:
+        return rows
     raise DataError(
         "a batch must contain a tensor whose first dimension is its samples",
         got=_outline(data),
         remedy="return such tensors from collate",
     )
+
+
+def _num_rows(data: Any) -> int | None:
+    if isinstance(data, torch.Tensor):
+        return int(data.shape[0]) if data.ndim else None
+    if isinstance(data, SampleList | SampleTuple):
+        return len(data)
+    return next((rows for rows in map(_num_rows, _children(data)) if rows is not None), None)
 
 
 def to_device(data: Any, device: torch.device, non_blocking: bool = False, dtype: torch.dtype | None = None) -> Any:
@@ -171,6 +276,8 @@ def _part(data: Any, start: int, stop: int, rows: int) -> Any:
         raise _unsplittable(data, rows)
     if isinstance(data, torch.Tensor):
         return data[start:stop]
+    if isinstance(data, SampleList | SampleTuple):
+        return type(data)(data[start:stop])
     if _is_sequence(data) and not _children_split(data, rows):
         return data[start:stop] if len(data) == rows else data
     return _map_children(lambda child: _part(child, start, stop, rows), data)
@@ -180,15 +287,19 @@ def _splits(data: Any, rows: int) -> bool:
     """Return whether a batch can be split by rows: along its tensors, or as a sequence with one item per row."""
     if isinstance(data, torch.Tensor):
         return _has_rows(data, rows)
+    if isinstance(data, SampleList | SampleTuple):
+        return len(data) == rows
     if _is_sequence(data):
         return _children_split(data, rows) or len(data) == rows or next(tensors(data), None) is None
-    if isinstance(data, Mapping | tuple):
-        return all(_splits(child, rows) for child in (data.values() if isinstance(data, Mapping) else data))
+    if isinstance(data, Mapping | tuple) or _is_dataclass(data):
+        return all(_splits(child, rows) for child in _children(data))
     return not hasattr(data, "to")
 
 
 def _children_split(data: Sequence[Any], rows: int) -> bool:
-    nested = [child for child in data if isinstance(child, torch.Tensor | Mapping | tuple | list)]
+    nested = [
+        child for child in data if isinstance(child, torch.Tensor | Mapping | tuple | list) or _is_dataclass(child)
+    ]
     return bool(nested) and all(_splits(child, rows) for child in nested)
 
 

@@ -5,13 +5,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from numbers import Number
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 from torch.utils.data import default_collate
 
 
@@ -47,6 +48,22 @@ class Fields(dict[str, Any]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Fields, (dict(self), self.padded)
+
+
+def _flat(batch: Fields) -> tuple[list[Any], tuple[tuple[str, ...], tuple[str, ...]]]:
+    return [*batch.values(), *batch.padded.values()], (tuple(batch), tuple(batch.padded))
+
+
+def _nested(children: Iterable[Any], keys: tuple[tuple[str, ...], tuple[str, ...]]) -> Fields:
+    names, padded = keys
+    values = list(children)
+    return Fields(
+        dict(zip(names, values[: len(names)], strict=True)), dict(zip(padded, values[len(names) :], strict=True))
+    )
+
+
+# torch otherwise treats a subclass of dict as an opaque value, without the tensors in it.
+pytree.register_pytree_node(Fields, _flat, _nested, serialized_type_name="manyhands.Fields")
 
 
 def collate(samples: Sequence[Any]) -> Any:

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from ..core import DataError
+from .batch import SampleMarker
 from .collate import collate as default_collate
 from .columns import ColumnTable
 from .formats import (
@@ -154,7 +155,7 @@ class FileSource(IndexedSource):
         self.name = f"{len(index.shards)} {index.format.name} files" if len(index.shards) > 1 else data.paths[0]
         self.max_workers = 64
         self._shards, self._decode = index.shards, data.decode
-        self._collate = collate or default_collate
+        self._collate = default_collate if collate is None else SampleMarker(collate)
         self._randomness = SampleRandomness()
         first_rows = np.cumsum([0, *(shard.num_rows for shard in index.shards)])
         self._firsts: list[int] = first_rows.tolist()

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from .batch import SampleMarker
 from .collate import collate as default_collate
 from .order import Ids
 from .randomness import SampleRandomness, mix
@@ -22,7 +23,7 @@ class MapSource(IndexedSource):
         self.size = len(dataset)
         self._dataset = dataset
         self._many: Callable[[Sequence[int]], list[Any]] | None = getattr(dataset, "__getitems__", None)
-        self._collate = collate or default_collate
+        self._collate = default_collate if collate is None else SampleMarker(collate)
         self._randomness = SampleRandomness()
 
     def fetch(self, ids: Ids) -> Any:

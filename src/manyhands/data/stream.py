@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from .batch import SampleMarker
 from .collate import collate as default_collate
 from .order import Ids
 from .randomness import OwnRandomness, mix
@@ -26,7 +27,7 @@ class StreamSource(Source):
     def __init__(self, make: Callable[[], Iterable[Any]], name: str, collate: Collate | None = None) -> None:
         self.name = name
         self._make = make
-        self._collate = collate or default_collate
+        self._collate = default_collate if collate is None else SampleMarker(collate)
 
     def windows(self, *, seed: int, epoch: int, shuffle: bool, start: int, batch_size: int) -> Iterator[Window]:
         randomness = OwnRandomness(mix(seed, epoch))

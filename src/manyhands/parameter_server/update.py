@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from ..capture import match_strides
 from ..core import Joined, TaskError, has_scheduler, nested_in
-from ..strategies import draws_numbers, is_by_element, is_by_tensor, stateless_copy, updates_own_tensors
+from ..strategies import draws_numbers, is_by_element, is_by_tensor, odd_slots, stateless_copy, updates_own_tensors
 from .layout import Share, TensorPiece, tensor_of
 from .messages import Slots, SlotTensor
 
@@ -125,6 +125,9 @@ def _require_movable(optimizer: Optimizer) -> None:
         why, remedy = "which draws random numbers that would differ between servers", "use mh.Mirrored()"
     elif not updates_own_tensors(optimizer):
         why = "which does not update the tensors of its parameter groups"
+    elif odd := odd_slots(optimizer):
+        why = f"whose state {odd[0]!r} is neither a tensor nor a number, so that servers cannot send it"
+        remedy = "keep a tensor per slot, or use mh.Mirrored() or mh.Sharded()"
     if why:
         raise TaskError(
             "an optimizer on parameter servers must update the tensors of its parameter groups, and nothing else",

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..core import CheckpointError, each_of, has_scheduler, nested_in
+from ..core import CheckpointError, each_of, flat_slots, has_scheduler, nested_in, nested_slots
 
 Slots = dict[str, Any]
 EXECUTION = ("fused", "foreach", "capturable")
@@ -19,10 +19,11 @@ def optimizer_state(optimizer: Optimizer, names: Mapping[Tensor, str]) -> dict[s
     """Return `{"state": {name: {slot: value}}, "groups": [{"params": [names], **hyperparameters}]}` of an optimizer.
 
     Slots of an optimizer that it keeps inside are named "attribute:slot"; its groups are in "inner" by attribute. The
-    tensors are the optimizer's own, not copies.
+    tensors of a list are slots of their own, named "slot[0]", "slot[1]" and so on. The tensors are the optimizer's own,
+    not copies.
     """
     state = {
-        _name(parameter, names): dict(optimizer.state[parameter])
+        _name(parameter, names): flat_slots(optimizer.state[parameter])
         for group in optimizer.param_groups
         for parameter in group["params"]
         if parameter in optimizer.state
@@ -96,7 +97,9 @@ def _load(optimizer: Optimizer, names: Mapping[Tensor, str], data: Mapping[str, 
         # torch matches parameters by position, so names are mapped to positions in the current order.
         places = {names[parameter]: index + i for i, parameter in enumerate(current["params"])}
         index += len(places)
-        state |= {at: _copied(data["state"][name]) for name, at in places.items() if name in data["state"]}
+        state |= {
+            at: nested_slots(_copied(data["state"][name])) for name, at in places.items() if name in data["state"]
+        }
         groups.append({**_restored(current, group), "params": list(places.values())})
     # Captured graphs read the tensors among the hyperparameters, and other optimizers may share the groups themselves.
     held = [(member, member.param_groups, list(member.param_groups)) for member in each_of(optimizer)]

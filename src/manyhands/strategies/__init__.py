@@ -18,7 +18,14 @@ from .deferred import CannotDefer, Deferred, Take, defer
 from .device_marks import place_on
 from .embedding import Embedding, declaring, first_rows
 from .offload import AT_ONCE
-from .optimizer_traits import draws_numbers, is_by_element, is_by_tensor, stateless_copy, updates_own_tensors
+from .optimizer_traits import (
+    draws_numbers,
+    is_by_element,
+    is_by_tensor,
+    odd_slots,
+    stateless_copy,
+    updates_own_tensors,
+)
 from .parameter_server import ServedReplica
 from .partition_drawing import Outline
 from .partition_outline import check_partition, outline
@@ -51,6 +58,7 @@ __all__ = [
     "draws_numbers",
     "is_by_element",
     "is_by_tensor",
+    "odd_slots",
     "stateless_copy",
     "updates_own_tensors",
     "ServedReplica",

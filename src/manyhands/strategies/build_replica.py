@@ -77,6 +77,7 @@ def make_replica(
         hooks.adopt(model.named_parameters())
     if spec.servers:
         refuse_hooks(hooks)
+    make_optimizer = _with_attributes(model, make_optimizer)
     if spec.precision == "fp64":
         model = in_double(model)
     if fill is None:
@@ -95,6 +96,25 @@ def make_replica(
         rules = find_rules(model, probe, replica.scope()) if _splits(spec, world) else {}
     _follow_buffers(replica, rules)
     return replica
+
+
+def _with_attributes(
+    model: nn.Module, make_optimizer: Callable[[nn.Module], Optimizer | Mapping[str, Optimizer]]
+) -> Callable[[nn.Module], Optimizer | Mapping[str, Optimizer]]:
+    """Return an optimizer function that finds the attributes of parameters, which strategies replace by other tensors.
+
+    Model functions mark parameters for the optimizer function, as in `parameter._no_weight_decay = True`.
+    """
+    known = {name: dict(vars(parameter)) for name, parameter in model.named_parameters() if vars(parameter)}
+
+    def make(model: nn.Module) -> Optimizer | Mapping[str, Optimizer]:
+        for name, parameter in model.named_parameters():
+            for key, value in known.get(name, {}).items():
+                if not hasattr(parameter, key):
+                    setattr(parameter, key, value)
+        return make_optimizer(model)
+
+    return make if known else make_optimizer
 
 
 def _convert_parameters(model: nn.Module, probe: Probe | None) -> None:

@@ -152,7 +152,7 @@ def _blocks_run(model: nn.Module, probe: Probe, device: torch.device, fewer: int
             is_by_row = tensor.dim() > 0 and len(tensor) == rows > fewer
             return mode.from_tensor(tensor[: rows - fewer] if is_by_row else tensor)
 
-        return tree_map_only(Tensor, fake, batch)
+        return tree_map_only(str, _UnknownText, tree_map_only(Tensor, fake, batch))
 
     with ExitStack() as scope:
         twin = _fake_twin(model, mode, device).train()
@@ -167,6 +167,16 @@ def _blocks_run(model: nn.Module, probe: Probe, device: torch.device, fewer: int
         probe(twin, few)
     changed = (name for name, parameter in twin.named_parameters() if parameter.dtype != dtypes.get(name))
     return ran + [_CONVERTED + name for name in changed]
+
+
+class _UnknownText(str):
+    """A text of a sample, which raises if the network compares it or looks something up by it."""
+
+    def _unknown(self, *_: Any) -> Any:
+        raise RuntimeError("what the network runs depends on a text of the batch")
+
+    __eq__ = __ne__ = __lt__ = __contains__ = __getitem__ = __iter__ = _unknown
+    __hash__ = startswith = endswith = split = lower = upper = strip = _unknown  # type: ignore[assignment]
 
 
 def _fake_twin(model: nn.Module, mode: FakeTensorMode, device: torch.device) -> nn.Module:

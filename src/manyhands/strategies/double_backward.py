@@ -15,25 +15,31 @@ from ..distributed import calling_line
 
 
 @contextmanager
-def on_gradients(call: Callable[[str], None]) -> Iterator[None]:
-    """Call a function with the user's line whenever torch.autograd.grad is called inside."""
-    own = torch.autograd.grad
+def on_gradients(call: Callable[[str], None], *, backward: bool = True) -> Iterator[None]:
+    """Call a function with the user's line whenever torch.autograd.grad, or a tensor's `backward`, is called inside."""
+    own_grad, own_backward = torch.autograd.grad, torch.autograd.backward
 
     def grad(*args: Any, **kwargs: Any) -> Any:
         call(calling_line())
-        return own(*args, **kwargs)
+        return own_grad(*args, **kwargs)
+
+    def run_backward(*args: Any, **kwargs: Any) -> Any:
+        call(calling_line())
+        return own_backward(*args, **kwargs)
 
     torch.autograd.grad = grad
+    if backward:
+        torch.autograd.backward = run_backward
     try:
         yield
     finally:
-        torch.autograd.grad = own
+        torch.autograd.grad, torch.autograd.backward = own_grad, own_backward
 
 
 def refuse_gradients(line: str) -> None:
     """Raise for a loss that calls autograd itself, because no rank has the whole graph."""
     raise StrategyError(
-        "a loss must not call torch.autograd.grad if several ranks compute the network together",
+        "a loss must not call torch.autograd.grad or backward if several ranks compute the network together",
         got=line,
         remedy="use mh.Mirrored() or mh.Sharded()",
     )

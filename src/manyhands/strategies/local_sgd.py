@@ -125,7 +125,9 @@ class LocalReplica(Replica):
         """Return the tensors whose hashes differ between replicas, if the replicas are synchronized now."""
         # Hosts average their statistics; those of the ranks within a host may still differ.
         has_own_stats = self.spec.batch_stats == "local" and self.group.size > 1
-        return odd_ones(self.world, comparable(self.model, has_own_stats=has_own_stats)) if self.agrees else []
+        return (
+            odd_ones(self.world, comparable(self.model, self.world, has_own_stats=has_own_stats)) if self.agrees else []
+        )
 
     def close(self) -> None:
         for buckets in self._buckets.values():

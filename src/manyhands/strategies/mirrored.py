@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..core import StrategySpec, TaskError
+from ..core import StrategySpec, TaskError, unsaved_buffers
 from ..distributed import World
 from ..sync import Buckets, PolicyState, acting, make_policy
 from .batch_stats import BatchStats
@@ -113,7 +113,8 @@ class MirroredReplica(Replica):
 
     def differences(self) -> list[str]:
         """Return the tensors whose hashes differ between replicas; local batch statistics may differ."""
-        return odd_ones(self.world, comparable(self.model, has_own_stats=self.spec.batch_stats == "local"))
+        named = comparable(self.model, self.world, has_own_stats=self.spec.batch_stats == "local")
+        return odd_ones(self.world, named)
 
     def close(self) -> None:
         for buckets in self._buckets.values():
@@ -122,14 +123,31 @@ class MirroredReplica(Replica):
             self._stats.close()
 
 
-def comparable(model: nn.Module, *, has_own_stats: bool) -> dict[str, Tensor]:
-    """Return the tensors that must be equal on all replicas: parameters, and buffers except local batch statistics."""
+def comparable(model: nn.Module, world: World, *, has_own_stats: bool) -> dict[str, Tensor]:
+    """Return the tensors that must be equal on all replicas: parameters, and buffers except local batch statistics.
+
+    Buffers that are not saved may be caches that grow with the longest sample so far, such as those of rotary
+    positions. If their sizes differ between the ranks, the part that all ranks have is returned.
+    """
     buffers = {
         name: buffer
         for name, buffer in model.named_buffers()
         if not (has_own_stats and name.rsplit(".", 1)[-1] in ("running_mean", "running_var"))
     }
+    caches = {name: tuple(buffers[name].shape) for name in unsaved_buffers(model) if name in buffers}
+    if caches:
+        for name, *shapes in _shapes(world, caches):
+            if len(set(shapes)) > 1 and len({len(shape) for shape in shapes}) == 1:
+                buffers[name] = buffers[name][tuple(slice(0, min(sizes)) for sizes in zip(*shapes, strict=True))]
     return {**dict(model.named_parameters()), **buffers}
+
+
+def _shapes(world: World, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[Any, ...]]:
+    """Yield the names that all ranks have, each with the shapes on all ranks."""
+    gathered = world.gather_objects(dict(shapes))
+    for name in shapes:
+        if all(name in others for others in gathered):
+            yield (name, *(tuple(others[name]) for others in gathered))
 
 
 def require_dense(model: nn.Module) -> None:

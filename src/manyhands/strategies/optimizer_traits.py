@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from numbers import Number
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -41,7 +42,7 @@ class Traits:
 
 FAILURES = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 """Errors of an optimizer that cannot handle the tensors it is tried on."""
-NUM_STEPS = 3
+NUM_STEPS = 6
 """Number of steps that show whether an optimizer is elementwise; the first one may be a special case."""
 _known: WeakKeyDictionary[Optimizer, Traits] = WeakKeyDictionary()
 
@@ -196,6 +197,23 @@ def _moves(optimizer: Optimizer, group: dict[str, Any]) -> bool:
     return found is None or not all(torch.equal(after, before) for before, after in zip(*found, strict=True))
 
 
+def odd_slots(optimizer: Optimizer) -> list[str]:
+    """Return the names of an optimizer's slots that are neither tensors nor numbers, found by trying it."""
+    found: set[str] = set()
+    start, *gradients = _samples()
+    for group in optimizer.param_groups:
+        slots: list[dict[str, Any]] = []
+        with contextlib.suppress(*FAILURES):
+            _walk(optimizer, group, start, gradients, slots)
+        found |= {
+            key
+            for own in slots
+            for key, value in own.items()
+            if value is not None and not isinstance(value, (Tensor, Number))
+        }
+    return sorted(found)
+
+
 def stateless_copy(optimizer: Optimizer) -> Optimizer:
     """Return another optimizer of the same kind and settings, without state.
 
@@ -234,9 +252,13 @@ def _tried(optimizer: Optimizer, group: dict[str, Any]) -> tuple[list[Tensor], l
 
 
 def _samples() -> list[list[Tensor]]:
-    """Return two matrices, and their gradients in a few steps."""
+    """Return two matrices, and their gradients in a few steps.
+
+    Gradients point in similar directions, so that step sizes which optimizers estimate from the progress so far grow.
+    """
     generator = torch.Generator().manual_seed(0)
-    return [list(torch.randn(2, 4, 6, generator=generator, dtype=torch.float64)) for _ in range(NUM_STEPS + 1)]
+    start, common, *noise = torch.randn(NUM_STEPS + 2, 2, 4, 6, generator=generator, dtype=torch.float64)
+    return [list(start), *(list(common + 0.5 * one) for one in noise)]
 
 
 def _halves(tensor: Tensor) -> list[Tensor]:
@@ -259,7 +281,13 @@ def _agree(optimizer: Optimizer, group: dict[str, Any], split: Callable[[Tensor]
     return all(torch.allclose(a.flatten(), b, rtol=1e-9, atol=1e-12) for a, b in zip(whole, joined, strict=True))
 
 
-def _walk(optimizer: Optimizer, group: dict[str, Any], start: list[Tensor], gradients: list[list[Tensor]]) -> Any:
+def _walk(
+    optimizer: Optimizer,
+    group: dict[str, Any],
+    start: list[Tensor],
+    gradients: list[list[Tensor]],
+    slots: list[dict[str, Any]] | None = None,
+) -> Any:
     parameters = [nn.Parameter(tensor.clone()) for tensor in start]
     twin = stateless_copy(optimizer)
     # A schedule may start with a learning rate of 0, which would hide the update.
@@ -274,6 +302,8 @@ def _walk(optimizer: Optimizer, group: dict[str, Any], start: list[Tensor], grad
         for parameter, gradient in zip(parameters, step, strict=True):
             parameter.grad = gradient.clone()
         twin.step()
+    if slots is not None:
+        slots += [dict(own) for own in twin.state.values()]
     return [parameter.detach() for parameter in parameters]
 
 

@@ -89,6 +89,10 @@ class Replica:
         """Compute the loss of a micro-batch, or this rank's share of it."""
         return function(self.model, data)
 
+    def explained(self, error: Exception) -> Exception:
+        """Return the error to raise for one of a custom step: a refusal, where the strategy is its cause."""
+        return error
+
     def set_padding(self, is_padding: bool) -> None:
         """Set whether the next micro-batch is a padding micro-batch, whose batch statistics must not count."""
 

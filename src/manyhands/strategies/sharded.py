@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from ..core import DATA_AXES, Mean, StrategyError, StrategySpec
-from ..distributed import World
+from ..distributed import World, culprit
 from ..sync import Agreement, BucketExchange, Local, PolicyState, average, make_policy, report_policy
 from .batch_stats import BatchStats
 from .by_block import SameBlocks
@@ -175,6 +175,15 @@ class ShardedReplica(Replica):
     @property
     def is_local(self) -> bool:
         return False
+
+    def explained(self, error: Exception) -> Exception:
+        if not self._roots or "mixed torch.Tensor and DTensor" not in str(error):
+            return error
+        return StrategyError(
+            "with shards, a custom step must use parameters through modules, which gather them when they are called",
+            got=f"{culprit(error)}, which computes with a shard of a parameter",
+            remedy='use sharding="optimizer", which keeps parameters whole, or mh.Mirrored()',
+        )
 
     def set_padding(self, is_padding: bool) -> None:
         if self._stats is not None:

@@ -21,6 +21,8 @@ Number = int | float
 NUM_SEARCHED = 2
 """Steps in which counters are searched for; later ones follow those that were found."""
 _TORCHS_OWN = frozenset(vars(nn.Module()))
+_OF_COMPILER = "_torchdynamo"
+"""Prefix of attributes that torch.compile sets, such as the address of the function that it compiles."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ def _of_modules(model: nn.Module) -> Iterator[tuple[str, NumberSlot]]:
     for path, module in model.named_modules():
         prefix = f"{path}." if path else ""
         own = vars(module)
-        for name in [name for name in own if name not in _TORCHS_OWN]:
+        for name in [name for name in own if name not in _TORCHS_OWN and not name.startswith(_OF_COMPILER)]:
             yield from _in(own, name, f"{prefix}{name}")
 
 

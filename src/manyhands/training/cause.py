@@ -26,6 +26,7 @@ MAX_DEPTH = 60
 """Stack frames that are searched for a line of the user's code."""
 
 
+_SETS_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _SETS_GRADIENT = (Tensor.requires_grad_, Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
 
 
@@ -134,11 +135,25 @@ class ForwardChanges(TorchFunctionMode):
             if func in _SETS_GRADIENT and id(args[0]) in self._names:
                 self.unfrozen.append(f"{self._names[id(args[0])]} at {_line()}")
             moved = next((p for p, version in self._versions if p._version != version), None)
+            if moved is None:
+                moved = self._changed_as_data(func, args)
             if moved is not None:
-                name = getattr(func, "__name__", str(func)).strip("_")
+                name = "an assignment" if func == _SETS_DATA else getattr(func, "__name__", str(func)).strip("_")
                 self.changed.append(f"{self._names[id(moved)]} by {name} at {_line()}")
                 self._versions = []
         return result
+
+    def _changed_as_data(self, func: Callable[..., Any], args: tuple[Any, ...]) -> Tensor | None:
+        """Return the parameter whose `data` a function sets or changes in place, which autograd does not count."""
+        if not args or not isinstance(args[0], Tensor):
+            return None
+        if func == _SETS_DATA:
+            return next((p for p, _ in self._versions if p is args[0]), None)
+        name = getattr(func, "__name__", "")
+        if not name.endswith("_") or name.endswith("__") or not args[0].numel() or args[0].is_meta:
+            return None
+        place = args[0].data_ptr()
+        return next((p for p, _ in self._versions if p.data_ptr() == place), None)
 
 
 @dataclass

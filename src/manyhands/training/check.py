@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ..core import LayoutFree, Mean, StrategySpec, Task, default_dtype, mix, seed_all
+from ..core import LayoutFree, Mean, StrategySpec, Task, default_dtype, mix, seed_all, unsaved_buffers
 from ..data import as_source, check_source
 from ..distributed import NullWorld, World, culprit
 from .carried_numbers import Number, differing, nudge, number_slots, numbers_of
@@ -95,6 +95,8 @@ class Record:
     """Machine epsilon of operations that compute in less than float64 in spite of float64 weights; 0 if unknown."""
     outputs: list[Output] = field(default_factory=list)
     """Outputs of modules in the first step, where several ranks compute layers together."""
+    unsaved: frozenset[str] = frozenset()
+    """Names of buffers that checkpoints do not contain, which may be caches that grow."""
     drawn_on_host: str = ""
     """Which of Python's and numpy's generators the steps used: "random", "numpy.random" or ""."""
 
@@ -253,6 +255,7 @@ def take_steps(
             strayed=hand.randomness.strayed,
             precision=precision,
             outputs=[] if outputs is None else outputs.kept,
+            unsaved=frozenset(unsaved_buffers(hand.model)),
             drawn_on_host=hand.randomness.drew_on_host(),
         )
 
@@ -385,7 +388,10 @@ def compare(whole: Record, parts: Record) -> Iterator[Difference]:
             error, has_nan = _error(a, b, tolerance.floor / tolerance.gradient * scale)
             yield Difference(number, f"the gradient of {name}", error, tolerance.gradient, has_nan)
         for name in dict.fromkeys((*ours.buffers, *theirs.buffers)):
-            error, has_nan = _error(ours.buffers.get(name), theirs.buffers.get(name), 1e-3)
+            a, b = ours.buffers.get(name), theirs.buffers.get(name)
+            if name in whole.unsaved:
+                a, b = _common_part(a, b)
+            error, has_nan = _error(a, b, 1e-3)
             yield Difference(number, f"the buffer {name}", error, tolerance.gradient, has_nan)
         for name, value in ours.losses.items():
             error, has_nan = _error(torch.tensor(value), torch.tensor(theirs.losses.get(name, float("nan"))), 1e-3)
@@ -401,6 +407,14 @@ def compare(whole: Record, parts: Record) -> Iterator[Difference]:
             yield Difference(number, f"the update of {name}", error, tolerance.update, has_nan)
         earlier, unsettled = unsettled, {}
         before = ours.weights
+
+
+def _common_part(a: Tensor | None, b: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """Return the values that two sizes of a cache have in common."""
+    if a is None or b is None or a.dim() != b.dim():
+        return a, b
+    common = tuple(slice(0, min(sizes)) for sizes in zip(a.shape, b.shape, strict=True))
+    return a[common], b[common]
 
 
 def _pair(ours: dict[str, Tensor], theirs: dict[str, Tensor], name: str) -> tuple[Tensor | None, Tensor | None]:
@@ -677,7 +691,11 @@ def _reason(
         return f"batch statistics are those of each worker's part of a batch ({whole.batch_norms[0]})", SAMPLES
     if spec.tensor > 1 and not _differs_in_parts(task, spec, plan, whole, alone):
         return _of_tensor_ranks(task, spec, plan, whole, parts, found, alone)
-    cause = "" if task.loss is None else _cause(task, spec, plan[: found.step + 1], whole.precision, alone)
+    if (changed := _of_forward(task, spec, plan, whole, alone)) is not None:
+        return changed
+    # In later steps, weights differ that an earlier one updated otherwise.
+    plans = [] if task.loss is None else [plan[: step + 1] for step in range(found.step + 1)]
+    cause = next(filter(None, (_cause(task, spec, one, whole.precision, alone) for one in plans)), "")
     unsynchronized = [
         item for item in parts.steps[found.step].differing if item.split(" ")[0] in whole.steps[0].buffers
     ]
@@ -694,19 +712,26 @@ def _reason(
 
 def _of_parameters(task: Task, spec: StrategySpec, plan: Plan, whole: Record, alone: World) -> tuple[str, str] | None:
     """Return reason and remedy where forward changes parameters itself, or the optimizer replaces their memory."""
-    moved = [name for step in whole.steps for name in step.moved]
     replaced = [name for step in whole.steps for name in step.replaced]
-    if moved and task.loss is not None:
-        watch = ForwardChanges()
-        take_steps(alone, watch.watched(task), StrategySpec(), plan, precision=whole.precision)
-        where = next(iter(watch.changed), moved[0])
-        return f"forward changes {where} itself, which {spec} does not synchronize", PARAMETERS
+    if (changed := _of_forward(task, spec, plan, whole, alone)) is not None:
+        return changed
     if replaced:
         why = (
             f"the optimizer's step replaces the memory of {replaced[0]} (p.data = ...) in place of changing its values"
         )
         return why, "write p.data.copy_(...) or p.add_(...) in the step, or use mh.Mirrored()"
     return None
+
+
+def _of_forward(task: Task, spec: StrategySpec, plan: Plan, whole: Record, alone: World) -> tuple[str, str] | None:
+    """Return reason and remedy where forward or the loss changes parameters, trained or not, by itself."""
+    if task.loss is None:
+        return None
+    watch = ForwardChanges()
+    take_steps(alone, watch.watched(task), StrategySpec(), plan, precision=whole.precision)
+    moved = [name for step in whole.steps for name in step.moved]
+    where = next(iter((*watch.changed, *moved)), "")
+    return (f"forward changes {where} itself, which {spec} does not synchronize", PARAMETERS) if where else None
 
 
 def _differs_in_parts(task: Task, spec: StrategySpec, plan: Plan, whole: Record, alone: World) -> bool:

@@ -94,5 +94,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
+        # Layers may override train(), for example to take adapters out of the weights that eval() merged them into.
+        model.train(modes[model])
         for layer, mode in modes.items():
             layer.training = mode

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from ..core import remember_state
 
@@ -19,6 +21,9 @@ FUNCTIONS = (FunctionType, MethodType, functools.partial)
 UNASSIGNED = object()
 """The content of a cell whose variable has no value yet."""
 PLAIN = (int, float, str, bytes, bool, type(None))
+CONTAINERS = (list, dict, set, deque)
+RESTORED = (*PLAIN, *CONTAINERS, Tensor, nn.Module)
+"""Types of an object's attributes that are restored."""
 
 
 @contextmanager
@@ -159,9 +164,10 @@ def _remembered(held: Any) -> Iterator[Callable[[], None]]:
         yield held.remember()
     elif isinstance(held, nn.Module):
         yield remember_state(held)
-    elif isinstance(held, list | dict | set):
+    elif isinstance(held, CONTAINERS):
         yield _container(held)
-    elif not isinstance(held, (*PLAIN, type, FunctionType, Tensor)) and hasattr(held, "__dict__"):
+    elif not isinstance(held, (*PLAIN, type, FunctionType, Tensor, TorchFunctionMode)) and hasattr(held, "__dict__"):
+        # A mode records the operations of a trial, and what it recorded must outlive the trial.
         yield _attributes(held)
 
 
@@ -170,22 +176,29 @@ def _container(held: Any) -> Callable[[], None]:
 
     def put_back() -> None:
         held.clear()
-        (held.extend if isinstance(held, list) else held.update)(before)
+        (held.extend if isinstance(held, list | deque) else held.update)(before)
 
     return put_back
 
 
 def _attributes(held: Any) -> Callable[[], None]:
-    """Return a function that restores the plain attributes and tensors of an object."""
-    kept: dict[str, Any] = {name: value for name, value in vars(held).items() if isinstance(value, PLAIN)}
-    tensors = {name: (value, value.detach().clone()) for name, value in vars(held).items() if isinstance(value, Tensor)}
+    """Return a function that restores the numbers, texts, containers, tensors and modules of an object's attributes."""
+    kept = {name: value for name, value in vars(held).items() if isinstance(value, RESTORED)}
+    tensors = [(value, value.detach().clone()) for value in kept.values() if isinstance(value, Tensor)]
+    inner = [
+        undo for value in kept.values() if isinstance(value, (*CONTAINERS, nn.Module)) for undo in _remembered(value)
+    ]
 
     def put_back() -> None:
         with torch.no_grad():
-            for name, (tensor, before) in tensors.items():
+            for tensor, before in tensors:
                 tensor.copy_(before)
-                kept[name] = tensor
+        for undo in inner:
+            undo()
+        for name in [name for name, value in vars(held).items() if name not in kept and isinstance(value, RESTORED)]:
+            delattr(held, name)
         for name, value in kept.items():
-            setattr(held, name, value)
+            if vars(held).get(name) is not value:
+                setattr(held, name, value)
 
     return put_back

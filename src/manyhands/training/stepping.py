@@ -23,8 +23,14 @@ def take_step(hand: Hand, task: Task, batch: Batch, loss: Callable[[Any, Any], A
     """Take one step of a task on a batch: its custom step, or its loss over the micro-batches and one update."""
     before = hand.begin_step()
     if task.step is not None:
-        with hand.during("forward"), hand.drawing():
-            task.step(hand, batch.data)
+        try:
+            with hand.during("forward"), hand.drawing():
+                task.step(hand, batch.data)
+        except RuntimeError as error:
+            explained = hand.replica.explained(error)
+            if explained is error:
+                raise
+            raise explained from error
         if MAIN not in hand.optimizers:
             hand.num_steps += 1
     else:

@@ -10,7 +10,16 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ..core import Mean, Task, TaskError, UsageError, random_state, remember_state, restore_random_state
+from ..core import (
+    Mean,
+    Task,
+    TaskError,
+    UsageError,
+    random_state,
+    remember_state,
+    restore_random_state,
+    set_training,
+)
 from ..data import first_dim, split
 from ..distributed import NullWorld, World
 from .error_hints import explain_mistake
@@ -124,7 +133,12 @@ def _combined(task: Task, model: nn.Module, parts: list[Any], rows: int) -> floa
     tally = Tally(NullWorld())
     for part in parts:
         loss = task.loss(model, part)
-        _require_gradient(loss)
+        if not _has_gradient(loss) and not _has_gradient(_in_training(task, model, part)):
+            raise TaskError(
+                "a loss must depend on the model's trainable parameters",
+                got="a loss without a gradient",
+                remedy="check for .detach(), .item(), torch.no_grad() or a frozen model",
+            )
         tally.add(loss, BatchShare(first_dim(part), rows))
     return float(tally.loss)
 
@@ -136,14 +150,20 @@ def _counts(task: Task, model: nn.Module, batch: Any) -> bool:
     return not isinstance(loss, Mean) or bool(loss.count > 0)
 
 
-def _require_gradient(loss: Any) -> None:
+def _in_training(task: Task, model: nn.Module, batch: Any) -> Any:
+    """Return the loss in training mode, as adapters that evaluation merges into frozen weights have no gradient."""
+    assert task.loss is not None
+    was_training = model.training
+    set_training(model)
+    try:
+        return task.loss(model, batch)
+    finally:
+        model.train(was_training)
+
+
+def _has_gradient(loss: Any) -> bool:
     objective = loss.total if isinstance(loss, Mean) else loss
-    if isinstance(objective, torch.Tensor) and not objective.requires_grad:
-        raise TaskError(
-            "a loss must depend on the model's trainable parameters",
-            got="a loss without a gradient",
-            remedy="check for .detach(), .item(), torch.no_grad() or a frozen model",
-        )
+    return not isinstance(objective, torch.Tensor) or objective.requires_grad
 
 
 def _close(a: float, b: float) -> bool:

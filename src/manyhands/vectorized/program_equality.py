@@ -29,18 +29,24 @@ def network_difference(first: nn.Module, second: nn.Module) -> str:
     >>> network_difference(nn.Linear(2, 2), nn.Linear(2, 2)), network_difference(nn.Dropout(0.1), nn.Dropout(0.5))
     ('', '')
     """
+    return _network_difference(first, second, {})
+
+
+def _network_difference(first: nn.Module, second: nn.Module, seen: Seen) -> str:
     one, two = dict(first.named_modules()), dict(second.named_modules())
     free = chances(first).keys() & chances(second).keys()
     if list(one) != list(two):
         return f"their layers are not the same: {_some(set(one) ^ set(two))}"
+    # Layers may hold bound methods of themselves, and references to each other.
+    seen |= {(id(layer), id(two[path])): (layer, two[path]) for path, layer in one.items()}
     for path, layer in one.items():
-        found = _layer_difference(path, layer, two[path], free)
+        found = _layer_difference(path, layer, two[path], free, seen)
         if found:
             return found
     return ""
 
 
-def _layer_difference(path: str, layer: nn.Module, other: nn.Module, free: Set[str]) -> str:
+def _layer_difference(path: str, layer: nn.Module, other: nn.Module, free: Set[str], seen: Seen) -> str:
     named = f"{path}." if path else ""
     # torch creates a separate class for every layer with parametrized weights.
     mine, theirs = type_before_parametrizations(layer), type_before_parametrizations(other)
@@ -55,13 +61,13 @@ def _layer_difference(path: str, layer: nn.Module, other: nn.Module, free: Set[s
                 return f"{named}{name} is {shapes[0]} in one and {shapes[1]} in another"
     first, second = (_attributes(module) for module in (layer, other))
     alike = [name for name in first if f"{named}{name}" not in free]
-    odd = sorted(set(first) ^ set(second)) or [name for name in alike if difference(first[name], second[name])]
-    if not odd:
-        return ""
-    name = odd[0]
-    if name not in first or name not in second:
+    for name in sorted(set(first) ^ set(second)):
         return f"{named}{name} is set in one only"
-    return f"{named}{name} {difference(first[name], second[name])}"
+    for name in alike:
+        found = _difference(first[name], second[name], seen)
+        if found:
+            return f"{named}{name} {found}"
+    return ""
 
 
 def difference(first: Any, second: Any) -> str:
@@ -105,7 +111,7 @@ def _difference(first: Any, second: Any, seen: Seen) -> str:
     if isinstance(first, nn.Module):
         # A network that a loss function refers to must have equal values too.
         mine, its = (dict(module.state_dict()) for module in (first, second))
-        return network_difference(first, second) or _difference(mine, its, seen)
+        return _network_difference(first, second, seen) or _difference(mine, its, seen)
     return _object_difference(first, second, seen)
 
 
@@ -146,6 +152,8 @@ def _attributes(layer: nn.Module) -> dict[str, Any]:
     computed = {getattr(hook, "name", None) for hook in layer._forward_pre_hooks.values()}
     if isinstance(layer, nn.RNNBase):
         computed |= {"_flat_weights", "_flat_weight_refs"}  # aliases of its parameters
+    # What torch.compile made of a layer, and its address, say nothing about what the layer computes.
+    computed |= {n for n in vars(layer) if n == "_compiled_call_impl" or n.startswith("_torchdynamo")}
     held = {n: v for n, v in vars(layer).items() if n not in computed | _OF_MODULES and "state_dict" not in n}
     # Hooks are keyed by a counter of all hooks in the process, so only their values are compared.
     return {n: list(v.values()) if "_hooks" in n and isinstance(v, Mapping) else v for n, v in held.items()}

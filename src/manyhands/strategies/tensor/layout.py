@@ -102,16 +102,14 @@ def find_layout(
             for decides in (True, False):
                 with _pretending(model, axis, layout, decides=decides, pretends=pretends) as fake:
                     _follow(model, axis, layout, probe, stack, fake, decides)
-        except _UNKNOWN_VALUES as error:
-            if not pretends:
-                raise
-            layout.notes.append(
-                f"the layout was found with real numbers, because the network looks at values ({error})"
-            )
-            pretends = False
-            continue
         except Exception as error:
-            if isinstance(error, UsageError) or tries > 50:
+            if pretends and _needs_values(error):
+                layout.notes.append(
+                    f"the layout was found with real numbers, because the network looks at values ({error})"
+                )
+                pretends = False
+                continue
+            if isinstance(error, (UsageError, *_UNKNOWN_VALUES)) or tries > 50:
                 raise
             if not stack and (operator := missing_operator(error)):
                 layout.notes.append(f"{operator} runs on whole tensors on every rank")
@@ -125,6 +123,11 @@ def find_layout(
         # Other processes, which get the layout, may need an operator that an earlier network made known here.
         layout.operators |= registered
         return layout
+
+
+def _needs_values(error: Exception) -> bool:
+    """Return whether an error comes from fake tensors, which have no values that could be read."""
+    return isinstance(error, _UNKNOWN_VALUES) or ".numpy() is not supported for tensor subclasses" in str(error)
 
 
 def _note_whole_attention(model: nn.Module, axis: Axis, layout: Layout) -> None:
@@ -240,7 +243,7 @@ def _follow(
     undo = dress(model, axis, layout, decides=decides)
     try:
         with glued(axis, on_sections if decides else None, draws=False), _Traffic(axis) as traffic:
-            with on_gradients(refuse_gradients):
+            with on_gradients(refuse_gradients, backward=False):
                 found = probe(model, fake)
             results = [axis.whole(t) for t in tree_leaves(found.total if isinstance(found, Mean) else found)]
             ends = [result.sum() for result in results if result.requires_grad]
@@ -448,12 +451,24 @@ def _stand_in(axis: Axis, tensor: Tensor, fake: Callable[[Any], Any]) -> Tensor:
     is_parameter = isinstance(tensor, nn.Parameter)
     if tensor.is_meta:
         # A network on the meta device, inspected without values.
-        tensor = torch.empty_like(tensor, device=axis.mesh.device_type).requires_grad_(tensor.requires_grad)
+        tensor = _plausible(tensor, axis.mesh.device_type).requires_grad_(tensor.requires_grad)
         return tensor if not is_parameter else axis.of(tensor.detach(), WHOLE).requires_grad_(tensor.requires_grad)
     copy: Tensor = fake(tensor.detach())
     if not is_parameter:
         return copy if copy is not tensor else tensor.clone()
     return axis.of(copy.detach(), WHOLE).requires_grad_(tensor.requires_grad)
+
+
+def _plausible(tensor: Tensor, device: str) -> Tensor:
+    """Return values for a tensor without values; memory as it is may hold NaN, and indices out of range."""
+    if not isinstance(tensor, nn.Parameter):
+        return (
+            torch.ones_like(tensor, device=device)
+            if tensor.is_floating_point()
+            else torch.zeros_like(tensor, device=device)
+        )
+    scale = torch.arange(tensor.numel(), device=device) % 7 - 3
+    return (0.02 * scale).to(tensor.dtype).view(tensor.shape)
 
 
 class _Traffic(TorchDispatchMode):
