@@ -14,7 +14,7 @@ import pytest
 
 from manyhands.launcher import leases
 
-from .test_sinks import fit, notices
+from ..monitoring.test_sinks import fit, notices
 
 OTHER = """
 import sys
