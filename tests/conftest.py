@@ -89,6 +89,7 @@ VERIFIED = (
     "test_same_results",
     "test_odd_networks",
     "test_carried_state",
+    "test_idioms",
     "test_fit",
     "test_run",
     "test_matrix",

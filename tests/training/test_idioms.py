@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import manyhands as mh
-from manyhands.core import StrategyError, TaskError
+from manyhands.core import DataError, StrategyError, TaskError
 from manyhands.strategies import is_by_element, is_by_tensor, odd_slots
 
 X = torch.randn(12, 6, generator=torch.Generator().manual_seed(0))
@@ -194,3 +194,27 @@ def test_parameter_servers_reject_lists_in_optimizer_state(tmp_path: Path) -> No
     made = task(lambda: nn.Linear(6, 3), optimizer=lambda net: ListOfMatrices(net.parameters()))
     with pytest.raises(TaskError, match="'sums' is neither a tensor nor a number"):
         fit(made, tmp_path, mh.ParameterServer(servers=1, workers=1))
+
+
+def in_a_row(samples: list[tuple[Tensor, list[int]]]) -> tuple[Tensor, Tensor, Tensor]:
+    """Collate the labels of all samples in a row, as losses for sequences take them."""
+    labels = torch.tensor([label for _, each in samples for label in each])
+    return torch.stack([x for x, _ in samples]), labels, torch.tensor([len(each) for _, each in samples])
+
+
+def test_labels_of_all_samples_in_a_row_are_collated_by_each_rank(tmp_path: Path) -> None:
+    samples = [(X[i], [int(Y[i])] * (1 + i % 3)) for i in range(12)]
+
+    def loss(net: Any, batch: Any) -> Tensor:
+        inputs, labels, lengths = batch
+        assert len(labels) == lengths.sum()
+        each = F.cross_entropy(net(inputs).repeat_interleave(lengths, 0), labels, reduction="none")
+        return torch.stack([part.mean() for part in each.split(lengths.tolist())]).mean()
+
+    made = task(lambda: nn.Sequential(nn.Linear(6, 3), nn.Dropout(0.1)), loss=loss, data=samples, collate=in_a_row)
+    assert mh.check(made, mh.Single(), on="cpu")
+    assert mh.check(made, mh.Mirrored(2), on="cpu*2")
+    calm = made.replace(model=lambda: nn.Linear(6, 3))
+    assert fit(calm, tmp_path, mh.Mirrored(2)).losses == pytest.approx(fit(calm, tmp_path).losses, rel=1e-5)
+    with pytest.raises(DataError, match="along dim 0 of every tensor"):
+        fit(calm, tmp_path, mh.Mirrored(2, accumulate=2))

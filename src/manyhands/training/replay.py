@@ -121,7 +121,7 @@ class _Again:
         self.source = source
         self.feed = self.hand.make_feed(source, self.batch_size, shuffle=task.shuffle, seed=task.seed)
         if self.hand.randomness is not None:
-            learn_draws(self.hand, task, self.feed.peek(NUM_SAMPLES))
+            learn_draws(self.hand, task, self.feed, self.feed.peek(NUM_SAMPLES))
         self.parts = _parts(run)
         self.notes = list(self._notes(before))
         self.changed = _changed(before)

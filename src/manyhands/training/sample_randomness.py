@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..core import LayoutFree, Task, UsageError, random_state, remember_state, restore_random_state
-from ..data import first_dim, split
+from ..core import DataError, LayoutFree, Task, UsageError, random_state, remember_state, restore_random_state
+from ..data import Feed, first_dim, split
 from .hand import Hand
 from .restored_objects import left_alone
 
 MOST_ROWS = 5
 
 
-def learn_draws(hand: Hand, task: Task, batch: Any) -> None:
-    """Learn which draws are per sample by computing the loss in training mode with two numbers of rows.
+def learn_draws(hand: Hand, task: Task, feed: Feed, batch: Any) -> None:
+    """Learn which draws are per sample by computing the loss in training mode with two numbers of rows of a batch.
+
+    A batch that cannot be split, such as one with the labels of all samples in a row, is collated again from the feed.
 
     The result is the same on every layout; buffers and random states are restored. If the loss cannot be computed this
     way, the size of each draw decides, and a notice reports it.
@@ -29,11 +31,19 @@ def learn_draws(hand: Hand, task: Task, batch: Any) -> None:
     loss, states = task.loss, random_state(hand.device)
     put_back = remember_state(hand.model)
 
+    def first(count: int) -> Any:
+        if count == rows:
+            return batch
+        try:
+            return split(batch, [count, rows - count])[0]
+        except DataError:
+            return feed.peek(count)
+
     def compute(count: int) -> None:
         failure: Exception | None = None
         try:
             with hand.replica.scope():
-                hand.replica.loss(loss, split(batch, [count, rows - count])[0] if count < rows else batch)
+                hand.replica.loss(loss, first(count))
         except UsageError:
             raise
         except Exception as error:

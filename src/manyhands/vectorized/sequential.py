@@ -55,7 +55,7 @@ class Alone:
             if task.valid is not None:
                 held = as_source(task.valid, collate=task.collate)
                 self._valid = self._hand.make_feed(held, task.batch_size or size, shuffle=False, workers=task.workers)
-            learn_draws(self._hand, task, self._feed.peek(NUM_SAMPLES))
+            learn_draws(self._hand, task, self._feed, self._feed.peek(NUM_SAMPLES))
 
     @property
     def num_steps_in_epoch(self) -> int | None:
