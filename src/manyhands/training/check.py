@@ -471,9 +471,11 @@ def fails_in_parts(
     try:
         alone = StrategySpec(accumulate=parts_of(spec))
         take_steps(world or NullWorld(), task, alone, plan, precision=whole.precision)
-    except DataError as error:
-        # Where ranks collate their own samples, a batch need not be splittable.
-        return failed_in_parts(spec, error) if spec.accumulate * spec.microbatches > 1 else None
+    except DataError:
+        # A batch that cannot be split is refused with micro-batches; ranks collate their own samples.
+        if spec.accumulate * spec.microbatches > 1:
+            raise
+        return None
     except Exception as error:
         return failed_in_parts(spec, error)
     return None
