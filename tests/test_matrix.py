@@ -38,7 +38,7 @@ def test_matrix_sample_has_the_expected_outcomes(network: str) -> None:
 
 def test_sample_covers_every_strategy_and_kind() -> None:
     assert {strategy for _, strategy, _ in SAMPLE} == set(SPECS)
-    kinds = {"classic", "research", "optimizer", "module", "transformers"}
+    kinds = {"classic", "research", "field", "optimizer", "module", "transformers"}
     assert {network.partition(".")[0] for network in NETWORKS} == kinds
 
 
