@@ -26,7 +26,7 @@ MAX_HANDSHAKES = 256
 """Connections in a TLS handshake; one more evicts another one of them."""
 HANDSHAKE_SECONDS = 5.0
 """Maximum seconds for TLS, and for a client to acknowledge the server's settings."""
-REFUSED_SECONDS, MAX_DISCARDED = 1.0, 1 << 18
+REFUSED_SECONDS, MAX_DISCARDED = 1.0, 1 << 20
 """Seconds and bytes that a refused client may still send before the connection is closed."""
 NUM_BUFFERED = 1 << 16
 """Bytes that wait for one side before the other side is no longer read (back-pressure)."""
