@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
 import pytest
 
 import manyhands as mh
 from manyhands.cli.serve import SERVER, SHARED, Backends
-from manyhands.core import options_of
+from manyhands.core import SettingsError, options_of
 
 MAX_PARAMETERS = 10
 UNGROUPED = {"fit", "tune", "ensemble", "ParameterServer", "Pipeline"}
@@ -27,3 +28,9 @@ def test_options_of_serving_have_unique_names_and_helps() -> None:
     names = [field.name for field in fields]
     assert len(names) == len(set(names))
     assert all(field.metadata["help"].endswith(".") for field in fields)
+
+
+@pytest.mark.parametrize("wrong", [{"listen": {"http": 0}}, {"batching": 5}, {"rollout": "latest:2"}, {"log": 5}])
+def test_options_of_another_class_are_refused_with_the_right_one(wrong: dict[str, Any]) -> None:
+    with pytest.raises(SettingsError, match=r"Pass mh\.serving\.\w+\(\.\.\.\)"):
+        mh.serve("models", on="cpu", **wrong)

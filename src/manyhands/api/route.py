@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ..core import SettingsError
 from ..serving import Listen, ServingLog
-from .serve import as_log
+from .serve import as_log, as_options
 
 if TYPE_CHECKING:
     from ..serving import Router
@@ -37,7 +37,7 @@ def route(
     """
     from ..serving import Router, RouteSettings, ServingTls
 
-    listen, log = listen or Listen(), as_log(log)
+    listen, log = as_options(Listen, listen), as_log(log)
     for name, value in (("manage_grpc", listen.manage_grpc), ("traces", log.traces or None)):
         if value is not None:
             raise SettingsError(

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from ..core import Predictor, SettingsError
 from ..distributed import Device
@@ -17,6 +17,7 @@ from .runtime import On, runtime
 if TYPE_CHECKING:
     from ..serving import Router, Scaling, Server, ServeSettings
 
+Options = TypeVar("Options")
 NAME = "model"
 """The name under which a single Predictor is served."""
 
@@ -55,10 +56,10 @@ def serve(
     from ..serving import Scaling, Server, ServeSettings
 
     settings = ServeSettings(
-        listen=listen or Listen(),
-        batching=batching or Batching(),
-        rollout=rollout or Rollout(),
-        replicas=replicas or Replicas(),
+        listen=as_options(Listen, listen),
+        batching=as_options(Batching, batching),
+        rollout=as_options(Rollout, rollout),
+        replicas=as_options(Replicas, replicas),
         log=as_log(log),
     )
     scaling = Scaling.parse(servers, busy=settings.batching.max_rows)
@@ -77,8 +78,16 @@ def serve(
 
 
 def as_log(log: ServingLog | str | Path | None) -> ServingLog:
-    """Return the options of logging for a folder, or for None."""
-    return log if isinstance(log, ServingLog) else ServingLog(log=None if log is None else Path(log))
+    """Return the options of logging; a text or a path is the folder."""
+    return as_options(ServingLog, ServingLog(log=Path(log)) if isinstance(log, str | Path) else log)
+
+
+def as_options(kind: type[Options], given: Options | None) -> Options:
+    """Return the given options, or the defaults for None; raise SettingsError for an object of another class."""
+    if given is not None and not isinstance(given, kind):
+        name = f"mh.serving.{kind.__name__}"
+        raise SettingsError(f"this argument must be an {name}", got=repr(given), remedy=f"pass {name}(...)")
+    return kind() if given is None else given
 
 
 def _serve_placed(

@@ -195,7 +195,7 @@ def _with_memory(line: _Line, plain: str, gigabytes: int, known: dict[str, str])
 
 
 def _network(rate: re.Match[str]) -> dict[str, Any]:
-    """Return speed and kind of a network; bytes are told from bits by their capital letter."""
+    """Return speed and kind of a network; a capital B means bytes, a small one bits."""
     unit = {"G": 1.0, "M": 1e-3, "T": 1e3}[rate["unit"].upper()]
     what = rate["what"] or ""
     bits = 8.0 if "B" in what.replace("bE", "") or "byte" in what.lower() else 1.0

@@ -1,7 +1,7 @@
 """Limits on HTTP/2 frames that apply from the first byte of a connection, before gRPC reads any of it.
 
 gRPC limits headers and streams only after the client has acknowledged its settings, and decodes every header of a block
-that is too large. One byte of a block can stand for a whole header, so 16 kB took 2 MB and 14 ms without a token.
+that is too large. One byte of a block can encode a whole header, so 16 kB took 2 MB and 14 ms without a token.
 """
 
 from __future__ import annotations
