@@ -20,7 +20,7 @@ from ..core import ManyhandsError, RequestRefused
 from ..distributed import Device, World
 from ..launcher import Engine, Service
 from .http import BadRequest
-from .scheduling import restore_slice, step_aside
+from .scheduling import pausing, restore_slice, step_aside
 
 Read = TypeVar("Read")
 INLINE = 64 << 10
@@ -31,6 +31,8 @@ MEMORY = 512 << 20
 SECONDS = 20.0
 """Maximum seconds per text; after that the process is killed."""
 MAX_WAITING = 64
+PAUSE_SECONDS = 0.0005
+"""Longest time for which parsing keeps a core that other threads of the server wait for."""
 
 
 class Parser:
@@ -47,7 +49,8 @@ class Parser:
     def parse(self, work: Callable[..., Any], *args: Any) -> tuple[Any, tuple[Any, str] | None]:
         """Return the result of a function, or the status or code and the reason of its refusal."""
         try:
-            return work(*args), None
+            with pausing(PAUSE_SECONDS):
+                return work(*args), None
         except BadRequest as error:
             return None, (error.status, error.reason)
         except RequestRefused as refusal:
