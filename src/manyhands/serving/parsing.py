@@ -1,6 +1,7 @@
 """Parse large texts in a separate process: JSON parsers hold the GIL, which would block other requests.
 
-The process is started with the first such text. It has lower priority than the server and a memory limit.
+The process is started with the first such text. It has lower priority than the server, pauses for requests that wait
+for its core, and has a memory limit.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from pickle import PickleBuffer
 from typing import Any, TypeVar
 
 from ..core import ManyhandsError, RequestRefused
@@ -25,7 +27,7 @@ from .scheduling import pausing, restore_slice, step_aside
 Read = TypeVar("Read")
 INLINE = 64 << 10
 """Maximum bytes of a text that is parsed in the server itself, which takes a millisecond at most."""
-NICENESS = 5
+NICENESS = 15
 MEMORY = 512 << 20
 """Memory limit in bytes for parsing a text."""
 SECONDS = 20.0
@@ -50,7 +52,7 @@ class Parser:
         """Return the result of a function, or the status or code and the reason of its refusal."""
         try:
             with pausing(PAUSE_SECONDS):
-                return work(*args), None
+                return work(*(bytes(arg) if isinstance(arg, memoryview) else arg for arg in args)), None
         except BadRequest as error:
             return None, (error.status, error.reason)
         except RequestRefused as refusal:
@@ -134,4 +136,6 @@ class Parsing:
     def _call(self, one: Waiting) -> Any:
         if self._service is None or not self._service.is_alive:
             self._service = self._engine.start_service(Parser, Device("cpu"))
-        return self._service.call("parse", one.work, *one.args)
+        # Buffers are written to shared memory without the interpreter's lock, which pickling bytes would hold.
+        args = (PickleBuffer(arg) if isinstance(arg, bytes | bytearray) else arg for arg in one.args)
+        return self._service.call("parse", one.work, *args)

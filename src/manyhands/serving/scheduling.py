@@ -59,18 +59,19 @@ def pausing(seconds: float) -> Iterator[None]:
     signal calls `usleep` of the C library, which takes the signal's number as microseconds, because a handler in Python
     would run after the C function.
 
+    The handler stays installed, because a signal that arrives after the last pause would end the process otherwise. So
+    this is for processes that use SIGALRM for nothing else.
+
     Args:
         seconds: Time between two pauses. Each takes about 70 microseconds.
     """
     library = ctypes.CDLL(None)
-    library.signal.restype = ctypes.c_void_p
-    before = library.signal(signal.SIGALRM, ctypes.cast(library.usleep, ctypes.c_void_p))
+    library.signal(signal.SIGALRM, ctypes.cast(library.usleep, ctypes.c_void_p))
     signal.setitimer(signal.ITIMER_REAL, seconds, seconds)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0.0)
-        library.signal(signal.SIGALRM, ctypes.c_void_p(before))
 
 
 def _set_slice(nanoseconds: int) -> bool:
