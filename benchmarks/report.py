@@ -37,8 +37,8 @@ class Check:
         return above and (self.at_most is None or self.value <= self.at_most)
 
     def to_dict(self) -> dict[str, float]:
-        """The value and the bar that it has."""
-        bars = {"value": round(self.value, 4), "at_most": self.at_most, "at_least": self.at_least}
+        """The value and the bar that it has, with enough digits to show one miss in a hundred thousand."""
+        bars = {"value": round(self.value, 6), "at_most": self.at_most, "at_least": self.at_least}
         return {name: bar for name, bar in bars.items() if bar is not None}
 
 

@@ -335,12 +335,15 @@ def adding(name: str, folder: Path, target: Target, seconds: float) -> tuple[lis
 
 
 def ask(target: Target, model: str, number: float) -> tuple[int, str]:
-    """Ask a model for two rows of a number; return the status and the text of a refusal."""
+    """Ask a model for two rows of a number; return the status and the text of a refusal.
+
+    The client waits longer than the server, whose timeout is 30 seconds, so that it reads the reason.
+    """
     url = f"http://127.0.0.1:{target.http}/v1/models/{model}:predict"
     body = json.dumps({"instances": [[number] * models.WIDTH] * 2}).encode()
     headers = {**target.headers, "Content-Type": "application/json"}
     try:
-        with urllib.request.urlopen(urllib.request.Request(url, body, headers), timeout=30) as answer:
+        with urllib.request.urlopen(urllib.request.Request(url, body, headers), timeout=60) as answer:
             return answer.status, ""
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode(errors="replace")[:300]
