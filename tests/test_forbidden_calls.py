@@ -31,6 +31,7 @@ ALLOWED: dict[str, dict[str, str]] = {
     "data/workers.py": {"pickle": "tries whether an error of this process can be sent on"},
     "keras/callbacks.py": {"pickle": _AFTER_PROOF},
     "keras/model_changes.py": {"cloudpickle": _AFTER_PROOF},
+    "serving/parsing.py": {"pickle": "PickleBuffer only, which marks bytes as a buffer and reads nothing"},
     "storage/weights.py": {
         "pickle": "the name of an error only",
         "torch.load": "with weights_only=True, for weights that the user names",
