@@ -317,3 +317,55 @@ def test_compiler_failure_in_backward_is_logged_and_falls_back_to_eager(
     run = mh.fit(work(mlp), mh.Single(capture="compile"), on="cpu", folder=tmp_path, progress=False)
     assert run.losses == plain.losses
     assert "no compiler for backward" in notices(run)[0]
+
+
+@pytest.mark.parametrize(("compiled", "kept"), [(0.1, "compiled"), (0.9, "as written")])
+def test_compiled_step_is_tried_once_where_the_eager_step_cannot_be_captured(
+    compiled: float, kept: str, monkeypatch: pytest.MonkeyPatch, on_cpu: None
+) -> None:
+    num_rehearsals = 0
+
+    @contextlib.contextmanager
+    def breaking() -> Any:
+        nonlocal num_rehearsals
+        num_rehearsals += 1
+        yield
+        raise CaptureError("it waits")
+
+    seconds = {step_variants.AS_WRITTEN: 0.5, step_variants.COMPILED: compiled}
+    monkeypatch.setitem(step_variants.WINDOWS, "cpu", (1, 5))
+    monkeypatch.setattr(step_variants.StepVariants, "_measured", lambda self: seconds[self._variant])
+    monkeypatch.setattr(step_variants.StepVariants, "_compile_seconds", lambda self: 0.0)
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    monkeypatch.setattr(step_variants, "stop_compilers", lambda: None)
+    monkeypatch.setattr(step_capture, "rehearsing", breaking)
+    monkeypatch.setattr(step_capture.StepCapture, "_capture_graph", lambda self, *_: refuse(self))
+    said: list[str] = []
+    monkeypatch.setattr(Hand, "notice", lambda self, text: said.append(text))
+
+    def refuse(capture: Any) -> str:
+        capture._leave_uncaptured(True, "it still waits")
+        return ""
+
+    task = work(mlp)
+    found = stepped(task, 12)
+    assert num_rehearsals == 1
+    assert said[:2] == [
+        "the step runs eagerly, not as a CUDA graph: it waits",
+        "the compiled step runs uncaptured, not as a CUDA graph: it still waits",
+    ]
+    assert said[2].startswith(f"steps are executed {kept} from now on")
+    monkeypatch.setattr(stepping, "CAPTURE_DEVICES", ())
+    np.testing.assert_allclose(found, stepped(task, 12, capture="off"), rtol=1e-5)
+
+
+def test_ends_of_epochs_do_not_count_when_a_variant_is_timed() -> None:
+    hand = Hand(NullWorld(), mh.StrategySpec())
+    variants = step_variants.StepVariants(hand, classify, 1000)
+    variants.loss_for("whole")
+    first, last = step_variants.WINDOWS["cpu"]
+    for count in range(last):
+        is_end = count % 4 == 3
+        variants.tick("rest" if is_end else "whole", False, 9.0 if is_end else 0.5)
+    assert variants._measured() == 0.5
+    assert len(variants._steps) == last - first

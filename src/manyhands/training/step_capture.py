@@ -2,7 +2,7 @@
 
 A step is first rehearsed to find host synchronization; afterwards Python values that changed are detected, and replays
 are compared with plain steps from time to time. If a step cannot be captured, a notice names the line and steps run
-uncaptured.
+uncaptured. A compiled step gets its own attempt: tracing may remove the line that waits for the GPU.
 """
 
 from __future__ import annotations
@@ -84,7 +84,10 @@ class StepCapture:
         self._watch: ValueWatch | None = None
         self._num_replays = self._num_changes = 0
         self._num_restores = hand.num_restores
-        self._has_given_up = False
+        self.has_given_up = False
+        """Whether no step can be captured, compiled or not."""
+        self._uncapturable: set[bool] = set()
+        """The kinds of steps whose capture failed, compiled (True) or not (False): they are not tried again."""
         self._pool = _pool()
         reasons = [make_capturable(optimizer) for optimizer in hand.optimizers.values()]
         self._rates = [group["lr"] for group in self._groups()]
@@ -102,7 +105,7 @@ class StepCapture:
 
     def take(self, batch: Batch, shape: Hashable) -> str:
         """Take a step; return "replayed" or "rehearsed", or "" if the caller must take it uncaptured."""
-        if self._has_given_up:
+        if self.has_given_up:
             return ""
         if isinstance(shape, str):
             self._give_up(shape)
@@ -113,7 +116,7 @@ class StepCapture:
         if shape in self._made:
             self._replay(self._made[shape], batch)
             return "replayed"
-        return self._approach(shape, batch)
+        return "" if self._variants.compiles(shape) in self._uncapturable else self._approach(shape, batch)
 
     def look_again(self) -> None:
         """Check quickly whether values that the CUDA graphs treat as constant have changed; if so, capture again."""
@@ -174,7 +177,7 @@ class StepCapture:
         except CaptureError as reason:
             state.restore()
             hand.take(batch)
-            self._give_up(str(reason))
+            self._leave_uncaptured(self._variants.compiles(shape), str(reason))
             return ""
         self._usage[shape] = hand.replica.usage(MAIN)
         changed = watch.changed()
@@ -245,7 +248,7 @@ class StepCapture:
             hand.num_steps = num_steps
             state.restore()
             hand.take(batch)
-            self._give_up(str(reason))
+            self._leave_uncaptured(self._variants.compiles(shape), str(reason))
             return ""
         hand.num_steps = num_steps
         if not self._made:
@@ -339,9 +342,17 @@ class StepCapture:
             )
 
     def _give_up(self, reason: str) -> None:
-        self._has_given_up = True
+        self.has_given_up = True
         self.forget()
         self._hand.notice(f"the step runs eagerly, not as a CUDA graph: {reason}")
+
+    def _leave_uncaptured(self, is_compiled: bool, reason: str) -> None:
+        """Run the steps of this kind uncaptured; graphs of the other kind stay."""
+        self._uncapturable.add(is_compiled)
+        for shape in [shape for shape, made in self._made.items() if made.is_compiled == is_compiled]:
+            del self._made[shape]
+        which = "compiled step runs uncaptured," if is_compiled else "step runs eagerly,"
+        self._hand.notice(f"the {which} not as a CUDA graph: {reason}")
 
     def _announce(self, captured: CapturedGraphs, is_compiled: bool) -> None:
         compiled = "compiled, and " if is_compiled else ""

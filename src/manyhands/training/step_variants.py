@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
@@ -38,6 +40,17 @@ COMPILE_GAIN, COMPILE_MARGIN = 0.25, 1.5
 """The share of a step that compiling usually saves, and the factor by which the gain must exceed its cost."""
 
 
+@dataclass(frozen=True)
+class _Step:
+    """A step of the window in which a variant is timed."""
+
+    seconds: float
+    """The host's time for the step."""
+    is_usual: bool
+    """Whether its batch has the usual shape, and other variants may execute it."""
+    replayed: bool
+
+
 class StepVariants:
     """Decides how a task's step is executed; `loss` is the function to call for it."""
 
@@ -50,11 +63,9 @@ class StepVariants:
         """Seconds per step, by variant."""
         self._variant = self._best = AS_WRITTEN
         self._count = self._num_windows = 0
-        self._is_steady = True
-        """Whether all batches of the window had the usual shape and, on a GPU, were replayed from a CUDA graph."""
         self._marks: list[torch.cuda.Event] = []
-        self._steps: list[float] = []
-        """Host seconds of each step of the window."""
+        """On a GPU: the ends of the steps, from the one before the window on."""
+        self._steps: list[_Step] = []
         self._compiled = False
         self._usual: Hashable = None
         """The shape of the first batch. Only this is compiled: a smaller last batch would be compiled separately."""
@@ -74,16 +85,18 @@ class StepVariants:
         """Return whether the loss for this shape is compiled."""
         return self.loss_for(shape) is not self._task_loss
 
-    def tick(self, shape: Hashable, replayed: bool, seconds: float) -> bool:
-        """Account for a step, replayed or not; return True if the following steps use another variant."""
+    def tick(self, shape: Hashable, replayed: bool, seconds: float, *, counts: bool = True) -> bool:
+        """Account for a step, replayed or not; return True if the following steps use another variant.
+
+        A step that does not count must stay as it is, for instance because Python code in it changes its values.
+        """
         if self._is_settled:
             return False
         self._count += 1
         first, last = WINDOWS[self._kind]
         if first < self._count <= last:
-            self._is_steady = self._is_steady and shape == self._usual and (replayed or self._kind != "cuda")
-            self._steps.append(seconds)
-        if self._kind == "cuda" and self._count in (first, last):
+            self._steps.append(_Step(seconds, is_usual=counts and shape == self._usual, replayed=replayed))
+        if self._kind == "cuda" and first <= self._count <= last:
             self._marks.append(torch.cuda.Event(enable_timing=True))
             self._marks[-1].record()
         return self._count > last and self._decide()
@@ -102,23 +115,30 @@ class StepVariants:
     # -- measuring ------------------------------------------------------------------------------------------------
 
     def _measured(self) -> float:
-        """Return the seconds per step of the current variant on the slowest replica; infinite if it was not steady."""
-        seconds = median(self._steps)
+        """Return the seconds per step of the current variant on the slowest replica.
+
+        Steps of another shape, and steps that are replayed where most are not, do not count: ends of epochs may fall
+        into the window. Infinite if less than half of the steps count.
+        """
+        seconds = [step.seconds for step in self._steps]
         if self._kind == "cuda":
-            start, end = self._marks
-            end.synchronize()
-            seconds = start.elapsed_time(end) / 1000 / len(self._steps)
-        return float(max(self._hand.world.gather_objects(seconds if self._is_steady else math.inf)))
+            self._marks[-1].synchronize()
+            seconds = [start.elapsed_time(end) / 1000 for start, end in pairwise(self._marks)]
+        usual = [(s, step.replayed) for s, step in zip(seconds, self._steps, strict=True) if step.is_usual]
+        most = 2 * sum(replayed for _, replayed in usual) > len(usual)
+        counted = [s for s, replayed in usual if replayed == most]
+        is_steady = 2 * len(counted) >= len(self._steps)
+        return float(max(self._hand.world.gather_objects(median(counted) if is_steady else math.inf)))
 
     def _start_window(self) -> None:
-        self._count, self._is_steady = 0, True
+        self._count = 0
         self._marks, self._steps = [], []
 
     def _decide(self) -> bool:
         """Keep or leave the variant that was timed, and enter the next one that may pay off."""
         taken, before = self._measured(), self._variant
         if math.isinf(taken) and self._num_windows < MAX_WINDOWS:
-            # An epoch ended within the window: measure once more.
+            # Batches of other shapes came within the window: measure once more.
             self._num_windows += 1
             self._start_window()
             return False

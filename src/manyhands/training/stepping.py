@@ -72,8 +72,16 @@ class Stepper:
             taken = self._take(batch, shape, self._variants)
         # Without the time spent waiting for other ranks, which no variant changes.
         seconds = time.perf_counter() - began - (self._hand.world.waited - waited)
-        if self._variants.tick(shape, taken == "replayed", seconds) and self._capture is not None:
+        is_switched = self._variants.tick(shape, taken == "replayed", seconds, counts=self._may_vary)
+        if is_switched and self._capture is not None:
             self._capture.forget()
+
+    @property
+    def _may_vary(self) -> bool:
+        """Whether other variants of the step may be tried; on a GPU only those that are candidates for a capture."""
+        if self._hand.device.type not in CAPTURE_DEVICES:
+            return True
+        return self._capture is not None and not self._capture.has_given_up
 
     def _take(self, batch: Batch, shape: Hashable, variants: StepVariants) -> str:
         taken = self._capture.take(batch, shape) if self._capture is not None else ""
