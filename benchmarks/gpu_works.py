@@ -1,4 +1,6 @@
-"""Works for a GPU: an MLP, ResNet-18 on small pictures, a small GPT and GPT-2, with synthetic data on the device."""
+"""Works for a GPU, with synthetic data on the device: an MLP, ResNet-18 on small pictures, a small GPT, GPT-2, Hugging
+Face's BERT and Llama, a U-Net, and a mixture of experts whose routing depends on the data.
+"""
 
 from __future__ import annotations
 
@@ -111,6 +113,103 @@ def mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10))
 
 
+class HuggingFace(nn.Module):
+    """A network of transformers, from tokens to logits."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.net(input_ids=tokens).logits
+        return logits
+
+
+def hf_bert() -> nn.Module:
+    """BERT with 6 layers and random weights, as transformers builds it."""
+    from transformers import BertConfig, BertForMaskedLM
+
+    return HuggingFace(BertForMaskedLM(BertConfig(num_hidden_layers=6)))
+
+
+def hf_llama() -> nn.Module:
+    """Llama with 12 layers of width 768 and random weights, as transformers builds it."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 12}
+    return HuggingFace(LlamaForCausalLM(LlamaConfig(vocab_size=32000, **sizes, use_cache=False)))
+
+
+class UNet(nn.Module):
+    """A U-Net of three resolutions that classifies pixels."""
+
+    def __init__(self, width: int = 64, classes: int = 10) -> None:
+        super().__init__()
+        self.enter = _convolutions(3, width)
+        self.down = nn.ModuleList([_convolutions(width, 2 * width), _convolutions(2 * width, 4 * width)])
+        self.up = nn.ModuleList([_convolutions(6 * width, 2 * width), _convolutions(3 * width, width)])
+        self.leave = nn.Conv2d(width, classes, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = [self.enter(x)]
+        for layer in self.down:
+            kept.append(layer(F.avg_pool2d(kept[-1], 2)))
+        x = kept.pop()
+        for layer in self.up:
+            x = layer(torch.cat([F.interpolate(x, scale_factor=2.0), kept.pop()], 1))
+        return self.leave(x).permute(0, 2, 3, 1)
+
+
+def _convolutions(before: int, width: int) -> nn.Sequential:
+    layers: list[nn.Module] = []
+    for channels in (before, width):
+        layers += [nn.Conv2d(channels, width, 3, padding=1), nn.GroupNorm(8, width), nn.SiLU()]
+    return nn.Sequential(*layers)
+
+
+class Experts(nn.Module):
+    """A layer of experts; each computes the tokens that a mask selects, so that shapes depend on the data."""
+
+    def __init__(self, width: int, count: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(width, count)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)) for _ in range(count)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        shares, chosen = self.gate(x).softmax(-1).max(-1)
+        y = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            mask = chosen == number
+            y[mask] = (expert(x[mask]) * shares[mask].unsqueeze(-1)).to(y.dtype)
+        return x + y
+
+
+class MaskedExperts(nn.Module):
+    """Tokens through layers of experts."""
+
+    def __init__(self, vocabulary: int = 1000, width: int = 256, layers: int = 3, count: int = 4) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocabulary, width)
+        self.layers = nn.Sequential(*[Experts(width, count) for _ in range(layers)])
+        self.leave = nn.Linear(width, vocabulary)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.leave(self.layers(self.tokens(tokens)))
+        return logits
+
+
+def _pixels(rows: int, size: int) -> Callable[[], tuple[Tensor, Tensor]]:
+    @cache
+    def make() -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(0)
+        inputs = torch.randn(rows, 3, size, size, generator=generator)
+        return inputs, torch.randint(0, 10, (rows, size, size), generator=generator)
+
+    return make
+
+
 def _classes(rows: int, *shape: int) -> Callable[[], tuple[Tensor, Tensor]]:
     @cache
     def make() -> tuple[Tensor, Tensor]:
@@ -170,6 +269,33 @@ WORKS: dict[str, GpuWork] = {
         model=partial(resnet18, small_stem=True),
         data=_classes(50_000, 3, 32, 32),
         batch_size=128,
+        bf16=True,
+        steps=40,
+    ),
+    "hf_bert": GpuWork(
+        name="HF BERT L6 T128 b32, bf16",
+        model=hf_bert,
+        data=_texts(16_000, 128, 30_522),
+        batch_size=32,
+        bf16=True,
+        steps=40,
+    ),
+    "hf_llama": GpuWork(
+        name="HF Llama L12 d768 T512 b16, bf16",
+        model=hf_llama,
+        data=_texts(8_000, 512, 32_000),
+        batch_size=16,
+        bf16=True,
+        steps=20,
+    ),
+    "unet": GpuWork(
+        name="U-Net 64x64 b32, bf16", model=UNet, data=_pixels(6_400, 64), batch_size=32, bf16=True, steps=40
+    ),
+    "moe_masks": GpuWork(
+        name="mixture of experts, mask routing, b32, bf16",
+        model=MaskedExperts,
+        data=_texts(16_000, 128, 1000),
+        batch_size=32,
         bf16=True,
         steps=40,
     ),

@@ -78,6 +78,8 @@ class Report:
     """Figures besides the times, by name."""
     picture: str = ""
     """An SVG, where bars of times would show nothing."""
+    is_part: bool = False
+    """Whether only a part was measured: it is printed and not written."""
 
     def add(self, case: str, times: Mapping[str, Sequence[float]], baseline: str) -> dict[str, Row]:
         """A case's contenders against one of them; returns their rows by name."""
@@ -91,9 +93,11 @@ class Report:
 
     def save(self) -> str:
         """Writes the files with what there is so far; returns the result as one line."""
+        line = json.dumps(self.to_dict())
+        if self.is_part:
+            return line
         RESULTS.mkdir(exist_ok=True)
         stem = f"{self.name}.quick" if self.quick else self.name
-        line = json.dumps(self.to_dict())
         (RESULTS / f"{stem}.json").write_text(line + "\n")
         (RESULTS / f"{stem}.svg").write_text(self.picture or plot(self.name, self.rows))
         return line
@@ -148,10 +152,12 @@ def machine() -> str:
     return f"{gpu}{_processor()}, {os.cpu_count()} cores, torch {torch.__version__.split('+')[0]}"
 
 
-def arguments(doc: str | None) -> argparse.Namespace:
-    """What a benchmark is asked on its command line."""
+def arguments(doc: str | None, *choices: str) -> argparse.Namespace:
+    """What a benchmark is asked on its command line; `choices` are options that take names, separated by commas."""
     parser = argparse.ArgumentParser(description=doc)
     parser.add_argument("--quick", action="store_true", help="a short look: fewer rounds, no peers")
+    for name in choices:
+        parser.add_argument(f"--{name}", type=lambda text: text.split(","), default=[], help="only these")
     return parser.parse_args()
 
 
