@@ -75,7 +75,9 @@ def fit(
         start_from: A run, a file of weights, an exported model or a Hugging Face folder whose weights initialize the
             network. Data order and optimizer start fresh. A resumed run uses its checkpoint instead.
             `mh.weights(path, strict=False)` loads the tensors that fit.
-        save_every: Steps between checkpoints, in addition to one after each epoch.
+        save_every: Steps between checkpoints, in addition to those at epoch ends. By default
+            checkpoints take at most 2% of the run's time, so that not every short epoch is saved, and at most five
+            minutes of work are unsaved.
         keep: Number of checkpoints to keep, in addition to the best one.
         copy_every: Steps between copies, in the memory of another rank, of state that only one rank holds.
         callbacks: `mh.Callback` objects.

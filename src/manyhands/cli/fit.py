@@ -71,7 +71,7 @@ Resume = Annotated[
         show_default=False,
     ),
 ]
-SaveEvery = Annotated[int | None, typer.Option(help="Steps between checkpoints, in addition to one after each epoch.")]
+SaveEvery = Annotated[int | None, typer.Option(help="Steps between checkpoints, in addition to those at epoch ends.")]
 Keep = Annotated[
     int | None, typer.Option(help="Number of checkpoints to keep in addition to the best one; 2 by default.")
 ]

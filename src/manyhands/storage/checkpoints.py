@@ -85,7 +85,8 @@ class _Copy:
 
     step: int
     score: float | None
-    tensors: dict[str, dict[str, Tensor]]
+    tensors: dict[str, Callable[[], dict[str, Tensor]]]
+    """By file: a function that returns the copies, on the CPU."""
     text: bytes
 
 
@@ -137,14 +138,20 @@ class CheckpointStore:
         self.root, self.keep = Path(root), keep
         self.blocked_seconds = 0.0
         """Seconds for which `save` blocked its caller."""
-        self.written_seconds = 0.0
-        """Seconds that the background thread spent writing."""
+        self._written_seconds = 0.0
+        self._writing_since: float | None = None
         self._on_error, self._on_notice, self._disk = on_error, on_notice, disk or Disk()
         self._snapshots = {name: Snapshot() for name in (MODEL, OPTIMIZER, RANDOM, AVERAGES, POLICY)}
         self._thread: threading.Thread | None = None
         self._errors: list[Exception] = []
         self._claim: int | None = None
         remove_stale(self._disk, self.root)
+
+    @property
+    def written_seconds(self) -> float:
+        """Seconds that the background thread has spent writing, including the write in progress."""
+        since = self._writing_since
+        return self._written_seconds + (0.0 if since is None else time.perf_counter() - since)
 
     def claim(self) -> None:
         """Make this store the only writer: earlier writers, such as a suspended process, can no longer write."""
@@ -292,15 +299,16 @@ class CheckpointStore:
         )
 
     def _write_safely(self, copy: _Copy) -> None:
-        began = time.perf_counter()
+        began = self._writing_since = time.perf_counter()
         temporary = self.root / temporary_name()
         try:
-            _require_numbers(copy.tensors[MODEL])
+            tensors = {name: fetch() for name, fetch in copy.tensors.items()}
+            _require_numbers(tensors[MODEL])
             self._require_claim()
             self.root.mkdir(parents=True, exist_ok=True)
             folder = self._target(copy.step)
             try:
-                self._write(copy, temporary, folder.path)
+                self._write(copy, tensors, temporary, folder.path)
             except Exception:
                 # If the rename did not happen, the folder at the target belongs to another writer.
                 mine = folder.path if not temporary.exists() else temporary
@@ -309,7 +317,8 @@ class CheckpointStore:
             self._prune(folder)
         except Exception as error:
             self._errors.append(error)
-        self.written_seconds += time.perf_counter() - began
+        self._writing_since = None
+        self._written_seconds += time.perf_counter() - began
 
     def _target(self, step: int) -> _Folder:
         """Return the folder for a step; an existing one of the same step stays until the new one is committed."""
@@ -319,10 +328,10 @@ class CheckpointStore:
         name = f"step-{step:09d}" + (f".{generation}" if generation else "")
         return _Folder(step, generation, self.root / name)
 
-    def _write(self, copy: _Copy, temporary: Path, target: Path) -> None:
+    def _write(self, copy: _Copy, tensors: dict[str, dict[str, Tensor]], temporary: Path, target: Path) -> None:
         disk = self._disk
         disk.make_folder(temporary)
-        files = {name: write_tensors(disk, temporary / name, part) for name, part in copy.tensors.items()}
+        files = {name: write_tensors(disk, temporary / name, part) for name, part in tensors.items()}
         files[STATE] = disk.write(temporary / STATE, [copy.text])
         listed = {name: digest.to_dict() for name, digest in files.items()}
         manifest = {"format": FORMAT, "step": copy.step, "score": copy.score, "claim": self._claim, "files": listed}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -165,23 +165,50 @@ class Snapshot:
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
 
-    def take(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return contiguous CPU copies, valid until the next call; tied tensors become separate tensors."""
-        waiting = False
-        kept = {}
+    def take(self, tensors: Mapping[str, Tensor]) -> Callable[[], dict[str, Tensor]]:
+        """Copy tensors now, on their GPU where it has the memory.
+
+        Returns a function that any thread may call, once: it returns contiguous CPU copies, valid until the next
+        `take`. Tied tensors become separate tensors.
+        """
+        for name, tensor in tensors.items():
+            require_storable(name, tensor)
         with torch.no_grad():
-            for name, tensor in tensors.items():
-                buffer = kept[name] = self._buffer(name, require_storable(name, tensor))
-                buffer.copy_(tensor, non_blocking=tensor.is_cuda)
-                waiting = waiting or tensor.is_cuda
-        self._buffers = kept
-        if waiting:
-            torch.cuda.synchronize()
-        return dict(kept)
+            device = next((tensor.device for tensor in tensors.values() if tensor.is_cuda), None)
+            copies = None if device is None else _device_copies(tensors, device)
+            if device is None or copies is None:
+                kept = self._copied(tensors)
+                return lambda: kept
+            copied = torch.cuda.Event()
+            copied.record(torch.cuda.current_stream(device))
+        return lambda: self._fetched(copies, copied, device)
 
     def clear(self) -> None:
         """Free the buffers."""
         self._buffers = {}
+
+    def _fetched(self, copies: dict[str, Tensor], copied: torch.cuda.Event, device: torch.device) -> dict[str, Tensor]:
+        """Copy from the GPU on a stream of its own, beside the steps, and free the copies there."""
+        stream = torch.cuda.Stream(device)
+        stream.wait_event(copied)
+        with torch.cuda.stream(stream):
+            kept = self._copied(copies)
+        copies.clear()
+        return kept
+
+    def _copied(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        waiting: set[torch.device] = set()
+        kept = {}
+        with torch.no_grad():
+            for name, tensor in tensors.items():
+                buffer = kept[name] = self._buffer(name, tensor)
+                buffer.copy_(tensor, non_blocking=tensor.is_cuda)
+                if tensor.is_cuda:
+                    waiting.add(tensor.device)
+        self._buffers = kept
+        for device in waiting:
+            torch.cuda.current_stream(device).synchronize()
+        return dict(kept)
 
     def _buffer(self, name: str, tensor: Tensor) -> Tensor:
         buffer = self._buffers.get(name)
@@ -189,3 +216,14 @@ class Snapshot:
             return buffer
         # Copies from a GPU into pinned memory need no staging and overlap each other.
         return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+
+
+def _device_copies(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor] | None:
+    """Return copies in the tensors' own memory; None where they would leave too little memory for steps."""
+    num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    if torch.cuda.mem_get_info(device)[0] < 2 * num_bytes:
+        return None
+    try:
+        return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+    except torch.OutOfMemoryError:
+        return None

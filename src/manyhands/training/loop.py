@@ -26,6 +26,7 @@ from ..monitoring import Stopwatch
 from ..storage import Weights
 from .callbacks import Callback
 from .check import Verdict
+from .checkpoint_pace import CheckpointPace
 from .error_hints import explain_mistake
 from .evaluation import evaluate, evaluating
 from .hand import Hand
@@ -73,9 +74,9 @@ class Job:
     """Ends the run after this many steps, even in mid-epoch."""
     resume: bool = False
     save_every: int | None = None
-    """Steps between two checkpoints, in addition to the one after each epoch."""
+    """Steps between two checkpoints, in addition to those at epoch ends."""
     save_seconds: float = 0.0
-    """Minimum seconds between checkpoints at epoch ends; the end of the run is always saved."""
+    """Minimum seconds between checkpoints at epoch ends; 0 to follow what they cost. The run's end is always saved."""
     keep: int = 2
     copy_every: int = COPY_EVERY
     """Steps between two copies of a rank's exclusive shards into the memory of another rank."""
@@ -165,7 +166,9 @@ class TrainingLoop:
         self.stopped = False
         self.watch = PatienceState(job.stop)
         self.out_of_patience = ""
-        self.saved_at = time.monotonic()
+        self.pace = CheckpointPace()
+        self.best_score = math.inf
+        """The lowest score of an epoch so far."""
         self.measured_at = 0
         self.measured: dict[str, float] = {}
         """Mean losses and metrics of the network as it is now; empty after a further step."""
@@ -226,10 +229,8 @@ class TrainingLoop:
                 if self.reporter.num_skipped >= self.task.max_skipped:
                     self.go_back()
                 self.call_back(stepper)
-                if job.save_every and hand.num_steps % job.save_every == 0:
-                    self.save()
-                    self.keep_agreed()
-                    self.sampler.pause()
+                if self.is_midway_due():
+                    self.save_midway()
                 self.sampler.step()
                 if self.is_over:
                     break
@@ -239,6 +240,25 @@ class TrainingLoop:
                 self.end_epoch(epoch, valid_feed)
         if self.measured_at != hand.num_steps and not self.stopped:
             self.end_epoch(hand.epoch, valid_feed)
+
+    def save_midway(self) -> None:
+        """Save in mid-epoch."""
+        self.save()
+        self.keep_agreed()
+        self.sampler.pause()
+
+    def is_midway_due(self) -> bool:
+        """Return whether to save after this step: as `save_every` defines, else where too much work is unsaved.
+
+        Local SGD is not saved by time, since its result depends on when the replicas are synchronized.
+        """
+        hand, job = self.hand, self.job
+        if job.save_every:
+            return hand.num_steps % job.save_every == 0
+        if job.save_seconds or hand.replica.is_local_sgd or not self.pace.is_look(hand.num_steps):
+            return False
+        forecast = hand.world.gather_objects(self.pace.forecast(hand.num_steps))[0]
+        return self.pace.is_overdue(hand.num_steps, *forecast)
 
     def call_back(self, stepper: Stepper) -> None:
         """Call the callbacks for the step that was taken."""
@@ -588,7 +608,7 @@ class TrainingLoop:
         for callback in self.job.callbacks:
             callback.on_epoch(hand, self.metrics)
         self.stopped = self.stopped or any(hand.world.gather_objects(hand.world.channel.stopping))
-        if not self.job.save_seconds or hand.world.gather_objects(self.seconds_unsaved >= self.job.save_seconds)[0]:
+        if hand.world.gather_objects(self.is_worth_saving())[0]:
             self.save()
         self.marker.mark()
         self.ending = None
@@ -607,13 +627,21 @@ class TrainingLoop:
             if self.out_of_patience:
                 self.hand.notice(f"out of patience at step {self.hand.num_steps}: {self.out_of_patience}")
 
-    @property
-    def seconds_unsaved(self) -> float:
-        """Seconds since the last checkpoint, or since the start of the loop."""
-        return time.monotonic() - self.saved_at
+    def is_worth_saving(self) -> bool:
+        """Return whether the end of this epoch is saved: the best one under patience, and otherwise as costs allow."""
+        score = self.watch.score(self.measured)
+        is_best = score is not None and score < self.best_score
+        if is_best:
+            assert score is not None
+            self.best_score = score
+        if self.job.save_seconds:
+            return self.pace.seconds_unsaved >= self.job.save_seconds
+        store = self.hand.store(self.path)
+        is_due = self.pace.is_due(self.hand.seconds["save"] + store.written_seconds)
+        return is_due or (is_best and bool(self.job.stop))
 
     def save(self) -> None:
-        self.saved_at = time.monotonic()
+        self.pace.saved()
         self.hand.agree()
         self.reporter.read()
         self.reporter.flush()
