@@ -15,6 +15,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from statistics import median
 from typing import Any
@@ -32,6 +33,8 @@ PEAK_FLOPS = 989e12
 BARS = {"mlp": 8.0, "resnet18": 4.5, "gpt_small": 6.0, "gpt2": 1.3}
 BEST_BARS = {"hf_llama": 1.0, "hf_bert": 1.0, "unet": 1.0, "moe_masks": 0.98}
 """By work: the time of the fastest hand-written loop over that of `fit`."""
+SHORT_EPOCHS, SHORT_EPOCHS_STEPS = "short_epochs", 3000
+"""The name under which `--works` has the run with short epochs, and how many of its steps are timed."""
 MODES = ("default", "reduce-overhead", "max-autotune-no-cudagraphs")
 """torch.compile's modes."""
 LONG_RUN = 100_000
@@ -232,10 +235,13 @@ def main() -> None:
     torch.cuda.init()
     torch.set_float32_matmul_precision("high")
     report = Report("gpu_step", asked.quick, is_part=bool(asked.works or asked.peers))
-    chosen = asked.works or (["mlp", "gpt_small"] if asked.quick else list(WORKS))
+    chosen = asked.works or (["mlp", "gpt_small"] if asked.quick else [*WORKS, SHORT_EPOCHS])
     with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C ends it with what there is
         for key in chosen:
-            add(report, key, WORKS[key], asked.peers)
+            if key == SHORT_EPOCHS:
+                add_short_epochs(report)
+            else:
+                add(report, key, WORKS[key], asked.peers)
     report.finish()
 
 
@@ -270,12 +276,30 @@ def add(report: Report, key: str, work: GpuWork, chosen: list[str]) -> None:
     report.save()
 
 
-def measure(work: GpuWork, contender: Callable[[GpuWork, Clock], None], quick: bool) -> Blocks:
+def add_short_epochs(report: Report) -> None:
+    """Measures `fit` with epochs of 32 steps against long ones, checkpoints included."""
+    long = replace(WORKS["hf_bert"], steps=SHORT_EPOCHS_STEPS)
+    rows = 32 * long.batch_size
+    times = {}
+    for name, work in {
+        "long epochs": long,
+        "epochs of 32 steps": replace(long, data=lambda: tuple(array[:rows] for array in long.data())),
+    }.items():
+        times[name] = measure(work, ours, quick=report.quick, rounds=1)
+        print(f"{work.name}, {name}: {times[name][0] * 1e3:.4f} ms", flush=True)
+    found = report.add(f"{long.name}, checkpoints included", times, "long epochs")
+    report.checks["short_epochs_overhead"] = Check(value=found["epochs of 32 steps"].ratio, at_most=1.03)
+    report.save()
+
+
+def measure(
+    work: GpuWork, contender: Callable[[GpuWork, Clock], None], quick: bool, rounds: int | None = None
+) -> Blocks:
     """A contender's blocks, on a device that holds nothing else."""
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    clock = Clock(work, warm_up=30 if contender is not ours else work.settle, rounds=3 if quick else 7)
+    clock = Clock(work, warm_up=30 if contender is not ours else work.settle, rounds=rounds or (3 if quick else 7))
     contender(work, clock)
     return clock.blocks
 
