@@ -61,7 +61,7 @@ def test_fit_writes_a_run_for_the_dashboard(every: dict[str, Facts], folder: Pat
     assert (told["state"], told["step"], told["total"], len(told["devices"])) == ("finished", 12, 12, 2)
     assert shown.record["batch_size"] == 32
     for rank in (0, 1):
-        seconds = shown.ranks[rank].seconds
+        seconds = shown.ranks.by_number[rank].seconds
         assert seconds["total"] == pytest.approx(sum(seconds.values()) / 2)
         assert seconds["input"] > 0
         assert seconds["validation"] > 0

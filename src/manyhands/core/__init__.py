@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from . import fields
@@ -32,6 +33,7 @@ from .formatting import format_bytes, format_duration, format_rate, format_rough
 from .module_state import (
     Attributes,
     default_dtype,
+    evaluating,
     is_scripted,
     remember_buffers,
     remember_state,
@@ -39,28 +41,25 @@ from .module_state import (
     set_training,
     unsaved_buffers,
 )
-from .predictor import Predictor, Signature, TensorSpec
-from .randomness import mix, random_state, restore_random_state, seed_all, seeded
-from .settings import Resolved, from_flat, option, options_of, resolve_options, resolve_settings
-from .spec import (
-    DATA_AXES,
-    MESH_ORDER,
+from .named_strategies import (
     Mirrored,
     ParameterServer,
     Pipeline,
     Placed,
     Sharded,
     Single,
-    StrategySpec,
     TensorParallel,
     as_spec,
     check_policies_by,
-    split_settings,
 )
+from .predictor import Predictor, Signature, TensorSpec
+from .randomness import mix, random_state, restore_random_state, seed_all, seeded
+from .settings import Resolved, from_flat, option, options_of, resolve_options, resolve_settings
+from .spec import DATA_AXES, MESH_ORDER, StrategySpec, split_settings
 from .task import Mean, Task, TorchScheduler, as_task, convert, mean, task_name, typed
 
 if TYPE_CHECKING:
-    from .layout_free import LayoutFree, as_written, stacked_keys
+    from .layout_free import LayoutFree, as_written
     from .optimizers import (
         Joined,
         each_of,
@@ -73,35 +72,32 @@ if TYPE_CHECKING:
         parameters_of,
     )
     from .random_operations import attention_weights, without_own_check
+    from .sample_hash import stacked_keys
 
 
-_OF_OPTIMIZERS = (
-    "Joined",
-    "each_of",
-    "flat_slots",
-    "groups_of",
-    "has_scheduler",
-    "joined",
-    "nested_in",
-    "nested_slots",
-    "parameters_of",
-)
+_LAZY = {
+    "layout_free": ("LayoutFree", "as_written"),
+    "sample_hash": ("stacked_keys",),
+    "random_operations": ("attention_weights", "without_own_check"),
+    "optimizers": (
+        "Joined",
+        "each_of",
+        "flat_slots",
+        "groups_of",
+        "has_scheduler",
+        "joined",
+        "nested_in",
+        "nested_slots",
+        "parameters_of",
+    ),
+}
 
 
 def __getattr__(name: str) -> Any:
     """Layout-free randomness and optimizers need torch, which a command line that only helps must not wait for."""
-    if name in ("LayoutFree", "as_written", "stacked_keys"):
-        from . import layout_free
-
-        return getattr(layout_free, name)
-    if name in ("attention_weights", "without_own_check"):
-        from . import random_operations
-
-        return getattr(random_operations, name)
-    if name in _OF_OPTIMIZERS:
-        from . import optimizers
-
-        return getattr(optimizers, name)
+    for module, names in _LAZY.items():
+        if name in names:
+            return getattr(importlib.import_module(f".{module}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
@@ -164,6 +160,7 @@ __all__ = [
     "unsaved_buffers",
     "random_state",
     "default_dtype",
+    "evaluating",
     "remember_buffers",
     "is_scripted",
     "remember_state",

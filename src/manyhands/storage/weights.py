@@ -23,8 +23,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from ..core import CheckpointError, FileError, open_regular, opened, read_json
-from .archives import MANIFEST, WEIGHTS, versions
-from .checkpoints import CheckpointStore, describe
+from .archive_folders import MANIFEST, WEIGHTS, versions
+from .checkpoint_root import describe
+from .checkpoints import CheckpointStore
 from .tensors import load_state_dict, require_storable
 
 SAFE, PICKLED = ".safetensors", (".pt", ".pth", ".bin", ".ckpt")
