@@ -52,7 +52,7 @@ class CheckpointPace:
         self._look_at = None
 
     def is_due(self, spent: float) -> bool:
-        """Return whether the end of an epoch is saved, where checkpoints have taken `spent` seconds so far."""
+        """Return whether to save at the end of an epoch, given that checkpoints have taken `spent` seconds so far."""
         allowed = GRACE_SECONDS + SHARE * (self._clock() - self._began)
         following = spent / max(1, self._num_saved)
         return spent + following <= allowed or self.seconds_unsaved >= MAX_UNSAVED_SECONDS

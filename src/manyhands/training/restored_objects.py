@@ -28,7 +28,7 @@ RESTORED = (*PLAIN, *CONTAINERS, Tensor, nn.Module)
 
 @contextmanager
 def left_alone(function: Callable[..., Any] | None) -> Iterator[None]:
-    """Restore what a function holds in its closure, object or arguments afterwards: numbers, containers, buffers.
+    """On exit, restore numbers, containers and buffers that a function holds in its closure, object or arguments.
 
     >>> def counting(count=[0]):
     ...     count[0] += 1
