@@ -158,7 +158,7 @@ def rows_of_servers() -> list[str]:
         lambda: [f"{check('stacked', 'transformer100_gain'):.0f} times as fast",
                  f"{check('stacked', 'cnn100_gain'):.0f} times as fast"],
     ],
-    ids=["step", "gpu_step", "slow_link", "peers", "serve", "recovery", "tune", "split", "hot_swap", "plan_accuracy", "stacked"],
+    ids=["step", "gpu_step", "slow_link", "peers", "serve", "recovery", "tune", "split", "hot_swap", "plan", "stacked"],
 )  # fmt: skip
 def test_figures_on_the_page_of_benchmarks_match_the_results(figures: Callable[[], list[str]]) -> None:
     page = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
