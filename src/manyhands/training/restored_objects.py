@@ -56,7 +56,7 @@ def remember_held(function: Callable[..., Any] | None) -> Callable[[], None]:
 
 
 class HeldState:
-    """What a function holds, separately for one of several users of the same function.
+    """The state that a function holds for one of several users, each of which sees only its own changes.
 
     >>> count = [0]
     >>> def counting(): count[0] += 1
