@@ -8,7 +8,7 @@ from collections.abc import Callable
 SHARE = 0.02
 """The share of a run's time that checkpoints may take, in the loop and in the background."""
 GRACE_SECONDS = 2.0
-"""Seconds that checkpoints may take besides: short runs save every epoch."""
+"""Seconds that checkpoints may take in addition to their share of the time, so that short runs save every epoch."""
 MAX_UNSAVED_SECONDS = 300.0
 """Seconds of work that may be unsaved, whatever a checkpoint costs."""
 MARGIN = 0.1
