@@ -6,7 +6,7 @@ training. `two_towers_torch.py` is the same program in plain PyTorch.
     python two_towers_manyhands.py
 
 It uses two GPUs if there are two, else two processes on the CPU. Expect a list of what each device holds and what is
-sent, then one line per epoch with the training loss, which falls as in plain PyTorch.
+sent, then one line per epoch. Its loss is that of the epoch's last batch, which is small, so it varies while it falls.
 """
 
 import os

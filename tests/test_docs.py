@@ -104,6 +104,13 @@ def test_documentation_site_builds_without_broken_links(tmp_path: Path) -> None:
     assert not re.search(r'(?:src|href)="https?://(?!squidfunk)', index), "no external hosts"
 
 
+def test_every_example_is_linked_from_a_page() -> None:
+    links = {link for page in PAGES for link in re.findall(r"\]\(\.\./(examples/[^)]+)\)", page.read_text("utf-8"))}
+    programs = {path for path in (ROOT / "examples").rglob("*") if path.suffix in (".py", ".ipynb")}
+    helpers = {"examples/demo_pictures.py"}
+    assert {path.relative_to(ROOT).as_posix() for path in programs} - helpers == links
+
+
 def test_reference_has_every_public_name_once() -> None:
     pages = sorted((ROOT / "docs" / "reference").glob("*.md"))
     named = re.findall(r"^::: manyhands\.([\w.]+)$", "\n".join(page.read_text() for page in pages), re.MULTILINE)

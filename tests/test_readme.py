@@ -1,10 +1,11 @@
-"""The README's figures are those of the committed results."""
+"""The figures of the README and of docs/benchmarks.md are those of the committed results."""
 
 from __future__ import annotations
 
 import functools
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 ROWS = re.findall(r"^\| (.*) \| `(\w+)` \|$", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
+TIMES = "\N{MULTIPLICATION SIGN}"
 
 
 @functools.cache
@@ -82,3 +84,82 @@ def test_readme_figures_match_the_benchmark_results(name: str, figures: list[str
     assert told
     for figure in figures:
         assert figure in told, (name, figure)
+
+
+def note(name: str, which: str) -> float:
+    return float(result(name)["notes"][which])
+
+
+def rows_of_steps() -> list[str]:
+    """The table of step times on a CPU."""
+    cases = [(f"{network}, {n}", n == "1 process") for n in ("1 process", "2 processes") for network in ("cnn", "mlp")]
+    ours = [ratio("step", case, "fit" if is_single else "mirrored") for case, is_single in cases]
+    peers = {peer: [ratio("step", f"{peer} {case}", peer) for case, _ in cases] for peer in ("lightning", "accelerate")}
+    rows = {"manyhands": ours, **{peer.title(): values for peer, values in peers.items()}}
+    return [f"| {who} | {' | '.join(f'{value:.2f}' for value in values)} |" for who, values in rows.items()]
+
+
+def rows_of_gpu_steps() -> list[str]:
+    """The table of step times on a GPU."""
+    cases = {"MLP, b128": ("mlp", 2), "ResNet-18, 32x32, b128, bf16": ("resnet18", 2),
+             "GPT d256 L4 T128 b32, bf16": ("gpt_small", 2), "GPT-2 124M T1024 b32, bf16": ("gpt2", 1)}  # fmt: skip
+    rows = []
+    for case, (key, digits) in cases.items():
+        names = ("eager", "torch.compile", "Lightning", "Accelerate", "fit")
+        *peers, fit = (f"{1000 * seconds('gpu_step', case, name):.{digits}f}" for name in names)
+        gain = check("gpu_step", f"{key}_over_eager")
+        rows.append(f"| {' | '.join(peers)} | **{fit}** ({gain:{'.1f' if gain > 2 else '.2f'}}{TIMES}")
+    return rows
+
+
+def rows_of_links() -> list[str]:
+    """The table of sync policies on slow links, for what reached the loss on both."""
+    names = ("auto", "auto, lossy", "bf16", "int8", "PowerSGD 4", "local steps 16", "DiLoCo 50")
+    links = ("100 Mbit/s", "1 Gbit/s")
+    return [" | ".join(f"{seconds('slow_link', link, name):.1f} s, {1 / ratio('slow_link', link, name):.1f}{TIMES}"
+                       for link in links) for name in names]  # fmt: skip
+
+
+def rows_of_servers() -> list[str]:
+    """The table of servers under load."""
+    rows = []
+    for peer in ("triton", "mlserver", "litserve", "bentoml", "ray serve"):
+        theirs, ours = (note("serve", f"{which}, p99 ms") for which in (
+            f"{peer} JSON at half load", f"manyhands JSON at that load of {peer} JSON"))  # fmt: skip
+        rate = note("serve", f"{peer} JSON requests/s")
+        rows.append(f"{rate:,.0f} | {theirs:.0f} ms | {ours:.1f} ms" if theirs >= 100 else
+                    f"{rate:,.0f} | {theirs:.1f} ms | {ours:.1f} ms")  # fmt: skip
+    return rows
+
+
+@pytest.mark.parametrize(
+    "figures",
+    [
+        rows_of_steps,
+        rows_of_gpu_steps,
+        rows_of_links,
+        rows_of_servers,
+        lambda: [f"| manyhands, JSON | {note('serve', 'manyhands JSON requests/s'):,.0f} |",
+                 f"are {note('serve', 'two replicas over one'):.2f} times as fast as one",
+                 f"within\n{check('serve', 'refusal_p99_ms'):.1f} ms"],
+        lambda: [f"{seconds('recovery', 'from a kill to the next step', 'manyhands'):.2f} s in the median",
+                 f"{check('recovery', 'seconds_to_step'):.2f} s at most",
+                 f"spends {check('recovery', 'goodput'):.0%} of its time"],
+        lambda: [f"mh.tune` takes {check('tune', 'over_plain_loop'):.2f} of the time",
+                 f"{check('tune', 'ray_tune_over_ours'):.0f} times as long",
+                 f"with {check('tune', 'asha_steps_share'):.0%} of its steps"],
+        lambda: [f"{check('split', 'pipeline2_of_ceiling'):.0%} of the throughput",
+                 f"{check('split', 'placed2_of_ceiling'):.0%} of the throughput"],
+        lambda: [f"p99 is\n{check('hot_swap', 'p99_over_steady'):.2f} times",
+                 f"{check('hot_swap', 'neighbour_p99'):.2f} times for another model"],
+        lambda: [f"| {check('plan_accuracy', 'local_step_error'):.1%} on average |",
+                 f"| {check('plan_accuracy', 'local_memory_error'):.1%} on average |",
+                 f"| {check('plan_accuracy', 'published_speedup_error'):.1%} on average |"],
+        lambda: [f"{check('stacked', 'transformer100_gain'):.0f} times as fast",
+                 f"{check('stacked', 'cnn100_gain'):.0f} times as fast"],
+    ],
+    ids=["step", "gpu_step", "slow_link", "peers", "serve", "recovery", "tune", "split", "hot_swap", "plan", "stacked"],
+)  # fmt: skip
+def test_figures_on_the_page_of_benchmarks_match_the_results(figures: Callable[[], list[str]]) -> None:
+    page = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    assert [figure for figure in figures() if figure not in page] == []

@@ -200,7 +200,9 @@ def test_compromised_grpc_process_cannot_manage_models() -> None:
 
     attacker = attack(act)
     assert attacker.unloaded == []
-    assert attacker.reports == ["the gRPC process sent a call of a method that its listener has not, and is restarted"]
+    assert attacker.reports == [
+        "the gRPC process sent a call of a method that its listener does not have, and is restarted"
+    ]
 
 
 def test_management_listener_can_unload_models() -> None:

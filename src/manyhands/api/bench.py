@@ -46,7 +46,7 @@ class Bench:
 
     @functools.cached_property
     def devices(self) -> list[Device]:
-        """Those that were named; of a machine with a CPU alone, its cores."""
+        """The devices that were named; by default, on a machine without accelerators, its cores."""
         found, _ = resolve(self._on)
         if self._on is None and [device.kind for device in found] == ["cpu"] and num_cores() > 1:
             found, _ = resolve(f"cpu*{num_cores()}")

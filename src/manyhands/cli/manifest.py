@@ -136,7 +136,7 @@ def slurm(wanted: ManifestRequest) -> str:
 
 
 def pytorchjob(wanted: ManifestRequest) -> str:
-    """Kubeflow's PyTorchJob: a master and workers, alike but for their number."""
+    """Kubeflow's PyTorchJob: a master and workers, which differ only in their number."""
     template = _indented(_pod(wanted, _launched(wanted)), 10)
     replicas = [("Master", 1), ("Worker", wanted.hosts - 1)]
     parts = "".join(

@@ -66,7 +66,7 @@ def plan(
     log: Log = None,
     json: Json = False,
 ) -> None:
-    """Predict time and memory of every strategy for a task, and from how many devices on it stops scaling.
+    """Predict time and memory of every strategy for a task, and the number of devices at which scaling saturates.
 
     On this machine the best strategies are measured for a few steps. Data of other hardware comes from a catalogue.
     """

@@ -55,7 +55,7 @@ class Series:
             at += len(some)
 
     def _take(self, first: float, x: float, total: float, count: int, low: float, high: float) -> None:
-        """Add points that fit into one interval, to the last one or to a new one."""
+        """Add points that belong to one interval, either the last interval or a new one."""
         self.num += count
         if len(self._x) >= self._most and self._count[-1] >= self.stride:
             self._join()

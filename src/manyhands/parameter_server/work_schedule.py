@@ -55,7 +55,7 @@ class WorkSchedule(ABC):
         """By step: the number of tickets of its batch."""
 
     def take(self, limit: int, *, again: bool = False) -> WorkTicket | None:
-        """Return the next ticket of a step before `limit`; `again`: the worker has done one of the open step."""
+        """Return the next ticket of a step before `limit`; `again` if the worker already did one of the open step."""
         if not self._waiting or not self.may_take(self._waiting[0], again):
             self._cut(limit)
         if not self._waiting or not self.may_take(self._waiting[0], again):

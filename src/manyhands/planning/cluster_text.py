@@ -139,7 +139,7 @@ _ON_HOSTS = re.compile(rf"\b(?:on|in|over|across)\s*(?P<hosts>\d+)\s*{_HOST}|\b(
 
 
 def _shape(line: _Line, parts: dict[str, str | None]) -> dict[str, Any]:
-    """Take hosts and devices per host."""
+    """Find and remove the numbers of hosts and of devices per host."""
     per, on = line.take(_PER_HOST), line.take(_ON_HOSTS)
     if parts.get("hosts"):
         return {"hosts": int(str(parts["hosts"])), "per_host": int(parts.get("count") or USUAL_PER_HOST)}
@@ -164,7 +164,7 @@ def _is_gpu(name: str) -> bool:
 
 
 def _device(line: _Line, name: str, gigabytes: str | None) -> dict[str, Any]:
-    """Take form factor, memory and links of a device; return its name in the catalogue and the link in a host."""
+    """Find and remove a device's form factor, memory and links; return its catalogue name and the link in a host."""
     values: dict[str, Any] = {}
     known = {re.sub(r"[\s-]", "", one).upper(): one for one in device_names()}
     plain = "CPU" if not _is_gpu(name) else re.sub(r"[\s-]", "", name).upper()

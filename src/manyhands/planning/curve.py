@@ -202,7 +202,7 @@ def _by_rows(work: Workload) -> tuple[str, Workload] | None:
 
 
 def _with_links(cluster: Cluster, *, bandwidth: float = 1.0, latency: float = 1.0) -> Cluster:
-    """With so many times the bandwidth and the latency of all links."""
+    """Return the cluster with bandwidth and latency of all links multiplied by these factors."""
 
     def changed(way: Link) -> Link:
         return replace(way, bandwidth=bandwidth * way.bandwidth, latency=latency * way.latency)
@@ -213,7 +213,7 @@ def _with_links(cluster: Cluster, *, bandwidth: float = 1.0, latency: float = 1.
 
 
 def _grid(most: int) -> list[int]:
-    """1, 2, 3, 4, 6, 8, 12 and so on: two for each doubling."""
+    """Return the numbers of devices of a curve: 1, 2, 3, 4, 6, 8, 12 and so on, two for each doubling."""
     counts = {1 << power for power in range(11)} | {3 << power for power in range(9)}
     return sorted(count for count in counts if count <= most)
 

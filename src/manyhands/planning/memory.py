@@ -14,7 +14,7 @@ USABLE_SHARE = 0.92
 
 @dataclass(frozen=True, kw_only=True)
 class Footprint:
-    """Bytes of one rank by kind, at the peak."""
+    """Bytes of one rank at the peak, by what they hold."""
 
     parameters: float
     gradients: float

@@ -274,7 +274,7 @@ def make_plan(
 
 
 def _ways(workload: Workload, cluster: Cluster, search: Search, networks: int) -> list[ManyNetworksEstimate]:
-    """Return ways to train many such networks, with step times fitted as t = start + each · samples."""
+    """Return ways to train many networks of this kind, with step times fitted as t = start + each · samples."""
     if networks == 1:
         return []
     each = replace(cluster, chip=cluster.chip_for(cluster.num_devices), shared=False)

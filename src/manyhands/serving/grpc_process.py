@@ -342,7 +342,7 @@ class ForwardedCall:
             raise FrameError("a call without a number, a path, a deadline or headers")
         known = {name.decode() for name in (KEY, TRACE)}
         if not headers.keys() <= known or not all(isinstance(one, str) for one in headers.values()):
-            raise FrameError("a call with other headers than those that decide something")
+            raise FrameError("a call with headers that the server does not use")
         return cls(path, number, left, headers, is_outline)
 
 
@@ -361,9 +361,9 @@ def _object(head: bytes) -> dict[str, Any]:
     try:
         value = orjson.loads(head)
     except orjson.JSONDecodeError:
-        raise FrameError("a header that is no JSON") from None
+        raise FrameError("a header that is not JSON") from None
     if not isinstance(value, dict):
-        raise FrameError("a header that is no object")
+        raise FrameError("a header that is not an object")
     return value
 
 
@@ -495,7 +495,7 @@ class GrpcProcess:
             call = ForwardedCall.read(head, number, is_outline=kind == OUTLINE)
             method = self._methods.get(call.path)
             if method is None or (call.is_outline and not method.rule.addressed):
-                raise FrameError("a call of a method that its listener has not")
+                raise FrameError("a call of a method that its listener does not have")
             is_over = len(self._tasks) >= self._limits.calls
             self._tasks[number] = asyncio.ensure_future(self._answer(call, message, is_over=is_over))
             self._tasks[number].add_done_callback(lambda task: self._tasks.pop(number, None))

@@ -139,7 +139,7 @@ class Sandbox:
             remove_folder(Path(self.folder))
 
     def _limit_processes(self, protection: Protection, *, is_limited: bool) -> None:
-        """Have a process group of its own, which the server can kill, and a limit on the number of processes."""
+        """Enter a process group that the server can kill, and limit the number of processes."""
         with contextlib.suppress(OSError):
             os.setpgid(0, 0)
         if is_limited:

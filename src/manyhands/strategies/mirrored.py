@@ -200,5 +200,5 @@ def hash_of(tensor: Tensor) -> Tensor:
 
 
 def _weights(count: int, device: torch.device) -> Tensor:
-    """Return odd weights: no multiple of an odd number hides a bit, and moving a value changes the sum."""
+    """Return a different odd number per element: a changed bit, or values that change places, change the sum."""
     return torch.arange(1, count + 1, device=device) * 2 + 1

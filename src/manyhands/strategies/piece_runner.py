@@ -109,7 +109,7 @@ class Relay:
         return _Environment(flow.held, given, lambda node: self._own(flow, node))
 
     def _own(self, flow: Flow, node: str) -> Tensor:
-        """Return a tensor of the network; of a buffer that forward updates, this micro-batch's copy for backward."""
+        """Return one of the network's tensors; for a buffer that forward updates, a copy that backward can read."""
         name = self._own_buffers.get(node)
         if name is None or not torch.is_grad_enabled():
             return self._tensor_of(node)

@@ -418,7 +418,7 @@ class Placement:
         holding: Holding,
         own_buffers: Collection[str] = (),
     ) -> Relay:
-        """Return this rank's part of a partition; a micro-batch updates `own_buffers` from before the step."""
+        """Return this rank's part of a partition; every micro-batch begins with the step's first `own_buffers`."""
         blocks = recomputed_by(self.model, self.spec.recompute)
         segments = {
             piece.index: segments_of(

@@ -90,7 +90,7 @@ class Replica:
         return function(self.model, data)
 
     def explained(self, error: Exception) -> Exception:
-        """Return the error to raise for one of a custom step: a refusal, where the strategy is its cause."""
+        """Return the error to raise when a custom step raised this one: a refusal, if the strategy caused it."""
         return error
 
     def set_padding(self, is_padding: bool) -> None:

@@ -54,7 +54,7 @@ class PolicyState:
         return PolicyState(kept, self.shared, self.num_steps)
 
     def share(self, world: World) -> PolicyState:
-        """Return this replica's part of stacked feedback; if the number of replicas changed, 1/size of the sum."""
+        """Return this replica's row of stacked feedback; if there are other replicas now, an equal share of the sum."""
         if self.is_own:
             return self
 

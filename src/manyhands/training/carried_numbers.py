@@ -50,7 +50,7 @@ class NumberSlot:
 
 
 def number_slots(model: nn.Module, function: Callable[..., Any] | None = None) -> dict[str, NumberSlot]:
-    """Return where a network's modules, and what a loss refers to, hold numbers, by path.
+    """Return the numbers in a network's modules and in what its loss refers to, by path.
 
     >>> layer = nn.Identity()
     >>> layer.calls, layer.kept = 3, {"mean": 0.5}
@@ -127,7 +127,7 @@ def numbers_of(slots: Mapping[str, NumberSlot]) -> dict[str, Number]:
 
 
 def differing(ours: Mapping[str, Number], theirs: Mapping[str, Number], tolerance: float) -> list[str]:
-    """Return the paths that both have, with different numbers."""
+    """Return the paths that are in both mappings, with different numbers."""
     return [path for path, a in ours.items() if path in theirs and not _are_close(a, theirs[path], tolerance)]
 
 

@@ -261,7 +261,7 @@ def take_steps(
 
 
 def record_of(states: Sequence[Mapping[str, Tensor]], losses: Sequence[float], whole: Record) -> Record:
-    """Return a record of steps with known weights and losses only, for a comparison with a whole one."""
+    """Return a record of steps of which only weights and losses are known, to compare it with a whole record."""
     steps = []
     for state, loss, ours in zip(states, losses, whole.steps, strict=True):
         weights, buffers = ({n: state[n] for n in named if n in state} for named in (ours.weights, ours.buffers))
@@ -371,7 +371,7 @@ class Difference:
 
     @property
     def is_real(self) -> bool:
-        """Whether it exceeds the tolerance."""
+        """Whether the difference exceeds the tolerance."""
         return not self.error <= self.limit
 
 
@@ -709,7 +709,8 @@ def _reason(
     if cause and " of " in cause.split(" at ")[0]:
         return f"{cause} looks at other samples of the batch", SAMPLES
     if cause:
-        return f"{cause} is not: a loss must be a mean over the batch's samples, or mh.mean(total, count)", LOSS
+        rule = "a loss must be a mean over the batch's samples, or mh.mean(total, count)"
+        return f"{cause} gives another result on parts of the batch than on all of it: {rule}", LOSS
     if found.what.startswith("the gradient") and (scaled := not_linear(task, spec, plan, whole, alone)) is not None:
         return scaled.why, scaled.remedy
     return _of_parameters(task, spec, plan, whole, alone) or _of_the_strategy(spec, found, task, whole.drawn_on_host)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 SHARE = 0.02
 """The share of a run's time that checkpoints may take, in the loop and in the background."""
 GRACE_SECONDS = 2.0
-"""Seconds that checkpoints may take besides: short runs save every epoch."""
+"""Seconds that checkpoints may take in addition to their share of the time, so that short runs save every epoch."""
 MAX_UNSAVED_SECONDS = 300.0
 """Seconds of work that may be unsaved, whatever a checkpoint costs."""
 MARGIN = 0.1
@@ -52,7 +52,7 @@ class CheckpointPace:
         self._look_at = None
 
     def is_due(self, spent: float) -> bool:
-        """Return whether the end of an epoch is saved, where checkpoints have taken `spent` seconds so far."""
+        """Return whether to save at the end of an epoch, given that checkpoints have taken `spent` seconds so far."""
         allowed = GRACE_SECONDS + SHARE * (self._clock() - self._began)
         following = spent / max(1, self._num_saved)
         return spent + following <= allowed or self.seconds_unsaved >= MAX_UNSAVED_SECONDS

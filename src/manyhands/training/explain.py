@@ -31,7 +31,7 @@ def explain(task: Task, spec: StrategySpec) -> tuple[SplitTable, Layout | None]:
 
 
 def layout_of(task: Task, model: nn.Module, spec: StrategySpec) -> tuple[Layout | None, float]:
-    """Return how layers are sharded, and a rank's batch size as a multiple of the samples used to find that."""
+    """Return the layout, and the ratio of a rank's batch size to the number of samples it was found with."""
     if spec.tensor == 1:
         return None, 0.0
     batch, size = few_samples(task, spec)

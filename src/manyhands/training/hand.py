@@ -558,7 +558,7 @@ class Hand:
             self.meet()
 
     def meet(self) -> None:
-        """Synchronize local SGD replicas where due; the losses since the last time become those of all replicas."""
+        """Synchronize local SGD replicas if that is due, and average their losses since the last time."""
         due, self._due = self._due, []
         for key in due:
             self.replica.meet(key)

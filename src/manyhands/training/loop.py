@@ -327,7 +327,7 @@ class TrainingLoop:
 
     @property
     def clock(self) -> Callable[[], float]:
-        """A clock for work on this rank's device; on a CPU other programs do not count."""
+        """A clock for work on this rank's device: on a CPU the time of this thread, otherwise the wall clock."""
         return time.thread_time if self.hand.device.type == "cpu" else time.perf_counter
 
     def ease(self, batch_size: int) -> None:
@@ -391,7 +391,7 @@ class TrainingLoop:
             self.kept.copies = made or self.kept.copies
 
     def keep(self) -> None:
-        """Store the state to resume from the last step; the older one stays where there is nothing newer."""
+        """Store the state of the last step, to resume from it; keep the older state if there is no newer one."""
         self.kept.called_at, self.kept.batches = self.called_at, self.marker.batches
         if self.hand.is_apart:
             # Local SGD steps that are not synchronized are repeated.

@@ -188,7 +188,7 @@ class _Again:
             found.first = number
 
     def _compare_parts(self, found: Replay, number: int, cursor: Cursor) -> None:
-        """Compare each replica's reported loss with its samples'; stops once the overall loss differs, as all would."""
+        """Compare each replica's reported loss with its samples'; stop once the overall loss differs."""
         for rank, size, accumulate, recorded in self.parts.get(number, ()) if found.first is None else ():
             feed = Feed(
                 self.source, batch_size=self.batch_size, seed=self.task.seed, shuffle=self.task.shuffle, replica=rank,

@@ -28,7 +28,7 @@ RESTORED = (*PLAIN, *CONTAINERS, Tensor, nn.Module)
 
 @contextmanager
 def left_alone(function: Callable[..., Any] | None) -> Iterator[None]:
-    """Restore what a function holds in its closure, object or arguments afterwards: numbers, containers, buffers.
+    """On exit, restore numbers, containers and buffers that a function holds in its closure, object or arguments.
 
     >>> def counting(count=[0]):
     ...     count[0] += 1
@@ -56,7 +56,7 @@ def remember_held(function: Callable[..., Any] | None) -> Callable[[], None]:
 
 
 class HeldState:
-    """What a function holds, separately for one of several users of the same function.
+    """The state that a function holds for one of several users, each of which sees only its own changes.
 
     >>> count = [0]
     >>> def counting(): count[0] += 1

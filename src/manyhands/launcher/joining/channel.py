@@ -71,7 +71,7 @@ class JoinTimeouts:
 
     @property
     def silence(self) -> float:
-        """Return the seconds without receiving a message from the other host, or without it reading one."""
+        """Return the seconds after which a host counts as failed that sends nothing or reads nothing."""
         return min(4.0, self.timeout / 10)
 
     @property

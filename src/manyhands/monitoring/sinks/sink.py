@@ -68,7 +68,7 @@ class Sink(ABC):
         return self.name or type(self).__name__
 
     def require(self) -> None:
-        """Raise if the sink cannot work, before anything starts; imports the package, so that no thread has to."""
+        """Raise if the sink cannot work, before the run starts; import its package, so that no thread has to."""
         if not self.package:
             return
         try:

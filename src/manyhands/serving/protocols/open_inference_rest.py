@@ -309,7 +309,7 @@ def model_metadata(version: Version, numbers: list[str]) -> dict[str, Any]:
 
 
 def model_config(version: Version) -> dict[str, Any]:
-    """Return the supported part of Triton's configuration, without the batch dimension, as there."""
+    """Return the supported part of Triton's configuration; as in Triton, shapes omit the batch dimension."""
 
     def described(specs: Mapping[str, TensorSpec]) -> list[dict[str, Any]]:
         return [

@@ -119,7 +119,7 @@ def _plain(text: bytes) -> Answer:
 
 
 def compressed(answer: Answer, coding: bytes) -> Answer:
-    """Return an answer compressed with b"gzip" or b"deflate"; a small one, or without a coding, as it is."""
+    """Return an answer compressed with b"gzip" or b"deflate"; unchanged if it is small or no coding is given."""
     body, kind, extra = answer
     if not coding or len(body) <= COMPRESS:
         return answer

@@ -43,7 +43,7 @@ class Glue(TorchFunctionMode):
             if result is not NotImplemented:
                 return result
         if _changes_view(func, args):
-            raise NotImplementedError(f"{func.__name__} in place on a view of a tensor that is in parts")
+            raise NotImplementedError(f"{func.__name__} must not change a view of a sharded tensor in place")
         if func not in _HARMLESS:
             args, kwargs = self._settled(args, kwargs)
         return func(*args, **kwargs)
@@ -203,7 +203,7 @@ class Glue(TorchFunctionMode):
         if not is_sharded(weight, 0):
             return NotImplemented
         if max_norm is not None or scale_grad_by_freq:
-            raise NotImplementedError("an embedding in parts with max_norm or scale_grad_by_freq")
+            raise NotImplementedError("an embedding with max_norm or scale_grad_by_freq cannot be sharded")
         axis, count = self._axis, weight.shape[0]
         rows = axis.whole(input)
         require_within(rows, count, "index out of range in self")

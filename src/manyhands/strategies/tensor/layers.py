@@ -299,7 +299,7 @@ def _channel_dim(layer: Any) -> int:
 
 
 def _fits(count: int, axis: Axis) -> bool:
-    """Return whether every rank gets at least one of them."""
+    """Return whether every rank gets at least one of `count` features or channels."""
     return count > (axis.size - 1) * -(-count // axis.size)
 
 

@@ -332,7 +332,7 @@ def _caller(name: str, module: nn.Module, layout: Layout) -> bool:
 
 
 def _only_digits(parent: str, whole: str) -> bool:
-    """Return whether there is only a list of modules between the two."""
+    """Return whether there is only a list of modules between two modules, given by name."""
     rest = parent.removeprefix(whole).lstrip(".")
     return "." not in rest
 
@@ -460,7 +460,7 @@ def _stand_in(axis: Axis, tensor: Tensor, fake: Callable[[Any], Any]) -> Tensor:
 
 
 def _plausible(tensor: Tensor, device: str) -> Tensor:
-    """Return values for a tensor without values; memory as it is may hold NaN, and indices out of range."""
+    """Return a tensor with harmless values in place of a fake one: uninitialized memory may hold NaN or bad indices."""
     if not isinstance(tensor, nn.Parameter):
         return (
             torch.ones_like(tensor, device=device)
