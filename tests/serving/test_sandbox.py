@@ -6,6 +6,7 @@ import asyncio
 import ctypes
 import json
 import os
+import re
 import secrets
 import signal
 import socket
@@ -77,6 +78,8 @@ ESCAPES: dict[str, Callable[[Escaping], Any]] = {
     "allocates ten times its limit": lambda self: torch.ones(10 * self.memory // 4).sum(),
     "allocates ten times its limit in parts": lambda self: [torch.ones(self.memory // 40) for _ in range(100)],
     "inherits descriptors": lambda self: _more_than_four(os.listdir("/proc/self/fd")),
+    "has capabilities": lambda self: _more_than_reading(Path("/proc/self/status").read_text()),
+    "may gain privileges": lambda self: _may_gain_privileges(Path("/proc/self/status").read_text()),
 }
 
 
@@ -85,6 +88,20 @@ def _more_than_four(names: list[str]) -> list[str]:
     if len(names) <= 5:
         raise OSError("none")
     return names
+
+
+def _more_than_reading(status: str) -> str:
+    """Return the capabilities of a process if they are more than reading files of other users (bit 2)."""
+    held = re.findall(r"Cap(?:Inh|Prm|Eff|Amb):\s*([0-9a-f]+)", status)
+    if len(held) == 4 and not any(int(one, 16) & ~(1 << 2) for one in held):
+        raise OSError("none")
+    return status
+
+
+def _may_gain_privileges(status: str) -> str:
+    if re.search(r"NoNewPrivs:\s*1", status):
+        raise OSError("it may not")
+    return status
 
 
 @dataclass(frozen=True)
@@ -476,7 +493,8 @@ def hostile(adder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with an honest model, hostile ones that load, and two that must not take over."""
     root = tmp_path_factory.mktemp("hostile")
     publish(adder, root / "adder", 2)
-    for build in (models.allocates, models.computes_long, models.raises, models.wrong_shape, models.wrong_dtype):
+    loaded = models.allocates, models.computes_long, models.empties, models.raises
+    for build in (*loaded, models.wrong_shape, models.wrong_dtype):
         build(root / build.__name__)
     models.FORGERIES["read_by_reshape_alias"](root / "reader")
     models.FORGERIES["changes_a_weight"](root / "changer")
@@ -488,7 +506,12 @@ def test_hostile_models_do_not_affect_other_models(
 ) -> None:
     monkeypatch.setattr("manyhands.serving.replica.STUCK_SECONDS", 0.5)
     server = start(hostile, log=tmp_path / "log", timeout=2.0)
-    state = {one["name"]: one["versions"][0] for one in server.state()["models"]}
+
+    def loaded() -> dict[str, Any]:
+        state = {one["name"]: one["versions"][0] for one in server.state()["models"]}
+        return state if all(one["error"] or one["state"] == "AVAILABLE" for one in state.values()) else {}
+
+    state = until(loaded, 60.0)
 
     def is_honest_served() -> bool:
         return bool(ask(server.url, "adder", [[1.0, 2.0, 3.0]]).json()["outputs"] == [[3.0, 4.0, 5.0]])
@@ -515,6 +538,10 @@ def test_hostile_models_do_not_affect_other_models(
     assert ask(server.url, "allocates", [[2.0**37, 0.0, 0.0, 0.0]]).status_code == 500
     assert is_honest_served()
     assert ask(server.url, "allocates", [[2.0, 0.0, 0.0, 0.0]]).json()["outputs"] == [[4.0, 2.0, 2.0, 2.0]]
+
+    assert ask(server.url, "empties", [[2.0**27, 0.0, 0.0, 0.0]]).status_code == 500
+    assert is_honest_served()
+    assert ask(server.url, "empties", [[3.0, 0.0, 0.0, 0.0]]).json()["outputs"] == [[[], [], []]]
 
     assert ask(server.url, "computes_long", [[4096.0, 0.0, 0.0, 0.0]]).status_code in (503, 504)
     assert is_honest_served()
