@@ -34,6 +34,8 @@ class Chip:
     bandwidth: float
     inside: str = "PCIe 4"
     """The link to the other devices of its host."""
+    per_root: int = 4
+    """Devices behind one PCIe root of a host, which share its way to the host's memory."""
     reach: float = 0.6
     """The fraction of `flops` that large matrix products reach."""
     ramp: float = 8e-6
@@ -81,12 +83,24 @@ class Link:
     """The fraction of the bandwidth that a large transfer reaches."""
     latency: float = 5e-6
     """Seconds for one hop."""
+    mesh: tuple[float, ...] = ()
+    """Fraction of a device's links that a ring of 2, 4, … devices uses where devices are wired directly; with a
+    switch, or if empty, all of them."""
     source: str = ""
 
     @property
     def rate(self) -> float:
         """Return the bytes per second that a transfer reaches."""
         return self.bandwidth * self.share
+
+    def within(self, members: int) -> float:
+        """Return the bytes per second of a ring of this many devices of a host.
+
+        >>> round(link("NVLink 2").within(2) / link("NVLink 2").within(8), 2)
+        0.17
+        """
+        index = max(0, (members - 1).bit_length() - 1)
+        return self.rate * (self.mesh[index] if index < len(self.mesh) else 1.0)
 
 
 def blend(*times: float) -> float:
@@ -165,6 +179,7 @@ def link(name: str, bandwidth: float | None = None) -> Link:
             f"a device must be one of the catalogue ({', '.join(known)})", got=repr(name), remedy="choose one of them"
         )
     made = {"name": name, **known[name]}
+    made["mesh"] = tuple(made.get("mesh", ()))
     if bandwidth is not None:
         made["bandwidth"] = bandwidth
     return Link(**made)
