@@ -42,8 +42,10 @@ class Chip:
     """The same for fp32 products without tensor cores, relative to `reach`."""
     attention: float = 0.4
     """The fraction of `flops` that fused attention reaches."""
+    fill: float = 144.0
+    """Elements of a product's inner dimension in whose time its kernel fills and drains, in half precision."""
     ramp: float = 4e-6
-    """Seconds from the start of a product's kernel to the next one, besides its work."""
+    """Seconds that a product's kernel takes besides its work; another kernel takes half of it."""
     streaming: float = 0.8
     """The fraction of the memory bandwidth that operations reach."""
     operation: float = 25e-6
@@ -74,14 +76,16 @@ class Chip:
         """
         rate, streaming = self.rate(precision), self.bandwidth * self.streaming
         slower = min(1.0, self.attention / self.reach)
-        flops = work.flops - work.attention + work.fill + work.attention / slower
+        fill = self.fill * (self.flops["fp32"] / self.flops.get("bf16", self.flops["fp32"]) if precision == "fp32" else 1)
+        flops = work.flops - work.attention + fill * work.fill + work.attention / slower
         calculating = flops * samples / tensor / rate
         feeding = (work.product_moved * samples + work.product_fixed) / tensor / streaming
         products = blend(calculating, feeding) + work.products * self.ramp
         alone = work.alone(fused=fused)
         whole = 0.0 if sequence or not work.moved else work.unsharded * alone / (work.moved - work.product_moved or 1.0)
         moved = (whole + (alone - whole) / tensor) * samples + (work.fixed - work.product_fixed) / tensor
-        return products + moved / streaming
+        others = max(0, work.launches(fused=fused) - work.products) * self.ramp / 2
+        return products + moved / streaming + others
 
     def starting(self, operations: float, *, captured: bool = False) -> float:
         """Return the seconds that the host needs to launch these operations."""

@@ -16,8 +16,7 @@ class PassCost:
     attention: float = 0.0
     """The part of `flops` in fused attention kernels."""
     fill: float = 0.0
-    """FLOPs that products could do while their kernels fill and drain: more, relative to `flops`, for short inner
-    dimensions."""
+    """FLOPs of products for one element of their inner dimension: how many are lost while kernels fill and drain."""
     moved: float = 0.0
     """Bytes that operations read and write, as far as they grow with the samples."""
     product_moved: float = 0.0

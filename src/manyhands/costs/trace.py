@@ -49,8 +49,6 @@ _GATHERS = (_ATEN.nll_loss_forward, _ATEN.nll_loss2d_forward, _ATEN.gather)
 _FILLS = (_ATEN.nll_loss_backward, _ATEN.nll_loss2d_backward)
 """Operations that write their whole output and read a few elements."""
 _UNFUSED = (_ATEN.embedding, _ATEN.embedding_dense_backward, _ATEN.max_pool2d_with_indices)
-FILL = 128
-"""Elements of a product's inner dimension that its kernel takes to fill and drain: four stages of 32 in flight."""
 _WIDE = {
     "softmax",
     "log_softmax",
@@ -328,7 +326,7 @@ class _Counter(StorageWatch):
         work = PassCost(
             flops=flops,
             attention=flops if is_attention else 0.0,
-            fill=0.0 if is_attention or not flops else flops * FILL / _inner(flops, outputs[0]),
+            fill=0.0 if is_attention or not flops else flops / _inner(flops, outputs[0]),
             moved=moved,
             product_moved=moved if flops else 0.0,
             product_fixed=fixed if flops else 0.0,
