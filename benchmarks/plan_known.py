@@ -13,7 +13,6 @@ import csv
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +30,10 @@ SOURCES = {
     "llm-foundry": "github.com/mosaicml/llm-foundry scripts/train/benchmarking/README.md",
     "torchtitan": "github.com/pytorch/torchtitan benchmarks/llama3_h100_202412_torchtitan.md",
     "torchtitan TP": "github.com/pytorch/torchtitan benchmarks/asyncTP_llama3_h100_2025-06_torchtitan.md",
-    "sequence parallelism": "Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, table 5",
-    "DeepLearningExamples BERT": "github.com/NVIDIA/DeepLearningExamples PyTorch/LanguageModeling/BERT/README.md (19.07)",
+    "sequence parallelism": "Korthikanti et al., Reducing Activation Recomputation in Large Transformers, table 5",
+    "DeepLearningExamples BERT": "github.com/NVIDIA/DeepLearningExamples LanguageModeling/BERT/README.md (19.07)",
     "DeepLearningExamples ResNet": "github.com/NVIDIA/DeepLearningExamples resnet50v1.5/README.md (21.03)",
-    "llm.c": "github.com/karpathy/llm.c discussion 481: 19,560 steps of 524,288 tokens in 90 minutes on eight A100, and "
+    "llm.c": "github.com/karpathy/llm.c discussion 481: 19,560 steps of 524,288 tokens in 90 minutes on eight A100; "
     "github.com/KellerJordan/modded-nanogpt: 45 minutes on eight H100",
 }
 

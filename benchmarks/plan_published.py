@@ -14,6 +14,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
+from statistics import fmean, stdev
 
 from manyhands.core import DeviceError, StrategySpec
 from manyhands.costs import Chip, Link, Network, NetworkPart, PassCost, Servers, chip, link
@@ -142,20 +143,26 @@ def turns() -> list[Turned]:
 def left_out(found: Sequence[Point], key: Callable[[Point], Hashable]) -> tuple[float, float]:
     """The mean error on points whose group had no say in the constants, and where all groups had one.
 
-    The constants are chosen, out of a few, for the least error on all other groups.
+    Constants other than the catalogue's are chosen, out of a few, if they are better on the other groups by more than
+    the gain's standard error.
     """
-    errors = []
+    errors: list[list[tuple[Hashable, float]]] = []
     for turned in turns():
-        by_group: dict[Hashable, list[float]] = {}
-        for point, measured, guess in predicted(found, turned):
-            by_group.setdefault(key(point), []).append(abs(guess / measured - 1))
-        errors.append(by_group)
-    held: list[float] = []
-    for group in errors[0]:
-        others = [sum(sum(e) for other, e in by_group.items() if other != group) for by_group in errors]
-        held += errors[others.index(min(others))][group]
-    fitted = min(sum(map(sum, by_group.values())) for by_group in errors)
-    return sum(held) / len(held), fitted / len(held)
+        errors.append([(key(point), abs(guess / measured - 1)) for point, measured, guess in predicted(found, turned)])
+    groups = [group for group, _ in errors[0]]
+    held = [errors[_chosen(errors, group)][index][1] for index, group in enumerate(groups)]
+    return fmean(held), fmean(error for _, error in errors[_chosen(errors, None)])
+
+
+def _chosen(errors: Sequence[Sequence[tuple[Hashable, float]]], without: Hashable) -> int:
+    """Return which constants are the best on all groups but one."""
+    best, most = 0, 0.0
+    for index, found in enumerate(errors):
+        gains = [first - error for (group, error), (_, first) in zip(found, errors[0], strict=True) if group != without]
+        doubt = stdev(gains) / len(gains) ** 0.5 if len(gains) > 1 else 0.0
+        if sum(gains) > most and fmean(gains) > doubt:
+            best, most = index, sum(gains)
+    return best
 
 
 def source_of(point: Point) -> str:

@@ -95,6 +95,8 @@ class Score:
     rank_correlation: float
     regret: dict[int, float]
     """By how many plans it may measure before it picks."""
+    above: int
+    """Number of fitted constants above what the datasheet says."""
 
 
 def observations(path: Path = DATA) -> list[Observation]:
@@ -128,7 +130,7 @@ def traced(width: int, layers: int) -> Network:
 
 
 def narrow(task: mh.Task, batch: Any, rows: int = 1) -> Network:
-    """The costs of a network whose weights are bf16, beside fp32 ones that the optimizer keeps, as large models have."""
+    """The costs of a network with bf16 weights, beside fp32 ones that the optimizer keeps, as large models have."""
 
     make = task.model
 
@@ -176,7 +178,9 @@ def score(found: Sequence[Observation], calibrating: Sequence[Observation]) -> S
         )
         for count in (1, 3, 5)
     }
-    return Score(median(errors), fmean(errors), rank_correlation(pairs), regret)
+    fitted = (cluster.chip.reach, cluster.chip.streaming, cluster.inside.share)
+    above = sum(value > 1 for value in fitted)
+    return Score(median(errors), fmean(errors), rank_correlation(pairs), regret, above)
 
 
 def rank_correlation(pairs: Sequence[tuple[float, float]]) -> float:

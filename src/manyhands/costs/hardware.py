@@ -76,7 +76,9 @@ class Chip:
         """
         rate, streaming = self.rate(precision), self.bandwidth * self.streaming
         slower = min(1.0, self.attention / self.reach)
-        fill = self.fill * (self.flops["fp32"] / self.flops.get("bf16", self.flops["fp32"]) if precision == "fp32" else 1)
+        fill = self.fill * (
+            self.flops["fp32"] / self.flops.get("bf16", self.flops["fp32"]) if precision == "fp32" else 1
+        )
         flops = work.flops - work.attention + fill * work.fill + work.attention / slower
         calculating = flops * samples / tensor / rate
         feeding = (work.product_moved * samples + work.product_fixed) / tensor / streaming

@@ -133,6 +133,8 @@ class Network:
     """Bytes of a batch of `rows` samples."""
     buffer_bytes: int = 0
     """Bytes of the network's buffers."""
+    is_measured: bool = False
+    """Whether its costs are the time of whole steps on some hardware, because it could not be traced."""
 
     @property
     def params(self) -> int:

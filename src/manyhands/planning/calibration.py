@@ -98,7 +98,9 @@ def _with(cluster: Cluster, logs: dict[str, float]) -> Cluster:
     }
     moved = replace(cluster, chip=replace(chip, **own))
     if "share" in factors:
-        moved = replace(moved, inside=replace(moved.inside, share=_bounded("share", moved.inside.share * factors["share"])))
+        moved = replace(
+            moved, inside=replace(moved.inside, share=_bounded("share", moved.inside.share * factors["share"]))
+        )
     if "exchange" in factors:
         moved = replace(moved, exchange=(cluster.exchange or cluster.group(1, 1).beginning) * factors["exchange"])
     if "spread" in factors:

@@ -87,7 +87,9 @@ def _peak(
         if spec.recompute and piece.is_repeated:
             again = piece.kept * samples * piece.share(spec.tensor, sequence=is_sequence(spec))
         # Backward also holds the gradient that it starts from, as large as the part's output.
-        working = (piece.backward.peak * piece.share(spec.tensor, sequence=is_sequence(spec)) + piece.output) * samples + again
+        working = (
+            piece.backward.peak * piece.share(spec.tensor, sequence=is_sequence(spec)) + piece.output
+        ) * samples + again
         if spec.accumulate * spec.microbatches > 1:
             working += piece.largest / spec.tensor  # a new gradient exists separately until it is accumulated
         grown += gradients * piece.gradient_bytes / total
