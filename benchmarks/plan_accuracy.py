@@ -15,7 +15,7 @@ import argparse
 import resource
 import time
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 
 import torch
 from rich.console import Console
@@ -24,7 +24,7 @@ from rich.table import Table
 import manyhands as mh
 from manyhands.distributed import Device
 
-from . import plan_gpu, plan_profile, plan_published, plan_vtrain
+from . import plan_gpu, plan_known, plan_profile, plan_published, plan_texts, plan_vtrain
 from .plan_famous import POINTS
 from .report import Check, Report
 
@@ -39,6 +39,8 @@ def main() -> None:
     published(report, asked.published or plan_published.DATA, asked.quick)
     if asked.published is None:
         famous(report)
+        known(report)
+        report.checks["text_understood"] = Check(value=plan_texts.share_understood(), at_least=1.0)
         vtrain(report, asked.quick)
         profiled(report, asked.quick)
         if not asked.quick:
@@ -56,6 +58,7 @@ def vtrain(report: Report, quick: bool) -> None:
     report.checks["vtrain_median_error"] = Check(value=score.median_error, at_most=0.08)
     for count, bar in ((1, 0.06), (3, 0.02), (5, 0.01)):
         report.checks[f"vtrain_regret_top{count}"] = Check(value=score.regret[count], at_most=bar)
+    report.checks["fitted_parameters_above_datasheet"] = Check(value=score.above, at_most=0)
     report.notes["vtrain_mean_error"] = round(score.mean_error, 4)
     report.notes["vtrain_rank_correlation"] = round(score.rank_correlation, 4)
     if quick:
@@ -67,7 +70,8 @@ def vtrain(report: Report, quick: bool) -> None:
 
 def published(report: Report, path: Path, quick: bool) -> None:
     """Speed-ups of public reports."""
-    found = plan_published.points(path)
+    read = plan_published.read(path)
+    found = read.points
     rows = plan_published.predicted(found)
     table = Table("system", "mode", "network", "devices", "measured", "predicted", "error", title="published speed-ups")
     by_series: dict[tuple[str, ...], list[float]] = {}
@@ -85,8 +89,36 @@ def published(report: Report, path: Path, quick: bool) -> None:
     report.notes["published_worst_error"] = round(max(errors), 4)
     report.notes["published_mean_of_series_errors"] = round(fmean(map(fmean, by_series.values())), 4)
 
+    for reason, count in sorted(read.left_out.items()):
+        report.notes[f"published_rows_left_out: {reason}"] = count
+    for word, overlaps in (("with", True), ("without", False)):
+        pairs = plan_published.predicted(found, overlaps=overlaps)
+        error = fmean(abs(guess / measured - 1) for _, measured, guess in pairs)
+        report.notes[f"published_speedup_error_{word}_overlap"] = round(error, 4)
     if not quick:
-        report.notes["published_left_out_error"] = round(plan_published.left_out(found), 4)
+        held, fitted = plan_published.left_out(found, plan_published.source_of)
+        report.checks["published_leave_one_source_out_error"] = Check(value=held, at_most=0.08)
+        report.notes["published_fitted_error"] = round(fitted, 4)
+
+
+def known(report: Report) -> None:
+    """Published throughput, predicted from the catalogue."""
+    table = Table(
+        "what", "strategy", "published", "predicted", "error", title="published throughput, samples per second"
+    )
+    found = plan_known.errors(plan_known.points())
+    for point, error in found:
+        speed = float(point.row["batch"]) / point.seconds
+        table.add_row(point.name, point.row["spec"], f"{speed:.4g}", f"{speed * (1 + error):.4g}", f"{error:+.1%}")
+        case = f"{point.name}, {point.row['spec']}, {point.row['runs']}"
+        report.add(case, {"measured": [point.seconds], "predicted": [point.seconds / (1 + error)]}, "measured")
+    Console(width=150).print(table)
+    errors = sorted(abs(error) for _, error in found)
+    report.checks["known_throughput_error"] = Check(value=median(errors), at_most=0.15)
+    report.checks["known_throughput_p90"] = Check(value=errors[round(0.9 * (len(errors) - 1))], at_most=0.35)
+    report.notes["known_throughput_points"] = len(errors)
+    report.notes["known_throughput_worst_error"] = round(errors[-1], 4)
+    report.notes["known_throughput_too_fast"] = sum(error > 0 for _, error in found)
 
 
 def famous(report: Report) -> None:

@@ -9,10 +9,12 @@ from __future__ import annotations
 import csv
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
+from statistics import fmean, stdev
 
 from manyhands.core import DeviceError, StrategySpec
 from manyhands.costs import Chip, Link, Network, NetworkPart, PassCost, Servers, chip, link
@@ -22,11 +24,15 @@ DATA = Path(__file__).parent / "data" / "published_scaling.csv"
 NUM_PIECES = 16
 LARGEST = {"VGG16": 411e6, "VGG-16": 411e6, "AlexNet": 151e6}
 """Bytes of the largest parameter, where one rules all others: the first fully connected layer."""
+CARDS = 4
+"""Cards behind one PCIe root of a host."""
 CLOCK = Chip(name="clock", flops={"fp32": 1.0}, memory=1e15, bandwidth=1e30, reach=1.0, ramp=0.0, operation=0.0)
 """A device on which an operation takes a second."""
 DEVICES = {"Pascal": "P100"}
-SWITCH = {"K80": 8}
-"""Devices that share one way to the host's memory: eight on the cloud's K80 hosts, else two."""
+BLANK = ("", "-", "?", "n/a", "na", "none", "unknown", "unstated")
+"""What stands in a cell that says nothing."""
+OVERLAPS = True
+"""Whether gradients are exchanged during backward where a row does not say; errors are reported with and without."""
 
 
 @dataclass(frozen=True)
@@ -39,16 +45,58 @@ class Point:
     throughput: float
 
 
-def points(path: Path = DATA) -> list[Point]:
-    """All rows; throughput per device becomes that of all."""
-    found = []
+@dataclass(frozen=True)
+class Read:
+    """The points of a file, and how many rows are left out, by reason."""
+
+    points: list[Point]
+    left_out: Counter[str]
+
+
+def read(path: Path = DATA) -> Read:
+    """All rows that say what a prediction needs; throughput per device becomes that of all."""
+    found, left_out = [], Counter[str]()
     with path.open() as file:
-        for row in csv.DictReader(file):
-            count = int(row["N"])
-            each = count if row["unit"].endswith("/gpu") else 1
-            series = tuple(row[key] for key in row if key not in ("N", "value"))
-            found.append(Point(series, row, count, float(row["value"]) * each))
-    return found
+        for given in csv.DictReader(file):
+            row = {key: "" if (text or "").strip().lower() in BLANK else text.strip() for key, text in given.items()}
+            reason = unusable(row)
+            if reason:
+                left_out[reason] += 1
+                continue
+            count = int(_number(row["N"]))
+            each = count if re.search(r"/(gpu|device|chip)$", row["unit"], re.IGNORECASE) else 1
+            series = tuple(row[key] for key in row if key not in ("N", "value", "overlap"))
+            found.append(Point(series, row, count, _number(row["value"]) * each))
+    return Read(found, left_out)
+
+
+def points(path: Path = DATA) -> list[Point]:
+    """The usable rows of a file."""
+    return read(path).points
+
+
+def unusable(row: dict[str, str]) -> str:
+    """Why a row cannot be predicted; empty if it can.
+
+    >>> row = {"N": "16", "value": "3.5", "unit": "hours", "params_M": "25.6", "gpus_per_node": "8", "network": "10GbE"}
+    >>> unusable(row), unusable({**row, "unit": "img/s"}), unusable({**row, "unit": "img/s", "network": ""})
+    ('no throughput', '', 'unstated network')
+    """
+    if not re.search(r"(/| per ) ?s(ec|econd)?s?($|/)", row["unit"], re.IGNORECASE):
+        return "no throughput"
+    if any(not re.fullmatch(r"[\d.,]+", row[key]) for key in ("N", "value", "params_M")):
+        return "no number"
+    alone = "single" in row["network"].lower() or _number(row["N"]) == 1
+    if not row["gpus_per_node"] and not alone:
+        return "unstated hosts"
+    many = not alone and _number(row["N"]) > _number(row["gpus_per_node"])
+    if many and not re.search(r"\d+ ?G|\d+ ?Tb", row["network"]):
+        return "unstated network"
+    return ""
+
+
+def _number(text: str) -> float:
+    return float(text.replace(",", ""))
 
 
 @dataclass(frozen=True)
@@ -64,8 +112,15 @@ class Turned:
 AS_THEY_ARE = Turned()
 
 
-def predicted(found: Iterable[Point], turned: Turned = AS_THEY_ARE) -> list[tuple[Point, float, float]]:
-    """For every row but a series' smallest: its measured and its predicted speed-up over that one."""
+def predicted(
+    found: Iterable[Point], turned: Turned = AS_THEY_ARE, overlaps: bool | None = None
+) -> list[tuple[Point, float, float]]:
+    """For every row but a series' smallest: its measured and its predicted speed-up over that one.
+
+    `overlaps` replaces what the rows say of overlap, if they say anything.
+    """
+    if overlaps is not None:
+        found = [replace(point, row={**point.row, "overlap": "yes" if overlaps else "no"}) for point in found]
     result = []
     for _, group in groupby(sorted(found, key=lambda p: (p.series, p.num_devices)), key=lambda p: p.series):
         first, *others = list(group)
@@ -79,20 +134,40 @@ def predicted(found: Iterable[Point], turned: Turned = AS_THEY_ARE) -> list[tupl
     return result
 
 
-def left_out(found: Sequence[Point]) -> float:
-    """The mean error where each series is predicted with constants chosen, out of a few, on all other series alone."""
-    tries = [AS_THEY_ARE]
-    for name in ("tcp", "rdma", "server", "spread"):
-        tries += [Turned(**{name: factor}) for factor in (0.7, 1.4)]
-    errors = [{} for _ in tries]  # type: list[dict[tuple[str, ...], list[float]]]
-    for turned, by_series in zip(tries, errors, strict=True):
-        for point, measured, guess in predicted(found, turned):
-            by_series.setdefault(point.series, []).append(abs(guess / measured - 1))
-    result: list[float] = []
-    for series in errors[0]:
-        others = [sum(sum(e) for key, e in by_series.items() if key != series) for by_series in errors]
-        result += errors[others.index(min(others))][series]
-    return sum(result) / len(result)
+def turns() -> list[Turned]:
+    """The constants as they are, and each by itself smaller and larger."""
+    factors = [(name, factor) for name in ("tcp", "rdma", "server", "spread") for factor in (0.7, 1.4)]
+    return [AS_THEY_ARE, *(Turned(**{name: factor}) for name, factor in factors)]
+
+
+def left_out(found: Sequence[Point], key: Callable[[Point], Hashable]) -> tuple[float, float]:
+    """The mean error on points whose group had no say in the constants, and where all groups had one.
+
+    Constants other than the catalogue's are chosen, out of a few, if they are better on the other groups by more than
+    the gain's standard error.
+    """
+    errors: list[list[tuple[Hashable, float]]] = []
+    for turned in turns():
+        errors.append([(key(point), abs(guess / measured - 1)) for point, measured, guess in predicted(found, turned)])
+    groups = [group for group, _ in errors[0]]
+    held = [errors[_chosen(errors, group)][index][1] for index, group in enumerate(groups)]
+    return fmean(held), fmean(error for _, error in errors[_chosen(errors, None)])
+
+
+def _chosen(errors: Sequence[Sequence[tuple[Hashable, float]]], without: Hashable) -> int:
+    """Return which constants are the best on all groups but one."""
+    best, most = 0, 0.0
+    for index, found in enumerate(errors):
+        gains = [first - error for (group, error), (_, first) in zip(found, errors[0], strict=True) if group != without]
+        doubt = stdev(gains) / len(gains) ** 0.5 if len(gains) > 1 else 0.0
+        if sum(gains) > most and fmean(gains) > doubt:
+            best, most = index, sum(gains)
+    return best
+
+
+def source_of(point: Point) -> str:
+    """The report that a point is from."""
+    return point.row["src"]
 
 
 def seconds(point: Point, compute: float, turned: Turned = AS_THEY_ARE) -> float:
@@ -130,14 +205,14 @@ def _compute(point: Point, turned: Turned) -> float:
 
 
 def _batch(row: dict[str, str]) -> float:
-    numbers = [float(number) for number in re.findall(r"\d+", row["batch_per_gpu"])]
+    numbers = [float(number) for number in re.findall(r"\d+(?:\.\d+)?", row["batch_per_gpu"])]
     samples = sum(numbers) / len(numbers) if numbers else 1.0
     length = re.search(r"\bs(\d+)", row["mode"])
     return samples * (float(length[1]) if length and row["unit"].startswith("tok") else 1.0)
 
 
 def _workload(row: dict[str, str], compute: float, count: int, mode: str) -> Workload:
-    size = float(row["params_M"]) * 1e6 * 4
+    size = _number(row["params_M"]) * 1e6 * 4
     largest = LARGEST.get(row["model"], 2048 * 1000 * 4.0)
     weights = [index + 1 for index in range(NUM_PIECES)]  # later layers of such networks have more parameters
     sizes = [(size - largest) * weight / sum(weights) for weight in weights]
@@ -150,9 +225,14 @@ def _workload(row: dict[str, str], compute: float, count: int, mode: str) -> Wor
     return Workload(
         networks={"fp32": timed(compute, sizes)},
         batch_size=count,
-        overlaps=not re.search(r"Megatron|MXNet", mode),  # both exchange when backward has ended
+        overlaps=_overlaps(row),
         wire=narrow,
     )
+
+
+def _overlaps(row: dict[str, str]) -> bool:
+    said = row.get("overlap", "").lower()
+    return OVERLAPS if not said else said in ("yes", "true", "1")
 
 
 def timed(compute: float, sizes: Sequence[float]) -> Network:
@@ -172,32 +252,41 @@ def timed(compute: float, sizes: Sequence[float]) -> Network:
 
 def _cluster(row: dict[str, str], count: int, turned: Turned) -> Cluster:
     words = row["gpu"].replace("-", " ").split()
-    try:
-        known = chip(DEVICES.get(words[0], words[0]))
-        linked = "NVLink" in words or known.name not in ("K80", "P100")
-        inside = known.inside if linked and "PCIe" not in words else "PCIe 3"
-    except DeviceError:
-        inside = "PCIe 3"
-    per_host = min(count, int(row["gpus_per_node"]))
+    known = _device(row)
+    linked = "NVLink" in words or (known.inside.startswith("NVLink") and known.name != "P100")  # most P100 are cards
+    inside = known.inside if linked and "PCIe" not in words else "PCIe 3"
+    per_host = min(count, int(_number(row["gpus_per_node"]))) if row["gpus_per_node"] else count
     hosts = -(-count // per_host)
     network = _network(row, turned) if hosts > 1 else None
+    chip = replace(CLOCK, per_root=known.per_root if linked or known.inside == "PCIe 3" else CARDS)
     return Cluster(
-        hosts=hosts, per_host=per_host, chip=CLOCK, inside=link(inside), network=network, spread=0.02 * turned.spread
+        hosts=hosts, per_host=per_host, chip=chip, inside=link(inside), network=network, spread=0.02 * turned.spread
     )
 
 
+def _device(row: dict[str, str]) -> Chip:
+    """The catalogue's device; one that it does not have is a card."""
+    words = row["gpu"].replace("-", " ").split()
+    try:
+        return chip(DEVICES.get(words[0], " ".join(words)))
+    except (DeviceError, IndexError):
+        return replace(CLOCK, inside="PCIe 3")
+
+
 def _network(row: dict[str, str], turned: Turned) -> Link:
-    said = re.search(r"(\d+)\s*G", row["network"])
-    gbits = float(said[1]) if said else 10.0
-    kind = "InfiniBand" if "IB" in row["network"] else "RoCE" if "RoCE" in row["network"] else "Ethernet"
+    said = re.search(r"(\d+(?:\.\d+)?) ?(G|T)", row["network"])
+    assert said is not None, row  # others are left out
+    gbits = float(said[1]) * (1000 if said[2] == "T" else 1)
+    words = row["network"].lower()
+    kind = "InfiniBand" if re.search(r"\bib|infiniband|[hen]dr", words) else "RoCE" if "ro" in words else "Ethernet"
     way = link(kind, gbits * 1e9 / 8)
     return replace(way, share=way.share * (turned.tcp if kind == "Ethernet" else turned.rdma))
 
 
 def _inside(row: dict[str, str], cluster: Cluster, count: int) -> Servers:
-    """Parameters in the host's memory, reached over PCIe by all devices of a switch together."""
+    """Parameters in the host's memory, which devices behind one PCIe root reach together."""
     way = link("PCIe 3")
-    ways = max(1, min(count, cluster.per_host) // SWITCH.get(row["gpu"].split()[0], 2))
+    ways = -(-min(count, cluster.per_host) // cluster.chip.per_root)
     waits = "replicated" in row["mode"]  # copies on the devices are renewed when all gradients were applied
     return Servers(count=1, hottest=1.0, way=way, task_rate=ways * way.rate, waits=waits)
 
@@ -205,7 +294,7 @@ def _inside(row: dict[str, str], cluster: Cluster, count: int) -> Servers:
 def _servers(row: dict[str, str], cluster: Cluster, mode: str, turned: Turned) -> Servers:
     said = re.search(r"(\d+) PS", mode)
     count = min(int(said[1]), cluster.hosts) if said else cluster.hosts
-    size = float(row["params_M"]) * 1e6 * 4
+    size = _number(row["params_M"]) * 1e6 * 4
     assert cluster.network is not None
     hottest = LARGEST.get(row["model"], 0.0) / size
     rate = Servers.task_rate * turned.server

@@ -24,20 +24,39 @@ def test_chip_is_found_by_the_driver_name() -> None:
 
 def test_custom_chip_is_defined_by_its_figures() -> None:
     made = make_chip("mine", {"flops": 1e12, "memory": 8e9, "bandwidth": 1e11})
-    assert made.rate("bf16") == pytest.approx(0.6e12)
+    assert made.rate("bf16") == pytest.approx(0.75e12)
     with pytest.raises(DeviceError, match="without memory"):
         make_chip("mine", {"flops": 1e12, "bandwidth": 1e11})
     with pytest.raises(DeviceError, match="flopz"):
         make_chip("A100", {"flopz": 1})
 
 
-def test_large_matmuls_are_compute_bound_and_small_ones_launch_bound() -> None:
+def test_large_products_are_compute_bound_and_small_operations_launch_bound() -> None:
     a100 = chip("A100")
-    large = a100.seconds(PassCost(flops=1e14, operations=4), 1, "bf16")
+    large = a100.computing(PassCost(flops=1e14, operations=4, products=4), 1, "bf16")
     assert large == pytest.approx(1e14 / a100.rate("bf16"), rel=0.05)
-    small = a100.seconds(PassCost(flops=1e6, operations=100), 1, "bf16")
-    assert small == pytest.approx(100 * a100.operation, rel=0.05)
-    assert a100.seconds(PassCost(flops=1e6, operations=100), 1, "bf16", captured=True) < small / 5
+    small = PassCost(flops=1e6, operations=100, products=4)
+    assert a100.computing(small, 1, "bf16") < a100.starting(small.operations) / 5
+    assert a100.starting(small.operations, captured=True) < a100.starting(small.operations) / 5
+
+
+def test_products_move_bytes_while_they_compute_and_fused_operations_move_fewer() -> None:
+    a100 = chip("A100")
+    alone = PassCost(flops=1e12, operations=2, products=1)
+    feeding = PassCost(flops=1e12, moved=1e9, product_moved=1e9, operations=2, products=1)
+    beside = PassCost(flops=1e12, moved=1e9, fused=2e8, operations=2, products=1)
+    first, second = (a100.computing(work, 1, "bf16") for work in (alone, feeding))
+    assert second < 1.1 * first
+    third, fourth = (a100.computing(beside, 1, "bf16", fused=fused) for fused in (False, True))
+    assert third - first == pytest.approx(1e9 / (a100.bandwidth * a100.streaming))
+    assert fourth - first == pytest.approx(2e8 / (a100.bandwidth * a100.streaming))
+
+
+def test_rings_in_a_directly_wired_host_use_the_links_between_their_devices() -> None:
+    mesh = link("NVLink 2")
+    pair, whole = (ExchangeGroup(size=size, per_host=8, inside=mesh) for size in (2, 8))
+    assert all_reduce(1e9, pair) > 3 * all_reduce(1e9, whole) * (1 / 2) / (7 / 8)
+    assert link("NVLink 3").within(2) == link("NVLink 3").within(8)
 
 
 def test_all_reduce_estimate_matches_measurements_on_eight_a100() -> None:

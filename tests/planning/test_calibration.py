@@ -52,3 +52,11 @@ def test_residual_correction_applies_only_to_similar_steps() -> None:
     correction = Residuals.of(here, [odd]).correction(work)
     assert estimate(work, here, spec, correction=correction).seconds == pytest.approx(odd.seconds, rel=0.02)
     assert correction(StrategySpec(replicas=8), 8) == pytest.approx(1.0, abs=0.01)
+
+
+def test_calibrated_fractions_do_not_exceed_the_datasheet() -> None:
+    known = Cluster.parse("8 A100")
+    works = [workload(size) for size in (64, 512, 4096)]
+    seen = [Observation(work, StrategySpec(), 0.3 * estimate(work, known, StrategySpec()).seconds) for work in works]
+    found = calibrated(known, seen)
+    assert max(found.chip.reach, found.chip.streaming, found.inside.share) <= 1

@@ -421,3 +421,31 @@ def test_untraceable_network_is_measured_as_one_piece(engine: Any) -> None:
 def test_invalid_input_is_rejected_before_planning_starts(more: dict[str, Any], rule: str) -> None:
     with pytest.raises(SettingsError, match=rule):
         mh.plan(small_task, **more)
+
+
+def test_saturation_is_the_last_count_that_pays_where_efficiency_is_not_monotone() -> None:
+    work = timed(1e-4, 1e4, batch_size=120)
+    curves = Curves(work, cluster(8, gbits=400), StrategySpec(replicas=8))
+    paying = [count for count in range(1, 121) if curves.point(count).efficiency >= 0.5]
+    assert curves.saturation() == paying[-1]
+    assert len(paying) < paying[-1]  # bisection could end in a gap
+
+
+def test_curve_of_a_large_cluster_goes_beyond_its_devices() -> None:
+    work = timed(10.0, 1e4, batch_size=8192)
+    curve = Curves(work, cluster(2048, gbits=400), StrategySpec(replicas=2048)).draw()
+    assert curve.points[-1].num_devices == 8192
+    assert curve.saturates > 1024
+
+
+def test_band_follows_the_evidence_and_close_options_are_named() -> None:
+    work = timed(0.05, 1e8, batch_size=16)
+    known = make_plan(work, cluster(8), Search())
+    assert known.evidence == "catalogue"
+    assert all(option.seconds < (1 + known.band) * known.best.seconds for option in known.close())
+    network = replace(work.network("fp32"), is_measured=True)
+    unknown = make_plan(replace(work, networks={"fp32": network}), cluster(8), Search())
+    assert unknown.band > known.band
+    assert len(unknown.close()) >= len(known.close())
+    calibrated = make_plan(work, replace(cluster(8), measured=True), Search())
+    assert calibrated.band < known.band

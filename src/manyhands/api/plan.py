@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from .. import costs, parameter_server, planning, training
-from ..core import Event, SettingsError, StrategyError, StrategySpec, Task, UsageError, as_task, event, task_name
+from ..core import (
+    EVENTS,
+    Event,
+    SettingsError,
+    StrategyError,
+    StrategySpec,
+    Task,
+    UsageError,
+    as_task,
+    event,
+    read_events,
+    task_name,
+)
 from ..distributed import DEFAULT_TIMEOUT, current_world
-from ..planning import Cluster, Comparison, Plan, Search, as_clusters
+from ..planning import Cluster, Comparison, Observation, Plan, Search, Workload, as_clusters
 from ..strategies import require_built, require_loss
 from .bench import Bench, workload_of
 from .runtime import On, TaskLike
@@ -32,6 +46,7 @@ def plan(
     lossy: bool = False,
     tries: int = 3,
     networks: int = 1,
+    seen: Sequence[training.Run | str | Path] = (),
     timeout: float = DEFAULT_TIMEOUT,
 ) -> Plan | Comparison:
     """Rank the strategies for a task by their cost: step time by part, memory, and speed by number of devices.
@@ -41,7 +56,8 @@ def plan(
     - `precision`: "fp32" or "bf16", in which the network is to be computed;
     - `lossy`: whether ways that change the mathematics may be picked;
     - `tries`: how many of the best are tried here for a few steps; data parallel is always among them; 0 tries none;
-    - `networks`: how many such networks are to be trained, for a search or an ensemble: `plan.ways` says how.
+    - `networks`: how many such networks are to be trained, for a search or an ensemble: `plan.ways` says how;
+    - `seen`: earlier runs of this task on such devices, or their folders, to which the constants are fitted.
 
     >>> import torch, manyhands as mh
     >>> task = mh.Task(
@@ -77,13 +93,60 @@ def plan(
         planning.make_plan, search=search, fingerprint=fingerprint, notes=notes, networks=networks
     )
     if clusters is None:
+        if seen:
+            raise SettingsError(
+                "seen is for hardware that is not here", got="no cluster", remedy="pass cluster=, or omit seen"
+            )
         here = bench.cluster()
         workload, here = bench.calibrated(workload, here, precision)
         measure = bench.measure if tries else None
         search = replace(search, correction=bench.correction)
         return finish(workload, here, search=search, measure=measure, tries=tries)
-    plans = [finish(workload, one) for one in clusters]
+    observations = [_observed(one, workload) for one in seen]
+    plans = [_fitted(finish, workload, one, search, observations) for one in clusters]
     return planning.compare(plans) if isinstance(cluster, list | tuple) or len(plans) > 1 else plans[0]
+
+
+def _fitted(
+    finish: Callable[..., Plan],
+    workload: Workload,
+    cluster: Cluster,
+    search: Search,
+    seen: Sequence[tuple[Observation, str]],
+) -> Plan:
+    """Return the plan for a cluster, whose constants are fitted to earlier runs on its kind of devices."""
+    if not seen:
+        return finish(workload, cluster)
+    for _, device in seen:
+        if (device == "cpu") != (cluster.chip.name == "CPU"):
+            raise SettingsError(
+                f"seen must be runs on devices like those of the cluster, {cluster.chip.name}",
+                got=f"a run on {device}",
+                remedy="pass runs on that hardware only",
+            )
+    observations = [one for one, _ in seen]
+    fitted = planning.calibrated(cluster, observations)
+    correction = planning.Residuals.of(fitted, observations).correction(workload)
+    return finish(workload, fitted, search=replace(search, correction=correction))
+
+
+def _observed(given: training.Run | str | Path, workload: Workload) -> tuple[Observation, str]:
+    """Return the usual time of a run's steps as an observation, and the kind of its devices."""
+    run = given if isinstance(given, training.Run) else training.Run(given)
+    spec = StrategySpec.from_dict(run.record["spec"])
+    devices = [str(device) for device in run.record["devices"]]
+    entries = [one for one in read_events(run.path / EVENTS) if one["kind"] == "steps" and one["steps"]]
+    pairs = [
+        (after["time"] - before["time"]) / (after["steps"][-1] - before["steps"][-1])
+        for before, after in pairwise(entries)
+        if after["steps"][-1] > before["steps"][-1] and after["time"] > before["time"]
+    ]
+    if not pairs:
+        raise SettingsError(
+            "a seen run must have logged its steps at least twice", got=str(run.path), remedy="pass a longer run"
+        )
+    load = replace(workload, batch_size=run.record["batch_size"] or workload.batch_size)
+    return Observation(load, spec, median(pairs)), devices[0].partition(":")[0]
 
 
 def strategy_of_plan(strategy: str | Path, task: Task, on: On, name: str) -> tuple[StrategySpec, list[Event]]:

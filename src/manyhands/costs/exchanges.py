@@ -43,7 +43,7 @@ class ExchangeGroup:
 
     def _way(self) -> tuple[float, float]:
         """Return the slowest link's bytes per second and the average seconds of a hop around the ring."""
-        inner = self.inside.rate
+        inner = self.inside.within(min(self.size, self.per_host))
         if self.hosts == 1 or self.network is None:
             return inner, self.inside.latency
         outer = self.network.rate / self.sharing
@@ -58,7 +58,7 @@ def all_reduce(size: float, group: ExchangeGroup) -> float:
     rate, hop = group._way()
     n = group.size
     ring = 2 * (n - 1) * hop + 2 * (n - 1) / n * size / rate
-    tree = 4 * n.bit_length() * hop + 2 * size / rate
+    tree = 2 * (n - 1).bit_length() * hop + 2 * size / rate
     return group.beginning + min(ring, tree)
 
 

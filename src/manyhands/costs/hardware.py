@@ -34,13 +34,21 @@ class Chip:
     bandwidth: float
     inside: str = "PCIe 4"
     """The link to the other devices of its host."""
-    reach: float = 0.6
+    per_root: int = 4
+    """Devices behind one PCIe root of a host, which share its way to the host's memory."""
+    reach: float = 0.75
     """The fraction of `flops` that large matrix products reach."""
-    ramp: float = 8e-6
-    """Minimum seconds of a matrix product, however small."""
+    plain: float = 1.0
+    """The same for fp32 products without tensor cores, relative to `reach`."""
+    attention: float = 0.4
+    """The fraction of `flops` that fused attention reaches."""
+    fill: float = 144.0
+    """Elements of a product's inner dimension in whose time its kernel fills and drains, in half precision."""
+    ramp: float = 4e-6
+    """Seconds that a product's kernel takes besides its work; another kernel takes half of it."""
     streaming: float = 0.8
     """The fraction of the memory bandwidth that operations reach."""
-    operation: float = 40e-6
+    operation: float = 25e-6
     """Seconds that the host needs to launch one operation."""
     replayed: float = 2e-6
     """Seconds per operation of a captured step."""
@@ -48,26 +56,42 @@ class Chip:
 
     def rate(self, precision: str) -> float:
         """Return the operations per second that large matrix products reach."""
-        return self.reach * self.flops.get(precision, self.flops["fp32"] / 2)
+        share = self.reach * (self.plain if precision == "fp32" else 1.0)
+        return min(1.0, share) * self.flops.get(precision, self.flops["fp32"] / 2)
 
-    def computing(self, work: PassCost, samples: float, precision: str, tensor: int = 1) -> float:
-        """Return the device's seconds for `samples` traced samples; matmuls are split over `tensor` devices."""
-        flops = work.flops * samples / tensor
-        products = max(1.0, work.operations / 4) if flops else 0.0
-        calculating = flops / self.rate(precision) + products * self.ramp
-        moved = (work.unsharded + (work.moved - work.unsharded) / tensor) * samples + work.fixed / tensor
-        return calculating + moved / (self.bandwidth * self.streaming)
+    def computing(
+        self,
+        work: PassCost,
+        samples: float,
+        precision: str,
+        tensor: int = 1,
+        *,
+        fused: bool = False,
+        sequence: bool = False,
+    ) -> float:
+        """Return the device's seconds for `samples` traced samples; products are split over `tensor` devices.
+
+        A product moves its bytes while it computes; other operations only move bytes, fewer if they are `fused`. With
+        `sequence`, those that need whole rows are split over the devices as well, by tokens.
+        """
+        rate, streaming = self.rate(precision), self.bandwidth * self.streaming
+        slower = min(1.0, self.attention / self.reach)
+        fill = self.fill * (
+            self.flops["fp32"] / self.flops.get("bf16", self.flops["fp32"]) if precision == "fp32" else 1
+        )
+        flops = work.flops - work.attention + fill * work.fill + work.attention / slower
+        calculating = flops * samples / tensor / rate
+        feeding = (work.product_moved * samples + work.product_fixed) / tensor / streaming
+        products = blend(calculating, feeding) + work.products * self.ramp
+        alone = work.alone(fused=fused)
+        whole = 0.0 if sequence or not work.moved else work.unsharded * alone / (work.moved - work.product_moved or 1.0)
+        moved = (whole + (alone - whole) / tensor) * samples + (work.fixed - work.product_fixed) / tensor
+        others = max(0, work.launches(fused=fused) - work.products) * self.ramp / 2
+        return products + moved / streaming + others
 
     def starting(self, operations: float, *, captured: bool = False) -> float:
         """Return the seconds that the host needs to launch these operations."""
         return operations * (self.replayed if captured else self.operation)
-
-    def seconds(
-        self, work: PassCost, samples: float, precision: str, *, tensor: int = 1, captured: bool = False
-    ) -> float:
-        """Return the time of a forward or backward: device and host work concurrently."""
-        host = self.starting(work.operations, captured=captured)
-        return blend(self.computing(work, samples, precision, tensor), host)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,12 +105,24 @@ class Link:
     """The fraction of the bandwidth that a large transfer reaches."""
     latency: float = 5e-6
     """Seconds for one hop."""
+    mesh: tuple[float, ...] = ()
+    """Fraction of a device's links that a ring of 2, 4, … devices uses where devices are wired directly; with a
+    switch, or if empty, all of them."""
     source: str = ""
 
     @property
     def rate(self) -> float:
         """Return the bytes per second that a transfer reaches."""
         return self.bandwidth * self.share
+
+    def within(self, members: int) -> float:
+        """Return the bytes per second of a ring of this many devices of a host.
+
+        >>> round(link("NVLink 2").within(2) / link("NVLink 2").within(8), 2)
+        0.17
+        """
+        index = max(0, (members - 1).bit_length() - 1)
+        return self.rate * (self.mesh[index] if index < len(self.mesh) else 1.0)
 
 
 def blend(*times: float) -> float:
@@ -165,6 +201,7 @@ def link(name: str, bandwidth: float | None = None) -> Link:
             f"a device must be one of the catalogue ({', '.join(known)})", got=repr(name), remedy="choose one of them"
         )
     made = {"name": name, **known[name]}
+    made["mesh"] = tuple(made.get("mesh", ()))
     if bandwidth is not None:
         made["bandwidth"] = bandwidth
     return Link(**made)

@@ -12,26 +12,57 @@ class PassCost:
     """The cost of one forward or backward of a piece, for the number of samples of the trace."""
 
     flops: float = 0.0
-    """FLOPs of matrix products, convolutions and attention."""
+    """FLOPs of matrix products, convolutions and attention, without those that a causal mask skips."""
+    attention: float = 0.0
+    """The part of `flops` in fused attention kernels."""
+    fill: float = 0.0
+    """FLOPs of products for one element of their inner dimension: how many are lost while kernels fill and drain."""
     moved: float = 0.0
     """Bytes that operations read and write, as far as they grow with the samples."""
+    product_moved: float = 0.0
+    """The part of `moved` of products, which move bytes while they compute."""
+    product_fixed: float = 0.0
+    """The part of `fixed` of products."""
+    fused: float | None = None
+    """What `moved` is without products if neighbouring operations run as one kernel, as torch.compile makes them;
+    None if it is not known."""
     unsharded: float = 0.0
     """The part of `moved` that every device moves in full under tensor parallelism: sums, norms and dropout of rows."""
     fixed: float = 0.0
     """Bytes of parameters and gradients that are read and written, independent of the number of samples."""
     operations: int = 0
+    products: int = 0
+    """The number of `operations` that are products."""
+    kernels: int | None = None
+    """What `operations` is if neighbouring ones run as one kernel."""
     peak: float = 0.0
     """Peak bytes while it runs, beyond those allocated before."""
 
     def __add__(self, other: PassCost) -> PassCost:
         return PassCost(
             flops=self.flops + other.flops,
+            attention=self.attention + other.attention,
+            fill=self.fill + other.fill,
             moved=self.moved + other.moved,
+            product_moved=self.product_moved + other.product_moved,
+            product_fixed=self.product_fixed + other.product_fixed,
+            fused=self.alone(fused=True) + other.alone(fused=True),
+            products=self.products + other.products,
+            kernels=self.launches(fused=True) + other.launches(fused=True),
             unsharded=self.unsharded + other.unsharded,
             fixed=self.fixed + other.fixed,
             operations=self.operations + other.operations,
             peak=max(self.peak, other.peak),
         )
+
+    def alone(self, *, fused: bool) -> float:
+        """Return the bytes of operations that are not products, as far as they grow with the samples."""
+        moved = self.moved - self.product_moved
+        return moved if self.fused is None or not fused else min(moved, self.fused)
+
+    def launches(self, *, fused: bool) -> int:
+        """Return the number of operations that the host launches."""
+        return self.operations if self.kernels is None or not fused else self.kernels
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,10 +103,15 @@ class NetworkPart:
         """Return the bytes that a worker pulls from, and pushes to, servers for `samples` times the traced samples."""
         return self.gradient_bytes - self.table_bytes + min(self.table_bytes, self.touched * samples)
 
-    def share(self, tensor: int) -> float:
-        """Return the fraction of its activations on each device when its products are split over `tensor` devices."""
+    def share(self, tensor: int, *, sequence: bool = False) -> float:
+        """Return the fraction of its activations on each device when its products are split over `tensor` devices.
+
+        With `sequence`, norms and sums of rows are split as well, by tokens.
+        """
         if tensor == 1 or not self.products:
             return 1.0
+        if sequence:
+            return 1 / tensor
         whole = self.forward.unsharded / self.forward.moved if self.forward.moved else 0.0
         return whole + (1 - whole) / tensor
 
@@ -97,6 +133,8 @@ class Network:
     """Bytes of a batch of `rows` samples."""
     buffer_bytes: int = 0
     """Bytes of the network's buffers."""
+    is_measured: bool = False
+    """Whether its costs are the time of whole steps on some hardware, because it could not be traced."""
 
     @property
     def params(self) -> int:

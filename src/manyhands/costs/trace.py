@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torch.utils.flop_counter import flop_registry
 
@@ -38,6 +39,74 @@ _ATTENTION = {
     _ATEN._scaled_dot_product_flash_attention_for_cpu: _ATEN._scaled_dot_product_flash_attention,
     _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: _ATEN._scaled_dot_product_flash_attention_backward,
 }
+_CAUSAL = {
+    _ATEN._scaled_dot_product_flash_attention_for_cpu: 4,
+    _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: 7,
+}
+"""Operations of attention, with the position of their argument `is_causal`."""
+_GATHERS = (_ATEN.nll_loss_forward, _ATEN.nll_loss2d_forward, _ATEN.gather)
+"""Operations that read a few elements of their first input."""
+_FILLS = (_ATEN.nll_loss_backward, _ATEN.nll_loss2d_backward)
+"""Operations that write their whole output and read a few elements."""
+_UNFUSED = (_ATEN.embedding, _ATEN.embedding_dense_backward, _ATEN.max_pool2d_with_indices)
+_WIDE = {
+    "softmax",
+    "log_softmax",
+    "layer_norm",
+    "group_norm",
+    "norm",
+    "normalize",
+    "pow",
+    "exp",
+    "log",
+    "rsqrt",
+    "reciprocal",
+    "sum",
+    "prod",
+    "cumsum",
+    "cosine_similarity",
+    "softplus",
+    "mse_loss",
+    "l1_loss",
+    "smooth_l1_loss",
+    "kl_div",
+    "nll_loss",
+    "cross_entropy",
+    "binary_cross_entropy_with_logits",
+}
+"""Functions that autocast computes in fp32 on GPUs; on CPUs it computes some of them in bf16."""
+
+
+class _AsOnGpu(TorchFunctionMode):
+    """Runs what a GPU would run, on a CPU's tensors: fused attention, and autocast's list of functions in fp32."""
+
+    def __init__(self, *, narrow: bool) -> None:
+        super().__init__()
+        self._narrow = narrow
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        name = getattr(func, "__name__", "")
+        if name == "scaled_dot_product_attention":
+            return _attention(func, args, kwargs)
+        if self._narrow and name in _WIDE and torch.is_autocast_enabled("cpu"):
+            args, kwargs = tree_map(_widened, (args, kwargs))
+        return func(*args, **kwargs)
+
+
+def _attention(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Call attention such that it is traced as one operation: without dropout, with as many keys as queries."""
+    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+    given = {**dict(zip(names, args, strict=False)), **kwargs, "dropout_p": 0.0}
+    if given.pop("enable_gqa", False):
+        groups = given["query"].shape[-3] // given["key"].shape[-3]
+        given |= {name: given[name].repeat_interleave(groups, -3) for name in ("key", "value")}
+    tensors = [given.pop(name) for name in names[:3]]
+    return func(*tensors, **given)
+
+
+def _widened(leaf: Any) -> Any:
+    return leaf.float() if isinstance(leaf, Tensor) and leaf.dtype == torch.bfloat16 else leaf
 
 
 class CannotTrace(TaskError):
@@ -178,6 +247,29 @@ class _Counter(StorageWatch):
         self._copies: dict[int, Tensor] = {}
         """Parameters in another precision, as autocast creates them; kept alive, so that their keys stay unique."""
         self.saved: dict[int, StorageWeakRef] = {}
+        self._shapes: set[tuple[int, ...]] = set()
+        self._fusion = (_Fusion(), _Fusion())
+
+    def has_parameters(self, parameters: Iterable[Tensor]) -> None:
+        """Take the shapes of parameters, whose gradients do not grow with the samples."""
+        for parameter in parameters:
+            self._shapes |= {tuple(parameter.shape), tuple(parameter.shape[::-1])}
+
+    def ends(self, tensors: Iterable[Any]) -> None:
+        """Record that these results are read by other pieces, so that they are written."""
+        for tensor in tensors:
+            if isinstance(tensor, Tensor):
+                self._fusion[self._in_backward].need(self._name(tensor), nbytes(tensor))
+
+    def work(self, *, backward: bool) -> PassCost:
+        """Return the cost of forward or backward."""
+        fusion = self._fusion[backward]
+        return replace(self.works[backward], fused=fusion.moved, kernels=self.works[backward].products + fusion.kernels)
+
+    def _name(self, tensor: Tensor) -> Any:
+        """Return an identifier of a tensor that is not reused; None if it is from outside of the piece."""
+        known = self._made.get(key_of(tensor))
+        return None if known is None else id(known[1])
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -202,24 +294,76 @@ class _Counter(StorageWatch):
     def _count(
         self, func: Any, args: Any, kwargs: Any, result: Any, inputs: Sequence[Tensor], outputs: Sequence[Tensor]
     ) -> None:
-        count = flop_registry.get(_ATTENTION.get(func._overloadpacket, func._overloadpacket))
+        packet = func._overloadpacket
+        count = flop_registry.get(_ATTENTION.get(packet, packet))
         flops = float(count(*args, **kwargs, out_val=result)) if count else 0.0
+        if packet in _CAUSAL and len(args) > _CAUSAL[packet] and args[_CAUSAL[packet]]:
+            flops /= 2
         mine = [tensor for tensor in inputs if key_of(tensor) in self._parameters | self._copies.keys()]
-        touched = sum(map(size_of, [*inputs, *outputs]))
-        fixed = sum(map(size_of, mine))
-        if func._overloadpacket is _ATEN.embedding:
-            touched, fixed = 2 * size_of(outputs[0]), 0  # only the used rows of a table are read
-        if func._overloadpacket is _ATEN.embedding_dense_backward:
-            touched, fixed = 2 * size_of(inputs[0]), 0  # counted with the gradients of all parameters
-        if func._overloadpacket is _ATEN._to_copy and mine:
+        read, written = sum(map(nbytes, inputs)), sum(map(nbytes, outputs))
+        fixed = sum(map(nbytes, mine))
+        if self._in_backward:
+            fixed += sum(nbytes(tensor) for tensor in [*inputs, *outputs] if tuple(tensor.shape) in self._shapes)
+            fixed = min(fixed, read + written)
+        if packet is _ATEN.embedding:
+            read, fixed = written, 0  # only the used rows of a table are read
+        if packet is _ATEN.embedding_dense_backward:
+            read = written = nbytes(inputs[0])  # the table's gradient is counted with those of all parameters
+            fixed = 0
+        if packet in _GATHERS:
+            read -= nbytes(inputs[0])
+        if packet in _FILLS:
+            read -= nbytes(outputs[0])
+        moved = max(0, read + written - fixed)
+        if packet is _ATEN._to_copy and mine:
             self._copies[key_of(outputs[0])] = outputs[0]
-            touched = fixed = fixed + size_of(outputs[0])
+            moved, fixed = 0, fixed + nbytes(outputs[0])
         elif flops and mine and not self._in_backward:
             self.multiplied |= {key_of(tensor) for tensor in inputs} - self._parameters - self._copies.keys()
         is_whole = not flops and tuple(outputs[0].shape) == self._whole
-        moved = touched - fixed
-        work = PassCost(flops=flops, moved=moved, unsharded=moved if is_whole else 0, fixed=fixed, operations=1)
+        is_attention = packet in _ATTENTION
+        self._fuse(packet, flops, mine, inputs, outputs, moved)
+        work = PassCost(
+            flops=flops,
+            attention=flops if is_attention else 0.0,
+            fill=0.0 if is_attention or not flops else flops / _inner(flops, outputs[0]),
+            moved=moved,
+            product_moved=moved if flops else 0.0,
+            product_fixed=fixed if flops else 0.0,
+            unsharded=moved if is_whole else 0,
+            fixed=fixed,
+            operations=1,
+            products=1 if flops else 0,
+        )
         self.works[self._in_backward] = self.works[self._in_backward] + work
+
+    def _fuse(
+        self,
+        packet: Any,
+        flops: float,
+        mine: Sequence[Tensor],
+        inputs: Sequence[Tensor],
+        outputs: Sequence[Tensor],
+        moved: float,
+    ) -> None:
+        """Count what is moved if operations between two products run as one kernel."""
+        fusion = self._fusion[self._in_backward]
+        own = {id(tensor) for tensor in mine}
+        sources = [] if packet in _FILLS else [tensor for tensor in inputs if id(tensor) not in own]
+        if self._in_backward:
+            sources = [tensor for tensor in sources if tuple(tensor.shape) not in self._shapes]
+            outputs = [tensor for tensor in outputs if tuple(tensor.shape) not in self._shapes]
+        names = [(self._name(tensor), tensor.storage_offset(), nbytes(tensor)) for tensor in sources]
+        if flops or packet in _UNFUSED:
+            for name, _, size in names:
+                fusion.need(name, size)
+            fusion.stop()
+            if not flops:
+                fusion.moved += moved
+            return
+        before = self._fusion[0] if self._in_backward else None
+        results = [(self._name(tensor), tensor.numel(), nbytes(tensor)) for tensor in outputs]
+        fusion.add(names, results, before, gathers=packet in _GATHERS)
 
     def save(self, tensor: Tensor) -> Tensor:
         """Record a tensor that autograd saves."""
@@ -237,6 +381,79 @@ class _Counter(StorageWatch):
         for tensor in tensors:
             if isinstance(tensor, Tensor) and key_of(tensor) in self._made:
                 self._made[key_of(tensor)][1].size = 0
+
+
+@dataclass
+class _Result:
+    """What a fused kernel computed."""
+
+    epoch: int
+    size: int
+    again: int
+    """Bytes to read to compute it again."""
+    is_written: bool = False
+
+
+class _Fusion:
+    """The bytes that operations other than products move if all between two products run as one kernel.
+
+    A result is written only if a product, a later kernel or another piece reads it. Backward computes results of
+    forward again, from what products wrote.
+    """
+
+    def __init__(self) -> None:
+        self.moved = 0.0
+        self.kernels = 0
+        self._epoch = 0
+        self._is_open = False
+        self._results: dict[Any, _Result] = {}
+        self._read: set[Any] = set()
+
+    def stop(self) -> None:
+        """Record a product: later operations run in another kernel."""
+        self._epoch += 1
+        self._is_open = False
+        self._read.clear()
+
+    def need(self, name: Any, size: int) -> None:
+        """Record that a result must be in memory."""
+        found = self._results.get(name)
+        if found is not None and not found.is_written:
+            found.is_written = True
+            self.moved += min(size, found.size)
+
+    def add(
+        self,
+        sources: Sequence[tuple[Any, int, int]],
+        results: Sequence[tuple[Any, int, int]],
+        before: _Fusion | None,
+        *,
+        gathers: bool,
+    ) -> None:
+        """Record an operation: its inputs by name, offset and bytes, its outputs by name, elements and bytes."""
+        if not self._is_open:
+            self.kernels += 1
+            self._is_open = True
+        again = 0
+        for index, (name, offset, size) in enumerate(sources):
+            found = self._results.get(name)
+            if gathers and index == 0:
+                continue
+            if found is not None and found.epoch == self._epoch:
+                again += min(size, found.again)
+                continue
+            forward = before._results.get(name) if before is not None else None
+            taken = size
+            if forward is not None and not forward.is_written:
+                taken = min(size, forward.again)
+            elif found is not None:
+                self.need(name, size)
+            again += taken
+            if (name, offset, size) not in self._read or name is None:
+                self._read.add((name, offset, size))
+                self.moved += taken
+        for name, _, size in results:
+            self._results[name] = _Result(self._epoch, size, min(again, size) if again else size)
 
 
 @dataclass(frozen=True)
@@ -260,6 +477,7 @@ class _Tracer:
         self._parameters = {key_of(parameter) for parameter in model.parameters()}
         self._tables = {key_of(p) for table in _tables_of(model) for p in table.parameters()}
         self._outer = _Counter(self._parameters)
+        self._outer.has_parameters(model.parameters())
         self._anchor = torch.zeros((), requires_grad=True)
         self._kinds: dict[Any, _Kind] = {}
         self._met: list[tuple[str, Any, int]] = []
@@ -271,7 +489,7 @@ class _Tracer:
         self._model.train()
         for name, module in self._parts.items():
             module.forward = self._instead(name, module.forward, module)
-        with self._scope(), self._outer, _saving(self._outer):
+        with self._scope(), _AsOnGpu(narrow=self._precision == "bf16"), self._outer, _saving(self._outer):
             value = task.loss(self._model, batch)  # type: ignore[misc]
             loss = value.total if isinstance(value, Mean) else value
             self._outer.begin_backward()
@@ -327,12 +545,14 @@ class _Tracer:
         inputs = [next(copies_left) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         given = {key_of(tensor) for tensor in tensors}
         parameters = [p for p in module.parameters() if p.requires_grad]
+        counter.has_parameters(parameters)
         asked: list[int] = []
         hooks = [t.register_forward_hook(lambda *of: asked.append(size_of(of[-1]))) for t in _tables_of(module)]
         with counter, _saving(counter):
             again_args, again_kwargs = tree_unflatten(inputs, layout)
             result = forward(*again_args, **again_kwargs)
             outputs, out_layout = tree_flatten(result)
+            counter.ends(outputs)
             for hook in hooks:
                 hook.remove()
             copies = counter.drop_copies()
@@ -344,15 +564,17 @@ class _Tracer:
                 with counter.paused():
                     seeds = [torch.empty_like(t) for t in ends]
                 gradients = torch.autograd.grad(ends, wanted, seeds, allow_unused=True)
+                counter.ends(gradients[: len(wanted) - len(parameters)])
                 counter.forget(gradients[len(wanted) - len(parameters) :])
         made = [t for t in outputs if isinstance(t, Tensor) and key_of(t) not in given]
         output = sum(size_of(t) for t in made)
         forward_peak, backward_peak = _peaks(counter.lives, kept)
         gradient_bytes = sum(map(size_of, parameters))
-        backward = replace(counter.works[1], fixed=counter.works[1].fixed + gradient_bytes, peak=backward_peak)
+        backward = counter.work(backward=True)
+        backward = replace(backward, fixed=backward.fixed + gradient_bytes, peak=backward_peak)
         piece = NetworkPart(
             name="",
-            forward=replace(counter.works[0], peak=forward_peak),
+            forward=replace(counter.work(backward=False), peak=forward_peak),
             backward=backward,
             kept=max(0.0, kept - output),
             copies=copies,
@@ -381,8 +603,8 @@ class _Tracer:
         forward_peak, backward_peak = _peaks(self._outer.lives, kept)
         yield NetworkPart(
             name=OWN_LINES,
-            forward=replace(self._outer.works[0], peak=forward_peak),
-            backward=replace(self._outer.works[1], peak=backward_peak),
+            forward=replace(self._outer.work(backward=False), peak=forward_peak),
+            backward=replace(self._outer.work(backward=True), peak=backward_peak),
             kept=kept,
             products=0,
             **_owned(self._model.parameters(), seen, self._tables),
@@ -476,6 +698,18 @@ def _shape(leaf: Any) -> Any:
 def size_of(tensor: Tensor) -> int:
     """Return the bytes of a tensor."""
     return tensor.numel() * tensor.element_size()
+
+
+def nbytes(tensor: Tensor) -> int:
+    """Return the bytes of a tensor in memory, which an expanded one has fewer of."""
+    if tensor.layout is not torch.strided:
+        return size_of(tensor)
+    return min(size_of(tensor), tensor.untyped_storage().nbytes())
+
+
+def _inner(flops: float, output: Tensor) -> float:
+    """Return the length of the sums of a product that gives this output."""
+    return max(1.0, flops / 2 / max(1, output.numel()))
 
 
 def key_of(tensor: Tensor) -> int:

@@ -52,4 +52,5 @@ def one_piece(task: Task, *, rows: int, each: float, start: float, chip: Chip) -
             ),
         ),
         state_bytes=state,
+        is_measured=True,
     )

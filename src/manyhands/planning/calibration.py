@@ -22,6 +22,8 @@ from .workload import Workload
 
 LOOSE = {"reach": 0.5, "ramp": 1.5, "streaming": 0.5, "operation": 1.5, "share": 0.5, "exchange": 1.0, "spread": 0.5}
 """How far a constant may be from the catalogue's, as the standard deviation of its logarithm."""
+FRACTIONS = ("reach", "streaming", "share")
+"""Constants that are fractions of a datasheet's figure."""
 NOISE = 0.05
 """The standard deviation of a measured step's logarithm."""
 ALIKE = 0.6
@@ -90,18 +92,25 @@ def _with(cluster: Cluster, logs: dict[str, float]) -> Cluster:
     factors = {name: math.exp(log) for name, log in logs.items()}
     chip = cluster.chip
     own = {
-        name: getattr(chip, name) * factors[name]
+        name: _bounded(name, getattr(chip, name) * factors[name])
         for name in ("reach", "ramp", "streaming", "operation")
         if name in factors
     }
     moved = replace(cluster, chip=replace(chip, **own))
     if "share" in factors:
-        moved = replace(moved, inside=replace(moved.inside, share=moved.inside.share * factors["share"]))
+        moved = replace(
+            moved, inside=replace(moved.inside, share=_bounded("share", moved.inside.share * factors["share"]))
+        )
     if "exchange" in factors:
         moved = replace(moved, exchange=(cluster.exchange or cluster.group(1, 1).beginning) * factors["exchange"])
     if "spread" in factors:
         moved = replace(moved, spread=cluster.spread * factors["spread"])
     return moved
+
+
+def _bounded(name: str, value: float) -> float:
+    """Return a constant that is at most what the datasheet says; only times have no bound."""
+    return min(1.0, value) if name in FRACTIONS else value
 
 
 def _least_squares(residuals: object, start: NDArray[np.float64], rounds: int = 25) -> NDArray[np.float64]:

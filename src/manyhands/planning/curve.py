@@ -14,9 +14,12 @@ from .estimate import Estimate, estimate, servers_of
 from .workload import Workload
 
 MOST_DEVICES = 1024
+"""Number of devices up to which curves go at least, if the batch has as many samples."""
 WORTH = 0.5
 """Minimum average efficiency of a device for more devices to pay."""
 LEAST_GAIN = 1.02
+MOST_TRIED = 64
+"""Number of counts that are tried between two points of the curve."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +49,7 @@ class Remedy:
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
-    """Speed-ups from 1 to 1,024 devices, for one batch size."""
+    """Speed-ups from 1 to 1,024 devices, or to four times those of a larger cluster, for one batch size."""
 
     points: tuple[Point, ...]
     saturates: int
@@ -66,6 +69,8 @@ class Curves:
     def __init__(self, workload: Workload, cluster: Cluster, best: StrategySpec) -> None:
         self._workload, self._cluster = workload, cluster
         self._best = best
+        self._limit = max(MOST_DEVICES, 4 * cluster.num_devices)
+        self._found: dict[int, Estimate] = {}
         self._alone = self._at(1).seconds
 
     def draw(self) -> Curve:
@@ -79,20 +84,35 @@ class Curves:
         found = self._at(count)
         return Point(num_devices=count, speedup=self._alone / found.seconds, estimate=found)
 
-    def saturation(self) -> int:
-        """Return the largest number of devices with an average efficiency of at least one half."""
-        low, high = 1, self._most()
-        if self.point(high).efficiency >= WORTH:
-            return high
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if self.point(middle).efficiency >= WORTH else (low, middle)
-        return low
+    def saturation(self, *, is_exact: bool = True) -> int:
+        """Return the largest number of devices with an average efficiency of at least one half.
+
+        Efficiency is not monotone: it rises where a batch or the hosts divide evenly. So counts of this kind are tried
+        as well, and if `is_exact` all counts, or many of them, up to the next one that is too inefficient.
+        """
+        most = self._most()
+        even = {-(-self._workload.batch_size // rows) for rows in range(1, 33)}
+        tried = sorted({count for count in {*_grid(most), *even, most} if count <= most})
+        paying = max((count for count in tried if self._pays(count)), default=1)
+        if paying == most:
+            return most
+        above = next(count for count in tried if count > paying)
+        if is_exact:
+            step = max(1, (above - paying) // MOST_TRIED)
+            paying = next((count for count in range(above - 1, paying, -step) if self._pays(count)), paying)
+            above = min(above, paying + step)
+        while above - paying > 1:
+            middle = (paying + above) // 2
+            paying, above = (middle, above) if self._pays(middle) else (paying, middle)
+        return paying
+
+    def _pays(self, count: int) -> bool:
+        return self.point(count).efficiency >= WORTH
 
     def reason(self, count: int) -> str:
         """Return the largest loss beyond the point of saturation, as a sentence."""
         work = self._workload
-        if count == self._most() < MOST_DEVICES:
+        if count == self._most() < self._limit:
             return f"the batch has only {work.batch_size} samples to share out{_past_critical(work)}"
         count = min(self._most(), max(2, count + 1))
         found = self.point(count).estimate
@@ -109,7 +129,7 @@ class Curves:
 
     def remedies(self) -> list[Remedy]:
         """Return changes that would help, best first; each is the same curve with one thing changed."""
-        now = self.saturation()
+        now = self.saturation(is_exact=False)
         here = self._cluster.num_devices
         speed = 1 / self._at(here).seconds
         result = []
@@ -118,7 +138,7 @@ class Curves:
             # A larger batch has more samples per step, which count.
             samples = workload.batch_size / self._workload.batch_size
             gain = samples / other._at(here).seconds / speed
-            saturates = other.saturation()
+            saturates = other.saturation(is_exact=False)
             if gain >= LEAST_GAIN or saturates > now:
                 result.append(Remedy(text=text, gain=gain, saturates=saturates, is_lossy=is_lossy))
         return sorted(result, key=lambda one: (-one.gain, -one.saturates))
@@ -159,9 +179,14 @@ class Curves:
         return changes
 
     def _most(self) -> int:
-        return min(MOST_DEVICES, max(2, self._workload.batch_size * self._best.tensor * self._best.stages))
+        return min(self._limit, max(2, self._workload.batch_size * self._best.tensor * self._best.stages))
 
     def _at(self, count: int) -> Estimate:
+        if count not in self._found:
+            self._found[count] = self._fastest(count)
+        return self._found[count]
+
+    def _fastest(self, count: int) -> Estimate:
         """Return the fastest of: replicas, shards in a host, shards on all, and the pick's axes with more replicas."""
         cluster = self._cluster.with_devices(count)
         base = replace(self._best, replicas=1, shards=1, tensor=1, stages=1, accumulate=1, microbatches=1)
@@ -214,7 +239,7 @@ def _with_links(cluster: Cluster, *, bandwidth: float = 1.0, latency: float = 1.
 
 def _grid(most: int) -> list[int]:
     """Return the numbers of devices of a curve: 1, 2, 3, 4, 6, 8, 12 and so on, two for each doubling."""
-    counts = {1 << power for power in range(11)} | {3 << power for power in range(9)}
+    counts = {1 << power for power in range(most.bit_length())} | {3 << power for power in range(most.bit_length())}
     return sorted(count for count in counts if count <= most)
 
 

@@ -11,7 +11,7 @@ from statistics import NormalDist
 from ..core import StrategySpec
 from ..costs import Chip, ExchangeGroup, Network, NetworkPart, PassCost, Servers, all_gather, all_reduce, blend, send
 from .clusters import Cluster
-from .memory import USABLE_SHARE, Footprint, footprint
+from .memory import USABLE_SHARE, Footprint, footprint, is_sequence
 from .schedules import in_flight, makespan, split_stages
 from .workload import Workload, period, wire_share
 
@@ -105,8 +105,7 @@ def estimate(
     cluster = replace(cluster, chip=cluster.chip_for(spec.num_devices or 1)) if cluster.shared else cluster
     parts = spec.num_parts
     rows = math.ceil(workload.batch_size / parts / (spec.accumulate * spec.microbatches))
-    captured = workload.captured and cluster.chip.name != "CPU" and not cluster.measured  # measured with its ways
-    times = _Times(network, cluster, spec, rows, captured)
+    times = _Times(network, cluster, spec, rows, _way(workload, cluster, spec))
     scale = correction(spec, rows) if correction else 1.0
     stages = times.stages(scale, workload.balanced)
     micros = spec.accumulate * spec.microbatches
@@ -167,6 +166,24 @@ def estimate(
     )
 
 
+@dataclass(frozen=True)
+class _Way:
+    """How operations are executed."""
+
+    captured: bool
+    fused: bool
+    sequence: bool
+    """Whether tensor parallelism also splits norms and sums of rows, by tokens."""
+
+
+def _way(workload: Workload, cluster: Cluster, spec: StrategySpec) -> _Way:
+    on_cpu = cluster.chip.name == "CPU"
+    captured = workload.captured and spec.capture != "off" and not on_cpu
+    fused = captured and spec.capture in ("auto", "compile") if workload.fused is None else workload.fused
+    # Measured steps have the cost of starting operations in them.
+    return _Way(captured and not cluster.measured, fused, is_sequence(spec))
+
+
 def servers_of(workload: Workload, cluster: Cluster, spec: StrategySpec) -> Servers | None:
     """Return the parameter servers of a spec, if any; with several hosts, they run on separate hosts."""
     if not spec.servers:
@@ -201,7 +218,7 @@ class _Stage:
 class _Times:
     """Times of all parts of a network for micro-batches of this many rows."""
 
-    def __init__(self, network: Network, cluster: Cluster, spec: StrategySpec, rows: float, captured: bool) -> None:
+    def __init__(self, network: Network, cluster: Cluster, spec: StrategySpec, rows: float, way: _Way) -> None:
         self._network, self._cluster, self._spec = network, cluster, spec
         group = cluster.group(spec.tensor, 1)
         late = 1 + JITTER * waiting(spec.tensor)
@@ -212,8 +229,14 @@ class _Times:
         for piece in network.pieces:
             key = _kind(piece)
             if key not in cached:
-                alone = cluster.chip.computing(piece.forward + piece.backward, samples, spec.precision, spec.tensor)
-                cached[key] = (*_piece_times(piece, cluster.chip, spec, samples, group, late, captured), alone)
+                both = piece.forward + piece.backward
+                alone = cluster.chip.computing(
+                    both, samples, spec.precision, spec.tensor, fused=way.fused, sequence=way.sequence
+                )
+                sending = 0.5 if network.precision == "bf16" else 1.0  # products give narrow numbers to wide sums
+                lot = _Lot(cluster.chip, spec, samples, way)
+                once = sending * piece.output * samples
+                cached[key] = (*_piece_times(piece, lot, all_reduce(once, group), late), alone)
             forward, backward, exchange, alone = cached[key]
             self.device += alone
             self.whole += forward + backward - exchange
@@ -271,38 +294,53 @@ def _kind(piece: NetworkPart) -> NetworkPart:
     )
 
 
-def _piece_times(
-    piece: NetworkPart,
-    chip: Chip,
-    spec: StrategySpec,
-    samples: float,
-    group: ExchangeGroup,
-    late: float,
-    captured: bool,
-) -> tuple[float, float, float]:
+@dataclass(frozen=True)
+class _Lot:
+    """Samples that a device computes in some way."""
+
+    chip: Chip
+    spec: StrategySpec
+    samples: float
+    way: _Way
+
+    def computing(self, work: PassCost, spread: int) -> float:
+        way = self.way
+        return self.chip.computing(
+            work, self.samples, self.spec.precision, spread, fused=way.fused, sequence=way.sequence
+        )
+
+
+def _piece_times(piece: NetworkPart, lot: _Lot, sum_seconds: float, late: float) -> tuple[float, float, float]:
     """Return the seconds of forward and backward, and how much of both waits for tensor-parallel all-reduces."""
+    spec, chip, way = lot.spec, lot.chip, lot.way
     spread = spec.tensor if piece.products else 1
     sums = piece.products / 2 if spread > 1 else 0.0
-    narrow = 0.5 if spec.precision == "bf16" else 1.0  # products give narrow numbers, what they are added to is wide
-    once = sums * all_reduce(narrow * piece.output * samples, group) if sums else 0.0
+    once = sums * sum_seconds
     again = bool(spec.recompute) and piece.is_repeated
     result, waited = [], 0.0
     for work, rounds in ((piece.forward, 1), (piece.backward, 2 if again and spec.recompute != "selective" else 1)):
-        device = chip.computing(work, samples, spec.precision, spread)
-        operations = work.operations + rounds * sums * EXTRA
+        device = lot.computing(work, spread)
+        operations = work.launches(fused=way.fused) + rounds * sums * EXTRA
         if work is piece.backward and again:
-            device += chip.computing(_repeated(piece.forward, spec), samples, spec.precision, spread)
-            operations += piece.forward.operations
-        host = chip.starting(operations, captured=captured) * (late if sums else 1.0)
+            repeated = _repeated(piece.forward, spec, fused=way.fused)
+            device += lot.computing(repeated, spread)
+            operations += repeated.launches(fused=way.fused)
+        host = chip.starting(operations, captured=way.captured) * (late if sums else 1.0)
         total = blend(device + rounds * once, host)
         waited += total - blend(device, host)
         result.append(total)
     return result[0], result[1], waited
 
 
-def _repeated(work: PassCost, spec: StrategySpec) -> PassCost:
+def _repeated(work: PassCost, spec: StrategySpec, *, fused: bool) -> PassCost:
     """Return the cost of what backward recomputes: all of a block, or all but its products."""
-    return PassCost(moved=work.moved / 2, operations=work.operations) if spec.recompute == "selective" else work
+    if spec.recompute != "selective":
+        return work
+    if fused:  # their results are computed again in any case
+        return PassCost()
+    return PassCost(
+        moved=work.moved - work.product_moved, unsharded=work.unsharded, operations=work.operations - work.products
+    )
 
 
 def _exchanged(workload: Workload, cluster: Cluster, spec: StrategySpec, stage: _Stage, micros: int) -> float:
@@ -312,13 +350,16 @@ def _exchanged(workload: Workload, cluster: Cluster, spec: StrategySpec, stage: 
     waited = 0.0
     if shards > 1:
         group = cluster.group(shards, stride)
-        gathers = [all_gather(p.param_bytes / spec.tensor, group) for p in stage.pieces if p.param_bytes]
+        wide = workload.gathered / spec.tensor
+        gathers = [all_gather(p.param_bytes * wide, group) for p in stage.pieces if p.param_bytes]
         scatters = [all_gather(p.gradient_bytes / spec.tensor, group) for p in stage.pieces if p.gradient_bytes]
         if gathers:
             again = gathers if spec.sharding == "full" else []
             ahead = max(gathers[0], sum(gathers) - stage.forward)
             behind = max(0.0, *[*again, *scatters][-1:], sum(scatters) + sum(again) - stage.backward)
-            waited += micros * (ahead + behind)
+            travelling = sum(gathers) + sum(again) + sum(scatters)
+            beside = max(0.0, min(travelling - ahead - behind, stage.forward + stage.backward))
+            waited += micros * (ahead + behind + beside * CONTENTION[group.hosts > 1])
     if replicas > 1:
         group = cluster.group(replicas, stride * shards)
         share = workload.wire * wire_share(spec.sync) / (spec.tensor * shards)

@@ -57,12 +57,18 @@ def footprint(
     )
 
 
+def is_sequence(spec: StrategySpec) -> bool:
+    """Return whether tensor parallelism also splits norms and sums of rows, by tokens."""
+    return spec.tensor > 1 and ":sequence" in spec.layout
+
+
 def _kept(piece: NetworkPart, spec: StrategySpec, samples: float) -> float:
     if spec.recompute and piece.is_repeated:
         # Only its input, which is as large as its output; "selective" also keeps the results of products.
         share = 0.5 if spec.recompute == "selective" else 0.0
-        return (piece.output + share * piece.kept) * samples
-    return piece.kept * samples * piece.share(spec.tensor) + piece.copies / spec.tensor
+        split = spec.tensor if is_sequence(spec) else 1
+        return (piece.output / split + share * piece.kept * piece.share(spec.tensor)) * samples
+    return piece.kept * samples * piece.share(spec.tensor, sequence=is_sequence(spec)) + piece.copies / spec.tensor
 
 
 def _peak(
@@ -71,7 +77,7 @@ def _peak(
     """Return activations, working memory and gradients at the moment when their sum is largest."""
     held, best = 0.0, (0.0, 0.0, 0.0)
     for piece, size in zip(pieces, kept, strict=True):
-        working = max(0.0, piece.forward.peak * samples * piece.share(spec.tensor) - size)
+        working = max(0.0, piece.forward.peak * samples * piece.share(spec.tensor, sequence=is_sequence(spec)) - size)
         held += size
         best = max(best, (held, working, 0.0), key=sum)
     grown = 0.0
@@ -79,9 +85,11 @@ def _peak(
     for piece, size in zip(reversed(pieces), reversed(kept), strict=True):
         again = 0.0
         if spec.recompute and piece.is_repeated:
-            again = piece.kept * samples * piece.share(spec.tensor)
+            again = piece.kept * samples * piece.share(spec.tensor, sequence=is_sequence(spec))
         # Backward also holds the gradient that it starts from, as large as the part's output.
-        working = (piece.backward.peak * piece.share(spec.tensor) + piece.output) * samples + again
+        working = (
+            piece.backward.peak * piece.share(spec.tensor, sequence=is_sequence(spec)) + piece.output
+        ) * samples + again
         if spec.accumulate * spec.microbatches > 1:
             working += piece.largest / spec.tensor  # a new gradient exists separately until it is accumulated
         grown += gradients * piece.gradient_bytes / total

@@ -19,8 +19,9 @@ from .workload import Workload, is_lossy, steps_needed
 
 Measure = Callable[[StrategySpec], float | str]
 """Returns the measured seconds of a step with this spec on the available hardware, or why it could not run."""
-BANDS = {"measured": 0.05, "calibrated": 0.15, "catalogue": 0.3}
-"""Expected relative error of a time, by the source of its constants."""
+BANDS = {"measured": 0.05, "calibrated": 0.15, "catalogue": 0.3, "transferred": 1.0}
+"""Relative error of a time that nine of ten stay within, by the evidence: tried here, fitted to steps of this hardware,
+from the catalogue (published throughput), or from steps that were measured on other hardware."""
 SUFFIX = ".toml"
 TARGETS = (0.25, 0.5, 1, 2, 4, 8, 16)
 """Batch sizes, relative to the task's own, whose time to a target is reported."""
@@ -58,7 +59,24 @@ class Plan:
     @property
     def band(self) -> float:
         """Expected relative error of predicted times."""
-        return BANDS["calibrated" if self.cluster.measured else "catalogue"]
+        return BANDS[self.evidence]
+
+    @property
+    def evidence(self) -> str:
+        """What predicted times rest on: "calibrated", "catalogue", or "transferred" from steps on other hardware."""
+        if self.cluster.measured:
+            return "calibrated"
+        return "transferred" if self.workload.network(self.best.spec.precision).is_measured else "catalogue"
+
+    def close(self) -> list[PlanOption]:
+        """Return options that may be as fast as the pick: predicted ones whose times differ by less than the band."""
+        best = self.best.option
+        if best.measured is not None:
+            return []
+        most = best.seconds * (1 + self.band)
+        return [
+            option for option in self.options if option.can_run and option.spec != best.spec and option.seconds < most
+        ]
 
     def efficiency(self, option: PlanOption) -> float:
         """Return the speed-up over one device, divided by the number of devices."""
@@ -123,6 +141,8 @@ class Plan:
             "cluster": str(self.cluster),
             "assumed": list(self.cluster.assumed),
             "band": self.band,
+            "evidence": self.evidence,
+            "close": [str(option.spec) for option in self.close()],
             "alone": self.alone,
             "batch_size": self.workload.batch_size,
             "best": str(self.best.spec),

@@ -18,6 +18,12 @@ if TYPE_CHECKING:
 COLUMNS = ("strategy", "devices", "step", "compute", "exchange", "bubble", "stragglers", "input", "memory", "samples/s")
 BAR = 48
 NUM_REMEDIES = 5
+NUM_CLOSE = 3
+EVIDENCE = {
+    "calibrated": "constants fitted to measured steps",
+    "catalogue": "constants from the catalogue",
+    "transferred": "from steps measured on other hardware, because the network cannot be traced",
+}
 WORTH_A_CHANGE = 0.9
 """Fraction of the time to a target below which another batch size is suggested."""
 
@@ -80,8 +86,12 @@ def cells(plan: Plan, option: PlanOption) -> list[str]:
 def lines(plan: Plan) -> list[str]:
     """Return the pick, the assumptions and the expected error as lines of text."""
     texts = [f"pick: {plan.best.spec} ({plan.best.why})"]
-    where = "measured on this machine" if plan.cluster.measured else "from the catalogue"
-    texts.append(f"times with ~ are predicted, constants {where}: they may be off by {plan.band:.0%}")
+    texts.append(f"times with ~ are predicted, {EVIDENCE[plan.evidence]}: they may be off by {plan.band:.0%}")
+    close = plan.close()
+    if close:
+        others = ", ".join(str(option.spec) for option in close[:NUM_CLOSE])
+        more = f" and {len(close) - NUM_CLOSE} more" if len(close) > NUM_CLOSE else ""
+        texts.append(f"not distinguishable from the pick within that: {others}{more}; measure them where they will run")
     texts += [f"assumed: {text}" for text in plan.cluster.assumed]
     texts += plan.notes
     least = plan.steps_over_least()

@@ -28,12 +28,16 @@ class Workload:
     """Gradient noise scale in samples, beyond which a larger batch helps little."""
     captured: bool = True
     """Whether steps on accelerators are captured as CUDA graphs, so that the host hardly matters."""
+    fused: bool | None = None
+    """Whether operations between products run as one kernel, as torch.compile makes them; None follows the spec."""
     overlaps: bool = True
     """Whether gradients are exchanged while backward runs."""
     balanced: bool = True
     """Whether stages are balanced by time; else each has equally many blocks, as in other systems."""
     whole_tensors: bool = False
     """Whether a server holds whole parameters, so that the largest overloads one; manyhands shards them evenly."""
+    gathered: float = 1.0
+    """Ratio of a sharded parameter's bytes when it is gathered to those in memory."""
     wire: float = 1.0
     """Ratio of a gradient's bytes on the network to those of its parameter."""
 
