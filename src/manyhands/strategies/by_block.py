@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ..core import StrategyError, UsageError, as_written, random_state, restore_random_state
+from ..core import Attributes, StrategyError, UsageError, as_written, random_state, restore_random_state
 from ..distributed import World, culprit
 from .double_backward import on_gradients
 from .recompute import blocks_of
@@ -84,6 +84,8 @@ def _odd_types(model: nn.Module) -> str:
 def _odd_steps(model: nn.Module, probe: Probe, device: torch.device) -> str:
     """Return what makes ranks with different samples run different blocks, or makes a block run again in backward."""
     states, python, numpy = random_state(device), random.getstate(), np.random.get_state()
+    # A copy's hooks refer to the network itself, in whose attributes they may leave fake tensors.
+    attributes = Attributes(model)
     # torch logs every operation that fails on fake tensors, and such failures are expected here.
     before = logging.root.manager.disable
     logging.disable(logging.ERROR)
@@ -99,6 +101,7 @@ def _odd_steps(model: nn.Module, probe: Probe, device: torch.device) -> str:
         return f"what it computes may depend on values ({culprit(error)})"
     finally:
         logging.disable(before)
+        attributes.put_back()
         restore_random_state(states, device)
         random.setstate(python)
         np.random.set_state(numpy)
