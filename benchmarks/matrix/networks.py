@@ -32,6 +32,12 @@ def _field() -> Registry:
     return FIELD
 
 
+def _idioms() -> Registry:
+    from .idioms import IDIOMS
+
+    return IDIOMS
+
+
 def _modules() -> Registry:
     from .modules import module_registry
 
@@ -55,6 +61,7 @@ KINDS: dict[str, Callable[[], Registry]] = {
     "research": _research,
     "frontier": _frontier,
     "field": _field,
+    "idiom": _idioms,
     "optimizer": _optimizers,
     "module": _modules,
     "transformers": _architectures,

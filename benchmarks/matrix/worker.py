@@ -36,6 +36,7 @@ PRELOAD = [
     "benchmarks.matrix.classics",
     "benchmarks.matrix.field",
     "benchmarks.matrix.frontier",
+    "benchmarks.matrix.idioms",
     "benchmarks.matrix.modules",
     "benchmarks.matrix.networks",
     "benchmarks.matrix.research",

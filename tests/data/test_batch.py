@@ -146,3 +146,9 @@ def test_columns_with_as_many_rows_as_columns_are_split_by_rows():
         [[[0.0, 0.0, 0.0]], [1]],
         [[[1.0, 1.0, 1.0]], [2]],
     ]
+
+
+def test_samples_that_are_trees_are_split_between_samples():
+    trees = [("a", ("b", "c")), ("d", "e"), (("f", "g"), "h")]
+    parts = split((trees, torch.arange(3)), [1, 2])
+    assert [part[0] for part in parts] == [trees[:1], trees[1:]]

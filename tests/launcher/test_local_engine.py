@@ -45,6 +45,15 @@ def test_closures_arrays_and_tensors_are_sent_to_ranks(run_ranks: Ranks) -> None
     assert array[0] == 0
 
 
+def test_functions_that_refer_to_torch_ops_are_sent_to_ranks(run_ranks: Ranks) -> None:
+    kept = [torch.ops.aten.mm.default, torch.ops.aten.mm, torch.ops.aten]
+
+    def work(world: World) -> bool:
+        return kept[0] is torch.ops.aten.mm.default and kept[1] is torch.ops.aten.mm and kept[2] is torch.ops.aten
+
+    assert run_ranks(work, 2) == [True, True]
+
+
 def test_large_tensors_are_shared_by_ranks_without_copies(run_ranks: Ranks) -> None:
     big = torch.zeros(50_000_000)
 

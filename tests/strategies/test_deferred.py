@@ -62,7 +62,18 @@ def hugging(kind: str) -> nn.Module:
 
 
 VALUES = torch.randn(400, 100)
+
+
+def complex_filters() -> nn.Module:
+    """A network whose parameter shows the memory of complex numbers as real ones."""
+    model = nn.Module()
+    model.filters = nn.Parameter(torch.view_as_real(torch.randn(30, 50, dtype=torch.cfloat)) / 2)
+    model.phases = nn.Parameter(torch.view_as_real(torch.randn(30, 50, dtype=torch.cfloat)))
+    return model
+
+
 NETWORKS: dict[str, Callable[[], nn.Module]] = {
+    "complex": complex_filters,
     "custom": Custom,
     "brought": lambda: Brought(VALUES),
     "gpt2": lambda: hugging("gpt2"),

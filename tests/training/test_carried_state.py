@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import re
+from collections import deque
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import manyhands as mh
-from manyhands.core import StrategySpec, TaskError
+from manyhands.core import StrategySpec, TaskError, remember_state
+from manyhands.training import left_alone
 
 X = torch.randn(17, 6, generator=torch.Generator().manual_seed(0))
 Y = torch.randint(0, 3, (17,), generator=torch.Generator().manual_seed(1))
@@ -242,3 +246,61 @@ def clamping() -> nn.Module:
 def test_servers_reject_a_backward_that_does_not_scale_with_the_loss(tmp_path: Path) -> None:
     with pytest.raises(TaskError, match="its backward is not proportional to the loss"):
         fit(clamping, mh.ParameterServer(servers=1, workers=2, precision="fp64"), tmp_path)
+
+
+class History:
+    """An object of the user's, with a list in an attribute."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+
+class Collecting(nn.Module):
+    """Keeps tensors of earlier calls in a deque, in a list of tensors, in an array and in an object."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(6, 3)
+        self.earlier: deque[Tensor] = deque(maxlen=2)
+        self.counts, self.sums, self.history = {"calls": [torch.zeros(())]}, np.zeros(2), History()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.counts["calls"][0] += 1
+        self.sums += 1
+        self.earlier.append(x.detach())
+        self.history.losses.append(1.0)
+        return self.head(x) * len(self.earlier)
+
+
+def test_state_in_containers_arrays_and_objects_of_a_network_is_restored() -> None:
+    net = Collecting()
+    net(X)
+    put_back = remember_state(net)
+    net(X)
+    put_back()
+    assert (len(net.earlier), float(net.counts["calls"][0])) == (1, 1.0)
+    assert (net.sums.tolist(), net.history.losses) == ([1.0, 1.0], [1.0])
+
+
+def test_modules_in_containers_of_a_loss_are_restored() -> None:
+    held = {"teacher": nn.BatchNorm1d(6)}
+
+    def loss(net: Any, batch: Any) -> Any:
+        held["calls"] = nn.Identity()
+        return held["teacher"](batch)
+
+    with left_alone(loss):
+        loss(None, X)
+    assert list(held) == ["teacher"]
+    assert int(held["teacher"].num_batches_tracked) == 0
+
+
+def test_servers_reject_a_loss_whose_calls_read_what_the_first_one_left(tmp_path: Path) -> None:
+    held: dict[str, nn.Module] = {}
+
+    def loss(net: Any, batch: Any) -> Tensor:
+        teacher = held.setdefault("teacher", copy.deepcopy(net).requires_grad_(False))
+        return F.cross_entropy(net(batch[0]), batch[1]) + (net(batch[0]) - teacher(batch[0])).square().mean()
+
+    with pytest.raises(TaskError, match="read what earlier ones left in what the loss refers to, every worker"):
+        fit(lambda: nn.Linear(6, 3), mh.ParameterServer(servers=1, workers=2), tmp_path, loss=loss)

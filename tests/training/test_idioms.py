@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.func import functional_call, grad
 
 import manyhands as mh
 from manyhands.core import DataError, StrategyError, TaskError
+from manyhands.graph import Call
 from manyhands.strategies import is_by_element, is_by_tensor, odd_slots
+from manyhands.strategies.by_block import why_not_by_block
+from manyhands.strategies.placement import Calling, Placement
+from manyhands.training.cause import ForwardChanges
 
 X = torch.randn(12, 6, generator=torch.Generator().manual_seed(0))
 Y = torch.randint(0, 3, (12,), generator=torch.Generator().manual_seed(1))
@@ -218,3 +224,106 @@ def test_labels_of_all_samples_in_a_row_are_collated_by_each_rank(tmp_path: Path
     assert fit(calm, tmp_path, mh.Mirrored(2)).losses == pytest.approx(fit(calm, tmp_path).losses, rel=1e-5)
     with pytest.raises(DataError, match="along dim 0 of every tensor"):
         fit(calm, tmp_path, mh.Mirrored(2, accumulate=2))
+
+
+def popping(net: Any, batch: dict[str, Tensor]) -> Tensor:
+    labels = batch.pop("y")
+    return F.cross_entropy(net(**batch), labels)
+
+
+class Layers(nn.Module):
+    """Two layers that are called by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 3)
+
+    def forward(self, *, x: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.first(x)))
+
+
+def test_loss_may_take_things_out_of_the_batch(tmp_path: Path) -> None:
+    made = task(Layers, loss=popping, data={"x": X, "y": Y})
+    expected = fit(made, tmp_path).losses
+    assert fit(made, tmp_path, mh.Pipeline(2, microbatches=2)).losses == pytest.approx(expected, rel=1e-5)
+
+
+class Sharing(nn.Module):
+    """Passes a dict from layer to layer, in which the first one leaves what the others use."""
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(6, 6)
+
+        def forward(self, x: Tensor, shared: dict[str, Tensor]) -> Tensor:
+            if "first" not in shared:
+                shared["first"] = torch.tanh(self.linear(x))
+            return x + self.linear(shared["first"])
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Linear(6, 6), nn.Linear(6, 3)
+        self.layers = nn.ModuleList(self.Layer() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, shared = self.embed(x), dict[str, Tensor]()
+        for layer in self.layers:
+            x = layer(x, shared)
+        return self.head(x + shared["first"])
+
+
+def test_parameters_of_layers_that_write_into_a_dict_are_whole_in_a_step() -> None:
+    def probe(net: nn.Module, fake: Any) -> Any:
+        return classify(net, fake((X, Y)))
+
+    why = why_not_by_block(Sharing(), probe, torch.device("cpu"))
+    assert why == "layers.0 changes a list or dict that it is called with"
+
+
+class Codes(nn.Module):
+    """Looks position codes up by the number of rows, which must be a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = dict.fromkeys(range(1, 20), 1.0)[x.shape[0]]
+        return self.second(torch.tanh(self.first(x)) * scale)
+
+
+def test_partitioned_network_that_needs_numbers_as_sizes_is_traced_for_each() -> None:
+    calls = [Call.of([X[:rows]], {}) for rows in (6, 5, 4, 3)]
+    calling = Calling(calls[0], False, (0,))
+    spec, device = mh.Placed(devices=2), torch.device("cpu")
+    placement = Placement(Codes(), spec, 2, device, contextlib.nullcontext, calling)
+    placement.settle(lambda works: [0] * len(works.units))
+    found = [placement.partition(call, training=True) for call in calls]
+    assert len({id(partition) for partition in found}) == len(calls)
+
+
+def test_sparse_buffers_are_refused_on_several_devices(tmp_path: Path) -> None:
+    def model() -> nn.Module:
+        net = nn.Linear(6, 3)
+        net.register_buffer("adjacency", torch.eye(6).to_sparse(), persistent=False)
+        return net
+
+    with pytest.raises(TaskError, match=r"adjacency, a tensor of layout torch.sparse_coo.*indices and its values"):
+        fit(task(model), tmp_path, mh.Mirrored(2))
+
+
+def test_differentiation_in_a_loss_is_not_taken_for_a_change_of_parameters() -> None:
+    watch = ForwardChanges()
+    net = nn.Linear(6, 3)
+
+    def loss(net: Any, batch: Any) -> Tensor:
+        def inner(values: dict[str, Tensor]) -> Tensor:
+            return functional_call(net, values, (batch[0],)).mul_(2).square().mean()
+
+        return sum(g.square().sum() for g in grad(inner)(dict(net.named_parameters())).values())  # type: ignore[return-value]
+
+    watched = watch.watched(task(lambda: net, loss=loss)).loss
+    assert watched is not None
+    watched(net, (X, Y)).backward()
+    assert watch.changed == []

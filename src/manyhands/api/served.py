@@ -63,6 +63,8 @@ def check_served(task: Task, spec: StrategySpec, devices: Sequence[Device], time
         failed = training.fails_in_parts(task, spec, plan, whole)
         if failed is None:
             failed = training.changes_parameters(task, spec, plan, whole, NullWorld())
+        if failed is None:
+            failed = training.keeps_state(task, spec, plan, whole, NullWorld())
         if failed is not None:
             return failed
         # Workers collate their own samples, so a batch that cannot be split is compared on the servers only.

@@ -32,6 +32,7 @@ from .files import LINE_LIMIT, open_regular, opened, parse_json, read_file, read
 from .formatting import format_bytes, format_duration, format_rate, format_rough_duration, printable
 from .module_state import (
     Attributes,
+    Contents,
     default_dtype,
     evaluating,
     is_scripted,
@@ -102,6 +103,7 @@ def __getattr__(name: str) -> Any:
 
 
 __all__ = [
+    "Contents",
     "format_bytes",
     "format_duration",
     "format_rate",

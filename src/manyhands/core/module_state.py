@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import operator
 import random
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from enum import Enum
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from .errors import TaskError
@@ -15,7 +19,14 @@ if TYPE_CHECKING:
 
 MOST_COPIED = 20_000_000
 """Maximum number of values in parameters that are copied for a trial."""
+MOST_LOOKED = 10_000
+"""Maximum number of values that are remembered, of a long list of samples for instance."""
+MOST_NESTED = 4
+"""Levels of containers and objects inside of each other that are looked at."""
 PLAIN = (int, float, str, bytes, bool, type(None))
+CONTAINERS = (list, dict, set, deque)
+_LIBRARIES = ("builtins", "torch", "numpy", "functools", "threading", "weakref", "logging", "types", "typing", "io")
+"""Libraries whose objects are not restored; tensors, arrays and generators are."""
 
 
 def remember_state(model: nn.Module) -> Callable[[], None]:
@@ -146,12 +157,10 @@ class Attributes:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        from torch import nn
-
-        self._torchs_own = vars(nn.Module()).keys()
         # Lazy modules, whose class changes, get their sizes in the first forward.
         self._modules = [(name, module, type(module)) for name, module in model.named_modules()]
-        self._held = [{name: (value, _copy(value)) for name, value in self._own(m)} for _, m, _ in self._modules]
+        self._held = [dict(self._own(module)) for _, module, _ in self._modules]
+        self._contents = Contents([held for own in self._held for held in own.values()], without=model.modules())
 
     def changed(self) -> list[str]:
         """Return the paths of attributes that were set, changed or deleted since."""
@@ -159,7 +168,7 @@ class Attributes:
             f"{path}.{name}".removeprefix(".")
             for (path, module, kind), held in zip(self._modules, self._held, strict=True)
             for name in {**held, **dict(self._own(module))}
-            if type(module) is kind and not _is_same(vars(module).get(name, self), *held.get(name, (None, self)))
+            if type(module) is kind and not self._is_same(vars(module).get(name, self), held.get(name, self))
         ]
 
     def put_back(self) -> None:
@@ -169,17 +178,120 @@ class Attributes:
                 continue
             for name in [name for name, _ in self._own(module) if name not in held]:
                 del vars(module)[name]
-            for name, (value, before) in held.items():
-                _restore(value, before)
-                vars(module)[name] = value
+            vars(module).update(held)
+        self._contents.put_back()
 
     def _own(self, module: nn.Module) -> Iterator[tuple[str, Any]]:
-        from torch import Tensor
-
-        for name, value in vars(module).items():
-            is_held = isinstance(value, (*PLAIN, Tensor, list, dict, set, tuple)) or _is_generator(value)
-            if name not in self._torchs_own and is_held:
+        for name, value in _variables(module).items():
+            if isinstance(value, PLAIN) or _may_change(value):
                 yield name, value
+
+    def _is_same(self, now: Any, before: Any) -> bool:
+        if now is before:
+            return self._contents.is_same(now)
+        return isinstance(now, PLAIN) and isinstance(before, PLAIN) and type(now) is type(before) and now == before
+
+
+class Contents:
+    """What containers, objects, tensors and generators hold, as it was at one time, with what is inside of them.
+
+    >>> from collections import deque
+    >>> kept = {"losses": deque([0.5], maxlen=2)}
+    >>> before = Contents([kept])
+    >>> kept["losses"].append(0.25)
+    >>> before.put_back()
+    >>> kept
+    {'losses': deque([0.5], maxlen=2)}
+    """
+
+    def __init__(self, values: Iterable[Any], without: Iterable[Any] = ()) -> None:
+        self._seen = {id(value): value for value in without}
+        self._held: dict[int, tuple[Any, Any]] = {}
+        self._num_copied = 0
+        for value in values:
+            self._look(value, MOST_NESTED)
+
+    def put_back(self) -> None:
+        """Restore the contents in place, because other objects may refer to them."""
+        for value, before in self._held.values():
+            if not _holds(value, before):
+                _restore(value, before)
+
+    def is_same(self, value: Any) -> bool:
+        """Return whether a value holds the same as before, without what is inside of containers in it."""
+        return id(value) not in self._held or _holds(*self._held[id(value)])
+
+    def _look(self, value: Any, depth: int) -> None:
+        if id(value) in self._seen or len(self._seen) >= MOST_LOOKED or not _may_change(value):
+            return
+        self._seen[id(value)] = value
+        count = _num_values(value)
+        if count is None or self._num_copied + count > MOST_COPIED:
+            return
+        self._num_copied += count
+        self._held[id(value)] = (value, _copy(value))
+        for inner in _inside(value) if depth else ():
+            self._look(inner, depth - 1)
+
+
+def _may_change(value: Any) -> bool:
+    """Return whether a value is a container, tensor, array, generator, module, or an object of the user's."""
+    import numpy as np
+    from torch import Tensor, nn
+    from torch.nn.parameter import UninitializedTensorMixin
+
+    if isinstance(value, UninitializedTensorMixin):
+        return False
+    if isinstance(value, (Tensor, np.ndarray, nn.Module, tuple, *CONTAINERS)) or _is_generator(value):
+        return True
+    is_object = type(value).__module__.partition(".")[0] not in _LIBRARIES and not isinstance(value, (type, Enum))
+    # An object of TorchFunctionMode, say, is a library's whatever module its class is in.
+    return is_object and hasattr(value, "__dict__") and not any(_is_of_library(kind) for kind in type(value).__mro__)
+
+
+def _is_of_library(kind: type) -> bool:
+    return kind is not object and kind.__module__.partition(".")[0] in _LIBRARIES
+
+
+def _num_values(value: Any) -> int | None:
+    """Return how many numbers a copy of a value takes; None for tensors that cannot be compared or copied in place."""
+    import numpy as np
+    from torch import Tensor, nn, strided
+
+    if not isinstance(value, Tensor):
+        return value.size if isinstance(value, np.ndarray) else 0
+    if type(value) not in (Tensor, nn.Parameter) or value.layout != strided or value.is_meta:
+        return None
+    return value.numel()
+
+
+def _inside(value: Any) -> Iterable[Any]:
+    import numpy as np
+    from torch import Tensor, nn
+
+    if isinstance(value, (Tensor, np.ndarray)) or _is_generator(value):
+        return ()
+    if isinstance(value, dict):
+        return list(value.values())
+    if isinstance(value, nn.Module):
+        return [*value.children(), value._buffers, value._parameters, *_variables(value).values()]
+    return list(value) if isinstance(value, (tuple, *CONTAINERS)) else list(_variables(value).values())
+
+
+def _variables(value: Any) -> dict[str, Any]:
+    """Return an object's attributes; of a module those that are not torch's own."""
+    from torch import nn
+
+    if not isinstance(value, nn.Module):
+        return vars(value)
+    return {name: held for name, held in vars(value).items() if name not in vars(_plain_module())}
+
+
+@cache
+def _plain_module() -> nn.Module:
+    from torch import nn
+
+    return nn.Module()
 
 
 def _is_generator(value: Any) -> bool:
@@ -207,17 +319,20 @@ def _set_state(generator: Any, state: Any) -> None:
 
 
 def _copy(value: Any) -> Any:
+    import numpy as np
     from torch import Tensor
 
     if _is_generator(value):
         return _state(value)
     if isinstance(value, Tensor):
         return value.detach().clone()
-    return value.copy() if isinstance(value, list | dict | set) else value
+    if isinstance(value, (np.ndarray, *CONTAINERS)):
+        return value.copy()
+    return value if isinstance(value, tuple) else dict(_variables(value))
 
 
 def _restore(value: Any, before: Any) -> None:
-    """Restore the content of a tensor or container in place, because other objects may refer to it."""
+    import numpy as np
     import torch
 
     if _is_generator(value):
@@ -225,26 +340,36 @@ def _restore(value: Any, before: Any) -> None:
     elif isinstance(value, torch.Tensor):
         with torch.no_grad():
             value.copy_(before)
-    elif isinstance(value, list):
-        value[:] = before
-    elif isinstance(value, dict | set):
+    elif isinstance(value, np.ndarray):
+        value[...] = before
+    elif isinstance(value, CONTAINERS):
         value.clear()
-        value.update(before)
+        (value.extend if isinstance(value, list | deque) else value.update)(before)
+    elif not isinstance(value, tuple):
+        for name in _variables(value).keys() - before.keys():
+            del vars(value)[name]
+        vars(value).update(before)
 
 
-def _is_same(now: Any, value: Any, before: Any) -> bool:
+def _holds(value: Any, before: Any) -> bool:
+    """Return whether a value still holds what was copied of it; the values in a container must be the same objects."""
+    import numpy as np
     import torch
 
-    if now is not value:
-        return isinstance(now, PLAIN) and isinstance(before, PLAIN) and type(now) is type(before) and now == before
-    if _is_generator(now):
-        return str(_state(now)) == str(before)
-    if isinstance(now, torch.Tensor):
-        return now.is_meta or bool(torch.equal(now.detach(), before))
-    if isinstance(now, list | dict | set):
-        items = (now.values(), before.values()) if isinstance(now, dict) else (now, before)
-        return len(now) == len(before) and all(a is b for a, b in zip(*items, strict=True))
-    return True
+    if isinstance(value, tuple):
+        return True
+    if _is_generator(value):
+        return str(_state(value)) == str(before)
+    if isinstance(value, torch.Tensor):
+        return value.shape == before.shape and torch.equal(value.detach(), before)
+    if isinstance(value, np.ndarray):
+        return np.array_equal(value, before)
+    now = value if isinstance(value, CONTAINERS) else _variables(value)
+    if len(now) != len(before):
+        return False
+    if isinstance(now, dict):
+        return list(now) == list(before) and all(map(operator.is_, now.values(), before.values()))
+    return all(map(operator.is_, now, before))
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """Data feed: global sample order, split over replicas, prefetching, and the cursor from which it resumes."""
 
 from .arrays import is_arrays
-from .batch import Batch, Cursor, first_dim, map_leaves, split, tensors
+from .batch import Batch, Cursor, copied, first_dim, map_leaves, split, tensors
 from .batch_split import part_of
 from .bucketed import bucketed
 from .device_resident import Resident, ResidentBatch, in_memory, lies_in_memory
@@ -33,6 +33,7 @@ __all__ = [
     "data_digest",
     "Order",
     "Orders",
+    "copied",
     "first_dim",
     "map_leaves",
     "split",

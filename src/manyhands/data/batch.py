@@ -256,6 +256,16 @@ def _as_tensor(leaf: Any) -> Any:
     return leaf
 
 
+def copied(data: Any) -> Any:
+    """Return a nested batch in new containers with new tensors, for a trial that may change or empty them.
+
+    >>> batch = {"x": torch.zeros(2)}
+    >>> copied(batch).pop("x").add_(1), batch
+    (tensor([1., 1.]), {'x': tensor([0., 0.])})
+    """
+    return map_leaves(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, data)
+
+
 def split(data: Any, sizes: Sequence[int]) -> list[Any]:
     """Return contiguous slices of a nested batch along dim 0, as views; a slice of size 0 is a padding row, the first.
 
@@ -300,7 +310,14 @@ def _children_split(data: Sequence[Any], rows: int) -> bool:
     nested = [
         child for child in data if isinstance(child, torch.Tensor | Mapping | tuple | list) or _is_dataclass(child)
     ]
-    return bool(nested) and all(_splits(child, rows) for child in nested)
+    return all(_splits(child, rows) for child in nested) and any(_has_samples(child, rows) for child in nested)
+
+
+def _has_samples(data: Any, rows: int) -> bool:
+    """Return whether a part of a batch holds tensors or one item per row, unlike a sample such as a tree of words."""
+    if isinstance(data, tuple | list) and len(data) == rows:
+        return True
+    return isinstance(data, torch.Tensor) or any(_has_samples(child, rows) for child in _children(data))
 
 
 def _is_sequence(data: Any) -> bool:

@@ -34,7 +34,26 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             data = obj.detach().contiguous()
             raw: Any = data.view(-1).view(torch.uint8).numpy()
             return _tensor, (pickle.PickleBuffer(raw), data.dtype, tuple(data.shape), obj.requires_grad)
+        if isinstance(obj, _OPERATIONS):
+            return _operation, (_path_of(obj),)
         return super().reducer_override(obj)
+
+
+_OPERATIONS = (type(torch.ops), type(torch.ops.aten), torch._ops.OpOverloadPacket, torch._ops.OpOverload)
+"""`torch.ops` and what is in it, which has no pickle; functions of a notebook refer to `torch.ops` itself."""
+
+
+def _path_of(operation: Any) -> str:
+    """Return where an operation or a namespace is in `torch.ops`, as `aten.addmm.default`."""
+    if operation is torch.ops:
+        return ""
+    if isinstance(operation, type(torch.ops.aten)):
+        return operation.name
+    return str(operation)
+
+
+def _operation(path: str) -> Any:
+    return functools.reduce(getattr, path.split("."), torch.ops) if path else torch.ops
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

@@ -145,6 +145,7 @@ class Buffers:
 
 
 def _wide(tensor: Tensor) -> Tensor:
+    tensor = tensor.to_dense() if tensor.layout != torch.strided else tensor
     return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
 
 

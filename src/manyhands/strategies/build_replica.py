@@ -80,6 +80,8 @@ def make_replica(
     make_optimizer = _with_attributes(model, make_optimizer)
     if spec.precision == "fp64":
         model = in_double(model)
+    if world.size > 1 or spec.servers:
+        _require_strided(model)
     if fill is None:
         model = model.to(world.device)
         if world.size > 1:
@@ -495,6 +497,17 @@ def _require_sums(model: nn.Module) -> None:
                 "tensors of a network on several devices must have a dtype that collectives can sum",
                 got=f"{name} of {tensor.dtype}",
                 remedy="keep it in bfloat16 or float32, and convert it where it is used",
+            )
+
+
+def _require_strided(model: nn.Module) -> None:
+    """Raise for a parameter or buffer without a memory layout by which collectives send and compare it."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.layout != torch.strided:
+            raise TaskError(
+                "tensors of a network on several devices must be dense",
+                got=f"{name}, a tensor of layout {tensor.layout}",
+                remedy="register its indices and its values as two buffers, and build the sparse tensor in forward",
             )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import operator
 import random
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -21,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ..core import StrategyError, UsageError, as_written, random_state, restore_random_state
+from ..core import Attributes, StrategyError, UsageError, as_written, random_state, restore_random_state
 from ..distributed import World, culprit
 from .double_backward import on_gradients
 from .recompute import blocks_of
@@ -83,6 +84,8 @@ def _odd_types(model: nn.Module) -> str:
 def _odd_steps(model: nn.Module, probe: Probe, device: torch.device) -> str:
     """Return what makes ranks with different samples run different blocks, or makes a block run again in backward."""
     states, python, numpy = random_state(device), random.getstate(), np.random.get_state()
+    # A copy's hooks refer to the network itself, in whose attributes they may leave fake tensors.
+    attributes = Attributes(model)
     # torch logs every operation that fails on fake tensors, and such failures are expected here.
     before = logging.root.manager.disable
     logging.disable(logging.ERROR)
@@ -98,6 +101,7 @@ def _odd_steps(model: nn.Module, probe: Probe, device: torch.device) -> str:
         return f"what it computes may depend on values ({culprit(error)})"
     finally:
         logging.disable(before)
+        attributes.put_back()
         restore_random_state(states, device)
         random.setstate(python)
         np.random.set_state(numpy)
@@ -109,11 +113,14 @@ def _odd_steps(model: nn.Module, probe: Probe, device: torch.device) -> str:
     read = next((name.removeprefix(_READ) for name in all_rows if name.startswith(_READ)), "")
     if read:
         return f"the loss reads {read} by itself"
+    written = next((name.removeprefix(_WRITTEN) for name in all_rows if name.startswith(_WRITTEN)), "")
+    if written:
+        return f"{written} changes a list or dict that it is called with"
     line = next((name.removeprefix(_GRADIENT) for name in all_rows if name.startswith(_GRADIENT)), "")
     return f"what a block gathered for forward is needed by a second backward ({line})" if line else ""
 
 
-_GRADIENT, _READ, _CONVERTED = "gradient ", "read ", "converted "
+_GRADIENT, _READ, _CONVERTED, _WRITTEN = "gradient ", "read ", "converted ", "written "
 
 
 class _Reads(TorchFunctionMode):
@@ -160,6 +167,8 @@ def _blocks_run(model: nn.Module, probe: Probe, device: torch.device, fewer: int
         for name, module in twin.named_modules():
             if any(True for _ in module.parameters(recurse=False)):
                 module.register_forward_pre_hook(lambda _, __, name=name: ran.append(name))
+        for name, block in blocks_of(twin).items():
+            _watch_containers(name, block, ran)
         scope.enter_context(as_written())
         scope.enter_context(on_gradients(lambda line: ran.append(_GRADIENT + line)))
         scope.enter_context(mode)
@@ -167,6 +176,27 @@ def _blocks_run(model: nn.Module, probe: Probe, device: torch.device, fewer: int
         probe(twin, few)
     changed = (name for name, parameter in twin.named_parameters() if parameter.dtype != dtypes.get(name))
     return ran + [_CONVERTED + name for name in changed]
+
+
+def _watch_containers(name: str, block: nn.Module, ran: list[str]) -> None:
+    """Record a block that changes a list or dict that it is called with: torch calls a sharded one with a copy."""
+    calls: list[list[tuple[Any, list[Any]]]] = []
+
+    def remember(_: nn.Module, args: Any, kwargs: Any) -> None:
+        calls.append([(held, _items(held)) for held in (*args, *kwargs.values()) if isinstance(held, list | dict)])
+
+    def compare(*_: Any) -> None:
+        for held, before in calls.pop():
+            now = _items(held)
+            if len(now) != len(before) or not all(map(operator.is_, now, before)):
+                ran.append(_WRITTEN + name)
+
+    block.register_forward_pre_hook(remember, with_kwargs=True)
+    block.register_forward_hook(compare)
+
+
+def _items(held: list[Any] | dict[Any, Any]) -> list[Any]:
+    return [*held, *held.values()] if isinstance(held, dict) else list(held)
 
 
 class _UnknownText(str):

@@ -290,7 +290,11 @@ def _needed(notes: list[_Note], live: set[int]) -> set[int]:
 
 
 def _seen(storage: Tensor, ref: _Ref) -> Tensor:
-    return storage.as_strided(ref.size, ref.stride, ref.offset)
+    if storage.dtype == ref.dtype:
+        return storage.as_strided(ref.size, ref.stride, ref.offset)
+    # torch.view_as_real, for instance, shows the same memory as another dtype.
+    seen = torch.empty(0, dtype=ref.dtype, device=storage.device)
+    return seen.set_(storage.untyped_storage(), ref.offset, ref.size, ref.stride)
 
 
 def _scratch(ref: _Ref) -> Tensor:

@@ -372,9 +372,18 @@ class Placement:
             return known[0]
         times = sum(other[:2] == key for other in self._traced)
         with plain_forward(self.model):
-            traced = trace(self.model, call, self.device, free=times >= NUM_FIXED, layers=self.layers)
+            traced = self._traced_sizes(call, free=times >= NUM_FIXED)
         self._traced[*key, call.shapes] = traced
         return traced
+
+    def _traced_sizes(self, call: Call, *, free: bool) -> TracedGraph:
+        try:
+            return trace(self.model, call, self.device, free=free, layers=self.layers)
+        except StrategyError:
+            if not free:
+                raise
+            # Code such as a look-up by length needs numbers as sizes, and it could be traced with those.
+            return trace(self.model, call, self.device, layers=self.layers)
 
     def _works(self, call: Call, training: bool, traced: TracedGraph) -> Works:
         tensors = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}

@@ -27,6 +27,7 @@ MAX_DEPTH = 60
 
 
 _SETS_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+_CHANGES_NO_VALUES = ("requires_grad_", "detach_", "share_memory_", "rename_")
 _SETS_GRADIENT = (Tensor.requires_grad_, Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
 
 
@@ -150,10 +151,18 @@ class ForwardChanges(TorchFunctionMode):
         if func == _SETS_DATA:
             return next((p for p, _ in self._versions if p is args[0]), None)
         name = getattr(func, "__name__", "")
-        if not name.endswith("_") or name.endswith("__") or not args[0].numel() or args[0].is_meta:
+        if not name.endswith("_") or name.endswith("__") or name in _CHANGES_NO_VALUES or not args[0].numel():
             return None
-        place = args[0].data_ptr()
-        return next((p for p, _ in self._versions if p.data_ptr() == place), None)
+        place = _place(args[0])
+        return next((p for p, _ in self._versions if place and _place(p) == place), None)
+
+
+def _place(tensor: Tensor) -> int:
+    """Return where a tensor's values are in memory; 0 for one without, such as a sparse or a meta tensor."""
+    # torch.func passes wrappers without memory, of which only the innermost tensor has some.
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor.data_ptr() if torch._C._has_storage(tensor) and not tensor.is_meta else 0
 
 
 @dataclass

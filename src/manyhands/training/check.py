@@ -14,14 +14,25 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ..core import DataError, LayoutFree, Mean, StrategySpec, Task, default_dtype, mix, seed_all, unsaved_buffers
+from ..core import (
+    Attributes,
+    DataError,
+    LayoutFree,
+    Mean,
+    StrategySpec,
+    Task,
+    default_dtype,
+    mix,
+    seed_all,
+    unsaved_buffers,
+)
 from ..data import check_source, source_of
 from ..distributed import NullWorld, World, culprit
 from .carried_numbers import Number, differing, nudge, number_slots, numbers_of
 from .cause import CallRecorder, ForwardChanges, Output, Outputs, first_difference, first_not_finite, first_other_output
 from .error_hints import explain_mistake
 from .hand import Hand
-from .restored_objects import left_alone
+from .restored_objects import left_alone, remember_held
 from .sample_randomness import learn_draws
 from .stepping import take_step
 from .trial import LOSS, NUM_SAMPLES
@@ -537,6 +548,48 @@ def changes_parameters(task: Task, spec: StrategySpec, plan: Plan, whole: Record
         remedy = "freeze parameters in the model function, detach outputs in place of freezing, or use mh.Mirrored()"
         return Verdict("different", spec, watch.unfrozen[0].split(" ")[0], float("inf"), why, remedy)
     return None
+
+
+def keeps_state(task: Task, spec: StrategySpec, plan: Plan, whole: Record, world: World) -> Verdict | None:
+    """Return the verdict on calls that depend on what earlier ones left outside of buffers; None if they do not.
+
+    How many parts of a step each worker of parameter servers computes is not fixed, and it may be called first in a
+    later step. The second step is repeated here as a first call would compute it.
+    """
+    built: list[nn.Module] = []
+    undo: list[Callable[[], None]] = []
+    changed: list[str] = []
+
+    def build() -> nn.Module:
+        built.append(task.model())
+        return built[-1]
+
+    def begin(step: int) -> None:
+        if step == 0:
+            attributes = Attributes(built[-1])
+            undo[:] = [lambda: changed.extend(attributes.changed()), attributes.put_back, remember_held(task.loss)]
+        else:
+            for one in undo:
+                one()
+
+    if task.loss is None or len(whole.steps) < 2:
+        return None
+    try:
+        fresh = take_steps(
+            world, task.replace(model=build), StrategySpec(), plan, precision=whole.precision, begin=begin
+        )
+    except Exception:
+        # What matters raises in the comparison of parts.
+        return None
+    real = next((difference for difference in compare(whole, fresh) if difference.is_real), None)
+    if real is None or whole.strayed:
+        return None
+    where = f"{changed[0]} of the network" if changed else "what the loss refers to"
+    why = (
+        f"calls of the loss read what earlier ones left in {where}, every worker keeps its own, and how many parts of "
+        "the steps a worker computes is not fixed"
+    )
+    return Verdict("different", spec, real.what, real.error, why, NUMBER)
 
 
 def failed_in_parts(spec: StrategySpec, error: Exception) -> Verdict:

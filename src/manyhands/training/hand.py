@@ -32,7 +32,7 @@ from ..core import (
     seeded,
     set_training,
 )
-from ..data import Batch, Cursor, Feed, Source, as_source, check_source, source_of
+from ..data import Batch, Cursor, Feed, Source, as_source, check_source, copied, source_of
 from ..distributed import DEFAULT_TIMEOUT, DirectChannel, NullWorld, World, current_world, resolve
 from ..launcher import TRAINERS, join_launched
 from ..monitoring import Spans, make_view
@@ -223,7 +223,7 @@ class Hand:
         if self.spec.axes.keys() - {"replicas"}:
             # The trace runs on tensors without values, where samples can no longer be read.
             few()
-        return lambda model, fake: compute(model, fake(few()))
+        return lambda model, fake: compute(model, fake(copied(few())))
 
     def peek(self, source: Source, batch_size: int, num_samples: int) -> Any:
         """Return a few of the first samples, without shuffling."""

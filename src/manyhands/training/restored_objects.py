@@ -3,27 +3,20 @@
 from __future__ import annotations
 
 import functools
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch import nn
 
-from ..core import remember_state
+from ..core import Contents, remember_state
 
 Number = int | float
 FUNCTIONS = (FunctionType, MethodType, functools.partial)
 UNASSIGNED = object()
 """The content of a cell whose variable has no value yet."""
-PLAIN = (int, float, str, bytes, bool, type(None))
-CONTAINERS = (list, dict, set, deque)
-RESTORED = (*PLAIN, *CONTAINERS, Tensor, nn.Module)
-"""Types of an object's attributes that are restored."""
 
 
 @contextmanager
@@ -164,41 +157,5 @@ def _remembered(held: Any) -> Iterator[Callable[[], None]]:
         yield held.remember()
     elif isinstance(held, nn.Module):
         yield remember_state(held)
-    elif isinstance(held, CONTAINERS):
-        yield _container(held)
-    elif not isinstance(held, (*PLAIN, type, FunctionType, Tensor, TorchFunctionMode)) and hasattr(held, "__dict__"):
-        # A mode records the operations of a trial, and what it recorded must outlive the trial.
-        yield _attributes(held)
-
-
-def _container(held: Any) -> Callable[[], None]:
-    before = held.copy()
-
-    def put_back() -> None:
-        held.clear()
-        (held.extend if isinstance(held, list | deque) else held.update)(before)
-
-    return put_back
-
-
-def _attributes(held: Any) -> Callable[[], None]:
-    """Return a function that restores the numbers, texts, containers, tensors and modules of an object's attributes."""
-    kept = {name: value for name, value in vars(held).items() if isinstance(value, RESTORED)}
-    tensors = [(value, value.detach().clone()) for value in kept.values() if isinstance(value, Tensor)]
-    inner = [
-        undo for value in kept.values() if isinstance(value, (*CONTAINERS, nn.Module)) for undo in _remembered(value)
-    ]
-
-    def put_back() -> None:
-        with torch.no_grad():
-            for tensor, before in tensors:
-                tensor.copy_(before)
-        for undo in inner:
-            undo()
-        for name in [name for name, value in vars(held).items() if name not in kept and isinstance(value, RESTORED)]:
-            delattr(held, name)
-        for name, value in kept.items():
-            if vars(held).get(name) is not value:
-                setattr(held, name, value)
-
-    return put_back
+    else:
+        yield Contents([held]).put_back

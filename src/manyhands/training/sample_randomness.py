@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..core import DataError, LayoutFree, Task, UsageError, random_state, remember_state, restore_random_state
-from ..data import Feed, first_dim, split
+from ..data import Feed, copied, first_dim, split
 from .hand import Hand
 from .restored_objects import left_alone
 
@@ -33,7 +33,7 @@ def learn_draws(hand: Hand, task: Task, feed: Feed, batch: Any) -> None:
 
     def first(count: int) -> Any:
         if count == rows:
-            return batch
+            return copied(batch)
         try:
             return split(batch, [count, rows - count])[0]
         except DataError:

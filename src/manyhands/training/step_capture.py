@@ -436,7 +436,8 @@ class _Micros:
     def loss(self, micro: int) -> Any:
         self._hand.select(self._starts[micro], self.sizes[micro])
         with self._hand.during("forward"), self._hand.scope():
-            return self._replica.loss(self._loss, self._parts[micro])
+            # The loss runs once per stage, and may take things out of the containers that it gets.
+            return self._replica.loss(self._loss, map_leaves(lambda leaf: leaf, self._parts[micro]))
 
     def weigh(self, micro: int, loss: Any) -> Tensor:
         return self.tally.add(loss, BatchShare(self.sizes[micro], self._total))

@@ -20,7 +20,7 @@ from ..core import (
     restore_random_state,
     set_training,
 )
-from ..data import first_dim, split
+from ..data import copied, first_dim, split
 from ..distributed import NullWorld, World
 from .error_hints import explain_mistake
 from .loss_totals import BatchShare, Tally
@@ -132,7 +132,7 @@ def _combined(task: Task, model: nn.Module, parts: list[Any], rows: int) -> floa
     assert task.loss is not None
     tally = Tally(NullWorld())
     for part in parts:
-        loss = task.loss(model, part)
+        loss = task.loss(model, copied(part))
         if not _has_gradient(loss) and not _has_gradient(_in_training(task, model, part)):
             raise TaskError(
                 "a loss must depend on the model's trainable parameters",
@@ -146,7 +146,7 @@ def _combined(task: Task, model: nn.Module, parts: list[Any], rows: int) -> floa
 def _counts(task: Task, model: nn.Module, batch: Any) -> bool:
     """Return whether the loss counts anything in this batch."""
     assert task.loss is not None
-    loss = task.loss(model, batch)
+    loss = task.loss(model, copied(batch))
     return not isinstance(loss, Mean) or bool(loss.count > 0)
 
 
@@ -156,7 +156,7 @@ def _in_training(task: Task, model: nn.Module, batch: Any) -> Any:
     was_training = model.training
     set_training(model)
     try:
-        return task.loss(model, batch)
+        return task.loss(model, copied(batch))
     finally:
         model.train(was_training)
 

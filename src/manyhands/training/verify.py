@@ -41,6 +41,7 @@ from .check import (
     fails_in_parts,
     has_batch_stats,
     judge,
+    keeps_state,
     not_linear,
     parts_of,
     plan_of,
@@ -179,6 +180,8 @@ class _Trial:
                     failed = not_linear(self.task, self.spec, plan, self.whole, self.alone)
                     if failed is None:
                         failed = changes_parameters(self.task, self.spec, plan, self.whole, self.alone)
+                    if failed is None:
+                        failed = keeps_state(self.task, self.spec, plan, self.whole, self.alone)
                 if failed is None and self.world.size > 1:
                     failed = fails_in_parts(self.task, self.spec, plan, self.whole, self.alone)
                 if failed is not None:
