@@ -44,6 +44,14 @@ def versions(server: Server, model: str = "adder") -> dict[int, str]:
     return {v["version"]: v["state"] for v in found["versions"]}
 
 
+def http_status(server: Server, model: str = "adder") -> list[dict[str, Any]]:
+    return list(httpx.get(f"{server.url}/v1/models/{model}").json()["model_version_status"])
+
+
+def metrics_of(server: Server) -> str:
+    return httpx.get(f"{server.url}/metrics").text
+
+
 class Load:
     """Clients that ask all the time; every answer says which version gave it."""
 
@@ -131,11 +139,20 @@ def test_corrupt_or_incomplete_version_does_not_replace_the_current_one(
         (model / "2").mkdir()
         for name in ("manifest.json", "program.json", "signature.json"):
             shutil.copy(whole / name, model / "2" / name)
-        time.sleep(0.3)
-        assert versions(server) == {1: "AVAILABLE"}
         weights = (whole / "weights.safetensors").read_bytes()
+        status = until(lambda: [v for v in http_status(server) if v["status"]["error_code"] != "OK"])
+        assert [(v["version"], v["status"]["error_message"]) for v in status] == [
+            ("2", "the version is incomplete: weights.safetensors is missing")
+        ]
+        (model / "2" / "weights.safetensors").write_bytes(weights[:-1])
+        size = f"weights.safetensors has {len(weights) - 1} bytes, but the manifest lists {len(weights)}"
+        until(lambda: [v for v in http_status(server) if size in v["status"]["error_message"]])
+        assert size in metrics_of(server)
+        logged = [e["reason"] for e in read_events(tmp_path / "log" / "events.jsonl") if e["kind"] == "version_failed"]
+        assert [reason.partition(": ")[2] for reason in logged] == ["weights.safetensors is missing", size]
+        assert current(server) == 1
         (model / "2" / "weights.safetensors").write_bytes(bytes(len(weights)))
-        failed = until(lambda: [v for v in server.state()["models"][0]["versions"] if v["error"]])
+        failed = until(lambda: [v for v in server.state()["models"][0]["versions"] if "digest" in v["error"]])
         assert failed[0]["version"] == 2
         assert "digest" in failed[0]["error"]
         assert str(tmp_path) not in failed[0]["error"]
@@ -207,6 +224,53 @@ def test_version_policies_labels_traffic_splits_and_rollback(adder: Path, tmp_pa
         assert manage.post("/v2/repository/models/adder/load").status_code == 200
         assert ask() == 3
         assert manage.post("/manage/models/nothing/load").status_code == 404
+
+
+def test_rollback_labels_and_split_survive_a_restart(adder: Path, tmp_path: Path, start: Start) -> None:
+    for number in (1, 2, 3, 4):
+        publish(adder, tmp_path / "models" / "adder", number)
+    server = start(tmp_path / "models")
+    with Client(server.url, manage=server.manage_url) as client:
+        assert client.rollback("adder") == {"current": 3}
+        client.load("adder", 1)
+        client.label("adder", "stable", 1)
+        client.label("adder", "gone", 3)
+        client.label("adder", "gone", None)
+        client.split("alias", [{"model": "adder", "version": 1, "weight": 1}, {"model": "adder", "weight": 3}])
+        before = client.models()
+    server.stop()
+    state = tmp_path / "models" / ".serving"
+    (state / "broken.json").write_text('{"labels": ["x"]}')
+    again = start(tmp_path / "models", log=tmp_path / "log")
+    with Client(again.url, manage=again.manage_url) as client:
+        after = client.models()
+        assert {key: after["models"][0][key] for key in ("name", "current", "labels")} == {
+            "name": "adder", "current": 3, "labels": {"stable": 1},
+        }  # fmt: skip
+        assert after["splits"] == before["splits"]
+        assert {client("alias", np.zeros((1, 3), np.float32))[0, 0] for _ in range(40)} == {1.0, 3.0}
+        # An undone rollback and a removed split and label leave no file.
+        client.load("adder")
+        client.label("adder", "stable", None)
+        client.split("alias", [])
+    again.stop()
+    logged = list(read_events(tmp_path / "log" / "events.jsonl"))
+    assert [entry["model"] for entry in logged if entry["kind"] == "state_refused"] == ["broken"]
+    assert [entry["version"] for entry in logged if entry["kind"] == "label"] == [1, None]
+    assert [path.name for path in state.iterdir()] == ["adder.json", "broken.json"]
+    assert json.loads((state / "adder.json").read_text())["asked"] == [1]
+
+
+def test_state_that_cannot_be_written_is_reported_and_kept_in_memory(adder: Path, tmp_path: Path, start: Start) -> None:
+    publish(adder, tmp_path / "models" / "adder", 1)
+    (tmp_path / "file").touch()
+    server = start(tmp_path / "models", state=tmp_path / "file", log=tmp_path / "log")
+    with Client(server.url, manage=server.manage_url) as client:
+        assert client.label("adder", "stable", 1) == {"labels": {"stable": 1}}
+        client.label("adder", "other", 1)
+    lost = [e["reason"] for e in read_events(tmp_path / "log" / "events.jsonl") if e["kind"] == "state_not_saved"]
+    assert len(lost) == 1
+    assert "a restart loses what was set" in lost[0]
 
 
 class Moody(Predictor):

@@ -152,6 +152,12 @@ class Rollout:
     record: Path | None = option(
         None, "Write the first requests of each model to this folder, for a later warm-up.", metavar="FOLDER"
     )
+    state: Path | None = option(
+        None,
+        "Folder in which labels, splits and rollbacks are kept for a restart; by default .serving in the folder of "
+        "models.",
+        metavar="FOLDER",
+    )
     num_requests: int = 20
     """Minimum number of requests for a decision about a rollback."""
     max_failed: float = 0.1

@@ -8,9 +8,9 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from ...core import ManyhandsError, RequestRefused
-from ..catalogue import TrafficShare
 from ..http import BadRequest, Request
 from ..limits import Limits
+from ..saved_state import TrafficShare
 from ..version import Version
 from .protocol import InferenceGateway, RestProtocol, answer_failure, dump_json, parse_json, require_method, shown
 
@@ -95,7 +95,7 @@ class Management(RestProtocol):
                 "INVALID_ARGUMENT",
                 'a label is set with {"label": "stable", "version": 3}, and removed with "version": null',
             )
-        self.gateway.catalogue.model(name).set_label(label, version)
+        await self.gateway.catalogue.set_label(name, label, version)
         return {"labels": self.gateway.catalogue.model(name).labels}
 
     async def _split(self, name: str, value: dict[str, Any]) -> dict[str, Any]:
@@ -109,6 +109,7 @@ class Management(RestProtocol):
                 TrafficShare(shown(one.get("model") or name, 256), _number(one.get("version")), float(weight))
             )
         self.gateway.catalogue.set_split(name, shares)
+        await self.gateway.catalogue.save(name)
         return {"shares": [vars(share) for share in shares]}
 
 
