@@ -286,6 +286,8 @@ class Moody(Predictor):
             os.kill(os.getpid(), signal.SIGKILL)
         if (x == 100).any():
             time.sleep(0.3)
+        if (x == 777).any():
+            time.sleep(3600)
         return {"y": x + 1}
 
 
@@ -343,6 +345,32 @@ def test_model_failure_and_replica_crash_return_500_and_serving_continues(start:
     )
     assert ask_moody(server.url, 666).status_code == 500
     assert ask_moody(server.url, 1).json()["outputs"] == [[2.0]]
+
+
+@pytest.mark.parametrize(("cause", "status"), [(666.0, 500), (777.0, 504)])
+def test_request_that_aborts_or_hangs_its_replica_affects_only_itself(
+    cause: float, status: int, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("manyhands.serving.batcher.HUNG_SECONDS", 0.7)
+    server = start({"moody": Moody()}, max_rows=8)
+    for value in range(20):
+        assert ask_moody(server.url, value).status_code == 200
+    answers: dict[float, httpx.Response] = {}
+
+    def ask(value: float) -> None:
+        answers[value] = ask_moody(server.url, value)
+
+    # The first request occupies the replica, so that the others form batches with the one that fails.
+    threads = [threading.Thread(target=ask, args=(value,)) for value in (100.0, *range(6), cause, *range(6, 12))]
+    for thread in threads:
+        thread.start()
+        time.sleep(0.005)
+    for thread in threads:
+        thread.join()
+    assert answers.pop(cause).status_code == status
+    assert {value: answer.json() for value, answer in answers.items()} == {
+        value: {"outputs": [[value + 1]]} for value in answers
+    }
 
 
 def test_failing_new_version_is_rolled_back(adder: Path, tmp_path: Path, start: Start) -> None:

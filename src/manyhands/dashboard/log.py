@@ -32,7 +32,7 @@ SERVING = (
     "starting", "serving", "stopping", "stopped", "split", "rolled_back", "watch_failed",
     "version_loading", "version_failed", "version_available", "version_ended",
     "replica_lost", "replica_failed", "replica_replaced", "routing", "backend_up", "backend_down",
-    "label", "state_not_saved", "state_refused",
+    "label", "replica_hung", "state_not_saved", "state_refused",
 )  # fmt: skip
 ACCESS_FIELDS: fields.Fields = {
     "t": fields.moment,
@@ -42,7 +42,7 @@ ACCESS_FIELDS: fields.Fields = {
 """The fields of a line of an access log."""
 FAULTS = (
     "rolled_back", "watch_failed", "version_failed", "replica_lost", "replica_failed", "backend_down",
-    "state_not_saved", "state_refused",
+    "replica_hung", "state_not_saved", "state_refused",
 )  # fmt: skip
 
 

@@ -29,6 +29,12 @@ ATTEMPTS = 3
 """Number of times a request is computed if replicas die on it; the last time alone."""
 
 
+HUNG_SECONDS = 5.0
+"""Minimum seconds after which a batch may count as hung."""
+_HUNG_RATIO, _HUNG_SHARE = 20.0, 1 / 3
+"""A batch counts as hung beyond this multiple of its expected duration, and at the latest this share of its time."""
+
+
 class Ticket:
     """One request in flight, and finally its answer or the reason for a refusal."""
 
@@ -73,6 +79,11 @@ class RequestBatch:
         """Whether all of its requests have ended."""
         return all(part.ticket.over for part in self.parts)
 
+    @property
+    def tickets(self) -> set[Ticket]:
+        """Its requests that have not ended."""
+        return {part.ticket for part in self.parts if not part.ticket.over}
+
     def writing(self, views: Mapping[str, Array]) -> Callable[[], None]:
         """Return a function that copies the rows into a replica's memory, the only copy of a request's data.
 
@@ -94,7 +105,7 @@ class RequestBatch:
 
 
 class Worker(Protocol):
-    """Protocol of objects that compute batches and report to `answered`, `failed` or `lost`."""
+    """Protocol of objects that compute batches and report to `answered`, `failed`, `lost`, `hung` or `unsent`."""
 
     @property
     def num_free(self) -> int:
@@ -238,6 +249,43 @@ class Batcher:
         self._again(batch.parts, alone=any(part.attempts == ATTEMPTS - 1 for part in batch.parts))
         self._schedule()
 
+    def unsent(self, batch: RequestBatch) -> None:
+        """Queue a batch again that a replica had not begun to compute when it died."""
+        self._again(batch.parts, alone=False)
+        self._schedule()
+
+    def hung(self, batch: RequestBatch) -> None:
+        """Handle a batch that blocked its replica, which was killed: its requests are retried alone, after the others.
+
+        A request that already was computed alone is the cause, and is refused.
+        """
+        for part in batch.parts:
+            if part.alone:
+                reason = "the request was computed for too long, alone and while other requests waited"
+                self._refuse(part.ticket, RequestRefused("DEADLINE_EXCEEDED", reason))
+        self._again(batch.parts, alone=True, first=False)
+        self._schedule()
+
+    def is_hung(self, batch: RequestBatch, others: Sequence[RequestBatch], seconds: float) -> bool:
+        """Return whether a batch has been computed for so long that its replica must be killed for other requests.
+
+        `others` are the batches that wait in the same replica.
+        """
+        if seconds < HUNG_SECONDS:
+            return False
+        tickets = batch.tickets
+        is_awaited = (
+            len(tickets) > 1
+            or self.num_queued > sum(ticket.queued for ticket in tickets)
+            or any(other.tickets - tickets for other in others)
+        )
+        if not is_awaited or not tickets:
+            return is_awaited
+        expected = self.pace.seconds(batch.rows)
+        left = min(ticket.deadline for ticket in tickets) - self._now()
+        most = max(_HUNG_SHARE * (left + seconds), 3 * expected)
+        return seconds > (min(_HUNG_RATIO * expected, most) if expected else most)
+
     def _wait(self) -> float:
         """Return the estimated seconds until the queue is computed."""
         rows, most = self.num_queued, self.settings.max_rows
@@ -257,13 +305,13 @@ class Batcher:
             (size for size in self.settings.sizes if size <= fitting), default=0 if self.settings.sizes else fitting
         )
 
-    def _again(self, parts: Sequence[TicketPart], *, alone: bool) -> None:
-        for part in reversed(parts):
+    def _again(self, parts: Sequence[TicketPart], *, alone: bool, first: bool = True) -> None:
+        for part in reversed(parts) if first else parts:
             if not part.ticket.over:
-                part.alone = alone
+                part.alone = alone or part.alone
                 part.ticket.queued += part.rows
                 self.num_queued += part.rows
-                self._queue(part, first=True)
+                self._queue(part, first=first)
 
     def _schedule(self) -> None:
         """Schedule a dispatch for the next loop iteration, so that requests arriving together share a batch."""

@@ -252,6 +252,8 @@ class Version:
             self.batcher.expire()
             for replica in self.replicas:
                 replica.end_if_stuck()
+                if replica.end_if_hung():
+                    self.on_event("replica_hung", device=str(replica.device), pid=replica.pid)
                 if replica.end_if_too_large():
                     self.on_event("replica_too_large", device=str(replica.device), pid=replica.pid)
 
