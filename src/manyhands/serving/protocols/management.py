@@ -20,7 +20,7 @@ LABEL = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
 class Management(RestProtocol):
-    """`/manage/models[/NAME/load|unload|rollback|label|split]`, and Triton's own paths for loading."""
+    """`/manage/models[/NAME/load|unload|rollback|label|split]`, `/manage/routing`, and Triton's paths for loading."""
 
     prefix = "/manage"
 
@@ -32,6 +32,10 @@ class Management(RestProtocol):
         if request.path == "/manage/models":
             require_method(request, "GET", "HEAD")
             request.answer(200, dump_json(self.state()))
+            return
+        if request.path == "/manage/routing":
+            require_method(request, "GET", "HEAD")
+            request.answer(200, dump_json(self.routing()))
             return
         match = PATH.fullmatch(request.path)
         if match is None:
@@ -56,6 +60,14 @@ class Management(RestProtocol):
                 }
                 for model in list(catalogue.models.values())
             ],
+            "splits": self.routing()["splits"],
+        }
+
+    def routing(self) -> dict[str, Any]:
+        """Labels and traffic splits only, which routers compare often."""
+        catalogue = self.gateway.catalogue
+        return {
+            "labels": {model.name: model.labels for model in catalogue.models.values() if model.labels},
             "splits": {name: [vars(share) for share in shares] for name, shares in catalogue.splits.items()},
         }
 
