@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import selectors
 import signal
 import socket
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -28,6 +30,8 @@ LAST_OUTPUT_SECONDS = 5.0
 FROZEN_SECONDS = 2.0
 """Seconds that a rank may be stopped by a signal before it is killed; including polling, within five seconds."""
 LOOK_SECONDS = 0.5
+UNKNOWN_CODE = 256
+"""Exit code of a process whose parent, the zygote, has died; a real one is at most 255."""
 
 
 class ProcessListener(ABC):
@@ -68,6 +72,10 @@ class Process:
         self.out, self.child_out = os.pipe()
         self.err, self.child_err = os.pipe()
         self.pid = 0
+        self.pid_fd = -1
+        """Refers to the process, once it exists; readable when it has exited."""
+        self._signalling = threading.Lock()
+        """Held while the descriptor is used, which another file may have once it is closed."""
         self.must_end = False
         """Whether to kill the process as soon as its pid is known."""
         self.exit_code: int | None = None
@@ -101,8 +109,22 @@ class Process:
                 return
         os.close(fd)
 
+    def kill(self) -> None:
+        """Kill the process, now or as soon as it exists; any thread may call this."""
+        self.must_end = True
+        with self._signalling, contextlib.suppress(OSError):
+            if self.pid_fd >= 0:
+                signal.pidfd_send_signal(self.pid_fd, signal.SIGKILL)
+
+    def take_pid_fd(self) -> int:
+        """Return the descriptor of the process, which is not signalled from now on."""
+        with self._signalling:
+            pid_fd, self.pid_fd = self.pid_fd, -1
+        return pid_fd
+
     def close_parent_ends(self) -> None:
         """Close all of the parent's ends and the pickles that were not read."""
+        self.take_pid_fd()
         for fd in list(self.open):
             self.close(fd)
         for pickle_fd in self.pickle_fds:
@@ -126,6 +148,8 @@ class Process:
         if self.was_frozen:
             return f"was frozen for {FROZEN_SECONDS:g} seconds and was killed"
         code = self.exit_code or 0
+        if code == UNKNOWN_CODE:
+            return "ended before it was done; its exit code is unknown, because the process that started it has died"
         if code < 0:
             hint = "; often because the system ran out of memory" if -code == signal.SIGKILL else ""
             return f"was killed by signal {-code} ({signal.Signals(-code).name}{hint})"
@@ -170,9 +194,7 @@ class LocalProcesses:
     def kill(self, slot: int | None = None) -> None:
         """Kill the rank of a slot, or all ranks when `slot` is None."""
         for process in self._alive(slot):
-            process.must_end = True
-            if process.pid:
-                self._zygote.kill(process.pid)
+            process.kill()
 
     @property
     def is_over(self) -> bool:
@@ -192,7 +214,7 @@ class LocalProcesses:
                 process.frozen_since = now
             elif now - process.frozen_since >= FROZEN_SECONDS:
                 process.was_frozen = True
-                self._zygote.kill(process.pid)
+                process.kill()
 
     def finish(self) -> None:
         """Kill all processes and close all pipes, however the wait ended."""
@@ -200,13 +222,16 @@ class LocalProcesses:
         try:
             # Exited ranks may have left processes that keep pipes open, but the zygote reports nothing more about them.
             for process in self._alive():
-                process.exit_socket.settimeout(ENDING_SECONDS)
                 while process.exit_code is None:
-                    self._read_exit(process, last=True)
-                    self.kill()
+                    if process.exit_socket.fileno() < 0:
+                        self._await_orphan(process)
+                    else:
+                        process.exit_socket.settimeout(ENDING_SECONDS)
+                        self._read_exit(process, last=True)
+                        self.kill()
         except (RunError, OSError):
-            # The zygote does not answer; its ranks end with it.
-            self._zygote.kill_all()
+            # The zygote does not answer.
+            self._zygote.kill()
         for process in self._processes:
             process.close_parent_ends()
         os.close(self._pickle_fd)
@@ -219,27 +244,60 @@ class LocalProcesses:
 
     def _read_exit(self, process: Process, *, last: bool = False) -> None:
         """Handle the zygote's report that a process was forked, could not be started, or has exited."""
-        data = process.exit_socket.recv(MAX_REQUEST)
+        data, fds, _, _ = socket.recv_fds(process.exit_socket, MAX_REQUEST, 1)
         if not data:
             if process.exit_code is None:
-                raise RunError("the process that starts ranks has died; see its output above")
-            self._forget(process, process.exit_socket.fileno())
+                self._lose_zygote(process, last=last)
+            else:
+                self._forget(process, process.exit_socket.fileno())
             return
         message = json.loads(data)
         if "failed" in message:
             raise RunError(f"rank {process.slot} could not be started: {message['failed']}")
         if "forked" in message:
-            process.pid = message["pid"]
+            process.pid, (process.pid_fd,) = message["pid"], fds
+            process.open.add(process.pid_fd)
             # Another thread may have called kill() before the fork.
             if process.must_end:
-                self._zygote.kill(process.pid)
+                process.kill()
         else:
-            if not last:
-                self._read_remaining(process)
-            process.received_at = process.ended_at = time.monotonic()
-            process.exit_code = message["code"]
-            if not last:
-                self._listener.handle_exit(process.slot, process)
+            process.close(process.take_pid_fd())
+            self._take_exit(process, message["code"], last=last)
+
+    def _take_exit(self, process: Process, code: int, *, last: bool) -> None:
+        if not last:
+            self._read_remaining(process)
+        process.received_at = process.ended_at = time.monotonic()
+        process.exit_code = code
+        if not last:
+            self._listener.handle_exit(process.slot, process)
+
+    def _lose_zygote(self, process: Process, *, last: bool) -> None:
+        """Watch a process itself, because the zygote that would report its exit has died."""
+        self._zygote.revive()
+        if last:
+            process.close(process.exit_socket.fileno())
+        else:
+            self._forget(process, process.exit_socket.fileno())
+        if process.pid_fd < 0:
+            # It was never started, or cannot be told from others.
+            self._take_exit(process, UNKNOWN_CODE, last=last)
+        elif not last:
+            self._listen(process.pid_fd, lambda: self._end_orphan(process, last=False))
+
+    def _await_orphan(self, process: Process) -> None:
+        select.select([process.pid_fd], [], [], ENDING_SECONDS)
+        self._end_orphan(process, last=True)
+
+    def _end_orphan(self, process: Process, *, last: bool) -> None:
+        """Handle the exit of a process whose zygote has died: whether it was done is known, but not its exit code."""
+        pid_fd = process.take_pid_fd()
+        if last:
+            process.close(pid_fd)
+        else:
+            self._forget(process, pid_fd)
+            self._read_remaining(process)
+        self._take_exit(process, 0 if process.done else UNKNOWN_CODE, last=last)
 
     def _read_remaining(self, process: Process) -> None:
         """Read what a rank sent before it exited, so that it is handled before the exit."""
