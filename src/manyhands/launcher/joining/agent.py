@@ -17,6 +17,7 @@ from .channel import Channel, JoinTimeouts, Message, ProtocolError
 from .handshake import JoinRefused
 from .probing import answer
 from .token import JoinToken
+from .waiting import Wait
 
 RETRY_SECONDS = 0.5
 
@@ -33,8 +34,10 @@ class Agent(ProcessListener, RunningJob):
         *,
         token: JoinToken,
         timeout: float,
+        notify: Callable[[str], None],
     ) -> None:
         self._channel, self._join_again, self._token, self._timeout = channel, join_again, token, timeout
+        self._notify = notify
         self._selector = selectors.DefaultSelector()
         self._processes = LocalProcesses(zygote, pickle_fd, self, self._selector)
         self._patience = JoinTimeouts(timeout).silence
@@ -141,20 +144,23 @@ class Agent(ProcessListener, RunningJob):
         self._channel.close()
         for slot in list(self._running):
             self._processes.send_message(slot, {"lost": f"the first host {why}", "generation": self._generation})
-        end = time.monotonic() + self._timeout
+        reason = f"the first host {why}; the ranks of this host keep their state and wait until it answers"
+        wait = Wait(lambda: reason, self._timeout, self._notify)
         while True:
+            wait.report()
             turn(self._selector, RETRY_SECONDS)
             self._processes.look()
             try:
                 self._channel = self._join_again(sorted(self._running), self._generation)
                 break
             except (OSError, RunError) as error:
-                if time.monotonic() > end:
+                if wait.is_over:
                     raise RunError(
                         f"the first host {why}, and did not reconnect within {self._timeout:.0f} s"
                     ) from error
             except JoinRefused as error:
                 # The first host may still list the old connection; that ends within seconds.
-                if error.code != "present" or time.monotonic() > end:
+                if error.code != "present" or wait.is_over:
                     raise
+        self._notify("the first host answers again; the job resumes")
         self._listen()

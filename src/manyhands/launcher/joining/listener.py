@@ -22,6 +22,7 @@ from .channel import Channel, JoinTimeouts, Message, ProtocolError
 from .handshake import HostFacts, HostVerifier
 from .tls import NoTls, NotTls
 from .token import JoinToken
+from .waiting import Wait
 
 NOTIFY_SECONDS = 1.0
 """Seconds of waiting after which a message about it is printed."""
@@ -85,26 +86,29 @@ class JoinListener:
         self.selector.register(self._woken, selectors.EVENT_READ, self._admit_proved)
 
     def gather(self) -> None:
-        """Wait until all hosts have joined; report the wait after `NOTIFY_SECONDS`, and raise after the time limit."""
-        began, has_notified, seconds = time.monotonic(), False, self._limits.timeout
+        """Wait until all hosts have joined, and report the wait; raise after the time limit."""
+        seconds = self._limits.timeout
+        wait = Wait(self._missing, seconds, self._notify, NOTIFY_SECONDS)
         while len(self.present) < self._num_hosts - 1:
             turn(self.selector, min(0.5, seconds))
-            waited = time.monotonic() - began
-            here = ", ".join([self._own_facts().host, *(place.host for place in self.present)])
-            if waited > seconds:
+            if wait.is_over:
                 raise SettingsError(
                     f"{self._num_hosts} hosts must join within {seconds:.0f} s",
-                    got=f"{len(self.present) + 1} ({here})",
+                    got=f"{len(self.present) + 1} ({self._names()})",
                     remedy="run the same command on the other hosts, or use a smaller --hosts",
                 )
-            if waited > NOTIFY_SECONDS and not has_notified:
-                has_notified = True
-                where = ":".join(map(str, self._listener.getsockname()))
-                missing = self._num_hosts - 1 - len(self.present)
-                self._notify(
-                    f"waiting at {where} for {missing} more of {self._num_hosts} hosts, for {seconds:.0f} s; "
-                    f"this host is {here}; run the same command on the others"
-                )
+            wait.report()
+
+    def _names(self) -> str:
+        return ", ".join([self._own_facts().host, *(place.host for place in self.present)])
+
+    def _missing(self) -> str:
+        where = ":".join(map(str, self._listener.getsockname()))
+        missing = self._num_hosts - 1 - len(self.present)
+        return (
+            f"waiting at {where} for {missing} more of {self._num_hosts} hosts; joined so far: {self._names()}; run "
+            "the same command on the others"
+        )
 
     def send_to_all(self, kind: str, **values: Any) -> None:
         """Send a message to every host that has joined, and to those that join later."""
