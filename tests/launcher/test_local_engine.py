@@ -416,6 +416,24 @@ def test_ranks_and_services_survive_the_death_of_the_zygote(tmp_path: Path, capf
         own.close()
 
 
+def test_native_stack_traces_of_connections_go_to_the_event_log_only(engine: LocalEngine) -> None:
+    head = "[W1118 socket.cpp:464] the peer has closed the connection"
+    raised = "Exception raised from recvBytes at /pytorch/Utils.hpp:675 (most recent call first):"
+    frames = [raised, *(f"frame #{number}: c10d::TCPStore::wait() + 0x1 (0x7f in lib.so)" for number in range(30))]
+    own = ["terminate called", "frame #0: mine::work() + 0x1 (0x7f in mine.so)", "frame #1: main + 0x1 (0x7f in mine)"]
+
+    def work(world: World) -> None:
+        print("\n".join([head, *frames, "", *own]), file=sys.stderr)
+
+    shown: list[str] = []
+    events: list[Event] = []
+    engine.start(work, resolve("cpu")[0]).wait(
+        lambda rank, entry: events.append(entry), lambda rank, text, stream: shown.append(text)
+    )
+    assert shown == [head, "", *own]
+    assert [entry["text"] for entry in events if entry["kind"] == "native_trace"] == ["\n".join([head, *frames])]
+
+
 class Counting:
     def __init__(self, world: World) -> None:
         self.num = 0

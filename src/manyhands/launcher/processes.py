@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import select
 import selectors
 import signal
@@ -16,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ..core import Event, RunError
+from ..core import Event, RunError, event
 from ..distributed import ANSWER, CALL, CONTROL, EVENT, RESULT, FrameReader, frame, send_frame
 from .pickles import unpack
 from .rendezvous import RendezvousInfo
@@ -32,6 +33,38 @@ FROZEN_SECONDS = 2.0
 LOOK_SECONDS = 0.5
 UNKNOWN_CODE = 256
 """Exit code of a process whose parent, the zygote, has died; a real one is at most 255."""
+
+
+_FRAME = re.compile(
+    r"frame #\d+: |#\d+ .+ from .*:\d+$|C\+\+ CapturedTraceback:$|Exception raised from .+ \(most recent call first\):$"
+)
+_CONNECTION = re.compile(r"\b(gloo|c10d)::")
+MAX_TRACE = 1000
+"""Maximum lines of a native stack trace; a longer one is forwarded as output."""
+
+
+class NativeTraces:
+    """Separates native stack traces of torch's connections from a rank's output.
+
+    When a peer fails, gloo and the store print dozens of frames with each error, although the failure is handled.
+    """
+
+    def __init__(self) -> None:
+        self._lines: list[str] = []
+        """The last line, and the lines of a stack trace after it."""
+
+    def take(self, line: str | None) -> tuple[list[str], str]:
+        """Return the lines to show, and a complete stack trace or ""; None is the end of the output."""
+        if line is not None and _FRAME.match(line.strip()) and len(self._lines) < MAX_TRACE:
+            self._lines.append(line)
+            return [], ""
+        before, self._lines = self._lines, [line] if line is not None else []
+        shown = [line] if line is not None else []
+        head = 0 if before and _FRAME.match(before[0].strip()) else 1
+        if len(before) <= head:
+            return shown, ""
+        trace = "\n".join(before)
+        return (shown, trace) if _CONNECTION.search(trace) else ([*before[head:], *shown], "")
 
 
 class ProcessListener(ABC):
@@ -88,6 +121,7 @@ class Process:
         self.failure: dict[str, Any] | None = None
         self.frames = FrameReader()
         self.text = {self.out: b"", self.err: b""}
+        self.traces = {self.out: NativeTraces(), self.err: NativeTraces()}
         self.open: set[int] = {self.channel_socket.fileno(), self.exit_socket.fileno(), self.out, self.err}
 
     def child_ends(self) -> list[int]:
@@ -347,9 +381,13 @@ class LocalProcesses:
         if not chunk:
             lines = [process.text[fd]] if process.text[fd] else []
             self._forget(process, fd)
-        for line in lines:
-            stream = "stdout" if fd == process.out else "stderr"
-            self._listener.handle_output(process.slot, line.decode(errors="replace"), stream)
+        stream = "stdout" if fd == process.out else "stderr"
+        for line in [*(line.decode(errors="replace") for line in lines), *([] if chunk else [None])]:
+            shown, trace = process.traces[fd].take(line)
+            if trace:
+                self._listener.handle_event(process.slot, event("native_trace", text=trace))
+            for text in shown:
+                self._listener.handle_output(process.slot, text, stream)
 
     def _forget(self, process: Process, fd: int) -> None:
         """Release the resources of an ended process at once: a job may outlive many of its processes."""
