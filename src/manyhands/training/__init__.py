@@ -17,6 +17,7 @@ from .embedding_tables import SavedRows
 from .evaluation import evaluate, evaluating, predict
 from .explain import can_explain, explain, without_values
 from .hand import SCRIPT_END, Hand, hand, holding, joined_world
+from .identical import local_sources
 from .initial_weights import check_start, start_from
 from .loop import CHECKPOINTS, Job, ReplicaResult, TrainingLoop, check_schedule, own_stream, train
 from .memory import held_now, host_bytes, parse_bytes
@@ -83,6 +84,7 @@ __all__ = [
     "Run",
     "new_folder",
     "launch_of",
+    "local_sources",
     "as_weights",
     "check_start",
     "CHECKPOINTS",
