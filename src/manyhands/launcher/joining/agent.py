@@ -16,6 +16,7 @@ from ..zygote import ZygoteHandle
 from .channel import Channel, JoinTimeouts, Message, ProtocolError
 from .handshake import JoinRefused
 from .probing import answer
+from .reachability import PeerBeats
 from .token import JoinToken
 from .waiting import Wait
 
@@ -34,6 +35,7 @@ class Agent(ProcessListener, RunningJob):
         *,
         token: JoinToken,
         timeout: float,
+        host: str,
         notify: Callable[[str], None],
     ) -> None:
         self._channel, self._join_again, self._token, self._timeout = channel, join_again, token, timeout
@@ -45,6 +47,9 @@ class Agent(ProcessListener, RunningJob):
         self._running: set[int] = set()
         self._results: dict[int, Any] = {}
         self._reason: str | None = None
+        self._beats = PeerBeats(host, address_towards(channel.peer), token, self._selector)
+        self._unheard: list[str] = []
+        """The hosts that were last reported as not heard."""
         self._listen()
 
     # -- for the caller -------------------------------------------------------------------------------------------
@@ -55,6 +60,7 @@ class Agent(ProcessListener, RunningJob):
             while self._reason is None or (not self._reason and not self._processes.is_over):
                 turn(self._selector, 0.5)
                 self._processes.look()
+                self._report_unheard()
                 if self._reason is None and time.monotonic() - self._channel.received_at > self._patience:
                     self._on_coordinator_lost(f"has sent nothing for {self._patience:.0f} s")
         except BaseException as error:
@@ -62,6 +68,7 @@ class Agent(ProcessListener, RunningJob):
             raise
         finally:
             self._channel.close()
+            self._beats.close()
             self._processes.finish()
             self._selector.close()
         if self._reason:
@@ -100,6 +107,15 @@ class Agent(ProcessListener, RunningJob):
 
     def _listen(self) -> None:
         self._selector.register(self._channel, selectors.EVENT_READ, self._receive)
+        self._unheard = []
+        self._channel.send("peer", port=self._beats.port)
+
+    def _report_unheard(self) -> None:
+        """Report the hosts that this one no longer hears, when that changes."""
+        self._beats.tick()
+        if (unheard := self._beats.unheard()) != self._unheard:
+            self._unheard = unheard
+            self._channel.send("unheard", hosts=unheard)
 
     def _receive(self) -> None:
         try:
@@ -124,6 +140,10 @@ class Agent(ProcessListener, RunningJob):
             self._processes.send_message(message["slot"], report)
         elif kind == "kill":
             self._processes.kill(message["slot"])
+        elif kind == "peers":
+            self._beats.introduce(
+                {str(name): (str(a), int(p)) for name, (a, p) in message["hosts"].items()}, message["salt"]
+            )
         elif kind == "probe":
             answer(self._channel, message, this_host())
         elif kind == "over":

@@ -283,6 +283,7 @@ class Other(JoinedHosts):
                 pickle_fd,
                 token=token,
                 timeout=timeout,
+                host=self._facts.host,
                 notify=self._notify,
             )
         finally:

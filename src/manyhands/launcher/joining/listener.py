@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ...core import SettingsError, event
@@ -20,6 +21,7 @@ from ..processes import turn
 from ..rendezvous import RendezvousInfo
 from .channel import Channel, JoinTimeouts, Message, ProtocolError
 from .handshake import HostFacts, HostVerifier
+from .reachability import PeerBeats, excluded_hosts
 from .tls import NoTls, NotTls
 from .token import JoinToken
 from .waiting import Wait
@@ -222,6 +224,13 @@ class HostsCoordinator(Coordinator):
         )
         self._join_listener = join_listener
         self._patience = JoinTimeouts(timeout).silence
+        self._beats = PeerBeats(here.host, address, join_listener.token, join_listener.selector)
+        self._ports: dict[str, int] = {}
+        self._salt = secrets.token_hex(16)
+        self._unheard: dict[str, set[str]] = {}
+        """The hosts that each host no longer hears."""
+        self._excluded: set[str] = set()
+        """Hosts whose ranks wait, because they do not reach another host."""
         for place in join_listener.present:
             self._watch_channel(place)
         join_listener.on_arrival = self._arrive
@@ -232,6 +241,44 @@ class HostsCoordinator(Coordinator):
         for place in list(self._join_listener.present):
             if now - place.channel.received_at > self._patience:
                 self._on_host_lost(place, f"has sent nothing for {self._patience:.0f} s")
+        self._beats.tick()
+        self._exclude_unreachable()
+        if self._has_begun and self.is_complete:
+            self._kill_excluded()
+
+    def kill(self) -> None:
+        super().kill()
+        self._kill_excluded()
+
+    def _kill_excluded(self) -> None:
+        for place in self._join_listener.present:
+            if place.host in self._excluded:
+                place.kill()
+
+    def _exclude_unreachable(self) -> None:
+        """Exclude hosts so that all others reach each other, and admit them again when they do."""
+        places = {place.host: place for place in self._join_listener.present}
+        # A host that no other one hears has failed, which its silence here will show.
+        fresh = time.monotonic() - self._patience / 2
+        here = {name for name, place in places.items() if place.channel.received_at > fresh or name in self._excluded}
+        found = {(host, other) for host, others in self._unheard.items() for other in others}
+        pairs = {tuple(sorted(pair)) for pair in found if here.issuperset(pair)}
+        ranks = {name: len(place.devices) for name, place in places.items()}
+        wanted = excluded_hosts(pairs, ranks, self._here.host)
+        for name in sorted(wanted - self._excluded):
+            self._excluded.add(name)
+            place = places[name]
+            others = sorted({one for pair in pairs if name in pair for one in pair} - {name})
+            own = [member for member in (*self._members, *self._newcomers) if member.place is place]
+            place.facts = replace(place.facts, running=[member.slot for member in own if member.is_running])
+            for slot in place.facts.running:
+                place.send_message(slot, {"lost": "hosts do not reach each other", "generation": self._generation})
+            self.dismiss(place, f"and {', '.join(others)} do not reach each other; {name} waits until they do")
+        for name in sorted(self._excluded - wanted):
+            self._excluded.discard(name)
+            if name in places:
+                self._notify(event("notice", text=f"{name} reaches the other hosts again"))
+                self.admit(places[name])
 
     def _new_key(self) -> tuple[str, str]:
         salt = secrets.token_hex(16)
@@ -242,6 +289,7 @@ class HostsCoordinator(Coordinator):
         self.kill()
         self._here.processes.finish()
         reason = "" if failed is None and self.is_complete else str(failed or "the first host has ended the job")
+        self._beats.close()
         self._join_listener.close(reason.splitlines()[0] if reason else "")
         self._rendezvous.close()
 
@@ -276,7 +324,14 @@ class HostsCoordinator(Coordinator):
             self.handle_lost_world(place, message["slot"], message["told"])
         elif kind == "failure":
             self.handle_failure(place, message.pop("slot"), message)
+        elif kind == "peer":
+            self._ports[place.host] = message["port"]
+            self._introduce()
+        elif kind == "unheard":
+            self._unheard[place.host] = set(map(str, message["hosts"]))
         elif kind == "end":
+            running = [slot for slot in place.facts.running if slot != message["slot"]]
+            place.facts = replace(place.facts, running=running)
             self.handle_exit(place, message["slot"], ProcessExit(message["done"], message["text"]))
         elif kind == "stop":
             self.stop()
@@ -285,10 +340,26 @@ class HostsCoordinator(Coordinator):
         elif kind != "beat":
             raise ProtocolError(f"a joined host sent the unexpected message {kind}")
 
+    def _introduce(self) -> None:
+        """Send every host the addresses of all."""
+        hosts = {
+            place.host: (place.channel.peer, self._ports[place.host])
+            for place in self._join_listener.present
+            if place.host in self._ports
+        }
+        hosts[self._here.host] = (self._rendezvous.address, self._beats.port)
+        self._beats.introduce(hosts, self._salt)
+        for place in self._join_listener.present:
+            place.channel.send("peers", hosts=hosts, salt=self._salt)
+
     def _on_host_lost(self, place: RemoteHost, reason: str) -> None:
+        self._unheard.pop(place.host, None)
+        self._excluded.discard(place.host)
+        self._ports.pop(place.host, None)
         if place in self._join_listener.present:
             self._join_listener.forget(place)
             self.dismiss(place, reason)
+            self._introduce()
 
 
 def all_devices(here: Sequence[Device], join_listener: JoinListener) -> list[Device]:
