@@ -18,8 +18,9 @@ import numpy as np
 import pytest
 from torch import Tensor
 
-from manyhands.core import Predictor, RequestRefused, SettingsError, Signature, TensorSpec, read_events
+from manyhands.core import FileError, Predictor, RequestRefused, SettingsError, Signature, TensorSpec, read_events
 from manyhands.serving import Client, Rollout, Server
+from manyhands.serving.saved_state import SavedState, StateFolder
 
 from .conftest import Start, publish
 
@@ -273,6 +274,21 @@ def test_state_that_cannot_be_written_is_reported_and_kept_in_memory(adder: Path
     assert "a restart loses what was set" in lost[0]
 
 
+def test_state_folder_of_another_user_is_not_read(tmp_path: Path) -> None:
+    folder = tmp_path / "state"
+    state = SavedState(labels={"stable": 1}, shares=(), rejected=frozenset(), asked=frozenset())
+    StateFolder(folder).write("adder", state)
+    assert StateFolder(folder).read() == ({"adder": state}, {})
+    (tmp_path / "link").symlink_to(folder)
+    folder.chmod(0o777)
+    for path in (folder, tmp_path / "link"):
+        states, refused = StateFolder(path).read()
+        assert states == {}
+        assert "others cannot write to" in refused[""]
+        with pytest.raises(FileError):
+            StateFolder(path).write("adder", state)
+
+
 class Moody(Predictor):
     """Raises where its input is negative."""
 
@@ -351,7 +367,9 @@ def test_model_failure_and_replica_crash_return_500_and_serving_continues(start:
 def test_request_that_aborts_or_hangs_its_replica_affects_only_itself(
     cause: float, status: int, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("manyhands.serving.batcher.HUNG_SECONDS", 0.7)
+    # As if a restart took nearly all the time that the others have, so that the test takes less.
+    for name, value in (("HUNG_SECONDS", 0.7), ("NUM_RESTARTS", 1000), ("HUNG_SHARE", 0.97)):
+        monkeypatch.setattr(f"manyhands.serving.batcher.{name}", value)
     server = start({"moody": Moody()}, max_rows=8)
     for value in range(20):
         assert ask_moody(server.url, value).status_code == 200

@@ -31,8 +31,10 @@ ATTEMPTS = 3
 
 HUNG_SECONDS = 5.0
 """Minimum seconds after which a batch may count as hung."""
-_HUNG_RATIO, _HUNG_SHARE = 20.0, 1 / 3
-"""A batch counts as hung beyond this multiple of its expected duration, and at the latest this share of its time."""
+HUNG_RATIO = 20.0
+"""Minimum ratio of a hung batch's duration to the expected one."""
+NUM_RESTARTS, HUNG_SHARE = 2, 0.5
+"""Restarts of a replica for which there must be time before others' deadlines, and the maximum share of their time."""
 
 
 class Ticket:
@@ -266,25 +268,28 @@ class Batcher:
         self._again(batch.parts, alone=True, first=False)
         self._schedule()
 
-    def is_hung(self, batch: RequestBatch, others: Sequence[RequestBatch], seconds: float) -> bool:
-        """Return whether a batch has been computed for so long that its replica must be killed for other requests.
+    def is_hung(self, batch: RequestBatch, others: Sequence[RequestBatch], seconds: float, restart: float) -> bool:
+        """Return whether a batch must be aborted, because other requests would otherwise miss their deadlines.
 
-        `others` are the batches that wait in the same replica.
+        A slow request is not aborted as long as the others have time left for restarts of the replica: one now, and
+        one if the cause is computed again before them.
+
+        Args:
+            batch: The batch that a replica computes.
+            others: The batches that wait in the same replica.
+            seconds: For how long the batch has been computed.
+            restart: How long a replica takes to start.
         """
-        if seconds < HUNG_SECONDS:
+        if seconds < max(HUNG_SECONDS, HUNG_RATIO * self.pace.seconds(batch.rows)):
             return False
         tickets = batch.tickets
-        is_awaited = (
-            len(tickets) > 1
-            or self.num_queued > sum(ticket.queued for ticket in tickets)
-            or any(other.tickets - tickets for other in others)
-        )
-        if not is_awaited or not tickets:
-            return is_awaited
-        expected = self.pace.seconds(batch.rows)
-        left = min(ticket.deadline for ticket in tickets) - self._now()
-        most = max(_HUNG_SHARE * (left + seconds), 3 * expected)
-        return seconds > (min(_HUNG_RATIO * expected, most) if expected else most)
+        waiting = {part.ticket for queue in self._queues.values() for part in queue if not part.ticket.over}
+        waiting = waiting.union(*(other.tickets for other in others)) - tickets
+        if not tickets or not (waiting or len(tickets) > 1):
+            return bool(waiting)
+        left = min(ticket.deadline for ticket in waiting | (tickets if len(tickets) > 1 else set())) - self._now()
+        reserve = min(NUM_RESTARTS * restart + HUNG_SECONDS + 1.0, HUNG_SHARE * (left + seconds))
+        return restart < left <= reserve
 
     def _wait(self) -> float:
         """Return the estimated seconds until the queue is computed."""

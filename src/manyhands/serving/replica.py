@@ -255,13 +255,16 @@ class ServingReplica:
         if any(self._asked[slot] < long_ago and batch.is_over for slot, batch in self._batches.items()):
             self._kill()
 
-    def end_if_hung(self) -> bool:
-        """Kill the process if it is blocked by a batch while other requests wait; return whether it was killed."""
+    def end_if_hung(self, restart: float) -> bool:
+        """Kill the process if it is blocked by a batch while other requests wait; return whether it was killed.
+
+        `restart` is how long another process takes to start, in seconds.
+        """
         batches = self._ordered()
         if self._is_hung or self._batcher is None or not batches:
             return False
         computing, *waiting = batches
-        self._is_hung = self._batcher.is_hung(computing, waiting, time.monotonic() - self._began)
+        self._is_hung = self._batcher.is_hung(computing, waiting, time.monotonic() - self._began, restart)
         if self._is_hung:
             self._kill()
         return self._is_hung

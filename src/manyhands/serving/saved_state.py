@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import secrets
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,10 +101,13 @@ class StateFolder:
         """Return the states by name, and why files cannot be read, by name."""
         states: dict[str, SavedState] = {}
         refused: dict[str, str] = {}
-        paths: list[Path] = []
-        if not self.path.is_symlink():
-            with contextlib.suppress(OSError):
-                paths = sorted(self.path.glob("*.json"))[:MAX_STATES]
+        try:
+            self._require_own()
+            paths = sorted(self.path.glob("*.json"))[:MAX_STATES]
+        except FileNotFoundError:
+            return {}, {}
+        except (FileError, OSError) as error:
+            return {}, {"": str(error).replace(f"{self.path.parent}/", "")}
         for path in paths:
             if not NAME.fullmatch(path.stem):
                 continue
@@ -122,7 +125,8 @@ class StateFolder:
         if state.is_empty:
             path.unlink(missing_ok=True)
             return
-        self.path.mkdir(parents=True, exist_ok=True)
+        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._require_own()
         # Servers that share a folder may write the same state at the same time.
         temporary = self.path / f".{name}.{secrets.token_hex(8)}"
         try:
@@ -133,3 +137,13 @@ class StateFolder:
             os.replace(temporary, path)
         finally:
             temporary.unlink(missing_ok=True)
+
+    def _require_own(self) -> None:
+        """Raise FileError if another user could have made the folder: its files direct the traffic of all models."""
+        found = self.path.lstat()
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid not in (0, os.geteuid()) or found.st_mode & stat.S_IWOTH:
+            raise FileError(
+                f"{self.path} must be a folder of the server's user that others cannot write to",
+                got=f"mode {stat.S_IMODE(found.st_mode):o}, owner {found.st_uid}",
+                remedy="remove it, or pass another folder as --state",
+            )
