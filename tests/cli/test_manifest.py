@@ -38,6 +38,31 @@ def test_kubernetes_manifest_is_a_pytorchjob(invoke: Invoke) -> None:
     assert {"name": "MANYHANDS_FOLDER", "value": "/runs"} in pod["env"]
 
 
+@pytest.mark.parametrize(
+    ("scheduler", "find"),
+    [
+        ("kubernetes", lambda job: job["spec"]["pytorchReplicaSpecs"]["Master"]["template"]),
+        ("jobset", lambda job: job["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]),
+    ],
+)
+def test_restarted_pod_resumes_the_run_of_the_job(
+    invoke: Invoke, scheduler: str, find: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fit = ("fit", "small_task.py", "--epochs")
+    printed = invoke("manifest", scheduler, "--name", "digits", "--hosts", 1, "--claim", "runs", "--", *fit, 1).stdout
+    job = yaml.safe_load(printed)
+    assert job["spec"].get("runPolicy", {}).get("backoffLimit") or job["spec"]["failurePolicy"]["maxRestarts"]
+    environ = {item["name"]: item["value"] for item in container(find(job))["env"] if "value" in item}
+    # The volume, which is mounted at /runs in a pod.
+    for name, value in {**environ, "MANYHANDS_FOLDER": "runs", "MANYHANDS_ON": "cpu"}.items():
+        if name in ("MANYHANDS_FOLDER", "MANYHANDS_ON", "MANYHANDS_NAME", "MANYHANDS_RESUME"):
+            monkeypatch.setenv(name, value)
+    assert "resumed" not in invoke(*fit, 1).stderr
+    again = invoke(*fit, 2)
+    assert "resumed at step 4" in again.stderr, again.output
+    assert [path.name for path in Path("runs").iterdir()] == ["digits"]
+
+
 def test_pods_with_several_gpus_are_started_by_torchrun(invoke: Invoke) -> None:
     job = yaml.safe_load(invoke("manifest", "kubernetes", "--hosts", 1, "--gpus", 8, *COMMAND).stdout)
     assert list(job["spec"]["pytorchReplicaSpecs"]) == ["Master"]

@@ -318,14 +318,17 @@ def test_server_restart_resets_versions_and_idle_time_has_zero_rate(tmp_path: Pa
         keep_event(folder, event("version_available", model="m", version=number))
         keep_event(folder, event("serving", host="another", devices=["cpu"]))
         keep_event(folder, event("split", model="m", shares=shares[:number]))
+        keep_event(folder, event("label", model="m", label=f"stable{number}", version=number))
+    keep_event(folder, event("version_failed", model="m", version=3, reason="weights are missing"))
     lines = [{"t": t, "status": 200, "ms": 4.0} for t in (100.5, 101.5, 200.5)]
     (folder / "access.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     library = Library([tmp_path / "logs"])
     read_all(library)
     told = library.sources["logs/first"].detail()
-    assert told["versions"] == {"m": {"2": "available"}}
+    assert told["versions"] == {"m": {"2": "available", "3": "failed: weights are missing"}}
+    assert (told["current"], told["labels"]) == ({"m": "2"}, {"m": {"stable2": "2"}})
     assert told["splits"] == {"m": "75% m 1, 25% m 2"}
-    assert told["news"][-1]["text"] == "split: model m, shares 75% m 1, 25% m 2"
+    assert told["news"][-3]["text"] == "split: model m, shares 75% m 1, 25% m 2"
     assert told["state"] == "serving"  # whether a program on another host is alive cannot be seen from here
     x, rate = told["requests"]["x"], told["requests"]["rate"]
     assert list(zip(x, rate, strict=True))[:6] == [(100, 1), (101, 1), (102, 0), (199, 0), (200, 1), (201, 0)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import socket
 import struct
 import subprocess
@@ -24,7 +25,9 @@ from manyhands.distributed.network import MAX_UNPROVED, listen
 from manyhands.launcher import Join, JoinedHosts, write_token
 from manyhands.launcher.joining.channel import MAX_MESSAGE, MAX_TEXT, Channel, JoinTimeouts, ProtocolError, checked
 from manyhands.launcher.joining.handshake import HostFacts, JoinRefused, introduce
+from manyhands.launcher.joining.join import Other, _FactsOf, _First
 from manyhands.launcher.joining.listener import JoinListener
+from manyhands.launcher.joining.tls import NoTls
 from manyhands.launcher.joining.token import JoinToken, read_token
 from manyhands.launcher.processes import turn
 
@@ -420,6 +423,22 @@ def test_hosts_on_one_machine_join_over_loopback_with_unique_names(tmp_path: Pat
     assert names[0][2].startswith(f"{me}-")
     for hosts in gathered:
         hosts.close("")
+
+
+def test_waiting_host_reports_for_whom_why_and_until_when_again_and_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("manyhands.launcher.joining.waiting.AGAIN_SECONDS", 0.2)
+    write_token(tmp_path / "token")
+    said: list[str] = []
+    with listen("127.0.0.1") as free:
+        port = free.getsockname()[1]
+    first = _First("127.0.0.1", port, read_token(tmp_path / "token"), NoTls())
+    with pytest.raises(SettingsError, match="first host must be reachable"):
+        Other(first, _FactsOf("host2", resolve("cpu")[0], ""), 1.0, said.append)
+    report = rf"waiting for the first host, 127.0.0.1:{port}: .*refused; gives up at \d\d:\d\d:\d\d, in [01] s"
+    assert len(said) >= 3
+    assert all(re.fullmatch(report, text) for text in said), said
 
 
 def test_oversized_message_raises_protocol_error() -> None:

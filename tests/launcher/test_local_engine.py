@@ -136,12 +136,12 @@ def test_orphaned_child_output_does_not_block_wait_or_kill_the_zygote(engine: Lo
                 time.sleep(0.05)
         (tmp_path / "pid").write_text(str(pid))
 
-    zygote = engine.warm_up()
+    zygote = engine.warm_up()._process
     try:
         engine.start(leave, resolve("cpu")[0]).wait(quiet, quiet)
     finally:
         os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
-    assert engine.warm_up() is zygote
+    assert engine.warm_up()._process is zygote
 
 
 def test_rank_that_does_not_exit_after_a_failure_is_killed(engine: LocalEngine) -> None:
@@ -388,3 +388,89 @@ def test_ctrl_c_ends_a_job_with_a_frozen_zygote(tmp_path: Path) -> None:
     finally:
         own.close()
     assert zygote.poll() is not None
+
+
+def test_ranks_and_services_survive_the_death_of_the_zygote(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    own = LocalEngine()
+    try:
+        before = own.warm_up()._process
+        gate = tmp_path / "open"
+
+        def work(world: World) -> tuple[int, int]:
+            (tmp_path / str(world.rank)).touch()
+            while not gate.exists():
+                time.sleep(0.01)
+            world.barrier()
+            return world.rank, os.getpid()
+
+        job = own.start(work, resolve("cpu*2")[0])
+        with own.start_service(Counting, resolve("cpu")[0][0]) as service:
+            first = service.call("add").result(60)
+            while len(list(tmp_path.iterdir())) < 2:
+                time.sleep(0.01)
+            before.kill()
+            before.wait()
+            assert service.call("add").result(60) == (2, first[1])
+            gate.touch()
+            assert [rank for rank, _ in job.wait(quiet, quiet)] == [0, 1]
+            # Later processes come from another zygote, and an orphan that is killed is noticed.
+            assert own.start(lambda world: world.rank, resolve("cpu")[0]).wait(quiet, quiet) == [0]
+            os.kill(first[1], signal.SIGKILL)
+            with pytest.raises(WorkerFailed, match="its exit code is unknown"):
+                service.ended.result(30)
+        assert "killed by signal 9) and is replaced; ranks continue" in capfd.readouterr().err
+        after = own.warm_up()._process
+        assert after is not before
+    finally:
+        own.close()
+
+
+def test_native_stack_traces_of_connections_go_to_the_event_log_only(engine: LocalEngine) -> None:
+    head = "[W1118 socket.cpp:464] the peer has closed the connection"
+    raised = "Exception raised from recvBytes at /pytorch/Utils.hpp:675 (most recent call first):"
+    frames = [raised, *(f"frame #{number}: c10d::TCPStore::wait() + 0x1 (0x7f in lib.so)" for number in range(30))]
+    own = ["terminate called", "frame #0: mine::work() + 0x1 (0x7f in mine.so)", "frame #1: main + 0x1 (0x7f in mine)"]
+
+    def work(world: World) -> None:
+        print("\n".join([head, *frames, "", *own]), file=sys.stderr)
+
+    shown: list[str] = []
+    events: list[Event] = []
+    engine.start(work, resolve("cpu")[0]).wait(
+        lambda rank, entry: events.append(entry), lambda rank, text, stream: shown.append(text)
+    )
+    assert shown == [head, "", *own]
+    assert [entry["text"] for entry in events if entry["kind"] == "native_trace"] == ["\n".join([head, *frames])]
+
+
+class Counting:
+    def __init__(self, world: World) -> None:
+        self.num = 0
+
+    def add(self) -> tuple[int, int]:
+        self.num += 1
+        return self.num, os.getpid()
+
+
+def test_orphaned_rank_exits_when_its_program_is_killed(tmp_path: Path) -> None:
+    script = tmp_path / "program.py"
+    script.write_text(
+        "import os, time\nfrom manyhands.launcher import LocalEngine\nfrom manyhands.distributed import resolve\n"
+        "engine = LocalEngine()\n"
+        "def work(world):\n    print(os.getpid(), flush=True)\n    time.sleep(600)\n"
+        "job = engine.start(work, resolve('cpu')[0])\n"
+        "job.wait(lambda rank, entry: None, lambda rank, text, stream: print(text, flush=True))\n"
+    )
+    with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True) as program:
+        assert program.stdout is not None
+        rank = psutil.Process(int(program.stdout.readline()))
+        zygote = rank.parent()
+        assert zygote is not None
+        zygote.kill()
+        psutil.wait_procs([zygote], timeout=10)
+        time.sleep(0.2)
+        assert rank.is_running()
+        others = psutil.Process(program.pid).children()
+        program.kill()
+    _, alive = psutil.wait_procs([rank, *others], timeout=30)
+    assert not [one for one in alive if one.status() != psutil.STATUS_ZOMBIE]

@@ -166,6 +166,15 @@ def test_three_hosts_survive_kills_freezes_and_network_partitions(
     job.hosts[2].unmute(job.hosts[0].address)
     job.until(lambda: job.events("recovered")[-1]["size"] == 3)
 
+    # Two hosts reach the first one, but one does not hear the other: one of them waits, and both are named.
+    number = len(job.events("lost"))
+    job.hosts[1].mute(job.hosts[2].address)
+    job.until(lambda: job.events("recovered")[-1]["size"] == 2)
+    told = [(entry["host"], entry["reason"]) for entry in job.events("lost")[number:]]
+    assert ("host2", "and host3 do not reach each other; host2 waits until they do") in told, told
+    job.hosts[1].unmute(job.hosts[2].address)
+    job.until(lambda: job.events("recovered")[-1]["size"] == 3)
+
     for _ in range(2):
         step = job.step
         job.until(lambda: job.step > step + 2)  # noqa: B023

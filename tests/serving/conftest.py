@@ -72,7 +72,7 @@ def _weights(folder: Path) -> list[str]:
 def settings_of(**values: Any) -> ServeSettings:
     """Settings of a server on free ports, from options of any class by name."""
     kinds = (Listen, Batching, Rollout, Replicas, ServingLog)
-    groups = from_flat(kinds, {"http": 0, "grpc": 0, "manage": 0, **values})
+    groups = from_flat(kinds, {"http": 0, "grpc": 0, "manage": 0, "grace": 0.05, **values})
     listen, batching, rollout, replicas, log = groups
     return ServeSettings(listen=listen, batching=batching, rollout=rollout, replicas=replicas, log=log)
 

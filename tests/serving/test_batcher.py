@@ -91,7 +91,7 @@ def test_every_request_gets_only_its_own_outputs(data: st.DataObject) -> None:
     tickets: list[Ticket] = []
     value = 0.0
     for _ in range(data.draw(st.integers(1, 40))):
-        act = data.draw(st.sampled_from(["ask", "ask", "turn", "compute", "fail", "die", "leave"]))
+        act = data.draw(st.sampled_from(["ask", "ask", "turn", "compute", "fail", "die", "hang", "leave"]))
         busy = [index for index, worker in enumerate(scripted.workers) if worker.batches]
         if act == "ask":
             rows, width = data.draw(st.integers(1, 20)), data.draw(st.sampled_from([1, 1, 1, 3]))
@@ -114,7 +114,11 @@ def test_every_request_gets_only_its_own_outputs(data: st.DataObject) -> None:
             elif act == "fail":
                 scripted.batcher.failed(scripted.workers[worker].take(), "it raised")
             else:
-                scripted.batcher.lost(scripted.workers[worker].take())
+                # A replica that dies takes the batch along that it had not begun.
+                batches = [scripted.workers[worker].take() for _ in list(scripted.workers[worker].batches)]
+                for batch in batches[1:]:
+                    scripted.batcher.unsent(batch)
+                (scripted.batcher.hung if act == "hang" else scripted.batcher.lost)(batches[0])
     for _ in range(10_000):
         scripted.turn()
         busy = [index for index, worker in enumerate(scripted.workers) if worker.batches]
@@ -295,6 +299,57 @@ def test_request_that_crashes_replicas_fails_after_max_attempts() -> None:
     assert not scripted.workers[0].batches
     assert ticket.refusal is not None
     assert ticket.refusal.code == "INTERNAL"
+
+
+def test_batches_behind_a_request_that_crashes_replicas_are_computed() -> None:
+    scripted = ScriptedBatcher(max_rows=1)
+    cause, behind = scripted.submit([1]), scripted.submit([2])
+    for _ in range(ATTEMPTS):
+        scripted.turn()
+        computing, waiting = (scripted.workers[0].take() for _ in range(2))
+        assert [batch.parts[0].ticket for batch in (computing, waiting)] == [cause, behind]
+        scripted.batcher.unsent(waiting)
+        scripted.batcher.lost(computing)
+    scripted.turn()
+    scripted.compute()
+    assert cause.refusal is not None
+    assert behind.outputs["y"].tolist() == [[4]]
+
+
+def test_hung_batch_is_retried_alone_and_only_the_request_that_hangs_is_refused() -> None:
+    scripted = ScriptedBatcher(max_rows=2)
+    batcher, (worker,) = scripted.batcher, scripted.workers
+    cause, beside, later = (scripted.submit([value], within=30) for value in (1, 2, 3))
+    scripted.turn()
+
+    def is_hung(after: float, batch: RequestBatch, *others: RequestBatch, restart: float = 2.0) -> bool:
+        scripted.time = after
+        return batcher.is_hung(batch, others, after, restart)
+
+    # There is time for two restarts before the deadlines of the others: a slow request may go on.
+    assert [is_hung(seconds, *worker.batches) for seconds in (6.0, 19.0, 21.0, 27.0)] == [False, False, True, True]
+    # It is too late for the others, or a replica takes too long to start.
+    assert not is_hung(29.0, *worker.batches)
+    assert not is_hung(20.0, *worker.batches, restart=12.0)
+    batcher.pace.learn(2, 1.5)
+    assert not is_hung(27.0, *worker.batches)
+    computing, waiting = worker.take(), worker.take()
+    batcher.unsent(waiting)
+    batcher.hung(computing)
+    scripted.turn()
+    assert [[part.ticket for part in batch.parts] for batch in worker.batches] == [[later], [cause]]
+    scripted.compute()
+    batches = list(worker.batches)
+    assert [[part.ticket for part in batch.parts] for batch in batches] == [[cause], [beside]]
+    assert is_hung(22.0, *batches)
+    # If no other request waits, it may be computed until its deadline.
+    assert not is_hung(22.0, batches[0])
+    worker.take()
+    batcher.hung(batches[0])
+    scripted.compute()
+    assert cause.refusal is not None
+    assert cause.refusal.code == "DEADLINE_EXCEEDED"
+    assert [ticket.outputs["y"].tolist() for ticket in (beside, later)] == [[[4]], [[6]]]
 
 
 def test_batch_goes_to_the_least_loaded_replica() -> None:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -244,3 +248,51 @@ def test_large_batches_are_written_off_thread_while_clients_disconnect(start: St
         assert list(pool.map(ask, range(6))) == [[float(value << 18)] * 10 for value in range(6)]
         leaving.result()
     assert any(thread.name.startswith("manyhands-slots") for thread in threading.enumerate())
+
+
+WAITING = """
+import manyhands as mh
+from tests.serving.test_versions import Moody
+
+if __name__ == "__main__":
+    listen = mh.serving.Listen(http=0, grpc=0, manage=0)
+    server = mh.serve({"moody": Moody()}, on="cpu", listen=listen)
+    print(server.url, flush=True)
+    server.wait()
+    print("drained", flush=True)
+"""
+
+
+def test_sigterm_drains_a_python_server_that_waits(tmp_path: Path) -> None:
+    (tmp_path / "serving.py").write_text(WAITING)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path, str(Path(__file__).parents[2])])}
+    process = subprocess.Popen(
+        [sys.executable, tmp_path / "serving.py"], stdout=subprocess.PIPE, text=True, env=environment
+    )
+    try:
+        assert process.stdout is not None
+        url = process.stdout.readline().strip()
+        answered: list[int] = []
+
+        def ask() -> bool:
+            """Send requests over one connection until a response closes it; raises if a request is reset."""
+            with httpx.Client(timeout=30) as client:
+                for _ in range(100_000):
+                    answer = client.post(f"{url}/v1/models/moody:predict", json={"inputs": [[1.0]]})
+                    answered.append(answer.status_code)
+                    if answer.headers.get("connection") == "close":
+                        return True
+            return False
+
+        with ThreadPoolExecutor(8) as pool:
+            clients = [pool.submit(ask) for _ in range(8)]
+            until(lambda: len(answered) > 50)
+            process.send_signal(signal.SIGTERM)
+            assert [client.result() for client in clients] == [True] * 8
+        assert set(answered) == {200}
+        assert process.stdout.read() == "drained\n"
+        assert process.wait(30) == 0
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()

@@ -8,6 +8,8 @@ import gc
 import gzip
 import os
 import socket
+import sys
+import time
 import tracemalloc
 import weakref
 import zlib
@@ -611,7 +613,8 @@ def test_responses_during_shutdown_close_their_connection() -> None:
             writer.write(message)
         while not requests or listener.num_busy < 2:
             await asyncio.sleep(0.01)
-        listener.stop_listening()
+        draining = asyncio.ensure_future(listener.drain(0.0, time.monotonic() + 20))
+        await asyncio.sleep(0)
         requests[0].answer(200, b"done")
         # Who had begun to ask may finish.
         clients[1][1].write(half[-2:])
@@ -619,6 +622,7 @@ def test_responses_during_shutdown_close_their_connection() -> None:
             await asyncio.sleep(0.01)
         requests[1].answer(200, requests[1].body)
         answers = [await reader.read() for reader, _ in clients]
+        await draining
         listener.close()
         for _, writer in clients:
             writer.close()
@@ -627,6 +631,37 @@ def test_responses_during_shutdown_close_their_connection() -> None:
     answers = asyncio.run(run())
     assert all(b"Connection: close" in answer for answer in answers)
     assert [answer.rpartition(b"\r\n")[2] for answer in answers] == [b"done", b"later"]
+
+
+def test_shutdown_resets_no_request_of_keep_alive_clients_and_of_the_backlog() -> None:
+    async def ask(port: int, pause: float) -> bool:
+        """Send requests until a response closes the connection; return whether each was answered."""
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        head = b""
+        while b"Connection: close" not in head:
+            writer.write(post(b"x", close=False))
+            head = await reader.readuntil(b"\r\n\r\n")
+            assert await reader.readexactly(1) == b"x"
+            await asyncio.sleep(pause)
+        writer.close()
+        return await reader.read() == b""
+
+    async def run() -> list[bool]:
+        listener = HttpListener(lambda request: request.answer(200, bytes(request.body)), Limits())
+        port = await listener.open("127.0.0.1", 0)
+        clients = [asyncio.ensure_future(ask(port, 0.01 * number)) for number in range(20)]
+        await asyncio.sleep(0.2)
+        # The kernel has established this connection, but the listener has not accepted it.
+        late = socket.create_connection(("127.0.0.1", port))
+        late.sendall(post(b"late", close=False))
+        await listener.drain(2.0, time.monotonic() + 20)
+        late.settimeout(5)
+        answer = await asyncio.to_thread(late.recv, 4096)
+        late.close()
+        listener.close()
+        return [*await asyncio.gather(*clients), answer.endswith(b"late")]
+
+    assert asyncio.run(run()) == [True] * 21
 
 
 async def count_turns(turns: list[int]) -> None:

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -125,10 +126,13 @@ def test_management_call_is_applied_to_all_backends_or_none(
     try:
         client.label("adder", "stable", 1)
         client.split("adder", [{"version": 1, "weight": 1}])
-        # A backend that joins first gets the current settings.
-        joined = httpx.post(f"{router.manage_url}/manage/backends", json={"add": address(servers[1])})
-        assert len(joined.json()["backends"]) == 2
-        until(lambda: all(backend["up"] for backend in backends_of(router).values()))
+        # A backend that joins first gets the current settings, also those that another router has made.
+        other = route(address(servers[0]))
+        httpx.post(f"{servers[1].manage_url}/manage/models/adder/label", json={"label": "old", "version": 1})
+        for each in (other, router):
+            joined = httpx.post(f"{each.manage_url}/manage/backends", json={"add": address(servers[1])})
+            assert len(joined.json()["backends"]) == 2
+            until(lambda each=each: all(backend["up"] for backend in backends_of(each).values()))
         for server in servers:
             assert server.state()["models"][0]["labels"] == {"stable": 1}
             assert server.state()["splits"]["adder"][0]["version"] == 1
@@ -193,6 +197,40 @@ def test_router_balances_load_and_hides_a_server_shutdown(start: Start, route: R
     assert (refused.status_code, refused.headers["Retry-After"]) == (503, "1")
     assert httpx.get(f"{router.url}/v2/health/ready").status_code == 400
     assert httpx.get(f"{router.url}/v2/health/live").status_code == 200
+
+
+def test_killed_router_loses_no_request_of_clients_that_know_another(start: Start, route: Route) -> None:
+    backends = [address(start({"moody": Moody()})) for _ in range(2)]
+    kept = route(*backends)
+    command = [sys.executable, "-m", "manyhands", "serve", "--router", "--backends", ",".join(backends)]
+    ports = ["--http", "0", "--grpc", "0", "--manage", "0"]
+    killed = subprocess.Popen([*command, *ports], stderr=subprocess.PIPE, text=True)
+    try:
+        assert killed.stderr is not None
+        url = next(line.split()[2] for line in killed.stderr if line.startswith("serving on "))
+        answers: list[Any] = []
+        over = threading.Event()
+
+        def ask(urls: str) -> None:
+            with Client(urls, timeout=60) as client:
+                while not over.is_set():
+                    answers.append(client("moody", np.full((1, 1), 20.0, np.float32))[0, 0])
+
+        both = (f"{url},{kept.url}", f"{kept.url},{url}")
+        with ThreadPoolExecutor(4) as pool:
+            clients = [pool.submit(ask, both[number % 2]) for number in range(4)]
+            until(lambda: len(answers) > 40)
+            killed.kill()
+            num = len(answers)
+            until(lambda: len(answers) > num + 40)
+            over.set()
+            for client in clients:
+                client.result()
+        assert set(answers) == {21.0}
+    finally:
+        killed.kill()
+        killed.wait()
+        killed.stderr.close()
 
 
 def test_request_is_retried_when_a_backend_accepts_no_connection(

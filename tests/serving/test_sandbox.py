@@ -273,7 +273,7 @@ def test_compiling_replica_cannot_escape_and_leaves_no_processes_or_files(
         finally:
             rendezvous.close()
 
-    zygote = engine.warm_up()
+    zygote = engine.warm_up()._process
     with subprocess.Popen(["/bin/sleep", "600"]) as victim, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as log:
         log.bind(listening)
         try:
@@ -290,7 +290,7 @@ def test_compiling_replica_cannot_escape_and_leaves_no_processes_or_files(
     until(lambda: not [one for one in psutil.process_iter() if _group_of(one.pid) == told["group"]])
     until(lambda: not os.path.lexists(told["folder"]))
     # The process that starts all replicas is still the same.
-    assert engine.warm_up() is zygote
+    assert engine.warm_up()._process is zygote
     assert Path("/usr").is_dir()
 
 

@@ -18,8 +18,9 @@ import numpy as np
 import pytest
 from torch import Tensor
 
-from manyhands.core import Predictor, RequestRefused, SettingsError, Signature, TensorSpec, read_events
+from manyhands.core import FileError, Predictor, RequestRefused, SettingsError, Signature, TensorSpec, read_events
 from manyhands.serving import Client, Rollout, Server
+from manyhands.serving.saved_state import SavedState, StateFolder
 
 from .conftest import Start, publish
 
@@ -42,6 +43,14 @@ def current(server: Server, model: str = "adder") -> int | None:
 def versions(server: Server, model: str = "adder") -> dict[int, str]:
     found = next(m for m in server.state()["models"] if m["name"] == model)
     return {v["version"]: v["state"] for v in found["versions"]}
+
+
+def http_status(server: Server, model: str = "adder") -> list[dict[str, Any]]:
+    return list(httpx.get(f"{server.url}/v1/models/{model}").json()["model_version_status"])
+
+
+def metrics_of(server: Server) -> str:
+    return httpx.get(f"{server.url}/metrics").text
 
 
 class Load:
@@ -131,11 +140,20 @@ def test_corrupt_or_incomplete_version_does_not_replace_the_current_one(
         (model / "2").mkdir()
         for name in ("manifest.json", "program.json", "signature.json"):
             shutil.copy(whole / name, model / "2" / name)
-        time.sleep(0.3)
-        assert versions(server) == {1: "AVAILABLE"}
         weights = (whole / "weights.safetensors").read_bytes()
+        status = until(lambda: [v for v in http_status(server) if v["status"]["error_code"] != "OK"])
+        assert [(v["version"], v["status"]["error_message"]) for v in status] == [
+            ("2", "the version is incomplete: weights.safetensors is missing")
+        ]
+        (model / "2" / "weights.safetensors").write_bytes(weights[:-1])
+        size = f"weights.safetensors has {len(weights) - 1} bytes, but the manifest lists {len(weights)}"
+        until(lambda: [v for v in http_status(server) if size in v["status"]["error_message"]])
+        assert size in metrics_of(server)
+        logged = [e["reason"] for e in read_events(tmp_path / "log" / "events.jsonl") if e["kind"] == "version_failed"]
+        assert [reason.partition(": ")[2] for reason in logged] == ["weights.safetensors is missing", size]
+        assert current(server) == 1
         (model / "2" / "weights.safetensors").write_bytes(bytes(len(weights)))
-        failed = until(lambda: [v for v in server.state()["models"][0]["versions"] if v["error"]])
+        failed = until(lambda: [v for v in server.state()["models"][0]["versions"] if "digest" in v["error"]])
         assert failed[0]["version"] == 2
         assert "digest" in failed[0]["error"]
         assert str(tmp_path) not in failed[0]["error"]
@@ -209,6 +227,68 @@ def test_version_policies_labels_traffic_splits_and_rollback(adder: Path, tmp_pa
         assert manage.post("/manage/models/nothing/load").status_code == 404
 
 
+def test_rollback_labels_and_split_survive_a_restart(adder: Path, tmp_path: Path, start: Start) -> None:
+    for number in (1, 2, 3, 4):
+        publish(adder, tmp_path / "models" / "adder", number)
+    server = start(tmp_path / "models")
+    with Client(server.url, manage=server.manage_url) as client:
+        assert client.rollback("adder") == {"current": 3}
+        client.load("adder", 1)
+        client.label("adder", "stable", 1)
+        client.label("adder", "gone", 3)
+        client.label("adder", "gone", None)
+        client.split("alias", [{"model": "adder", "version": 1, "weight": 1}, {"model": "adder", "weight": 3}])
+        before = client.models()
+    server.stop()
+    state = tmp_path / "models" / ".serving"
+    (state / "broken.json").write_text('{"labels": ["x"]}')
+    again = start(tmp_path / "models", log=tmp_path / "log")
+    with Client(again.url, manage=again.manage_url) as client:
+        after = client.models()
+        assert {key: after["models"][0][key] for key in ("name", "current", "labels")} == {
+            "name": "adder", "current": 3, "labels": {"stable": 1},
+        }  # fmt: skip
+        assert after["splits"] == before["splits"]
+        assert {client("alias", np.zeros((1, 3), np.float32))[0, 0] for _ in range(40)} == {1.0, 3.0}
+        # An undone rollback and a removed split and label leave no file.
+        client.load("adder")
+        client.label("adder", "stable", None)
+        client.split("alias", [])
+    again.stop()
+    logged = list(read_events(tmp_path / "log" / "events.jsonl"))
+    assert [entry["model"] for entry in logged if entry["kind"] == "state_refused"] == ["broken"]
+    assert [entry["version"] for entry in logged if entry["kind"] == "label"] == [1, None]
+    assert [path.name for path in state.iterdir()] == ["adder.json", "broken.json"]
+    assert json.loads((state / "adder.json").read_text())["asked"] == [1]
+
+
+def test_state_that_cannot_be_written_is_reported_and_kept_in_memory(adder: Path, tmp_path: Path, start: Start) -> None:
+    publish(adder, tmp_path / "models" / "adder", 1)
+    (tmp_path / "file").touch()
+    server = start(tmp_path / "models", state=tmp_path / "file", log=tmp_path / "log")
+    with Client(server.url, manage=server.manage_url) as client:
+        assert client.label("adder", "stable", 1) == {"labels": {"stable": 1}}
+        client.label("adder", "other", 1)
+    lost = [e["reason"] for e in read_events(tmp_path / "log" / "events.jsonl") if e["kind"] == "state_not_saved"]
+    assert len(lost) == 1
+    assert "a restart loses what was set" in lost[0]
+
+
+def test_state_folder_of_another_user_is_not_read(tmp_path: Path) -> None:
+    folder = tmp_path / "state"
+    state = SavedState(labels={"stable": 1}, shares=(), rejected=frozenset(), asked=frozenset())
+    StateFolder(folder).write("adder", state)
+    assert StateFolder(folder).read() == ({"adder": state}, {})
+    (tmp_path / "link").symlink_to(folder)
+    folder.chmod(0o777)
+    for path in (folder, tmp_path / "link"):
+        states, refused = StateFolder(path).read()
+        assert states == {}
+        assert "others cannot write to" in refused[""]
+        with pytest.raises(FileError):
+            StateFolder(path).write("adder", state)
+
+
 class Moody(Predictor):
     """Raises where its input is negative."""
 
@@ -222,6 +302,8 @@ class Moody(Predictor):
             os.kill(os.getpid(), signal.SIGKILL)
         if (x == 100).any():
             time.sleep(0.3)
+        if (x == 777).any():
+            time.sleep(3600)
         return {"y": x + 1}
 
 
@@ -279,6 +361,34 @@ def test_model_failure_and_replica_crash_return_500_and_serving_continues(start:
     )
     assert ask_moody(server.url, 666).status_code == 500
     assert ask_moody(server.url, 1).json()["outputs"] == [[2.0]]
+
+
+@pytest.mark.parametrize(("cause", "status"), [(666.0, 500), (777.0, 504)])
+def test_request_that_aborts_or_hangs_its_replica_affects_only_itself(
+    cause: float, status: int, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As if a restart took nearly all the time that the others have, so that the test takes less.
+    for name, value in (("HUNG_SECONDS", 0.7), ("NUM_RESTARTS", 1000), ("HUNG_SHARE", 0.97)):
+        monkeypatch.setattr(f"manyhands.serving.batcher.{name}", value)
+    server = start({"moody": Moody()}, max_rows=8)
+    for value in range(20):
+        assert ask_moody(server.url, value).status_code == 200
+    answers: dict[float, httpx.Response] = {}
+
+    def ask(value: float) -> None:
+        answers[value] = ask_moody(server.url, value)
+
+    # The first request occupies the replica, so that the others form batches with the one that fails.
+    threads = [threading.Thread(target=ask, args=(value,)) for value in (100.0, *range(6), cause, *range(6, 12))]
+    for thread in threads:
+        thread.start()
+        time.sleep(0.005)
+    for thread in threads:
+        thread.join()
+    assert answers.pop(cause).status_code == status
+    assert {value: answer.json() for value, answer in answers.items()} == {
+        value: {"outputs": [[value + 1]]} for value in answers
+    }
 
 
 def test_failing_new_version_is_rolled_back(adder: Path, tmp_path: Path, start: Start) -> None:

@@ -20,7 +20,7 @@ from manyhands.distributed import World, resolve
 from manyhands.launcher import LocalEngine
 from manyhands.storage import CheckpointStore
 from manyhands.tuning import trial_work
-from manyhands.tuning.journal import JOURNAL
+from manyhands.tuning.journal import JOURNAL, read_journal
 
 from . import networks
 
@@ -144,15 +144,26 @@ def test_trial_of_a_killed_worker_resumes_from_its_checkpoint(tmp_path: Path) ->
         assert starts[1] > 0
 
 
-def test_trial_that_kills_its_process_does_not_fail_other_trials(tmp_path: Path) -> None:
+def test_trial_that_kills_its_process_does_not_fail_other_trials(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     def deadly(x: float = 0.0) -> float:
         if x == 1.0:
             os.kill(os.getpid(), signal.SIGKILL)
         return x
 
-    study = mh.tune(deadly, {"x": [0.0, 1.0, 2.0]}, search="grid", on="cpu*2", folder=tmp_path, progress=False)
+    study = mh.tune(deadly, {"x": [0.0, 1.0, 2.0]}, search="grid", on="cpu*2", folder=tmp_path)
     assert [trial.state for trial in study.trials] == ["finished", "failed", "finished"]
     assert "killed by signal 9" in study.trials[1].reason
+    # Every attempt is reported with its reason, and the journal has all three.
+    shown = [line for line in capsys.readouterr().err.splitlines() if "killed by signal 9 (SIGKILL" in line]
+    assert [line.partition(":")[0] for line in shown] == [
+        "trial 1 is retried (attempt 2)",
+        "trial 1 is retried (attempt 3)",
+        "trial 1 failed",
+    ]
+    _, trials = read_journal(study.path)
+    assert [len(trial.kills) for trial in trials] == [0, 3, 0]
 
 
 @pytest.mark.root

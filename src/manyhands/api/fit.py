@@ -13,7 +13,8 @@ from torch import Tensor
 
 from .. import parameter_server, training
 from ..core import StrategyError, StrategySpec, Task, as_task, event, task_name, typed
-from ..distributed import DEFAULT_TIMEOUT, Device
+from ..distributed import DEFAULT_TIMEOUT, Device, current_world
+from ..launcher import JoinedHosts
 from ..monitoring import LogTo, make_sinks
 from ..storage import CheckpointStore, Weights
 from ..strategies import SplitTable, require_loss
@@ -54,6 +55,7 @@ def fit(
     fit_in: str | int | None = None,
     profile: bool | int = False,
     verify: bool = True,
+    allow_different: bool = False,
 ) -> Run:
     """Train a task, distributed over devices by a strategy.
 
@@ -92,6 +94,8 @@ def fit(
         profile: Profile one step in fifty (or in the given number), for `run.profile` and `mh.profile(run)`.
         verify: Before training, compare the first two steps, on a float64 copy of the network, with those of one
             device, if that takes at most a few seconds. A difference raises TaskError; `run.verdict` has the outcome.
+        allow_different: Whether hosts may have different code or data. By default, training on several hosts compares
+            the source of the project's modules, the length of the data and some of its samples, and names a difference.
 
     Returns:
         The trained run.
@@ -184,6 +188,8 @@ def fit(
             layout=layout,
             profile=training.EVERY if profile is True else int(profile),
             verify=verify,
+            sources=training.local_sources() if isinstance(on, JoinedHosts) or current_world() is not None else None,
+            allow_different=allow_different,
         )
         with (
             defer_sigterm(),

@@ -16,6 +16,8 @@ from .manifest_serving import Served, serving
 from .options import add_command
 
 PORT = 29500
+MAX_RESTARTS = 10
+"""Number of times that a scheduler restarts a job whose pods fail or are evicted."""
 YAML_WORDS = frozenset({"y", "n", "yes", "no", "on", "off", "true", "false", "null"})
 """Names that YAML reads as another type than a string."""
 
@@ -151,6 +153,8 @@ def pytorchjob(wanted: ManifestRequest) -> str:
         "metadata:\n"
         f"  name: {wanted.name}\n"
         "spec:\n"
+        "  runPolicy:\n"
+        f"    backoffLimit: {MAX_RESTARTS}\n"
         f'  nprocPerNode: "{wanted.ranks}"\n'
         "  pytorchReplicaSpecs:\n"
         f"{parts}"
@@ -174,7 +178,7 @@ def jobset(wanted: ManifestRequest) -> str:
         f"  name: {wanted.name}\n"
         "spec:\n"
         "  failurePolicy:\n"
-        "    maxRestarts: 3\n"
+        f"    maxRestarts: {MAX_RESTARTS}\n"
         "  replicatedJobs:\n"
         "  - name: workers\n"
         "    replicas: 1\n"
@@ -199,7 +203,13 @@ def _launched(wanted: ManifestRequest, *options: str) -> tuple[str, ...]:
 
 
 def _secret(wanted: ManifestRequest) -> str:
+    note = (
+        ""
+        if wanted.claim
+        else "# Without --claim a restarted job begins again, because checkpoints end with its pods.\n"
+    )
     return (
+        f"{note}"
         "# With this secret the ranks authenticate each other:\n"
         f"# kubectl create secret generic {wanted.name} --from-file=token=<(openssl rand -hex 32)\n"
     )
@@ -209,7 +219,9 @@ def _pod(
     wanted: ManifestRequest, command: tuple[str, ...], environ: dict[str, str] | None = None, restart: str = ""
 ) -> list[str]:
     """Return the lines of a pod template; strings are written as JSON, which is valid YAML."""
-    variables = {**(environ or {}), **({"MANYHANDS_FOLDER": "/runs"} if wanted.claim else {})}
+    # A restarted job resumes the run of its name.
+    kept = {"MANYHANDS_FOLDER": "/runs", "MANYHANDS_NAME": wanted.name, "MANYHANDS_RESUME": "auto"}
+    variables = {**(environ or {}), **(kept if wanted.claim else {})}
     lines = ["spec:"]
     if restart:
         lines.append(f"  restartPolicy: {restart}")

@@ -4,14 +4,26 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-TITLES = ("model", "version", "state", "requests/s", "p50 ms", "p99 ms", "rows/batch", "queue", "refused", "replicas")
+TITLES = (
+    "model",
+    "version",
+    "routing",
+    "state",
+    "requests/s",
+    "p50 ms",
+    "p99 ms",
+    "rows/batch",
+    "queue",
+    "refused",
+    "replicas",
+)
 
 
 @dataclass(frozen=True)
@@ -20,6 +32,8 @@ class VersionRow:
 
     model: str
     version: str
+    routing: str
+    """Whether it is the current version, its labels, and its shares of traffic splits."""
     state: str
     rate: float
     p50: float
@@ -33,7 +47,16 @@ class VersionRow:
         """Return the cells of the row as text."""
         rate = "" if math.isnan(self.rate) else f"{self.rate:,.0f}"
         numbers = (rate, _shown(1000 * self.p50), _shown(1000 * self.p99), _shown(self.rows))
-        return (self.model, self.version, self.state, *numbers, str(self.queue), str(self.refused), self.replicas)
+        return (
+            self.model,
+            self.version,
+            self.routing,
+            self.state,
+            *numbers,
+            str(self.queue),
+            str(self.refused),
+            self.replicas,
+        )
 
 
 class ServingView:
@@ -52,7 +75,7 @@ class ServingView:
             for version in model["versions"]:
                 key = (model["name"], version["version"])
                 seen[key] = version
-                found.append(_row(model, version, self._before.get(key), seconds))
+                found.append(_row(model, version, state["splits"], self._before.get(key), seconds))
         self._before = seen
         return found
 
@@ -63,14 +86,18 @@ class ServingView:
 
         table = Table(box=SIMPLE_HEAD)
         for title in TITLES:
-            table.add_column(title, justify="left" if title in ("model", "state", "replicas") else "right")
+            table.add_column(title, justify="left" if title in ("model", "routing", "state", "replicas") else "right")
         for row in self.rows(state):
             table.add_row(*row.cells())
         return table
 
 
 def _row(
-    model: Mapping[str, Any], version: Mapping[str, Any], before: Mapping[str, Any] | None, seconds: float
+    model: Mapping[str, Any],
+    version: Mapping[str, Any],
+    splits: Mapping[str, Any],
+    before: Mapping[str, Any] | None,
+    seconds: float,
 ) -> VersionRow:
     from ..serving import BOUNDS, Histogram
 
@@ -79,11 +106,10 @@ def _row(
     since = before["latency"] if before is not None else None
     batches = version["batches"] - (before["batches"] if before is not None else 0)
     computed = version["rows"] - (before["rows"] if before is not None else 0)
-    marks = [label for label, number in model["labels"].items() if number == version["version"]]
-    name = f"{version['version']}{'*' if version['version'] == model['current'] else ''}"
     return VersionRow(
         model=model["name"],
-        version=" ".join([name, *marks]),
+        version=str(version["version"]),
+        routing=", ".join(_routing(model, version["version"], splits)),
         state=version["error"] or version["state"].lower(),
         rate=math.nan if before is None else (_answered(version) - _answered(before)) / seconds,
         p50=latency.percentile(0.5, since),
@@ -93,6 +119,18 @@ def _row(
         refused=sum(num for code, num in version["requests"].items() if code != "OK"),
         replicas=", ".join(f"{replica['device']} ({replica['rows']})" for replica in version["replicas"]),
     )
+
+
+def _routing(model: Mapping[str, Any], number: int, splits: Mapping[str, Any]) -> Iterator[str]:
+    if number == model["current"]:
+        yield "current"
+    yield from (label for label, version in model["labels"].items() if version == number)
+    for name, shares in splits.items():
+        total = sum(share["weight"] for share in shares)
+        for share in shares:
+            version = model["current"] if share["version"] is None else share["version"]
+            if (share["model"], version) == (model["name"], number):
+                yield f"{100 * share['weight'] / total:.3g}% of {name}"
 
 
 def _answered(version: Mapping[str, Any]) -> int:

@@ -145,6 +145,7 @@ FIELDS: dict[str, Fields] = {
     "notice": {"text": text},
     "serving": {"devices": maybe(listed(text)), "host": maybe(label)},
     "routing": {"devices": maybe(listed(text)), "host": maybe(label), "backends": maybe(listed(text))},
+    "label": {"model": label, "label": label, "version": maybe(count)},
     **{f"version_{state}": _VERSION for state in ("loading", "failed", "available", "ended")},
 }  # fmt: skip
 """Fields by kind of event."""

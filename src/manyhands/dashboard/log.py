@@ -32,6 +32,7 @@ SERVING = (
     "starting", "serving", "stopping", "stopped", "split", "rolled_back", "watch_failed",
     "version_loading", "version_failed", "version_available", "version_ended",
     "replica_lost", "replica_failed", "replica_replaced", "routing", "backend_up", "backend_down",
+    "label", "replica_hung", "state_not_saved", "state_refused",
 )  # fmt: skip
 ACCESS_FIELDS: fields.Fields = {
     "t": fields.moment,
@@ -39,7 +40,10 @@ ACCESS_FIELDS: fields.Fields = {
     "ms": lambda value: fields.number(value) and math.isfinite(value),
 }
 """The fields of a line of an access log."""
-FAULTS = ("rolled_back", "watch_failed", "version_failed", "replica_lost", "replica_failed", "backend_down")
+FAULTS = (
+    "rolled_back", "watch_failed", "version_failed", "replica_lost", "replica_failed", "backend_down",
+    "replica_hung", "state_not_saved", "state_refused",
+)  # fmt: skip
 
 
 class Bucket:
@@ -83,6 +87,10 @@ class Log(LogSource):
         self.news: deque[dict[str, Any]] = deque(maxlen=NUM_NEWS)
         self.versions: dict[str, dict[str, str]] = {}
         self.splits: dict[str, str] = {}
+        self.current: dict[str, str] = {}
+        """The version that answers, by model."""
+        self.labels: dict[str, dict[str, str]] = {}
+        """Versions by label, by model."""
         self.serving: dict[str, Any] = {}
         self.is_up = False
         self.buckets: dict[int, Bucket] = {}
@@ -110,7 +118,8 @@ class Log(LogSource):
         return "interrupted" if is_here and not self.is_alive else "serving"
 
     def on_starting(self, entry: dict[str, Any]) -> None:
-        self.versions, self.splits = {}, {}  # a restarted server has none
+        # A restarted server reports what it has kept.
+        self.versions, self.splits, self.current, self.labels = {}, {}, {}, {}
 
     def on_serving(self, entry: dict[str, Any]) -> None:
         self.serving, self.is_up = entry, True
@@ -126,13 +135,23 @@ class Log(LogSource):
         if entry["shares"] and len(self.splits) < MOST_NAMES:
             self.splits[entry["model"]] = _shared_out(entry["shares"])
 
+    def on_label(self, entry: dict[str, Any]) -> None:
+        labels = self.labels.setdefault(entry["model"], {}) if len(self.labels) < MOST_NAMES else {}
+        labels.pop(entry["label"], None)
+        if entry["version"] is not None and len(labels) < MOST_NAMES:
+            labels[entry["label"]] = str(entry["version"])
+
     def take(self, entry: dict[str, Any]) -> None:
         super().take(entry)
         kind = entry["kind"]
         if kind not in SERVING:
             return
         if kind.startswith("version_"):
-            self._note_version(entry["model"], str(entry["version"]), kind.removeprefix("version_"))
+            state = kind.removeprefix("version_")
+            reason = f": {entry['reason']}"[:LONGEST_NEWS] if kind == "version_failed" and entry.get("reason") else ""
+            self._note_version(entry["model"], str(entry["version"]), state + reason)
+        if kind == "version_available" and len(self.current) < MOST_NAMES:
+            self.current[entry["model"]] = str(entry["version"])
         values = [f"{key} {_words(key, value)}" for key, value in entry.items() if key not in ("v", "t", "kind")]
         text = f"{kind.replace('_', ' ')}: {', '.join(values)}" if values else kind
         self.news.append({"t": entry["t"], "kind": kind, "text": text[:LONGEST_NEWS], "fault": kind in FAULTS})
@@ -195,7 +214,14 @@ class Log(LogSource):
             "p50": [bucket.quantile(0.5) for bucket in buckets],
             "p99": [bucket.quantile(0.99) for bucket in buckets],
         }
-        about = {"serving": self.serving, "versions": self.versions, "splits": self.splits, "news": list(self.news)}
+        about = {
+            "serving": self.serving,
+            "versions": self.versions,
+            "current": self.current,
+            "labels": self.labels,
+            "splits": self.splits,
+            "news": list(self.news),
+        }
         return {**self.summary(), **about, "requests": requests, "profiled": list(self.profiles)}
 
 

@@ -7,6 +7,7 @@ import re
 import time
 import urllib.request
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -23,6 +24,15 @@ LONGEST_ERROR = 500
 """Maximum characters of an error that pages show."""
 
 
+LONGEST_TEXT = 300
+_TEXTS: dict[str, Callable[[dict[str, str], float], str]] = {
+    "manyhands_current": lambda labels, value: "current",
+    "manyhands_label": lambda labels, value: f"label {labels.get('label', '')}",
+    "manyhands_split_share": lambda labels, value: f"{100 * value:.3g}% of {labels.get('name', '')}",
+    "manyhands_failed": lambda labels, value: labels.get("reason", ""),
+}
+
+
 @dataclass
 class MetricsSample:
     """Metrics at one moment, by model and version."""
@@ -33,6 +43,8 @@ class MetricsSample:
     latency: dict[tuple[str, str], dict[float, float]] = field(default_factory=dict)
     """Cumulative latency histogram: requests that took at most this many seconds."""
     gauges: dict[tuple[str, str], dict[str, float]] = field(default_factory=dict)
+    texts: dict[tuple[str, str], list[str]] = field(default_factory=dict)
+    """What distinguishes a version: whether it is current, its labels, its shares of traffic splits, why it failed."""
     backends: dict[str, dict[str, float]] = field(default_factory=dict)
     """Metrics of a router's backends by server: whether it is up, requests in flight, answered and lost."""
     num_values: int = 0
@@ -62,6 +74,8 @@ class MetricsSample:
                 look.backends.setdefault(labels["backend"], {})[figure] = value
             elif name in ("manyhands_queue_rows", "manyhands_replicas", "manyhands_available"):
                 look.gauges.setdefault(who, {})[name.removeprefix("manyhands_")] = value
+            elif name in _TEXTS:
+                look.texts.setdefault(who, []).append(_TEXTS[name](labels, value)[:LONGEST_TEXT])
         return look
 
 
@@ -96,7 +110,7 @@ class Metrics:
     def to_dict(self) -> dict[str, Any]:
         """Return rates and latencies between consecutive samples, and the latest values."""
         looks = list(self._looks)
-        who = sorted(looks[-1].requests.keys() | looks[-1].gauges.keys()) if looks else []
+        who = sorted(looks[-1].requests.keys() | looks[-1].gauges.keys() | looks[-1].texts.keys()) if looks else []
         versions = []
         for one in who:
             pairs = list(pairwise(looks))
@@ -106,7 +120,11 @@ class Metrics:
                 "p50": [_quantile(before, after, one, 0.5) for before, after in pairs],
                 "p99": [_quantile(before, after, one, 0.99) for before, after in pairs],
             }
-            about = {"codes": looks[-1].requests.get(one, {}), **looks[-1].gauges.get(one, {})}
+            about = {
+                "codes": looks[-1].requests.get(one, {}),
+                "marks": looks[-1].texts.get(one, []),
+                **looks[-1].gauges.get(one, {}),
+            }
             versions.append({"model": one[0], "version": one[1], **about, "series": found})
         return {"url": self.url, "error": self.error, "versions": versions, "backends": _backends(looks)}
 

@@ -14,6 +14,8 @@ JOURNAL = "journal.log"
 STATES = ("running", "finished", "stopped", "failed")
 MOST_READ, MOST_REPORTS = 100_000, 10_000
 """Number of trials of a study, and of reports of a trial, that are kept."""
+LONGEST_REASON = 1000
+"""Maximum characters of the reason for which a trial is retried."""
 MOST_TRIALS = 2000
 """Number of trials that a page gets: the best and the latest; a summary counts all of them."""
 
@@ -75,6 +77,10 @@ class StudyFolder(LogSource):
         elif code == fields.TRIAL_ATTRIBUTE and "lease" in line["user_attr"]:
             worker = line["user_attr"]["lease"]["worker"]
             self.trials[line["trial_id"]]["worker"] = worker if fields.count(worker) else None
+        elif code == fields.TRIAL_ATTRIBUTE and fields.text(line["user_attr"].get("killed")):
+            trial = self.trials[line["trial_id"]]
+            trial["kills"] += 1
+            trial["reason"] = f"retried after attempt {trial['kills']}: {line['user_attr']['killed']}"[:LONGEST_REASON]
         elif code == fields.END_TRIAL:
             self._end(line)
 
@@ -83,7 +89,8 @@ class StudyFolder(LogSource):
         if number >= MOST_READ:
             raise ValueError("the study has too many trials")
         trial = {"number": number, "params": line["given"], "state": STATES[0], "values": [], "metrics": {}}
-        self.trials.append({**trial, "reports": [], "seconds": 0.0, "reason": "", "feasible": True, "worker": None})
+        trial |= {"reports": [], "seconds": 0.0, "reason": "", "feasible": True, "worker": None, "kills": 0}
+        self.trials.append(trial)
         self.counts[STATES[0]] += 1
         described = json.dumps(line.get("distributions") or {})
         if described != self._described:
@@ -97,7 +104,8 @@ class StudyFolder(LogSource):
         trial["state"] = STATES[line["state"]]
         self.counts[trial["state"]] += 1
         trial["values"], trial["metrics"] = line["values"] or [], line["metrics"]
-        trial["seconds"], trial["reason"], trial["feasible"] = line["seconds"], line["reason"], line["feasible"]
+        trial["seconds"], trial["feasible"] = line["seconds"], line["feasible"]
+        trial["reason"] = line["reason"] or trial["reason"]
         is_fit = trial["state"] == STATES[1] and trial["feasible"]
         if is_fit and (self.best is None or self._cost(trial) < self._cost(self.trials[self.best])):
             self.best = trial["number"]

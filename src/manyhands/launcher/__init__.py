@@ -11,6 +11,7 @@ from .rendezvous import regroup
 from .resolvers.resolver import CHIEF, EVALUATOR, SERVER, WORKER, Host, ResolvedCluster
 from .restart_policy import RankFailure, RestartPolicy
 from .service import Make, Service
+from .zygote import life_descriptor
 
 __all__ = [
     "AfterLoss",
@@ -39,6 +40,7 @@ __all__ = [
     "join_launched",
     "launched",
     "leased",
+    "life_descriptor",
     "meet",
     "regroup",
     "tls_here",

@@ -32,8 +32,9 @@ class LocalEngine(Engine):
     def warm_up(self) -> ZygoteHandle:
         """Start the zygote, which takes as long as importing torch, without waiting for it."""
         with self._starting:
-            if self._zygote is None or not self._zygote.alive:
+            if self._zygote is None:
                 self._zygote = ZygoteHandle(self._preload)
+            self._zygote.revive()
             return self._zygote
 
     def start(

@@ -5,16 +5,19 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
+import select
 import selectors
 import signal
 import socket
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ..core import Event, RunError
+from ..core import Event, RunError, event
 from ..distributed import ANSWER, CALL, CONTROL, EVENT, RESULT, FrameReader, frame, send_frame
 from .pickles import unpack
 from .rendezvous import RendezvousInfo
@@ -28,6 +31,40 @@ LAST_OUTPUT_SECONDS = 5.0
 FROZEN_SECONDS = 2.0
 """Seconds that a rank may be stopped by a signal before it is killed; including polling, within five seconds."""
 LOOK_SECONDS = 0.5
+UNKNOWN_CODE = 256
+"""Exit code of a process whose parent, the zygote, has died; a real one is at most 255."""
+
+
+_FRAME = re.compile(
+    r"frame #\d+: |#\d+ .+ from .*:\d+$|C\+\+ CapturedTraceback:$|Exception raised from .+ \(most recent call first\):$"
+)
+_CONNECTION = re.compile(r"\b(gloo|c10d)::")
+MAX_TRACE = 1000
+"""Maximum lines of a native stack trace; a longer one is forwarded as output."""
+
+
+class NativeTraces:
+    """Separates native stack traces of torch's connections from a rank's output.
+
+    When a peer fails, gloo and the store print dozens of frames with each error, although the failure is handled.
+    """
+
+    def __init__(self) -> None:
+        self._lines: list[str] = []
+        """The last line, and the lines of a stack trace after it."""
+
+    def take(self, line: str | None) -> tuple[list[str], str]:
+        """Return the lines to show, and a complete stack trace or ""; None is the end of the output."""
+        if line is not None and _FRAME.match(line.strip()) and len(self._lines) < MAX_TRACE:
+            self._lines.append(line)
+            return [], ""
+        before, self._lines = self._lines, [line] if line is not None else []
+        shown = [line] if line is not None else []
+        head = 0 if before and _FRAME.match(before[0].strip()) else 1
+        if len(before) <= head:
+            return shown, ""
+        trace = "\n".join(before)
+        return (shown, trace) if _CONNECTION.search(trace) else ([*before[head:], *shown], "")
 
 
 class ProcessListener(ABC):
@@ -68,6 +105,10 @@ class Process:
         self.out, self.child_out = os.pipe()
         self.err, self.child_err = os.pipe()
         self.pid = 0
+        self.pid_fd = -1
+        """Refers to the process, once it exists; readable when it has exited."""
+        self._signalling = threading.Lock()
+        """Held while the descriptor is used, which another file may have once it is closed."""
         self.must_end = False
         """Whether to kill the process as soon as its pid is known."""
         self.exit_code: int | None = None
@@ -80,6 +121,7 @@ class Process:
         self.failure: dict[str, Any] | None = None
         self.frames = FrameReader()
         self.text = {self.out: b"", self.err: b""}
+        self.traces = {self.out: NativeTraces(), self.err: NativeTraces()}
         self.open: set[int] = {self.channel_socket.fileno(), self.exit_socket.fileno(), self.out, self.err}
 
     def child_ends(self) -> list[int]:
@@ -101,8 +143,22 @@ class Process:
                 return
         os.close(fd)
 
+    def kill(self) -> None:
+        """Kill the process, now or as soon as it exists; any thread may call this."""
+        self.must_end = True
+        with self._signalling, contextlib.suppress(OSError):
+            if self.pid_fd >= 0:
+                signal.pidfd_send_signal(self.pid_fd, signal.SIGKILL)
+
+    def take_pid_fd(self) -> int:
+        """Return the descriptor of the process, which is not signalled from now on."""
+        with self._signalling:
+            pid_fd, self.pid_fd = self.pid_fd, -1
+        return pid_fd
+
     def close_parent_ends(self) -> None:
         """Close all of the parent's ends and the pickles that were not read."""
+        self.take_pid_fd()
         for fd in list(self.open):
             self.close(fd)
         for pickle_fd in self.pickle_fds:
@@ -126,6 +182,8 @@ class Process:
         if self.was_frozen:
             return f"was frozen for {FROZEN_SECONDS:g} seconds and was killed"
         code = self.exit_code or 0
+        if code == UNKNOWN_CODE:
+            return "ended before it was done; its exit code is unknown, because the process that started it has died"
         if code < 0:
             hint = "; often because the system ran out of memory" if -code == signal.SIGKILL else ""
             return f"was killed by signal {-code} ({signal.Signals(-code).name}{hint})"
@@ -170,9 +228,7 @@ class LocalProcesses:
     def kill(self, slot: int | None = None) -> None:
         """Kill the rank of a slot, or all ranks when `slot` is None."""
         for process in self._alive(slot):
-            process.must_end = True
-            if process.pid:
-                self._zygote.kill(process.pid)
+            process.kill()
 
     @property
     def is_over(self) -> bool:
@@ -192,7 +248,7 @@ class LocalProcesses:
                 process.frozen_since = now
             elif now - process.frozen_since >= FROZEN_SECONDS:
                 process.was_frozen = True
-                self._zygote.kill(process.pid)
+                process.kill()
 
     def finish(self) -> None:
         """Kill all processes and close all pipes, however the wait ended."""
@@ -200,13 +256,16 @@ class LocalProcesses:
         try:
             # Exited ranks may have left processes that keep pipes open, but the zygote reports nothing more about them.
             for process in self._alive():
-                process.exit_socket.settimeout(ENDING_SECONDS)
                 while process.exit_code is None:
-                    self._read_exit(process, last=True)
-                    self.kill()
+                    if process.exit_socket.fileno() < 0:
+                        self._await_orphan(process)
+                    else:
+                        process.exit_socket.settimeout(ENDING_SECONDS)
+                        self._read_exit(process, last=True)
+                        self.kill()
         except (RunError, OSError):
-            # The zygote does not answer; its ranks end with it.
-            self._zygote.kill_all()
+            # The zygote does not answer.
+            self._zygote.kill()
         for process in self._processes:
             process.close_parent_ends()
         os.close(self._pickle_fd)
@@ -219,27 +278,60 @@ class LocalProcesses:
 
     def _read_exit(self, process: Process, *, last: bool = False) -> None:
         """Handle the zygote's report that a process was forked, could not be started, or has exited."""
-        data = process.exit_socket.recv(MAX_REQUEST)
+        data, fds, _, _ = socket.recv_fds(process.exit_socket, MAX_REQUEST, 1)
         if not data:
             if process.exit_code is None:
-                raise RunError("the process that starts ranks has died; see its output above")
-            self._forget(process, process.exit_socket.fileno())
+                self._lose_zygote(process, last=last)
+            else:
+                self._forget(process, process.exit_socket.fileno())
             return
         message = json.loads(data)
         if "failed" in message:
             raise RunError(f"rank {process.slot} could not be started: {message['failed']}")
         if "forked" in message:
-            process.pid = message["pid"]
+            process.pid, (process.pid_fd,) = message["pid"], fds
+            process.open.add(process.pid_fd)
             # Another thread may have called kill() before the fork.
             if process.must_end:
-                self._zygote.kill(process.pid)
+                process.kill()
         else:
-            if not last:
-                self._read_remaining(process)
-            process.received_at = process.ended_at = time.monotonic()
-            process.exit_code = message["code"]
-            if not last:
-                self._listener.handle_exit(process.slot, process)
+            process.close(process.take_pid_fd())
+            self._take_exit(process, message["code"], last=last)
+
+    def _take_exit(self, process: Process, code: int, *, last: bool) -> None:
+        if not last:
+            self._read_remaining(process)
+        process.received_at = process.ended_at = time.monotonic()
+        process.exit_code = code
+        if not last:
+            self._listener.handle_exit(process.slot, process)
+
+    def _lose_zygote(self, process: Process, *, last: bool) -> None:
+        """Watch a process itself, because the zygote that would report its exit has died."""
+        self._zygote.revive()
+        if last:
+            process.close(process.exit_socket.fileno())
+        else:
+            self._forget(process, process.exit_socket.fileno())
+        if process.pid_fd < 0:
+            # It was never started, or cannot be told from others.
+            self._take_exit(process, UNKNOWN_CODE, last=last)
+        elif not last:
+            self._listen(process.pid_fd, lambda: self._end_orphan(process, last=False))
+
+    def _await_orphan(self, process: Process) -> None:
+        select.select([process.pid_fd], [], [], ENDING_SECONDS)
+        self._end_orphan(process, last=True)
+
+    def _end_orphan(self, process: Process, *, last: bool) -> None:
+        """Handle the exit of a process whose zygote has died: whether it was done is known, but not its exit code."""
+        pid_fd = process.take_pid_fd()
+        if last:
+            process.close(pid_fd)
+        else:
+            self._forget(process, pid_fd)
+            self._read_remaining(process)
+        self._take_exit(process, 0 if process.done else UNKNOWN_CODE, last=last)
 
     def _read_remaining(self, process: Process) -> None:
         """Read what a rank sent before it exited, so that it is handled before the exit."""
@@ -289,9 +381,13 @@ class LocalProcesses:
         if not chunk:
             lines = [process.text[fd]] if process.text[fd] else []
             self._forget(process, fd)
-        for line in lines:
-            stream = "stdout" if fd == process.out else "stderr"
-            self._listener.handle_output(process.slot, line.decode(errors="replace"), stream)
+        stream = "stdout" if fd == process.out else "stderr"
+        for line in [*(line.decode(errors="replace") for line in lines), *([] if chunk else [None])]:
+            shown, trace = process.traces[fd].take(line)
+            if trace:
+                self._listener.handle_event(process.slot, event("native_trace", text=trace))
+            for text in shown:
+                self._listener.handle_output(process.slot, text, stream)
 
     def _forget(self, process: Process, fd: int) -> None:
         """Release the resources of an ended process at once: a job may outlive many of its processes."""

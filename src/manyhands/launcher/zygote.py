@@ -1,7 +1,8 @@
 """The zygote: a process with torch imported, from which ranks are forked in milliseconds.
 
 A program starts it once and sends it requests over an inherited socket. The zygote never uses an accelerator and has a
-single thread. When the program exits, the socket closes, and the zygote kills its children and exits.
+single thread. When the program exits, the socket closes, and the zygote kills its children and exits. When the zygote
+dies, its children live on, and the program starts another zygote for later ones.
 """
 
 from __future__ import annotations
@@ -9,15 +10,18 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import fcntl
 import gc
 import importlib
 import json
 import os
+import select
 import selectors
 import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,19 +29,23 @@ MAX_REQUEST = 65536
 _PR_SET_PDEATHSIG = 1
 
 
-def serve(fd: int, preload: list[str]) -> None:
-    """Handle requests from the socket until it closes."""
+_life = -1
+"""Descriptor by which this process is killed when its program exits."""
+
+
+def serve(fd: int, life: int, preload: list[str]) -> None:
+    """Handle requests from the socket until it closes. `life` is a pipe whose other end only the program has."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for name in preload:
         importlib.import_module(name)
     gc.freeze()
     control = socket.socket(fileno=fd)
-    _Zygote(control).loop()
+    _Zygote(control, life).loop()
 
 
 class _Zygote:
-    def __init__(self, control: socket.socket) -> None:
-        self._control = control
+    def __init__(self, control: socket.socket, life: int) -> None:
+        self._control, self._life = control, life
         self._selector = selectors.DefaultSelector()
         self._selector.register(control, selectors.EVENT_READ)
         self._children: dict[int, tuple[int, socket.socket]] = {}
@@ -57,12 +65,8 @@ class _Zygote:
         data, fds, _, _ = socket.recv_fds(self._control, MAX_REQUEST, 16)
         if not data:
             return False
-        request = json.loads(data)
-        if "kill" in request:
-            self._kill(request["kill"])
-        else:
-            *theirs, job = fds
-            self._fork(request, theirs, socket.socket(fileno=job))
+        *theirs, job = fds
+        self._fork(json.loads(data), theirs, socket.socket(fileno=job))
         return True
 
     def _fork(self, request: dict[str, Any], fds: list[int], job: socket.socket) -> None:
@@ -79,19 +83,14 @@ class _Zygote:
             for watch, (_, other) in self._children.items():
                 os.close(watch)
                 other.close()
-            die_with_parent(zygote)
+            _die_with_program(self._life, zygote)
             _become_rank(request, fds)
         for fd in fds:
             os.close(fd)
         watch = os.pidfd_open(pid)
         self._children[watch] = pid, job
         self._selector.register(watch, selectors.EVENT_READ)
-        _send(job, {"forked": True, "pid": pid})
-
-    def _kill(self, pid: int) -> None:
-        """Kill a child that is not reaped yet, so that the pid cannot belong to another process."""
-        if any(pid == child for child, _ in self._children.values()):
-            os.kill(pid, signal.SIGKILL)
+        _send(job, {"forked": True, "pid": pid}, [watch])
 
     def _reap(self, watch: int) -> None:
         pid, job = self._children.pop(watch)
@@ -108,17 +107,38 @@ class _Zygote:
                 os.waitpid(pid, 0)
 
 
-def _send(job: socket.socket, message: dict[str, Any]) -> None:
+def _send(job: socket.socket, message: dict[str, Any], fds: Sequence[int] = ()) -> None:
     """Send a job a message about its rank; the job may no longer exist."""
     with contextlib.suppress(OSError):
-        job.send(json.dumps(message).encode())
+        socket.send_fds(job, [json.dumps(message).encode()], fds)
 
 
-def die_with_parent(parent: int) -> None:
-    """Let the kernel kill this process when its parent dies (Linux)."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
+def life_descriptor() -> int:
+    """Return the descriptor that a rank must keep open, so that the kernel kills it when its program exits."""
+    return _life
+
+
+def _die_with_program(life: int, zygote: int) -> None:
+    """Let the kernel kill this process when the program exits, but not when the zygote does.
+
+    The kernel sends the signal when the last writer of the pipe closes it. The owner belongs to an open file, so every
+    process opens the pipe again.
+    """
+    global _life
+    try:
+        _life = os.open(f"/proc/self/fd/{life}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        fcntl.fcntl(_life, fcntl.F_SETOWN, os.getpid())
+        fcntl.fcntl(_life, fcntl.F_SETSIG, signal.SIGKILL)
+        fcntl.fcntl(_life, fcntl.F_SETFL, fcntl.fcntl(_life, fcntl.F_GETFL) | os.O_ASYNC)
+        poll = select.poll()
+        poll.register(_life, 0)
+        is_over = bool(poll.poll(0))
+    except OSError:
+        # Without /proc the rank ends with the zygote.
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        is_over = os.getppid() != zygote
+    if is_over:
         os._exit(1)
 
 
@@ -145,46 +165,68 @@ def _become_rank(request: dict[str, Any], fds: list[int]) -> None:
 
 
 class ZygoteHandle:
-    """A program's connection to its zygote."""
+    """A program's connection to its zygote, which is replaced if it dies."""
 
     def __init__(self, preload: Sequence[str]) -> None:
+        self._preload = list(preload)
+        self._lock = threading.Lock()
+        self._is_closed = False
+        self._life, self._keep = os.pipe()
+        self._start()
+        atexit.register(self.close)
+
+    def _start(self) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        program = f"from manyhands.launcher.zygote import serve; serve({theirs.fileno()}, {list(preload)!r})"
+        fds = (theirs.fileno(), self._life)
+        program = f"from manyhands.launcher.zygote import serve; serve({fds[0]}, {fds[1]}, {self._preload!r})"
         self._process = subprocess.Popen(
             # Without -P a file in this folder with the name of a standard library module would be imported instead.
             [sys.executable, "-P", "-c", program],
-            pass_fds=[theirs.fileno()],
+            pass_fds=fds,
             stdin=subprocess.DEVNULL,
             start_new_session=True,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         )
         theirs.close()
         self.socket = ours
-        atexit.register(self.close)
 
-    @property
-    def alive(self) -> bool:
-        return self._process.poll() is None
+    def revive(self) -> None:
+        """Start another zygote if this one has died."""
+        with self._lock:
+            if self._is_closed or self._process.poll() is None:
+                return
+            code = self._process.returncode
+            how = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
+            print(f"the process that starts ranks has died ({how}) and is replaced; ranks continue", file=sys.stderr)
+            self.socket.close()
+            self._start()
 
     def fork(self, slot: int, info: dict[str, Any], fds: Sequence[int]) -> None:
         """Fork a rank; the zygote reports the fork and the exit on the last descriptor."""
-        request = {"slot": slot, "rendezvous": info, "path": sys.path}
-        socket.send_fds(self.socket, [json.dumps(request).encode()], list(fds))
+        request = json.dumps({"slot": slot, "rendezvous": info, "path": sys.path}).encode()
+        self.revive()
+        try:
+            socket.send_fds(self.socket, [request], list(fds))
+        except ConnectionError:
+            # It is dying at this moment.
+            self._process.wait()
+            self.revive()
+            socket.send_fds(self.socket, [request], list(fds))
 
-    def kill(self, pid: int) -> None:
-        with contextlib.suppress(OSError):
-            self.socket.send(json.dumps({"kill": pid}).encode())
-
-    def kill_all(self) -> None:
-        """Kill the zygote, and with it every rank."""
+    def kill(self) -> None:
+        """Kill a zygote that does not answer."""
         self._process.kill()
         self._process.wait()
 
     def close(self) -> None:
+        """End the zygote and all ranks."""
+        with self._lock:
+            self._is_closed = True
         atexit.unregister(self.close)
         self.socket.close()
         try:
             self._process.wait(5)
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+            self.kill()
+        os.close(self._life)
+        os.close(self._keep)

@@ -29,6 +29,14 @@ ATTEMPTS = 3
 """Number of times a request is computed if replicas die on it; the last time alone."""
 
 
+HUNG_SECONDS = 5.0
+"""Minimum seconds after which a batch may count as hung."""
+HUNG_RATIO = 20.0
+"""Minimum ratio of a hung batch's duration to the expected one."""
+NUM_RESTARTS, HUNG_SHARE = 2, 0.5
+"""Restarts of a replica for which there must be time before others' deadlines, and the maximum share of their time."""
+
+
 class Ticket:
     """One request in flight, and finally its answer or the reason for a refusal."""
 
@@ -73,6 +81,11 @@ class RequestBatch:
         """Whether all of its requests have ended."""
         return all(part.ticket.over for part in self.parts)
 
+    @property
+    def tickets(self) -> set[Ticket]:
+        """Its requests that have not ended."""
+        return {part.ticket for part in self.parts if not part.ticket.over}
+
     def writing(self, views: Mapping[str, Array]) -> Callable[[], None]:
         """Return a function that copies the rows into a replica's memory, the only copy of a request's data.
 
@@ -94,7 +107,7 @@ class RequestBatch:
 
 
 class Worker(Protocol):
-    """Protocol of objects that compute batches and report to `answered`, `failed` or `lost`."""
+    """Protocol of objects that compute batches and report to `answered`, `failed`, `lost`, `hung` or `unsent`."""
 
     @property
     def num_free(self) -> int:
@@ -238,6 +251,46 @@ class Batcher:
         self._again(batch.parts, alone=any(part.attempts == ATTEMPTS - 1 for part in batch.parts))
         self._schedule()
 
+    def unsent(self, batch: RequestBatch) -> None:
+        """Queue a batch again that a replica had not begun to compute when it died."""
+        self._again(batch.parts, alone=False)
+        self._schedule()
+
+    def hung(self, batch: RequestBatch) -> None:
+        """Handle a batch that blocked its replica, which was killed: its requests are retried alone, after the others.
+
+        A request that already was computed alone is the cause, and is refused.
+        """
+        for part in batch.parts:
+            if part.alone:
+                reason = "the request was computed for too long, alone and while other requests waited"
+                self._refuse(part.ticket, RequestRefused("DEADLINE_EXCEEDED", reason))
+        self._again(batch.parts, alone=True, first=False)
+        self._schedule()
+
+    def is_hung(self, batch: RequestBatch, others: Sequence[RequestBatch], seconds: float, restart: float) -> bool:
+        """Return whether a batch must be aborted, because other requests would otherwise miss their deadlines.
+
+        A slow request is not aborted as long as the others have time left for restarts of the replica: one now, and
+        one if the cause is computed again before them.
+
+        Args:
+            batch: The batch that a replica computes.
+            others: The batches that wait in the same replica.
+            seconds: For how long the batch has been computed.
+            restart: How long a replica takes to start.
+        """
+        if seconds < max(HUNG_SECONDS, HUNG_RATIO * self.pace.seconds(batch.rows)):
+            return False
+        tickets = batch.tickets
+        waiting = {part.ticket for queue in self._queues.values() for part in queue if not part.ticket.over}
+        waiting = waiting.union(*(other.tickets for other in others)) - tickets
+        if not tickets or not (waiting or len(tickets) > 1):
+            return bool(waiting)
+        left = min(ticket.deadline for ticket in waiting | (tickets if len(tickets) > 1 else set())) - self._now()
+        reserve = min(NUM_RESTARTS * restart + HUNG_SECONDS + 1.0, HUNG_SHARE * (left + seconds))
+        return restart < left <= reserve
+
     def _wait(self) -> float:
         """Return the estimated seconds until the queue is computed."""
         rows, most = self.num_queued, self.settings.max_rows
@@ -257,13 +310,13 @@ class Batcher:
             (size for size in self.settings.sizes if size <= fitting), default=0 if self.settings.sizes else fitting
         )
 
-    def _again(self, parts: Sequence[TicketPart], *, alone: bool) -> None:
-        for part in reversed(parts):
+    def _again(self, parts: Sequence[TicketPart], *, alone: bool, first: bool = True) -> None:
+        for part in reversed(parts) if first else parts:
             if not part.ticket.over:
-                part.alone = alone
+                part.alone = alone or part.alone
                 part.ticket.queued += part.rows
                 self.num_queued += part.rows
-                self._queue(part, first=True)
+                self._queue(part, first=first)
 
     def _schedule(self) -> None:
         """Schedule a dispatch for the next loop iteration, so that requests arriving together share a batch."""

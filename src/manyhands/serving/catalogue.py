@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
 
-from ..core import Predictor, RequestRefused
+from ..core import FileError, Predictor, RequestRefused
 from .folder import (
     MAX_ENTRIES,
     MAX_EXAMINED,
@@ -34,6 +34,7 @@ from .model import Model, Unknown
 from .options import Batching, Replicas, Rollout
 from .replica import READING
 from .replica_process import Exported, Given
+from .saved_state import FOLDER, SavedState, StateFolder, TrafficShare
 from .version import END, ReplicaPlacement, Version, end_all, nothing, without_folders
 
 MAX_LOADS, MAX_RETRIES = 4, 2
@@ -41,15 +42,6 @@ MAX_LOADS, MAX_RETRIES = 4, 2
 _FASTEST_RETRY, _SLOWEST_RETRY = 1.0, 60.0
 _MODELS_PER_TURN = 50
 """Number of models that a look starts to handle before the event loop answers requests again."""
-
-
-@dataclass(frozen=True)
-class TrafficShare:
-    """Weighted share of a traffic split, and the model version that answers it."""
-
-    model: str
-    version: int | None
-    weight: float
 
 
 @dataclass
@@ -123,11 +115,17 @@ class Catalogue:
         """Folders that were reported to have more entries than a scan examines."""
         self._listed: set[str] | None = None
         """Names of the models selected by `reload`; None for all models of the folder."""
+        kept = settings.rollout.state or (settings.root / FOLDER if settings.root is not None else None)
+        self._states = StateFolder(kept) if kept is not None else None
+        self._unsaved = ""
+        """Why the last state could not be written, as reported."""
 
     async def start(self) -> None:
         """Load all models and start watching the folder; a model that fails to load does not affect the others."""
+        await self._restore()
         given = [self.models.setdefault(name, Model(name)) for name in self.settings.given or {}]
-        for outcome in await asyncio.gather(*map(self._load_given, given), return_exceptions=True):
+        wanted = [model for model in given if not model.is_unloaded]
+        for outcome in await asyncio.gather(*map(self._load_given, wanted), return_exceptions=True):
             if isinstance(outcome, BaseException):
                 raise outcome
         if self.settings.root is not None:
@@ -189,6 +187,59 @@ class Catalogue:
             self.splits.pop(name, None)
         self._emit("split", model=name, shares=[vars(share) for share in shares])
 
+    async def set_label(self, name: str, label: str, version: int | None) -> None:
+        """Assign a label to a loaded version of a model; None removes the label."""
+        self.model(name).set_label(label, version)
+        self._emit("label", model=name, label=label, version=version)
+        await self.save(name)
+
+    async def save(self, *names: str) -> None:
+        """Write what was set under these names, so that it survives a restart; failures are reported."""
+        if self._states is None:
+            return
+        for name in names:
+            state = self._state_of(name)
+            try:
+                await self._in_thread(self._states.write, name, state)
+            except (OSError, FileError) as error:
+                reason = without_folders(str(getattr(error, "strerror", None) or error))
+                if reason != self._unsaved:
+                    self._emit("state_not_saved", model=name, reason=f"{reason}; a restart loses what was set")
+                self._unsaved = reason
+            else:
+                self._unsaved = ""
+
+    def _state_of(self, name: str) -> SavedState:
+        model = self.models.get(name) or Model(name)
+        return SavedState(
+            labels=dict(model.labels),
+            shares=tuple(self.splits.get(name, ())),
+            rejected=frozenset(model.rejected),
+            asked=frozenset(model.asked),
+            is_unloaded=model.is_unloaded,
+        )
+
+    async def _restore(self) -> None:
+        """Take over what was set before a restart; versions that labels and splits name are loaded with the others."""
+        if self._states is None:
+            return
+        states, refused = await self._in_thread(self._states.read)
+        for name, reason in refused.items():
+            self._emit("state_refused", model=name, reason=without_folders(reason))
+        root = self.settings.root
+        there = set(self.settings.given or ()) | set(await self._in_thread(models_in, root) if root is not None else ())
+        for name, state in states.items():
+            if name in there:
+                model = self.models.setdefault(name, Model(name))
+                model.labels, model.is_unloaded = dict(state.labels), state.is_unloaded
+                model.rejected, model.asked = set(state.rejected), set(state.asked)
+            if state.shares:
+                self.splits[name] = list(state.shares)
+            for label, version in state.labels.items():
+                self._emit("label", model=name, label=label, version=version)
+            if state.shares:
+                self._emit("split", model=name, shares=[vars(share) for share in state.shares])
+
     async def load(self, name: str, version: int | None = None) -> None:
         """Load a model or version on request, even if it was rolled back or unloaded before; raises on failure."""
         if name not in self.models and name not in (await self._scan({name})).models:
@@ -213,11 +264,13 @@ class Catalogue:
         if not model.versions or (version is not None and version not in model.versions):
             model.asked.discard(version)
             raise Unknown(name, version)
+        await self.save(name)
 
     async def unload(self, name: str) -> None:
         """Drain and end every version of a model."""
         model = self.model(name)
         model.is_unloaded = True
+        await self.save(name)
         await end_all(list(model.versions.values()), self.settings.drain)
         model.forget_ended()
 
@@ -246,6 +299,7 @@ class Catalogue:
             model.labels = {}
             for label, version in named.items():
                 model.set_label(label, version)
+        await self.save(*policies)
         self._emit("reloaded", models=sorted(policies))
 
     async def roll_back(self, name: str, reason: str = "asked for") -> int:
@@ -269,16 +323,23 @@ class Catalogue:
         if model.current is None or model.current is current:
             model.rejected.discard(current.number)
             raise RequestRefused("FAILED_PRECONDITION", f"version {max(older)} of {name} could not be loaded")
-        self._end_splits(name, current.number)
+        ended = self._end_splits(name, current.number)
         self._emit("rolled_back", model=name, version=current.number, to=model.current.number, reason=reason)
+        await self.save(name, *ended)
         return model.current.number
 
-    def _end_splits(self, name: str, version: int) -> None:
-        """End the traffic split of a model whose version was rolled back, and that version's shares of other splits."""
+    def _end_splits(self, name: str, version: int) -> list[str]:
+        """End the traffic split of a model whose version was rolled back, and that version's shares of other splits.
+
+        Returns the names of the other splits.
+        """
+        changed = []
         for alias, shares in list(self.splits.items()):
             if any(share.model == name and share.version == version for share in shares):
                 rest = [share for share in shares if share.model != name or share.version != version]
                 self.set_split(alias, [] if alias == name else rest)
+                changed += [alias] if alias != name else []
+        return changed
 
     async def refresh(self, names: Collection[str]) -> None:
         """Scan the folder once; load new versions of these models and unload unwanted ones."""
@@ -317,10 +378,15 @@ class Catalogue:
             model.is_awaited |= first and bool(there.complete)
             for number, reason in there.refused.items():
                 self._refuse(model, number, path, reason)
+            for number, reason in there.incomplete.items():
+                self._refuse(model, number, path, reason, is_ours=True)
             await self._settle(model, path, there.complete)
 
-    def _refuse(self, model: Model, number: int, path: Path, reason: str) -> None:
-        """Report a version that cannot be loaded in the log and in the model's status, once per reason."""
+    def _refuse(self, model: Model, number: int, path: Path, reason: str, *, is_ours: bool = False) -> None:
+        """Report a version that cannot be loaded in the log and in the model's status, once per reason.
+
+        With `is_ours` the reason holds nothing that the model's author wrote, so that clients may see it.
+        """
         known = model.versions.get(number)
         if known is not None and (not known.is_over or known.detail == without_folders(reason)):
             return
@@ -328,6 +394,7 @@ class Catalogue:
         version = self._version(model, number, source)
         version.state = END
         version.fail(READING, reason)
+        version.error = version.detail if is_ours else version.error
         self._emit("version_failed", model=model.name, version=number, reason=version.detail)
 
     def _turn(self, name: str) -> asyncio.Lock:
@@ -357,9 +424,10 @@ class Catalogue:
         return scan
 
     def _filter(self, model: Model) -> VersionFilter:
-        # A version loaded on request may not be among the latest ones.
-        policy = None if model.asked else model.policy or self.settings.policy
-        return VersionFilter(policy, frozenset(model.rejected), frozenset(model.asked))
+        # A version that was loaded on request or has a label may not be among the latest ones.
+        first = model.asked | self._named(model)
+        policy = None if first else model.policy or self.settings.policy
+        return VersionFilter(policy, frozenset(model.rejected), frozenset(first))
 
     async def _all_versions(self, name: str) -> tuple[Path, dict[int, Print]]:
         """Return the folder of a model and all its complete versions."""
@@ -385,7 +453,7 @@ class Catalogue:
         if model.is_unloaded:
             return
         policy = model.policy or self.settings.policy
-        wanted = policy.wanted(set(there) - model.rejected) | (model.asked & set(there))
+        wanted = policy.wanted(set(there) - model.rejected) | ((model.asked | self._named(model)) & set(there))
         unloaded = (
             await self._unload_surplus(model, {n: there[n] for n in wanted})
             if self.settings.rollout.unload_first
@@ -409,9 +477,11 @@ class Catalogue:
             if version.number not in keep and version is not model.current:
                 self._spawn(self._let_go(model, version))
 
-    def _named(self, model: Model) -> set[int | None]:
-        """Return the version numbers that labels and traffic splits refer to."""
-        return {*model.labels.values(), *(s.version for split in self.splits.values() for s in split)}
+    def _named(self, model: Model) -> set[int]:
+        """Return the version numbers of a model that labels and traffic splits refer to."""
+        shares = (share for split in self.splits.values() for share in split)
+        split = {share.version for share in shares if share.model == model.name and share.version is not None}
+        return split | set(model.labels.values())
 
     def _is_missing(self, model: Model, number: int) -> bool:
         known = model.versions.get(number)

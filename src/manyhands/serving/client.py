@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import io
+import itertools
 import json
 import ssl
 import threading
@@ -12,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
-from urllib.parse import quote, urlsplit
+from urllib.parse import SplitResult, quote, urlsplit
 
 import numpy as np
 
@@ -42,7 +43,8 @@ _CODES = {
 class Client:
     """Client of an inference server, usable from any number of threads.
 
-    - `url`: address for requests; any server of the Open Inference Protocol with binary tensors works;
+    - `url`: address for requests; any server of the Open Inference Protocol with binary tensors works. Several
+      addresses, separated by commas, are those of routers with the same servers: if one fails, the next is asked;
     - `manage`: management address of a manyhands server: `models`, `load`, `label`, `split`, `rollback`;
     - `token`, `manage_token`: bearer tokens for requests and for management;
     - `timeout`: seconds for an answer, within which requests to an overloaded or unreachable server are retried;
@@ -166,14 +168,14 @@ class _Wire:
     """Connections to one address, one per thread."""
 
     def __init__(self, url: str, token: str | None, timeout: float, tls: ServingTls) -> None:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        self._servers = [urlsplit(each.strip()) for each in url.split(",")]
+        if not all(parts.scheme in ("http", "https") and parts.hostname for parts in self._servers):
             raise SettingsError(
                 "the address of a server must be http://host:port",
                 got=repr(url),
                 remedy=f"write http://{url}" if ":" in url and "/" not in url else "write http://127.0.0.1:8501",
             )
-        self._parts, self._timeout, self._tls = parts, timeout, tls
+        self._timeout, self._tls = timeout, tls
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._local = threading.local()
         self._kept: dict[str, Any] = {}
@@ -192,7 +194,7 @@ class _Wire:
         """Send a request, with retries until there is an answer, a permanent refusal or the timeout."""
         end = time.monotonic() + self._timeout
         wait = 0.02
-        while True:
+        for num in itertools.count(1):
             try:
                 return self.once(method, path, body, headers)
             except RequestRefused as refusal:
@@ -209,10 +211,13 @@ class _Wire:
                 if time.monotonic() + wait > end:
                     raise RequestRefused(
                         "UNAVAILABLE",
-                        f"{self._parts.geturl()} cannot be reached: {error}; is that where manyhands serve listens?",
+                        f"{self._server.geturl()} cannot be reached: {error}; is that where manyhands serve listens?",
                     ) from None
-            time.sleep(wait)
-            wait = min(2 * wait, 1.0)
+            self._ask_next()
+            if num % len(self._servers) == 0:
+                time.sleep(wait)
+                wait = min(2 * wait, 1.0)
+        raise AssertionError("the loop ends by a return or an exception")
 
     def once(self, method: str, path: str, body: bytes, headers: dict[str, str]) -> tuple[dict[str, str], bytes]:
         """Send one request and return the response; redirects are not followed, so the token stays with this server."""
@@ -246,11 +251,22 @@ class _Wire:
             connection.close()
             self._local.connection = None
 
+    @property
+    def _server(self) -> SplitResult:
+        """The server that this thread asks."""
+        return self._servers[getattr(self._local, "index", 0)]
+
+    def _ask_next(self) -> None:
+        """Ask the next server from now on."""
+        if len(self._servers) > 1:
+            self.close()
+            self._local.index = (getattr(self._local, "index", 0) + 1) % len(self._servers)
+
     def _connection(self) -> http.client.HTTPConnection:
         connection = getattr(self._local, "connection", None)
         if connection is None:
-            where, port = str(self._parts.hostname), self._parts.port
-            if self._parts.scheme == "https":
+            where, port = str(self._server.hostname), self._server.port
+            if self._server.scheme == "https":
                 context = self._tls.for_client
                 connection = http.client.HTTPSConnection(where, port, timeout=self._timeout, context=context)
             else:

@@ -16,7 +16,29 @@ _EVERY = 9
 def exposition(catalogue: Catalogue) -> bytes:
     """Return the text of all metrics."""
     versions = [v for model in catalogue.models.values() for v in model.versions.values()]
-    return "\n".join([*_lines(versions), ""]).encode()
+    return "\n".join([*_lines(versions), *_choices(catalogue), ""]).encode()
+
+
+def _choices(catalogue: Catalogue) -> Iterator[str]:
+    """Yield which version of each model is current, its labels, the traffic splits, and why versions are not served."""
+    models = list(catalogue.models.values())
+    yield "# TYPE manyhands_current gauge"
+    yield from (f"manyhands_current{{{_labels(model.current)}}} 1" for model in models if model.current is not None)
+    yield "# TYPE manyhands_label gauge"
+    for model in models:
+        for label, number in model.labels.items():
+            yield f'manyhands_label{{model="{model.name}",version="{number}",label="{label}"}} 1'
+    yield "# TYPE manyhands_split_share gauge"
+    for name, shares in catalogue.splits.items():
+        total = sum(share.weight for share in shares)
+        for share in shares:
+            number = share.version if share.version is not None else ""
+            labels = f'model="{share.model}",version="{number}",name="{name}"'
+            yield f"manyhands_split_share{{{labels}}} {share.weight / total:.6g}"
+    yield "# TYPE manyhands_failed gauge"
+    for v in (v for model in models for v in model.versions.values() if v.error):
+        reason = v.error.replace("\\", "/").replace('"', "'")
+        yield f'manyhands_failed{{{_labels(v)},reason="{reason}"}} 1'
 
 
 def _lines(versions: list[Version]) -> Iterator[str]:

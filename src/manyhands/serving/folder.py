@@ -7,8 +7,9 @@ import json
 import os
 import re
 import stat
+import time
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,10 @@ MAX_ENTRIES = 10_000
 """Maximum folder entries that the scan of a folder of models, or of one model, reads."""
 MAX_EXAMINED = 1000
 """Maximum versions of a model whose manifests one scan reads."""
+MAX_FILES = 100
+"""Maximum files of an incomplete version whose times are read."""
+SETTLED_SECONDS = 0.5
+"""Seconds without a change after which a partial copy is reported as incomplete."""
 Print = tuple[tuple[str, int, int], ...]
 """Names, sizes and times of a version's files, as a fingerprint that changes with every copy."""
 
@@ -92,10 +97,11 @@ def _numbers(names: Collection[str]) -> list[int]:
 
 @dataclass(frozen=True)
 class Versions:
-    """The complete versions of a model, and the invalid ones with the reason."""
+    """The complete versions of a model, the invalid ones, and those whose copy has stopped, with the reason."""
 
     complete: dict[int, Print]
     refused: dict[int, str]
+    incomplete: dict[int, str] = field(default_factory=dict)
     is_truncated: bool = False
     """Whether the folder has more entries or versions than a scan examines."""
 
@@ -156,7 +162,7 @@ def scan_models(
         if versions.is_truncated:
             scan.truncated.add(name)
         # A folder without a version is not a model yet.
-        if versions.complete or versions.refused or name in known:
+        if versions.complete or versions.refused or versions.incomplete or name in known:
             scan.models[name] = path, versions
     return scan
 
@@ -167,7 +173,9 @@ def complete_versions(
     rejected: Collection[int] = (),
     first: Collection[int] = (),
 ) -> Versions:
-    """Find versions whose files all have the sizes in their manifest, so that partial copies are ignored.
+    """Find versions whose files all have the sizes in their manifest, so that partial copies are not loaded.
+
+    A partial copy that has not changed for `SETTLED_SECONDS` is reported as incomplete.
 
     If the policy selects the latest versions, older ones are not examined: they pile up, and the folder is scanned
     every second while requests are answered. At most `MAX_EXAMINED` versions are examined, those in `first` before
@@ -180,7 +188,7 @@ def complete_versions(
     numbers = sorted(_numbers(budget.subfolders(model)), key=lambda number: (number not in named, -number))
     is_truncated = budget.is_exceeded
     for num_examined, number in enumerate(numbers):
-        if len(found.refused) == MOST_REFUSED:
+        if len(found.refused) + len(found.incomplete) >= MOST_REFUSED:
             break
         if num_examined == MAX_EXAMINED:
             is_truncated = True
@@ -190,7 +198,10 @@ def complete_versions(
         except FileError as error:
             found.refused[number] = f"{MANIFEST} is refused: {error}".replace(f"{model}/{number}/", "")
             continue
-        if print_ is not None:
+        if isinstance(print_, str):
+            if _is_settled(model / str(number)):
+                found.incomplete[number] = print_
+        else:
             found.complete[number] = print_
             num_fit += number not in rejected
         if policy is not None and policy.specific is None and num_fit == policy.latest:
@@ -198,23 +209,40 @@ def complete_versions(
     return replace(found, is_truncated=is_truncated)
 
 
-def _print_of(folder: Path) -> Print | None:
-    """Return the fingerprint of a version; None while it is being copied. Raises FileError if it is invalid."""
+def _print_of(folder: Path) -> Print | str:
+    """Return the fingerprint of a version, or what is missing in it. Raises FileError if it is invalid."""
+    name = MANIFEST
+    stats: dict[str, os.stat_result] = {}
     try:
         text = read_file(folder / MANIFEST, MANIFEST_LIMIT)
         if _is_unfinished(text):
-            return None
+            return f"the version is incomplete: {MANIFEST} ends after {len(text)} bytes"
         files = _files(parse_json(text))
-        stats = {name: (folder / name).lstat() for name in files}
+        for name in files:
+            stats[name] = (folder / name).lstat()
     except FileNotFoundError:
-        return None
+        return f"the version is incomplete: {name} is missing"
     except OSError as error:
         raise FileError("files must be readable", got=error.strerror) from None
     if irregular := [name for name, found in stats.items() if not stat.S_ISREG(found.st_mode)]:
         raise FileError("files must be regular files", got=f"{irregular[0]}, which is a link or a folder")
-    if any(stats[name].st_size != size for name, size in files.items()):
-        return None
+    for name, size in files.items():
+        if stats[name].st_size != size:
+            return f"the version is incomplete: {name} has {stats[name].st_size} bytes, but the manifest lists {size}"
     return tuple(sorted((name, found.st_size, found.st_mtime_ns) for name, found in stats.items()))
+
+
+def _is_settled(folder: Path) -> bool:
+    """Return whether nothing in a version's folder has changed for a while, so that no copy is in progress."""
+    try:
+        with os.scandir(folder) as entries:
+            names = [entry.name for _, entry in zip(range(MAX_FILES), entries, strict=False)]
+        changed = [os.lstat(folder / name).st_ctime for name in ("", *names)]
+    except OSError:
+        # A file was renamed or removed at this moment.
+        return False
+    # The clock of a file server may differ from this one.
+    return abs(time.time() - max(changed)) > SETTLED_SECONDS
 
 
 def _files(manifest: Any) -> dict[str, int]:

@@ -54,6 +54,9 @@ _BACKLOG = 1024
 """Accept backlog of the listening sockets; the event loop accepts a few connections at a time."""
 _NUM_ACCEPTED, _NUM_LOOKED, _NUM_ENTERING, _ENTER_SECONDS = 8, 16, 4, 0.001
 """Connections accepted, examined and admitted per turn, and the pause between turns."""
+_DRAIN_SECONDS = 0.005
+_ARRIVAL_SECONDS = 0.1
+"""Interval at which a closing listener looks for idle connections, and the age that one without data must have."""
 _OVER = select.EPOLLRDHUP | select.EPOLLHUP | select.EPOLLERR
 _MAX_HANDSHAKES = 256
 """Connections in a TLS handshake; one more evicts another one of them."""
@@ -233,6 +236,16 @@ class PendingConnection:
         self.socket.close()
 
 
+def _has_input(stream: Any) -> bool:
+    """Return whether unread data waits at a socket or transport."""
+    number = stream.fileno() if isinstance(stream, socket.socket) else stream.get_extra_info("socket").fileno()
+    if number < 0:
+        return False
+    poll = select.poll()
+    poll.register(number, select.POLLIN)
+    return bool(poll.poll(0))
+
+
 _FIRST_LINE = re.compile(rb"[A-Z]+ \S+ HTTP/1\.[01]\r?\n")
 
 
@@ -309,9 +322,13 @@ class Entrance:
             self._epoll.unregister(number)
 
     def stop(self) -> None:
-        """Stop accepting connections."""
+        """Stop accepting connections, after those that clients have already established."""
         for sock in self._sockets:
             self._unwatch(sock.fileno())
+            # Closing a listening socket resets the connections in its backlog.
+            for _ in range(_BACKLOG // _NUM_ACCEPTED):
+                if not self._accept(sock):
+                    break
             sock.close()
         self._sockets.clear()
 
@@ -542,21 +559,41 @@ class HttpListener:
             self.connections.remove(connection)
             self.budget.leave(connection.slot)
 
-    def stop_listening(self) -> None:
-        """Stop accepting connections; those with requests in flight get their responses and are closed."""
+    async def drain(self, grace: float, until: float) -> None:
+        """Answer the requests in flight and close every connection.
+
+        For `grace` seconds connections stay open, and every response announces the end of its connection. Clients that
+        send requests again and again thereby learn of it without a failed request.
+        """
         self.is_closing = True
+        quiet = min(time.monotonic() + grace, until)
+        while self._num_open and time.monotonic() < quiet:
+            await asyncio.sleep(_DRAIN_SECONDS)
         if self._entrance is not None:
             self._entrance.stop()
+        while self._close_idle() and time.monotonic() < until:
+            await asyncio.sleep(_DRAIN_SECONDS)
+
+    @property
+    def _num_open(self) -> int:
+        return len(self._pending) + len(self._connecting) + len(self.connections)
+
+    def _close_idle(self) -> int:
+        """Close the connections without a request, and return how many others there are."""
+        now = time.monotonic()
         for pending in list(self._pending):
-            if not pending.has_begun:
+            # The first bytes of a client that has just connected may still be on their way.
+            if not pending.has_begun and now - pending.since > _ARRIVAL_SECONDS and not _has_input(pending.socket):
                 self._end_pending(pending, 503, "the server is closing")
         for connection in list(self.connections):
-            if not connection.is_busy:
-                connection.close()
+            connection.close_if_idle()
+        return self._num_open
 
     def close(self) -> None:
         """Close the listener and all connections."""
-        self.stop_listening()
+        self.is_closing = True
+        if self._entrance is not None:
+            self._entrance.stop()
         if self._sweeper is not None:
             self._sweeper.cancel()
         for pending in list(self._pending):
@@ -927,6 +964,11 @@ class Connection(asyncio.BufferedProtocol):
     def close(self) -> None:
         """Close the connection after the written data is sent."""
         self._transport.close()
+
+    def close_if_idle(self) -> None:
+        """Close the connection unless a request is in flight or has arrived; closing would reset the latter."""
+        if not self.is_busy and not self._waiting and not _has_input(self._transport):
+            self.close()
 
     def hand_on(self) -> None:
         """Handle the next waiting request, and parse the data after it."""

@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import signal
 import sys
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from functools import partial
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any, Self
 
 from ..core import SettingsError, event
@@ -52,6 +53,28 @@ def manage_access_of(listen: Listen) -> Access:
 def why_closed(listen: Listen) -> str:
     """Return the reason why management is closed, or "" if it is open."""
     return CLOSED if listen.token and not listen.manage_token else ""
+
+
+class _Terminated(BaseException):
+    """Raised by a SIGTERM, to interrupt a wait."""
+
+
+@contextlib.contextmanager
+def _raising_on_sigterm() -> Iterator[None]:
+    """Raise `_Terminated` on SIGTERM, in the main thread of a program that does not handle it itself."""
+    in_main = threading.current_thread() is threading.main_thread()
+    if not in_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        raise _Terminated
+
+    signal.signal(signal.SIGTERM, on_signal)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 class Background(ABC):
@@ -101,10 +124,14 @@ class Background(ABC):
             self._over.wait()
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Wait until the server has ended and return whether it has; Ctrl-C stops it as `stop` does."""
+        """Wait until the server has ended and return whether it has; Ctrl-C and SIGTERM stop it as `stop` does.
+
+        A program that handles SIGTERM itself must call `stop`.
+        """
         try:
-            return self._over.wait(seconds)
-        except KeyboardInterrupt:
+            with _raising_on_sigterm():
+                return self._over.wait(seconds)
+        except (KeyboardInterrupt, _Terminated):
             self.stop()
             return True
 
@@ -169,12 +196,9 @@ class Background(ABC):
         self.manage = await opened(private, listen.manage_host, listen.manage)
 
     async def _drain(self, public: HttpListener, remote: GrpcListener | GrpcProcess) -> None:
-        """Stop accepting requests and let those in flight finish."""
-        public.stop_listening()
+        """Let the requests in flight finish, then close all connections."""
         until = time.monotonic() + self.listen.drain
-        await remote.close(self.listen.drain)
-        while public.num_busy and time.monotonic() < until:
-            await asyncio.sleep(0.005)
+        await asyncio.gather(remote.close(self.listen.drain), public.drain(self.listen.grace, until))
 
     @property
     def _scheme(self) -> str:

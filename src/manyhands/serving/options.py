@@ -41,6 +41,8 @@ class Listen:
     queue_mib: int = option(1024, "MiB of request bodies that may wait before requests are rejected; 1024 by default.")
     drain: float = 25.0
     """Seconds for in-flight requests to finish when a version is unloaded or the server stops."""
+    grace: float = 1.0
+    """Seconds in which a stopping server keeps connections open, so that clients learn of the end from a response."""
     limits: Limits = None  # type: ignore[assignment]
     """Limits of requests and connections; by default those that follow from `queue_mib`."""
 
@@ -151,6 +153,12 @@ class Rollout:
     )
     record: Path | None = option(
         None, "Write the first requests of each model to this folder, for a later warm-up.", metavar="FOLDER"
+    )
+    state: Path | None = option(
+        None,
+        "Folder in which labels, splits and rollbacks are kept for a restart; by default .serving in the folder of "
+        "models.",
+        metavar="FOLDER",
     )
     num_requests: int = 20
     """Minimum number of requests for a decision about a rollback."""

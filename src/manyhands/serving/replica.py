@@ -75,6 +75,11 @@ class ServingReplica:
         self._batches: dict[int, RequestBatch] = {}
         self._asked: dict[int, float] = {}
         """Send time of the batch in each slot, in seconds of the monotonic clock."""
+        self._order: list[int] = []
+        """Slots in the order in which the process computes them."""
+        self._began = 0.0
+        """When the process began to compute the first of them."""
+        self._is_hung = False
         self._free = list(range(NUM_SLOTS))
         self._aside = ThreadPoolExecutor(1, thread_name_prefix="manyhands-slots")
         """Copies large batches, so that the event loop can keep reading requests."""
@@ -237,8 +242,11 @@ class ServingReplica:
 
     def _write(self, write: Callable[[], None], message: bytes) -> None:
         write()
-        # If the process has exited, _hear notices it and the batcher retries the batch on another replica.
+        # If the process has exited, _on_readable notices it and the batcher retries the batch on another replica.
         with self._sending, contextlib.suppress(OSError):
+            if not self._order:
+                self._began = time.monotonic()
+            self._order.append(JOB.unpack_from(message)[0])
             self._socket.send(message)
 
     def end_if_stuck(self) -> None:
@@ -246,6 +254,24 @@ class ServingReplica:
         long_ago = time.monotonic() - STUCK_SECONDS
         if any(self._asked[slot] < long_ago and batch.is_over for slot, batch in self._batches.items()):
             self._kill()
+
+    def end_if_hung(self, restart: float) -> bool:
+        """Kill the process if it is blocked by a batch while other requests wait; return whether it was killed.
+
+        `restart` is how long another process takes to start, in seconds.
+        """
+        batches = self._ordered()
+        if self._is_hung or self._batcher is None or not batches:
+            return False
+        computing, *waiting = batches
+        self._is_hung = self._batcher.is_hung(computing, waiting, time.monotonic() - self._began, restart)
+        if self._is_hung:
+            self._kill()
+        return self._is_hung
+
+    def _ordered(self) -> list[RequestBatch]:
+        """Return the batches of the process; it computes the first one, unless that is still being copied."""
+        return [self._batches[slot] for slot in list(self._order) if slot in self._batches]
 
     def end_if_too_large(self) -> bool:
         """Kill the process if its resident memory exceeds the limit; return whether it was killed."""
@@ -300,6 +326,10 @@ class ServingReplica:
             self._lose()
             return
         del self._batches[slot]
+        with self._sending:
+            # A process under the control of a model's author may answer before it was asked.
+            self._order = [each for each in self._order if each != slot]
+            self._began = time.monotonic()
         self.num_rows -= batch.rows
         try:
             if failed:
@@ -314,12 +344,16 @@ class ServingReplica:
         return self._slots.outputs(slot, batch.size, self._dims_out.unpack(message, REPLY.size))
 
     def _lose(self) -> None:
-        batches, self._batches = list(self._batches.values()), {}
+        computing, batches = next(iter(self._ordered()), None), list(self._batches.values())
+        self._batches = {}
         self.num_rows = 0
         self.close()
         if self._batcher is not None:
             for batch in batches:
-                self._batcher.lost(batch)
+                if batch is not computing:
+                    self._batcher.unsent(batch)
+            if computing is not None:
+                (self._batcher.hung if self._is_hung else self._batcher.lost)(computing)
             self._on_lost(self)
 
 

@@ -37,6 +37,7 @@ from pathlib import Path
 import torch
 
 from ..core import RunError
+from ..launcher import life_descriptor
 from .syscalls import ARCHITECTURES, COMPILING, COMPUTING, CUDA, Architecture
 
 KEPT_VARIABLES = ("PATH", "LANG", "TZ", "LD_LIBRARY_PATH")
@@ -360,7 +361,7 @@ def _close_all(keep: Collection[int]) -> None:
     """Close inherited descriptors; sockets are shut down first, so that threads reading them end."""
     for name in os.listdir("/proc/self/fd"):
         fd = int(name)
-        if fd <= 2 or fd in keep:
+        if fd <= 2 or fd in keep or fd == life_descriptor():
             continue
         with contextlib.suppress(OSError):
             if stat.S_ISSOCK(os.fstat(fd).st_mode):

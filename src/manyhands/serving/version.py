@@ -66,6 +66,8 @@ class Version:
         """The stage that the load of each device's replica has reached."""
         self._losses: dict[Device, tuple[float, float]] = {}
         """Time of the last loss of a device's replica, and the backoff before the next one starts."""
+        self._start_seconds = 0.0
+        """How long the last replica took to start."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
@@ -194,9 +196,11 @@ class Version:
         def reach(stage: str) -> None:
             self._stages[device] = stage
 
+        began = time.monotonic()
         replica = await ServingReplica.start(
             place.engine, place.rendezvous, self._source, device, sizes, quietly=quietly, on_stage=reach
         )
+        self._start_seconds = time.monotonic() - began
         self._signature = self._signature or replica.signature
         if replica.signature != self._signature:
             replica.close()
@@ -252,6 +256,8 @@ class Version:
             self.batcher.expire()
             for replica in self.replicas:
                 replica.end_if_stuck()
+                if replica.end_if_hung(self._start_seconds):
+                    self.on_event("replica_hung", device=str(replica.device), pid=replica.pid)
                 if replica.end_if_too_large():
                     self.on_event("replica_too_large", device=str(replica.device), pid=replica.pid)
 

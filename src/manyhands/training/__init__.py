@@ -18,6 +18,7 @@ from .embedding_tables import SavedRows
 from .evaluation import evaluate, predict
 from .explain import can_explain, explain, without_values
 from .hand import SCRIPT_END, Hand, hand, holding, joined_world
+from .identical import local_sources
 from .initial_weights import check_start, start_from
 from .learning_rates import LearningRates, check_schedule
 from .loop import CHECKPOINTS, Job, ReplicaResult, TrainingLoop, own_stream, train
@@ -84,6 +85,7 @@ __all__ = [
     "Run",
     "new_folder",
     "launch_of",
+    "local_sources",
     "as_weights",
     "check_start",
     "CHECKPOINTS",

@@ -8,7 +8,7 @@ import gc
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,6 +30,7 @@ from .checkpoint_pace import CheckpointPace
 from .error_hints import explain_mistake
 from .evaluation import evaluate
 from .hand import Hand
+from .identical import require_identical
 from .initial_weights import start_from
 from .learning_rates import LearningRates, check_schedule
 from .memory import Guard, explain_memory, held_now, limited, used
@@ -94,6 +95,10 @@ class Job:
     """Every how many steps one step is profiled; 0 for none."""
     verify: bool = True
     """Whether the first steps are compared with those of one device before training."""
+    sources: Mapping[str, str] | None = None
+    """Digests of this host's modules, to compare them with those of the other hosts; None if there are none."""
+    allow_different: bool = False
+    """Whether hosts may have different code or data."""
 
 
 @dataclass
@@ -112,6 +117,8 @@ class ReplicaResult:
 def train(world: World, job: Job) -> ReplicaResult:
     """Train one replica; when ranks fail or join, regroup and resume with the ranks that are present."""
     kept = RecoveryState()
+    if job.sources is not None and world.size > 1 and world.rank_info.generation == 0:
+        require_identical(world, job.task, job.sources, allow_different=job.allow_different)
     while True:
         try:
             return _train(world, job, kept)

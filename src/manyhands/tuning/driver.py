@@ -105,7 +105,6 @@ class Driver:
         """Trials paused by the stopping policy."""
         self._due: deque[Trial] = deque()
         """Trials to resume before any other."""
-        self._lost: Counter[int] = Counter()
         self._reasons: Counter[str] = Counter()
         self._spent = sum(trial.seconds for trial in trials)
         self._seconds = rules.budget.seconds_for(num_devices)
@@ -207,9 +206,12 @@ class Driver:
             raise outcome.mistake
         trial.seconds += outcome.seconds
         trial.metrics = outcome.metrics or trial.metrics
-        if outcome.is_lost and self._lost[trial.number] + 1 < MAX_LOST:
-            self._lost[trial.number] += 1
+        if outcome.is_lost:
+            trial.kills.append(outcome.reason.partition("\n")[0])
+            self._journal.killed(trial)
+        if outcome.is_lost and len(trial.kills) < MAX_LOST:
             self._due.append(trial)
+            self._on_change(trial)
         elif outcome.is_interrupted:
             return
         elif outcome.is_diverged:

@@ -93,6 +93,10 @@ class Journal:
             fields.TRIAL_ATTRIBUTE, trial_id=trial.number, user_attr={"lease": {"worker": worker, "until": until}}
         )
 
+    def killed(self, trial: Trial) -> None:
+        """Write why the process of a trial has died, before the trial is retried or has failed."""
+        self._write(fields.TRIAL_ATTRIBUTE, trial_id=trial.number, user_attr={"killed": trial.kills[-1]})
+
     def report(self, trial: Trial, epoch: int, seconds: float) -> None:
         """Write the value that a trial had reached after this many epochs."""
         value = trial.reports[epoch]
@@ -174,6 +178,9 @@ def read_journal(folder: Path) -> tuple[dict[str, Any], list[Trial]]:
             record = fact["user_attr"].get("manyhands", record)
         elif fact["op_code"] in (fields.REPORT, fields.END_TRIAL) and fact["trial_id"] < len(trials):
             _take(trials[fact["trial_id"]], fact)
+        elif fact["op_code"] == fields.TRIAL_ATTRIBUTE and fact["trial_id"] < len(trials):
+            reason = fact["user_attr"].get("killed")
+            trials[fact["trial_id"]].kills += [str(reason)] if reason is not None else []
     return record, trials
 
 

@@ -24,6 +24,8 @@ class Trial:
     seconds: float = 0.0
     reason: str = ""
     """Why it failed or was stopped."""
+    kills: list[str] = field(default_factory=list)
+    """Why its processes have died; it is retried until there are too many."""
     is_feasible: bool = True
     """Whether it satisfies the limits."""
 

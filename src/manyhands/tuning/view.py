@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,6 +32,8 @@ class StudyView:
         self._num_before = 0
         self.trials: list[Trial] = []
         self._best: Trial | None = None
+        self._num_kills: Counter[int] = Counter()
+        """Reported kills by trial."""
 
     def begin(self, trials: list[Trial]) -> None:
         """Set the list of trials to show; those that have already ended do not count for the speed."""
@@ -38,6 +41,7 @@ class StudyView:
         self._num_before = _num_measured(trials)
         for trial in trials:
             self._look(trial)
+            self._num_kills[trial.number] = len(trial.kills)
 
     def show(self, trial: Trial) -> None:
         """Show a changed trial."""
@@ -53,6 +57,10 @@ class StudyView:
         """Draw the final state and release the terminal."""
 
     def _look(self, trial: Trial) -> None:
+        if len(trial.kills) > self._num_kills[trial.number]:
+            self._num_kills[trial.number] = len(trial.kills)
+            if not trial.is_over:
+                self.line(f"trial {trial.number} is retried (attempt {len(trial.kills) + 1}): {trial.kills[-1]}")
         if trial.state == FINISHED and trial.is_feasible:
             first = self._objectives[0]
             if self._best is None or first.cost(trial.value) < first.cost(self._best.value):

@@ -16,7 +16,9 @@ from ..zygote import ZygoteHandle
 from .channel import Channel, JoinTimeouts, Message, ProtocolError
 from .handshake import JoinRefused
 from .probing import answer
+from .reachability import PeerBeats
 from .token import JoinToken
+from .waiting import Wait
 
 RETRY_SECONDS = 0.5
 
@@ -33,8 +35,11 @@ class Agent(ProcessListener, RunningJob):
         *,
         token: JoinToken,
         timeout: float,
+        host: str,
+        notify: Callable[[str], None],
     ) -> None:
         self._channel, self._join_again, self._token, self._timeout = channel, join_again, token, timeout
+        self._notify = notify
         self._selector = selectors.DefaultSelector()
         self._processes = LocalProcesses(zygote, pickle_fd, self, self._selector)
         self._patience = JoinTimeouts(timeout).silence
@@ -42,6 +47,9 @@ class Agent(ProcessListener, RunningJob):
         self._running: set[int] = set()
         self._results: dict[int, Any] = {}
         self._reason: str | None = None
+        self._beats = PeerBeats(host, address_towards(channel.peer), token, self._selector)
+        self._unheard: list[str] = []
+        """The hosts that were last reported as not heard."""
         self._listen()
 
     # -- for the caller -------------------------------------------------------------------------------------------
@@ -52,6 +60,7 @@ class Agent(ProcessListener, RunningJob):
             while self._reason is None or (not self._reason and not self._processes.is_over):
                 turn(self._selector, 0.5)
                 self._processes.look()
+                self._report_unheard()
                 if self._reason is None and time.monotonic() - self._channel.received_at > self._patience:
                     self._on_coordinator_lost(f"has sent nothing for {self._patience:.0f} s")
         except BaseException as error:
@@ -59,6 +68,7 @@ class Agent(ProcessListener, RunningJob):
             raise
         finally:
             self._channel.close()
+            self._beats.close()
             self._processes.finish()
             self._selector.close()
         if self._reason:
@@ -97,6 +107,15 @@ class Agent(ProcessListener, RunningJob):
 
     def _listen(self) -> None:
         self._selector.register(self._channel, selectors.EVENT_READ, self._receive)
+        self._unheard = []
+        self._channel.send("peer", port=self._beats.port)
+
+    def _report_unheard(self) -> None:
+        """Report the hosts that this one no longer hears, when that changes."""
+        self._beats.tick()
+        if (unheard := self._beats.unheard()) != self._unheard:
+            self._unheard = unheard
+            self._channel.send("unheard", hosts=unheard)
 
     def _receive(self) -> None:
         try:
@@ -121,6 +140,10 @@ class Agent(ProcessListener, RunningJob):
             self._processes.send_message(message["slot"], report)
         elif kind == "kill":
             self._processes.kill(message["slot"])
+        elif kind == "peers":
+            self._beats.introduce(
+                {str(name): (str(a), int(p)) for name, (a, p) in message["hosts"].items()}, message["salt"]
+            )
         elif kind == "probe":
             answer(self._channel, message, this_host())
         elif kind == "over":
@@ -141,20 +164,23 @@ class Agent(ProcessListener, RunningJob):
         self._channel.close()
         for slot in list(self._running):
             self._processes.send_message(slot, {"lost": f"the first host {why}", "generation": self._generation})
-        end = time.monotonic() + self._timeout
+        reason = f"the first host {why}; the ranks of this host keep their state and wait until it answers"
+        wait = Wait(lambda: reason, self._timeout, self._notify)
         while True:
+            wait.report()
             turn(self._selector, RETRY_SECONDS)
             self._processes.look()
             try:
                 self._channel = self._join_again(sorted(self._running), self._generation)
                 break
             except (OSError, RunError) as error:
-                if time.monotonic() > end:
+                if wait.is_over:
                     raise RunError(
                         f"the first host {why}, and did not reconnect within {self._timeout:.0f} s"
                     ) from error
             except JoinRefused as error:
                 # The first host may still list the old connection; that ends within seconds.
-                if error.code != "present" or time.monotonic() > end:
+                if error.code != "present" or wait.is_over:
                     raise
+        self._notify("the first host answers again; the job resumes")
         self._listen()

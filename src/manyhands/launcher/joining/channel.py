@@ -44,7 +44,10 @@ SHAPES: dict[str, dict[str, type | tuple[type, ...]]] = {
     "tell": {"slot": int, "message": dict},
     "kill": {"slot": (int, type(None))},
     "over": {"reason": str},
+    "peers": {"hosts": dict, "salt": str},
     # from the other hosts
+    "peer": {"port": int},
+    "unheard": {"hosts": list},
     "links": {"found": list},
     "event": {"slot": int, "entry": dict},
     "output": {"slot": int, "text": str, "stream": str},

@@ -36,6 +36,7 @@ from .listener import NOTIFY_SECONDS, HostsCoordinator, JoinListener, all_device
 from .probing import answer, candidates, chosen, describe_links, probe
 from .tls import NoTls, tls_here
 from .token import JoinToken, token_here
+from .waiting import Wait
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,7 +210,8 @@ class Other(JoinedHosts):
 
     def _connect(self) -> Channel:
         """Join the first host; retry until the time limit, because the first host may start later than this one."""
-        end, has_notified = time.monotonic() + self._timeout, False
+        reason = ""
+        wait = Wait(lambda: f"waiting for the first host, {self._first}: {reason}", self._timeout, self._notify)
         while True:
             try:
                 return self._join([], -1)
@@ -225,15 +227,14 @@ class Other(JoinedHosts):
                 if self._first.taken is not None and isinstance(error, TimeoutError | ProtocolError):
                     # The program that holds the port is not the first host of a manyhands job.
                     raise self._first.taken from None
-                if time.monotonic() > end:
+                if wait.is_over:
                     raise SettingsError(
                         "the first host must be reachable",
                         got=f"{self._first} ({error})",
                         remedy="run the same command there, and check the address and the network",
                     ) from None
-                if not has_notified:
-                    self._notify(f"{self._first} does not answer yet; retrying for {self._timeout:.0f} s")
-                has_notified = True
+                reason = str(error)
+                wait.report()
                 time.sleep(0.3)
 
     def _join(self, running: list[int], generation: int) -> Channel:
@@ -255,11 +256,16 @@ class Other(JoinedHosts):
         return str(self._wait_for("agreed")["value"])
 
     def _wait_for(self, *kinds: str) -> Message:
-        try:
-            message = self._channel.wait_for(*kinds, "over", seconds=min(NOTIFY_SECONDS, self._timeout))
-        except TimeoutError:
-            self._notify(f"{self._facts.host} has joined, and waits for {self._first} to start")
-            message = self._channel.wait_for(*kinds, "over", seconds=self._timeout)
+        reason = f"{self._facts.host} has joined, and waits for {self._first} to start the job"
+        wait = Wait(lambda: reason, self._timeout, self._notify, min(NOTIFY_SECONDS, self._timeout))
+        while True:
+            try:
+                message = self._channel.wait_for(*kinds, "over", seconds=wait.seconds_to_report)
+                break
+            except TimeoutError:
+                if wait.is_over:
+                    raise
+                wait.report()
         if message["kind"] == "over":
             raise RunError(f"the first host has ended the job: {message['reason']}")
         return message
@@ -270,7 +276,16 @@ class Other(JoinedHosts):
         pickle_fd = pack(Assignment.here(fn, self.here, timeout, after_loss == "regroup"))
         try:
             token = self._first.token
-            return Agent(self._channel, self._join, engine.warm_up(), pickle_fd, token=token, timeout=timeout)
+            return Agent(
+                self._channel,
+                self._join,
+                engine.warm_up(),
+                pickle_fd,
+                token=token,
+                timeout=timeout,
+                host=self._facts.host,
+                notify=self._notify,
+            )
         finally:
             os.close(pickle_fd)
 

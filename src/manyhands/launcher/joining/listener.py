@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ...core import SettingsError, event
@@ -21,8 +22,10 @@ from ..rank_group import RankHost
 from ..rendezvous import RendezvousInfo
 from .channel import Channel, JoinTimeouts, Message, ProtocolError
 from .handshake import HostFacts, HostVerifier
+from .reachability import PeerBeats, excluded_hosts
 from .tls import NoTls, NotTls
 from .token import JoinToken
+from .waiting import Wait
 
 NOTIFY_SECONDS = 1.0
 """Seconds of waiting after which a message about it is printed."""
@@ -86,26 +89,29 @@ class JoinListener:
         self.selector.register(self._woken, selectors.EVENT_READ, self._admit_proved)
 
     def gather(self) -> None:
-        """Wait until all hosts have joined; report the wait after `NOTIFY_SECONDS`, and raise after the time limit."""
-        began, has_notified, seconds = time.monotonic(), False, self._limits.timeout
+        """Wait until all hosts have joined, and report the wait; raise after the time limit."""
+        seconds = self._limits.timeout
+        wait = Wait(self._missing, seconds, self._notify, NOTIFY_SECONDS)
         while len(self.present) < self._num_hosts - 1:
             turn(self.selector, min(0.5, seconds))
-            waited = time.monotonic() - began
-            here = ", ".join([self._own_facts().host, *(place.host for place in self.present)])
-            if waited > seconds:
+            if wait.is_over:
                 raise SettingsError(
                     f"{self._num_hosts} hosts must join within {seconds:.0f} s",
-                    got=f"{len(self.present) + 1} ({here})",
+                    got=f"{len(self.present) + 1} ({self._names()})",
                     remedy="run the same command on the other hosts, or use a smaller --hosts",
                 )
-            if waited > NOTIFY_SECONDS and not has_notified:
-                has_notified = True
-                where = ":".join(map(str, self._listener.getsockname()))
-                missing = self._num_hosts - 1 - len(self.present)
-                self._notify(
-                    f"waiting at {where} for {missing} more of {self._num_hosts} hosts, for {seconds:.0f} s; "
-                    f"this host is {here}; run the same command on the others"
-                )
+            wait.report()
+
+    def _names(self) -> str:
+        return ", ".join([self._own_facts().host, *(place.host for place in self.present)])
+
+    def _missing(self) -> str:
+        where = ":".join(map(str, self._listener.getsockname()))
+        missing = self._num_hosts - 1 - len(self.present)
+        return (
+            f"waiting at {where} for {missing} more of {self._num_hosts} hosts; joined so far: {self._names()}; run "
+            "the same command on the others"
+        )
 
     def send_to_all(self, kind: str, **values: Any) -> None:
         """Send a message to every host that has joined, and to those that join later."""
@@ -219,6 +225,13 @@ class HostsCoordinator(Coordinator):
         )
         self._join_listener = join_listener
         self._patience = JoinTimeouts(timeout).silence
+        self._beats = PeerBeats(here.host, address, join_listener.token, join_listener.selector)
+        self._ports: dict[str, int] = {}
+        self._salt = secrets.token_hex(16)
+        self._unheard: dict[str, set[str]] = {}
+        """The hosts that each host no longer hears."""
+        self._excluded: set[str] = set()
+        """Hosts whose ranks wait, because they do not reach another host."""
         for place in join_listener.present:
             self._watch_channel(place)
         join_listener.on_arrival = self._arrive
@@ -229,6 +242,44 @@ class HostsCoordinator(Coordinator):
         for place in list(self._join_listener.present):
             if now - place.channel.received_at > self._patience:
                 self._on_host_lost(place, f"has sent nothing for {self._patience:.0f} s")
+        self._beats.tick()
+        self._exclude_unreachable()
+        if self._has_begun and self.is_complete:
+            self._kill_excluded()
+
+    def kill(self) -> None:
+        super().kill()
+        self._kill_excluded()
+
+    def _kill_excluded(self) -> None:
+        for place in self._join_listener.present:
+            if place.host in self._excluded:
+                place.kill()
+
+    def _exclude_unreachable(self) -> None:
+        """Exclude hosts so that all others reach each other, and admit them again when they do."""
+        places = {place.host: place for place in self._join_listener.present}
+        # A host that no other one hears has failed, which its silence here will show.
+        fresh = time.monotonic() - self._patience / 2
+        here = {name for name, place in places.items() if place.channel.received_at > fresh or name in self._excluded}
+        found = {(host, other) for host, others in self._unheard.items() for other in others}
+        pairs = {tuple(sorted(pair)) for pair in found if here.issuperset(pair)}
+        ranks = {name: len(place.devices) for name, place in places.items()}
+        wanted = excluded_hosts(pairs, ranks, self._here.host)
+        for name in sorted(wanted - self._excluded):
+            self._excluded.add(name)
+            place = places[name]
+            others = sorted({one for pair in pairs if name in pair for one in pair} - {name})
+            own = [member for member in (*self._members, *self._newcomers) if member.place is place]
+            place.facts = replace(place.facts, running=[member.slot for member in own if member.is_running])
+            for slot in place.facts.running:
+                place.send_message(slot, {"lost": "hosts do not reach each other", "generation": self._generation})
+            self.dismiss(place, f"and {', '.join(others)} do not reach each other; {name} waits until they do")
+        for name in sorted(self._excluded - wanted):
+            self._excluded.discard(name)
+            if name in places:
+                self._notify(event("notice", text=f"{name} reaches the other hosts again"))
+                self.admit(places[name])
 
     def _new_key(self) -> tuple[str, str]:
         salt = secrets.token_hex(16)
@@ -239,6 +290,7 @@ class HostsCoordinator(Coordinator):
         self.kill()
         self._here.processes.finish()
         reason = "" if failed is None and self._ranks.is_complete else str(failed or "the first host has ended the job")
+        self._beats.close()
         self._join_listener.close(reason.splitlines()[0] if reason else "")
         self._rendezvous.close()
 
@@ -273,7 +325,14 @@ class HostsCoordinator(Coordinator):
             self.handle_lost_world(place, message["slot"], message["told"])
         elif kind == "failure":
             self.handle_failure(place, message.pop("slot"), message)
+        elif kind == "peer":
+            self._ports[place.host] = message["port"]
+            self._introduce()
+        elif kind == "unheard":
+            self._unheard[place.host] = set(map(str, message["hosts"]))
         elif kind == "end":
+            running = [slot for slot in place.facts.running if slot != message["slot"]]
+            place.facts = replace(place.facts, running=running)
             self.handle_exit(place, message["slot"], ProcessExit(message["done"], message["text"]))
         elif kind == "stop":
             self.stop()
@@ -282,10 +341,26 @@ class HostsCoordinator(Coordinator):
         elif kind != "beat":
             raise ProtocolError(f"a joined host sent the unexpected message {kind}")
 
+    def _introduce(self) -> None:
+        """Send every host the addresses of all."""
+        hosts = {
+            place.host: (place.channel.peer, self._ports[place.host])
+            for place in self._join_listener.present
+            if place.host in self._ports
+        }
+        hosts[self._here.host] = (self._rendezvous.address, self._beats.port)
+        self._beats.introduce(hosts, self._salt)
+        for place in self._join_listener.present:
+            place.channel.send("peers", hosts=hosts, salt=self._salt)
+
     def _on_host_lost(self, place: RemoteHost, reason: str) -> None:
+        self._unheard.pop(place.host, None)
+        self._excluded.discard(place.host)
+        self._ports.pop(place.host, None)
         if place in self._join_listener.present:
             self._join_listener.forget(place)
             self.dismiss(place, reason)
+            self._introduce()
 
 
 def all_devices(here: Sequence[Device], join_listener: JoinListener) -> list[Device]:

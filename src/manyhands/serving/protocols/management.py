@@ -8,9 +8,9 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from ...core import ManyhandsError, RequestRefused
-from ..catalogue import TrafficShare
 from ..http import BadRequest, Request
 from ..limits import Limits
+from ..saved_state import TrafficShare
 from ..version import Version
 from .protocol import InferenceGateway, RestProtocol, answer_failure, dump_json, parse_json, require_method, shown
 
@@ -20,7 +20,7 @@ LABEL = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
 class Management(RestProtocol):
-    """`/manage/models[/NAME/load|unload|rollback|label|split]`, and Triton's own paths for loading."""
+    """`/manage/models[/NAME/load|unload|rollback|label|split]`, `/manage/routing`, and Triton's paths for loading."""
 
     prefix = "/manage"
 
@@ -32,6 +32,10 @@ class Management(RestProtocol):
         if request.path == "/manage/models":
             require_method(request, "GET", "HEAD")
             request.answer(200, dump_json(self.state()))
+            return
+        if request.path == "/manage/routing":
+            require_method(request, "GET", "HEAD")
+            request.answer(200, dump_json(self.routing()))
             return
         match = PATH.fullmatch(request.path)
         if match is None:
@@ -56,6 +60,14 @@ class Management(RestProtocol):
                 }
                 for model in list(catalogue.models.values())
             ],
+            "splits": self.routing()["splits"],
+        }
+
+    def routing(self) -> dict[str, Any]:
+        """Labels and traffic splits only, which routers compare often."""
+        catalogue = self.gateway.catalogue
+        return {
+            "labels": {model.name: model.labels for model in catalogue.models.values() if model.labels},
             "splits": {name: [vars(share) for share in shares] for name, shares in catalogue.splits.items()},
         }
 
@@ -95,7 +107,7 @@ class Management(RestProtocol):
                 "INVALID_ARGUMENT",
                 'a label is set with {"label": "stable", "version": 3}, and removed with "version": null',
             )
-        self.gateway.catalogue.model(name).set_label(label, version)
+        await self.gateway.catalogue.set_label(name, label, version)
         return {"labels": self.gateway.catalogue.model(name).labels}
 
     async def _split(self, name: str, value: dict[str, Any]) -> dict[str, Any]:
@@ -109,6 +121,7 @@ class Management(RestProtocol):
                 TrafficShare(shown(one.get("model") or name, 256), _number(one.get("version")), float(weight))
             )
         self.gateway.catalogue.set_split(name, shares)
+        await self.gateway.catalogue.save(name)
         return {"shares": [vars(share) for share in shares]}
 
 

@@ -125,7 +125,9 @@ class Backend:
         except OSError as error:
             if isinstance(error, TimeoutError):
                 raise
-            self._lose(str(error))
+            if not manage:
+                # A server may answer requests although its management port cannot be reached.
+                self._lose(str(error))
             raise Lost(with_request=False, in_silence=not isinstance(error, ConnectionRefusedError)) from None
         except Lost:
             self.num_lost += 1

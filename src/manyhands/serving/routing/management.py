@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import quote
 
@@ -20,6 +21,8 @@ from .fleet import Fleet
 
 MANAGE_SECONDS = 120.0
 """Timeout of management requests to a backend, long enough to load a model."""
+LOOK_SECONDS = 2.0
+"""Seconds between two looks at the labels and splits of the backends, and for the answer to one."""
 CODES = {400: "INVALID_ARGUMENT", 404: "NOT_FOUND", 401: "UNAUTHENTICATED"}
 
 
@@ -31,8 +34,8 @@ class RouterManagement(RestHandler):
     def __init__(self, limits: Limits, token: str | None) -> None:
         self.fleet: Fleet | None = None
         self._limits, self._token = limits, token
-        self._settled: dict[tuple[str, ...], tuple[str, str, Mapping[str, Any]]] = {}
-        """The last setting of each label and traffic split, which all backends have."""
+        self._routing: Mapping[str, Any] | None = None
+        """Labels and traffic splits that the backends have, whichever router set them; None if they are unknown."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._turn = asyncio.Lock()
 
@@ -42,9 +45,31 @@ class RouterManagement(RestHandler):
         task.add_done_callback(self._tasks.discard)
 
     async def admit(self, backend: Backend) -> None:
-        """Apply all labels and traffic splits to a new backend."""
-        for model, act, value in list(self._settled.values()):
+        """Give a new backend the labels and traffic splits of the others, or those that they had last."""
+        await self._look()
+        wanted = self._routing
+        if wanted is None:
+            return
+        try:
+            own = await self._routing_of(backend)
+        except RequestRefused:
+            if not wanted["labels"] and not wanted["splits"]:
+                return
+            raise
+        for model, act, value in changes(own, wanted):
             await self._forward(backend, model, act, value)
+
+    async def keep_looking(self) -> None:
+        """Ask a backend for its labels and splits again and again: another router may have changed them."""
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            await self._look()
+
+    async def _look(self) -> None:
+        for backend in self.fleet.up if self.fleet is not None else ():
+            with contextlib.suppress(RequestRefused):
+                self._routing = await self._routing_of(backend)
+                return
 
     async def state(self) -> dict[str, Any]:
         """Return the merged state of all backends in a single server's format, and the backends."""
@@ -118,9 +143,7 @@ class RouterManagement(RestHandler):
         if failures:
             await self._put_back(backends, before, model, act, value)
             raise failures[0]
-        if act in ("label", "split"):
-            key = (act, model, shown(value.get("label"), 64)) if act == "label" else (act, model)
-            self._settled[key] = (model, act, value)
+        await self._look()
         return {**dict(answers[0]), "backends": len(backends)}  # type: ignore[arg-type]
 
     async def _put_back(
@@ -150,12 +173,17 @@ class RouterManagement(RestHandler):
     async def _state_of(self, backend: Backend) -> dict[str, Any]:
         return await self._ask(backend, "GET", "/manage/models", b"")
 
-    async def _ask(self, backend: Backend, method: str, path: str, body: bytes) -> dict[str, Any]:
+    async def _routing_of(self, backend: Backend) -> dict[str, Any]:
+        return await self._ask(backend, "GET", "/manage/routing", b"", LOOK_SECONDS)
+
+    async def _ask(
+        self, backend: Backend, method: str, path: str, body: bytes, seconds: float = MANAGE_SECONDS
+    ) -> dict[str, Any]:
         token = f"Authorization: Bearer {self._token}\r\n" if self._token else ""
         host, kind = backend.address.host, "Content-Type: application/json\r\n" if body else ""
         head = f"{method} {path} HTTP/1.1\r\nHost: {host}\r\n{token}{kind}Content-Length: {len(body)}\r\n\r\n".encode()
         try:
-            answer = await backend.fetch(head, body, MANAGE_SECONDS, manage=True)
+            answer = await backend.fetch(head, body, seconds, manage=True)
         except (Lost, BackendOverloaded, TimeoutError):
             raise RequestRefused(
                 "UNAVAILABLE", f"{backend.address} cannot be managed on port {backend.address.manage}", 1.0
@@ -165,6 +193,22 @@ class RouterManagement(RestHandler):
             raise RequestRefused(code, f"{backend.address}: {_error(answer)}")
         content: dict[str, Any] = orjson.loads(answer.body)
         return content
+
+
+def changes(own: Mapping[str, Any], wanted: Mapping[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Yield the model, action and body of the calls after which a server has the wanted labels and splits.
+
+    >>> list(changes({"labels": {"m": {"old": 1}}, "splits": {}}, {"labels": {"m": {"new": 2}}, "splits": {}}))
+    [('m', 'label', {'label': 'old', 'version': None}), ('m', 'label', {'label': 'new', 'version': 2})]
+    """
+    for model in {**own["labels"], **wanted["labels"]}:
+        have, need = own["labels"].get(model, {}), wanted["labels"].get(model, {})
+        for label in {**have, **need}:
+            if have.get(label) != need.get(label):
+                yield model, "label", {"label": label, "version": need.get(label)}
+    for name in {**own["splits"], **wanted["splits"]}:
+        if own["splits"].get(name) != wanted["splits"].get(name):
+            yield name, "split", {"shares": wanted["splits"].get(name, [])}
 
 
 def require_version(backend: Backend, state: Mapping[str, Any], model: str, version: Any) -> None:

@@ -81,6 +81,7 @@ class Router(Background):
         )
         remote = GrpcListener([RouterHealth(fleet)], AccessToken(listen.token), listen.limits, listen.tls)
         remote.others = ForwardGrpc(fleet, listen.timeout)
+        looking = asyncio.ensure_future(management.keep_looking())
         try:
             await self._listen(public, remote, private)
             await self._open(fleet)
@@ -94,6 +95,7 @@ class Router(Background):
             forward.is_ready = False
             await self._drain(public, remote)
         finally:
+            looking.cancel()
             await remote.close(0)
             public.close()
             private.close()

@@ -25,13 +25,18 @@ export function open(host, [id], store) {
     const splits = Object.entries(log.splits);
     const marks = log.news.map((one) => ({ t: one.t, text: one.text, kind: one.fault ? "fault" : ["version_available", "serving", "routing", "backend_up"].includes(one.kind) ? "good" : "plain" }));
     fill(below,
-      log.serving.backends ? null : [h("h2", {}, "Versions"), table("Versions", [["model", (one) => one.model], ["version", (one) => one.version, { num: true }], ["state", (one) => one.how]], versions)],
+      log.serving.backends ? null : [h("h2", {}, "Versions"), table("Versions", [["model", (one) => one.model], ["version", (one) => one.version, { num: true }], ["state", (one) => one.how, { wide: true }], ["routing", (one) => marks_of(log, one)]], versions)],
       splits.length ? [h("h2", {}, "Splits"), table("Splits", [["name", ([name]) => name], ["shares", ([, shares]) => shares, { wide: true }]], splits)] : null,
       h("h2", {}, "Time line"), marks.length ? timeline("Time line", marks, [], marks[0].t, Math.max(log.changed, marks.at(-1).t)) : null,
       table("Events", [["when", (one) => moment(one.t)], ["what", (one) => h("span", { class: one.fault ? "fault" : null }, one.text), { wide: true }]], [...log.news].reverse().slice(0, 200)));
   }
 
   return { title: id ?? title, update };
+}
+
+function marks_of(log, one) {
+  const labels = Object.entries(log.labels[one.model] ?? {}).filter(([, version]) => version === one.version).map(([label]) => `label ${label}`);
+  return [...(log.current[one.model] === one.version ? ["current"] : []), ...labels].join(", ");
 }
 
 function port(one) {

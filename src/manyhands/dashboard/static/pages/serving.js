@@ -19,6 +19,7 @@ export function open(host, _, store) {
       ["model", (one) => one.model],
       ["version", (one) => one.version, { num: true }],
       ["state", (one) => (one.available ? "serves" : "not available")],
+      ["routing", (one) => one.marks.join(", "), { wide: true }],
       ["requests/s", (one) => number(one.series.rate.at(-1), 3), { num: true }],
       ["p50", (one) => seconds(one.series.p50.findLast((each) => each !== null)), { num: true }],
       ["p99", (one) => seconds(one.series.p99.findLast((each) => each !== null)), { num: true }],

@@ -1,0 +1,110 @@
+"""Which hosts of a job hear each other: every host sends datagrams to all others, and reports whom it no longer hears.
+
+Hosts keep a connection with the first host only, but ranks connect to each other. Two hosts that reach the first host
+and not each other would fail in every collective, with an error that does not name them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import itertools
+import selectors
+import socket
+import time
+from collections.abc import Collection, Iterable, Mapping
+
+from .token import JoinToken
+
+ROUND_SECONDS = 0.5
+"""Seconds between two datagrams to the same host."""
+SILENT_SECONDS = 3.0
+"""Seconds without a datagram from a host that was heard before, after which it is reported."""
+MAX_DATAGRAM = 1024
+
+
+class PeerBeats:
+    """Heartbeats between hosts, authenticated by the job's token.
+
+    A host that was never heard is not reported: a firewall may pass the ranks' connections and no datagrams.
+    """
+
+    def __init__(self, host: str, address: str, token: JoinToken, selector: selectors.BaseSelector) -> None:
+        self._host, self._token, self._selector = host, token, selector
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        self._socket = socket.socket(family, socket.SOCK_DGRAM)
+        self._socket.setblocking(False)
+        self._socket.bind((address, 0))
+        selector.register(self._socket, selectors.EVENT_READ, self._receive)
+        self._salt = ""
+        self._peers: dict[str, tuple[str, int]] = {}
+        self._heard: dict[str, tuple[float, int]] = {}
+        """When each host was last heard, and the number of its datagram."""
+        self._numbers = itertools.count(time.time_ns())
+        self._next = 0.0
+
+    @property
+    def port(self) -> int:
+        """The port at which this host receives."""
+        return int(self._socket.getsockname()[1])
+
+    def introduce(self, peers: Mapping[str, tuple[str, int]], salt: str) -> None:
+        """Send to these hosts from now on, given by name with their address and port."""
+        self._peers = {name: where for name, where in peers.items() if name != self._host}
+        self._salt = salt
+        self._heard = {name: heard for name, heard in self._heard.items() if name in self._peers}
+
+    def tick(self) -> None:
+        """Send a datagram to every host, if that is due."""
+        now = time.monotonic()
+        if now < self._next:
+            return
+        if now - self._next > 2 * ROUND_SECONDS:
+            # This program was busy or frozen, and has not read what the others have sent.
+            self._heard = {name: (now, number) for name, (_, number) in self._heard.items()}
+        self._next = now + ROUND_SECONDS
+        for name, where in self._peers.items():
+            number = str(next(self._numbers))
+            proof = self._token.prove("peer", self._salt, self._host, name, number)
+            # A link that is down is noticed by the silence.
+            with contextlib.suppress(OSError):
+                self._socket.sendto("\0".join([self._host, number, proof]).encode(), where)
+
+    def unheard(self) -> list[str]:
+        """Return the hosts that were heard before, but are not now."""
+        since = time.monotonic() - SILENT_SECONDS
+        return sorted(name for name, (heard, _) in self._heard.items() if heard < since)
+
+    def close(self) -> None:
+        """Stop receiving."""
+        with contextlib.suppress(KeyError, ValueError):
+            self._selector.unregister(self._socket)
+        self._socket.close()
+
+    def _receive(self) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            name, number, proof = self._socket.recv(MAX_DATAGRAM).decode().split("\0")
+            expected = self._token.prove("peer", self._salt, name, self._host, number)
+            is_newer = int(number) > self._heard.get(name, (0.0, 0))[1]
+            if name in self._peers and is_newer and hmac.compare_digest(proof.encode(), expected.encode()):
+                self._heard[name] = time.monotonic(), int(number)
+
+
+def excluded_hosts(pairs: Iterable[Collection[str]], num_ranks: Mapping[str, int], first: str) -> set[str]:
+    """Return hosts without which all remaining ones reach each other, at the loss of few ranks; never the first host.
+
+    Of each unreachable pair, the host that is in more pairs is excluded, or else the one with fewer ranks.
+
+    >>> sorted(excluded_hosts([("b", "c"), ("c", "d")], {"a": 1, "b": 1, "c": 1, "d": 1}, "a"))
+    ['c']
+    >>> sorted(excluded_hosts([("b", "c")], {"a": 1, "b": 2, "c": 1}, "a"))
+    ['c']
+    """
+    left = {frozenset(pair) for pair in pairs}
+    found: set[str] = set()
+    while left:
+        degree = {name: sum(name in pair for pair in left) for pair in left for name in pair if name != first}
+        worst = min(degree, key=lambda name: (-degree[name], num_ranks.get(name, 0), name))
+        found.add(worst)
+        left = {pair for pair in left if worst not in pair}
+    return found
