@@ -41,7 +41,16 @@ from .module_state import (
 )
 from .predictor import Predictor, Signature, TensorSpec
 from .randomness import mix, random_state, restore_random_state, seed_all, seeded
-from .settings import Resolved, from_flat, option, options_of, resolve_options, resolve_settings
+from .settings import (
+    Resolved,
+    ResolvedOptions,
+    from_flat,
+    option,
+    options_of,
+    require_positive,
+    resolve_options,
+    resolve_settings,
+)
 from .spec import (
     DATA_AXES,
     MESH_ORDER,
@@ -57,7 +66,7 @@ from .spec import (
     check_policies_by,
     split_settings,
 )
-from .task import Mean, Task, as_task, convert, mean, task_name, typed
+from .task import Mean, Task, as_task, convert, mean, split_params, task_name, typed
 
 if TYPE_CHECKING:
     from .layout_free import LayoutFree, as_written, stacked_keys
@@ -117,6 +126,7 @@ __all__ = [
     "mean",
     "as_task",
     "convert",
+    "split_params",
     "task_name",
     "typed",
     "StrategySpec",
@@ -133,6 +143,8 @@ __all__ = [
     "check_policies_by",
     "split_settings",
     "Resolved",
+    "ResolvedOptions",
+    "require_positive",
     "option",
     "options_of",
     "from_flat",
