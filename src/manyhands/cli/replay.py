@@ -13,6 +13,7 @@ from .generated_options import with_options
 from .options import Devices, Json, Target, add_command
 from .screen import only_json, print_json, stdout
 from .target import load_task
+from .trained import RunsFolder, folder_of
 
 if TYPE_CHECKING:
     from ..training import Replay
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
 Which = Annotated[
     str, typer.Argument(metavar="RUN@STEP", help="Folder or name of a run, and a step.", show_default=False)
 ]
-Folder = Annotated[str, typer.Option(help="Folder of the runs.")]
 
 EXAMPLES = (
     "manyhands replay first@1200 digits.py",
@@ -34,13 +34,15 @@ def add(app: typer.Typer) -> None:
 
 
 @with_options(Devices)
-def replay(which: Which, target: Target, folder: Folder = "runs", json: Json = False, *, given: dict[str, Any]) -> None:
+def replay(
+    which: Which, target: Target, folder: RunsFolder = "runs", json: Json = False, *, given: dict[str, Any]
+) -> None:
     """Repeat a committed step of a run on one device, from the nearest checkpoint, and compare its losses.
 
     Differing losses, replicas that reported other losses for their samples, and the samples with the largest losses are
     printed. The exit code is 1 if there is a difference.
     """
-    path, step = _split(which, Path(folder))
+    path, step = _split(which, folder)
     with only_json(json):
         task = load_task(target)
         import manyhands as mh
@@ -56,14 +58,13 @@ def replay(which: Which, target: Target, folder: Folder = "runs", json: Json = F
         raise typer.Exit(1)
 
 
-def _split(which: str, folder: Path) -> tuple[Path, int]:
+def _split(which: str, folder: str) -> tuple[Path, int]:
     name, at, step = which.rpartition("@")
     if not at or not name or not step.isdecimal():
         raise SettingsError(
             "the step of a run must be written RUN@STEP", got=repr(which), remedy="write for example runs/first@1200"
         )
-    path = Path(name)
-    return (path if path.is_dir() else folder / name), int(step)
+    return folder_of(name, folder), int(step)
 
 
 def _as_dict(found: Replay) -> dict[str, Any]:
