@@ -58,7 +58,14 @@ def losses(lesson: Lesson, policy: str, num_steps: int) -> list[float]:
         batch_size=lesson.batch_size,
     )
     with tempfile.TemporaryDirectory() as folder:
-        run = mh.fit(task, mh.Mirrored(2, sync=policy), on="cpu*2", steps=num_steps, folder=folder, progress=False)
+        run = mh.fit(
+            task,
+            mh.Mirrored(2, sync=policy),
+            on="cpu*2",
+            steps=num_steps,
+            folder=folder,
+            options=mh.options.Display(progress=False),
+        )
         return list(run.losses)
 
 

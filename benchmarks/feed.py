@@ -146,7 +146,15 @@ def wait_share(report: Report, folder: Path, num_steps: int) -> float:
         data=mh.files(folder / "images-*.tar", decode=image_of),
         batch_size=IMAGES_PER_BATCH,
     )
-    run = mh.fit(task, mh.Single(), on="cpu", epochs=1000, steps=num_steps, folder=folder / "runs", progress=False)
+    run = mh.fit(
+        task,
+        mh.Single(),
+        on="cpu",
+        epochs=1000,
+        steps=num_steps,
+        folder=folder / "runs",
+        options=mh.options.Display(progress=False),
+    )
     lines = map(json.loads, (run.path / "events.jsonl").read_text().splitlines())
     waits = [line["seconds"] for line in lines if line["kind"] == "waits"]
     first, last = waits[len(waits) // 2], waits[-1]

@@ -200,8 +200,8 @@ def ours(work: GpuWork, clock: Clock, capture: str = "auto") -> None:
             steps=LONG_RUN,
             epochs=LONG_RUN,
             folder=folder,
-            progress=False,
             callbacks=[Ticks(clock)],
+            options=mh.options.Display(progress=False),
         )
 
 

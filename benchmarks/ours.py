@@ -22,6 +22,8 @@ from .plain import alone, ddp, plain
 from .turns import Guest, Plan, Turns
 from .works import NUM_ROWS, Work, loss
 
+QUIET = mh.options.Display(progress=False)
+
 TOLERANCE = 1e-4
 """Relative difference up to which two losses are of equal work."""
 
@@ -104,12 +106,12 @@ class Clock(mh.Callback):
         self.path.write_text(json.dumps([after - before for before, after in pairwise(self.times)]))
 
 
-def step_seconds(work: Work, num_steps: int, **settings: Any) -> list[float]:
+def step_seconds(work: Work, num_steps: int, *options: mh.options.Checkpoints) -> list[float]:
     """Seconds from each step of `fit` on one device to the next; number i is the one after step i + 1."""
     task = _task(work, work.batch_size, num_steps)
     with tempfile.TemporaryDirectory() as name:
         clock = Clock(Path(name) / "times.json")
-        mh.fit(task, mh.Single(), on="cpu", steps=num_steps, callbacks=[clock], folder=name, progress=False, **settings)
+        mh.fit(task, mh.Single(), on="cpu", steps=num_steps, callbacks=[clock], folder=name, options=[QUIET, *options])
         seconds: list[float] = json.loads(clock.path.read_text())
     return seconds[:1] + seconds
 
@@ -126,7 +128,7 @@ def _fit(host: str, work: Work, plan: Plan, guests: MakeGuests, size: int, **set
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         watch = Watch(host, guests, order_of(num_samples), plan, folder)
-        run = mh.fit(task, steps=plan.num_steps, callbacks=[watch], folder=folder, progress=False, **settings)
+        run = mh.fit(task, steps=plan.num_steps, callbacks=[watch], folder=folder, options=QUIET, **settings)
         found = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(size)]
         require_equal_work(run.losses, found[0]["losses"])
     return Timing(found[0]["times"], [entry["times"] for entry in found])

@@ -110,7 +110,15 @@ def asynchronous(folder: Path, num_updates: int) -> float:
         batch_size=64,
     )
     spec = mh.ParameterServer(servers=1, workers=2, staleness=None)
-    run = mh.fit(task, spec, on="cpu*2", steps=num_updates + 40, folder=folder, callbacks=[Clock()], progress=False)
+    run = mh.fit(
+        task,
+        spec,
+        on="cpu*2",
+        steps=num_updates + 40,
+        folder=folder,
+        callbacks=[Clock()],
+        options=mh.options.Display(progress=False),
+    )
     clocks = [e["values"]["clock"] for e in read_events(run.path / "events.jsonl") if e["kind"] == "log"]
     return float((clocks[-11] - clocks[20]) / (len(clocks) - 31))
 
@@ -151,7 +159,15 @@ def straggler(report: Report, folder: Path, quick: bool) -> dict[str, float]:
             continue
         # Asynchronous workers take a whole batch each: their first round is still in step.
         steps = num_steps if spec.staleness is None else num_steps // 2
-        run = mh.fit(task, spec, on=f"cpu*{WORKERS}", steps=steps, folder=folder, callbacks=[Clock()], progress=False)
+        run = mh.fit(
+            task,
+            spec,
+            on=f"cpu*{WORKERS}",
+            steps=steps,
+            folder=folder,
+            callbacks=[Clock()],
+            options=mh.options.Display(progress=False),
+        )
         seconds[name] = seconds_per_step(run, spec.staleness is None)
     report.add("8 workers, one at half speed", {name: [value] for name, value in seconds.items()}, BASELINE)
     return {name: seconds[BASELINE] / value for name, value in seconds.items()}
@@ -183,7 +199,7 @@ def bytes_per_server(report: Report, folder: Path) -> float:
     most = {}
     for servers in (2, 4):
         spec = mh.ParameterServer(servers=servers, workers=2)
-        run = mh.fit(task, spec, on="cpu*2", folder=folder, progress=False)
+        run = mh.fit(task, spec, on="cpu*2", folder=folder, options=mh.options.Display(progress=False))
         most[servers] = max(run.record["servers"]["bytes"])
     report.notes["bytes_per_server_and_step_of_2"] = most[2] / 8
     report.notes["bytes_per_server_and_step_of_4"] = most[4] / 8
@@ -249,7 +265,7 @@ def sparse(folder: Path, num_steps: int, rows: int) -> tuple[float, float]:
         on="cpu*2",
         folder=folder,
         callbacks=[memory],
-        progress=False,
+        options=mh.options.Display(progress=False),
     )
     moved = sum(run.record["servers"]["bytes"]) / num_steps
     dense = 2 * 2 * rows * DIM * 4

@@ -49,7 +49,14 @@ def times(quick: bool) -> dict[str, list[float]]:
 def _seconds(work: mh.Task, profile: bool) -> float:
     with tempfile.TemporaryDirectory() as folder:
         clock = _Clock()
-        mh.fit(work, mh.Single(), on="cpu", folder=folder, progress=False, profile=profile, callbacks=[clock])
+        mh.fit(
+            work,
+            mh.Single(),
+            on="cpu",
+            folder=folder,
+            callbacks=[clock],
+            options=[mh.options.Display(progress=False), mh.options.Logging(profile=profile)],
+        )
         return clock.seconds / (STEPS - FIRST)
 
 

@@ -129,8 +129,8 @@ def train(folder: Path, act: Any) -> tuple[mh.Run, Killer, float]:
         on="cpu*2",
         epochs=1_000_000,
         folder=folder,
-        progress=False,
         callbacks=[Clock(folder)],
+        options=mh.options.Display(progress=False),
     )
     seconds = time.perf_counter() - began
     thread.join()

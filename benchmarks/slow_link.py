@@ -191,7 +191,14 @@ def ours(lesson: Lesson, num_steps: int, count: int, sync: str, folder: str) -> 
         data=lesson.data(count),
         batch_size=lesson.batch_size,
     )
-    run = mh.fit(task, mh.Mirrored(2, sync=sync), steps=num_steps, callbacks=[clock], folder=folder, progress=False)
+    run = mh.fit(
+        task,
+        mh.Mirrored(2, sync=sync),
+        steps=num_steps,
+        callbacks=[clock],
+        folder=folder,
+        options=mh.options.Display(progress=False),
+    )
     for entry in map(json.loads, (run.path / "events.jsonl").read_text().splitlines()):
         if entry["kind"] == "notice" and dist.get_rank() == 0 and "auto" in sync:
             print("  ", entry["text"], flush=True)

@@ -64,7 +64,15 @@ def main() -> None:
 def losses(task: mh.Task, settings: Mapping[str, Any], steps: int, folder: Path) -> list[float]:
     """The loss of every step."""
     spec = mh.ParameterServer(servers=2, workers=WORKERS, **settings)
-    run = mh.fit(task, spec, on=f"cpu*{WORKERS}", epochs=1000, steps=steps, folder=folder, progress=False)
+    run = mh.fit(
+        task,
+        spec,
+        on=f"cpu*{WORKERS}",
+        epochs=1000,
+        steps=steps,
+        folder=folder,
+        options=mh.options.Display(progress=False),
+    )
     return run.losses
 
 

@@ -18,6 +18,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 
+import manyhands as mh
+
 from .ours import fit_mirrored, fit_single, step_seconds
 from .peers import environment
 from .report import Check, Report, arguments, interleaved
@@ -96,7 +98,7 @@ def checkpoints(report: Report) -> None:
     The writing in the background is over by then, so the two differ by the save alone, within a second of each other.
     """
     num_stretches = 3 if report.quick else 60
-    seconds = step_seconds(WIDE, SAVE_EVERY * (num_stretches + 1), save_every=SAVE_EVERY)
+    seconds = step_seconds(WIDE, SAVE_EVERY * (num_stretches + 1), mh.options.Checkpoints(save_every=SAVE_EVERY))
     stretches = [seconds[start : start + SAVE_EVERY] for start in range(SAVE_EVERY, len(seconds), SAVE_EVERY)]
     times = {
         "with its save": [mean(stretch) for stretch in stretches],

@@ -108,11 +108,24 @@ def main() -> None:
     report.finish()
 
 
-def tuned(make: Callable[..., Any], **options: Any) -> tuple[float, mh.Study]:
+def tuned(
+    make: Callable[..., Any],
+    *,
+    search: str = "random",
+    stop: str | None = None,
+    seed: int = 0,
+    execution: str | None = None,
+    **arguments: Any,
+) -> tuple[float, mh.Study]:
     """Seconds of a study, and the study."""
     with tempfile.TemporaryDirectory() as folder:
         began = time.perf_counter()
-        study = mh.tune(make, SPACE, **{"search": "random", "folder": folder, "progress": False, **options})
+        options = [
+            mh.options.Algorithm(search=search, stop=stop, seed=seed),
+            mh.options.Execution(execution=execution),
+            mh.options.Display(progress=False),
+        ]
+        study = mh.tune(make, SPACE, folder=folder, options=options, **arguments)
         return time.perf_counter() - began, study
 
 
@@ -195,7 +208,7 @@ def many(report: Report) -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         space = {"x": mh.uniform(-5, 5), "y": mh.uniform(-5, 5)}
-        mh.tune(counted, space, trials=10_000, folder=folder, on="cpu", progress=False)
+        mh.tune(counted, space, trials=10_000, folder=folder, on="cpu", options=mh.options.Display(progress=False))
     marks = [mark for mark in seen if mark is not None]
     report.checks["memory_growth_10k"] = Check(value=marks[-1][1] / marks[0][1], at_most=1.05)
     early, late = marks[1][0] - marks[0][0], marks[-1][0] - marks[-2][0]

@@ -8,6 +8,7 @@ is the same search with Optuna and a hand-written loop.
 Expect a best validation loss of about 0.36, and an ensemble whose calibration error is below that of its members.
 """
 
+import functools
 import os
 
 import torch
@@ -51,10 +52,16 @@ def task(lr: float = 1e-3, width: int = 64, seed: int = 0) -> mh.Task:
 
 if __name__ == "__main__":
     space = {"lr": mh.loguniform(1e-4, 1e-1), "width": mh.choice(32, 64)}
-    study = mh.tune(task, space, trials=TRIALS, epochs=EPOCHS, stop="median", keep=5)
+    study = mh.tune(
+        task,
+        space,
+        trials=TRIALS,
+        epochs=EPOCHS,
+        options=[mh.options.Algorithm(stop="median"), mh.options.Selection(keep=5)],
+    )
     print(f"best valid_loss {study.best.value:.4f} with {study.best.params}")
 
-    ensemble = mh.ensemble(task, members=5, epochs=20, params={"lr": 1e-1})
+    ensemble = mh.ensemble(functools.partial(task, lr=1e-1), members=5, epochs=20)
     together, alone = ensemble.calibration()
     print(f"five networks: calibration error {together.error:.4f}, accuracy {together.accuracy:.4f}")
     print(f"one of them:   calibration error {sum(one.error for one in alone) / 5:.4f} in the mean")

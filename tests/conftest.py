@@ -11,10 +11,10 @@ import pytest
 import torch
 import torch._dynamo  # sets environment variables of its own when it is first imported
 
-from manyhands.api.fit import fit
 from manyhands.api.runtime import runtime
 from manyhands.distributed import World, resolve
 from manyhands.launcher import LocalEngine
+from manyhands.options import Equality
 from manyhands.testing import no_leaks
 
 from .clean_folder import CleanFolder
@@ -100,7 +100,7 @@ VERIFIED = (
 @pytest.fixture(autouse=True)
 def _verify(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     name = request.path.stem
-    monkeypatch.setitem(fit.__kwdefaults__, "verify", name in VERIFIED)
+    monkeypatch.setitem(Equality.__init__.__kwdefaults__, "verify", name in VERIFIED)
 
 
 @pytest.fixture(autouse=True)

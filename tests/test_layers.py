@@ -14,6 +14,7 @@ PACKAGE = Path(__file__).parents[1] / "src" / "manyhands"
 EVERYTHING = {"*"}
 MAY_IMPORT: dict[str, set[str]] = {
     "core": set(),
+    "options": {"core"},
     "distributed": {"core"},
     "launcher": {"core", "distributed"},
     "diagnostics": {"core", "distributed", "launcher"},
@@ -30,7 +31,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "vectorized": {"core", "distributed", "storage", "training", "data", "capture"},
     "profiling": {"core", "distributed", "monitoring", "training", "costs"},
     "planning": {"core", "costs"},
-    "tuning": {"core", "distributed", "monitoring", "launcher", "storage", "training", "vectorized"},
+    "tuning": {"core", "options", "distributed", "monitoring", "launcher", "storage", "training", "vectorized"},
     "ensembles": {"core", "distributed", "launcher", "storage", "training", "vectorized"},
     "serving": {"core", "distributed", "launcher", "storage", "capture"},
     "keras": {"core", "distributed", "launcher", "storage", "strategies", "training", "data"},

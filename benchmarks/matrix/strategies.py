@@ -51,5 +51,15 @@ def train_population(task: mh.Task, spec: StrategySpec) -> Result:
 
 def train_strategy(task: mh.Task, spec: StrategySpec, folder: Any, on_event: Any) -> Result:
     """Train a task by `mh.fit`, quietly."""
-    run = mh.fit(task, spec, on=devices_of(spec), folder=folder, progress=False, log_to=on_event, timeout=TIMEOUT)
+    run = mh.fit(
+        task,
+        spec,
+        on=devices_of(spec),
+        folder=folder,
+        options=[
+            mh.options.Display(progress=False),
+            mh.options.Logging(log_to=on_event),
+            mh.options.Recovery(timeout=TIMEOUT),
+        ],
+    )
     return Result(run.losses, run.state_dict())

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from . import serving, sync
+    from . import options, serving, sync
     from .api.check import check
     from .api.ensemble import ensemble
     from .api.evaluate import evaluate, predict
@@ -105,6 +105,7 @@ __all__ = [
     "Placed",
     "place_on",
     "StrategySpec",
+    "options",
     "sync",
     "serving",
     "Run",
@@ -159,7 +160,7 @@ _MODULES = {
     "monitoring": ["Sink"],
     "serving": ["Client"],
 }
-_SUBPACKAGES = ("serving", "sync")
+_SUBPACKAGES = ("options", "serving", "sync")
 """Subpackages that are part of the public interface: mh.sync.TopK(0.01)."""
 _STRATEGIES = ("Mirrored", "Sharded", "TensorParallel", "Pipeline", "Placed")
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}

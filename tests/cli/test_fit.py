@@ -57,7 +57,7 @@ def test_memory_limit_and_deterministic_options_are_applied(invoke: Invoke) -> N
     result = invoke("fit", TARGET, "--on", "cpu*2", "--deterministic", "--memory", "2GiB", "--name", "a")
     assert result.exit_code == 0, result.stderr
     assert Run("runs/a").record["spec"] == {"replicas": 2, "deterministic": True}
-    assert "--memory 2GiB --name a --deterministic --resume true" in result.stdout
+    assert "--memory 2GiB --deterministic --epochs 1 --name a --resume true" in result.stdout
     refused = invoke("fit", TARGET, "--on", "cpu", "--memory", "plenty")
     assert refused.exit_code == 2
     assert "number of bytes above zero, but got 'plenty'" in refused.stderr
@@ -96,7 +96,7 @@ def test_arguments_override_the_config_file_which_overrides_the_environment(
         ([TARGET, "--on", "tpu"], "but got tpu"),
         ([TARGET, "--epochs", "0"], "epochs must be a whole number of at least 1"),
         ([TARGET, "--epochs", "few"], "valid int"),
-        ([TARGET, "--timeout", "0"], "--timeout must be above 0, but got 0.0. Pass a number of seconds"),
+        ([TARGET, "--timeout", "0"], "timeout must be above 0, but got 0.0. Pass a number of seconds"),
         (
             [TARGET, "--save-every", "0"],
             "--save-every must be a whole number of at least 1, but got 0. Pass --save-every 1",

@@ -126,7 +126,14 @@ class Kill(mh.Callback):
 def test_run_page_shows_loss_curve_and_rank_failure(show: Callable[..., Page], tmp_path: Path) -> None:
     folder, callbacks = tmp_path / "runs", [Kill(tmp_path / "killed")]
     run = mh.fit(
-        small_task(), "mirrored", on="cpu*2", epochs=2, folder=folder, name="first", progress=False, callbacks=callbacks
+        small_task(),
+        "mirrored",
+        on="cpu*2",
+        epochs=2,
+        folder=folder,
+        name="first",
+        callbacks=callbacks,
+        options=mh.options.Display(progress=False),
     )
     page = show("run?id=runs%2Ffirst")
     expect(page.locator("h1")).to_contain_text("finished")
@@ -254,7 +261,7 @@ def test_every_page_loads_with_accessible_names(show: Callable[..., Page], tmp_p
     def make(lr: float = 0.1, kind: str = "a") -> mh.Task:
         return task.replace(optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=lr))
 
-    options: dict[str, Any] = {"on": "cpu", "progress": False}
+    options: dict[str, Any] = {"on": "cpu", "options": mh.options.Display(progress=False)}
     study = mh.tune(
         make,
         {"lr": mh.loguniform(1e-3, 1e-1), "kind": mh.choice("a", "b")},
@@ -265,7 +272,14 @@ def test_every_page_loads_with_accessible_names(show: Callable[..., Page], tmp_p
         **options,
     )
     mh.ensemble(make, members=2, epochs=1, name="ensemble", folder=tmp_path / "studies", **options)
-    mh.fit(make, mh.Placed({"0": 0, "2": 1}), on="cpu*2", name="partitioned", folder=tmp_path / "runs", progress=False)
+    mh.fit(
+        make,
+        mh.Placed({"0": 0, "2": 1}),
+        on="cpu*2",
+        name="partitioned",
+        folder=tmp_path / "runs",
+        options=mh.options.Display(progress=False),
+    )
     plan = mh.plan(make, "4 hosts x 8 A100, 100Gb/s")
     plan.log(tmp_path / "plans" / "first")
     mh.profile(make, on="cpu", steps=2).log(tmp_path / "profiles" / "first")
@@ -379,7 +393,14 @@ def test_light_and_dark_themes_have_sufficient_contrast(show: Callable[..., Page
 
 
 def test_serving_page_shows_a_running_server(show: Callable[..., Page], tmp_path: Path) -> None:
-    run = mh.fit(small_task(), "single", on="cpu", folder=tmp_path / "runs", name="first", progress=False)
+    run = mh.fit(
+        small_task(),
+        "single",
+        on="cpu",
+        folder=tmp_path / "runs",
+        name="first",
+        options=mh.options.Display(progress=False),
+    )
     log = tmp_path / "logs" / "first"
     with mh.serve(
         {"adder": run.predictor()}, on="cpu", listen=mh.serving.Listen(http=0, grpc=0, manage=0), log=str(log)

@@ -107,7 +107,15 @@ def test_run_detail_matches_a_real_run(tmp_path: Path) -> None:
     )
     folder = tmp_path / "runs"
     placed = mh.Placed({"0": 0, "2": 1})
-    run = mh.fit(task, placed, on="cpu*2", epochs=8, name="first", folder=folder, progress=False, profile=True)
+    run = mh.fit(
+        task,
+        placed,
+        on="cpu*2",
+        epochs=8,
+        name="first",
+        folder=folder,
+        options=[mh.options.Display(progress=False), mh.options.Logging(profile=True)],
+    )
     library = Library([folder])
     read_all(library)
     told = library.sources["runs/first"].detail()
@@ -236,7 +244,7 @@ def test_real_study_and_ensemble_are_read(tmp_path: Path) -> None:
             batch_size=8,
         )
 
-    folder, options = tmp_path / "studies", {"on": "cpu", "progress": False, "folder": tmp_path / "studies"}
+    folder, options = tmp_path / "studies", {"on": "cpu", "folder": tmp_path / "studies"}
     study = mh.tune(task, {"lr": mh.loguniform(1e-3, 1.0)}, trials=4, epochs=1, name="first", **options)
     ensemble = mh.ensemble(task, members=2, epochs=1, name="ensemble", **options)
     library = Library([folder])

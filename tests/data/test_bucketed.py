@@ -159,7 +159,15 @@ class TestBucketed:
             data=mh.bucketed(TEXTS, 4, length="tokens"),
         )
         runs = [
-            mh.fit(task, strategy, on=on, epochs=2, folder=tmp_path, name=on[-1], progress=False)
+            mh.fit(
+                task,
+                strategy,
+                on=on,
+                epochs=2,
+                folder=tmp_path,
+                name=on[-1],
+                options=mh.options.Display(progress=False),
+            )
             for strategy, on in ((mh.Single(), "cpu"), (mh.Mirrored(2), "cpu*2"))
         ]
         torch.testing.assert_close(torch.tensor(runs[0].losses), torch.tensor(runs[1].losses))

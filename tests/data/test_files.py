@@ -25,6 +25,7 @@ from manyhands.data import Cursor, Feed, as_source
 from manyhands.data.formats import delimited
 from manyhands.data.formats.tfrecord import TFRecordFormat, masked
 
+from ..grouped_options import fit_options
 from . import shards
 from .shards import SIZE, tokens_of
 
@@ -475,8 +476,8 @@ def task(data):
 
 def test_resume_on_fewer_replicas_has_the_losses_of_an_uninterrupted_run(data, tmp_path):
     settings = {"folder": tmp_path / "runs", "progress": False}
-    whole = mh.fit(task(data), mh.Single(), on="cpu", epochs=2, name="one", **settings)
+    whole = mh.fit(task(data), mh.Single(), **fit_options(on="cpu", epochs=2, name="one", **settings))
     assert whole.num_steps == 10
-    two = mh.fit(task(data), mh.Mirrored(2), on="cpu*2", steps=3, name="two", **settings)
-    resumed = mh.fit(task(data), mh.Single(), on="cpu", epochs=2, resume=two, **settings)
+    two = mh.fit(task(data), mh.Mirrored(2), **fit_options(on="cpu*2", steps=3, name="two", **settings))
+    resumed = mh.fit(task(data), mh.Single(), **fit_options(on="cpu", epochs=2, resume=two, **settings))
     torch.testing.assert_close(torch.tensor(resumed.losses), torch.tensor(whole.losses), rtol=1e-5, atol=1e-7)

@@ -149,7 +149,9 @@ def test_fit_on_two_replicas_has_the_same_losses_as_on_one(data, iterable, tmp_p
         batch_size=5,
     )
     runs = [
-        mh.fit(task, strategy, on=on, epochs=2, folder=tmp_path, name=on[-1], progress=False)
+        mh.fit(
+            task, strategy, on=on, epochs=2, folder=tmp_path, name=on[-1], options=mh.options.Display(progress=False)
+        )
         for strategy, on in ((mh.Single(), "cpu"), (mh.Mirrored(2), "cpu*2"))
     ]
     assert runs[0].num_steps == 10

@@ -80,7 +80,14 @@ def test_hanging_step_is_written_to_the_event_log(engine: LocalEngine, tmp_path:
         data=(torch.ones(16, 2),),
         batch_size=4,
     )
-    run = mh.fit(task, mh.Mirrored(2), on="cpu*2", folder=tmp_path, callbacks=[Late()], timeout=TIMEOUT, progress=False)
+    run = mh.fit(
+        task,
+        mh.Mirrored(2),
+        on="cpu*2",
+        folder=tmp_path,
+        callbacks=[Late()],
+        options=[mh.options.Recovery(timeout=TIMEOUT), mh.options.Display(progress=False)],
+    )
     texts = [entry["text"] for entry in read_events(run.path / "events.jsonl") if entry["kind"] == "hang"]
     (report,) = [text for text in texts if "in on_step" in text]
     assert "rank 0 on " in report.splitlines()[1]

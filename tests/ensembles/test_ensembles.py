@@ -66,7 +66,14 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> mh.Study:
     """Four members with seeds of their own."""
     folder = tmp_path_factory.mktemp("ensemble")
     space = {"seed": [0, 1, 2, 3]}
-    return mh.tune(classifier, space, search="grid", epochs=8, keep=4, on="cpu", folder=folder, progress=False)
+    return mh.tune(
+        classifier,
+        space,
+        epochs=8,
+        on="cpu",
+        folder=folder,
+        options=[mh.options.Algorithm(search="grid"), mh.options.Selection(keep=4), mh.options.Display(progress=False)],
+    )
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +104,9 @@ def test_vote_returns_the_share_of_votes(runs: list[mh.Run]) -> None:
 def test_fitted_combination_has_higher_likelihood_than_the_mean(
     runs: list[mh.Run], combine: str, tmp_path: Path
 ) -> None:
-    bad = mh.fit(classifier(seed=9), "single", steps=1, on="cpu", folder=tmp_path, progress=False)
+    bad = mh.fit(
+        classifier(seed=9), "single", steps=1, on="cpu", folder=tmp_path, options=mh.options.Display(progress=False)
+    )
     mixed = [*runs, bad]
 
     def likelihood(ensemble: Ensemble) -> float:
@@ -113,7 +122,9 @@ def test_fitted_combination_has_higher_likelihood_than_the_mean(
 
 
 def test_regression_outputs_are_averaged_with_spread(tmp_path: Path) -> None:
-    ensemble = mh.ensemble(regression(), members=3, epochs=2, on="cpu", folder=tmp_path, progress=False)
+    ensemble = mh.ensemble(
+        regression(), members=3, epochs=2, on="cpu", folder=tmp_path, options=mh.options.Display(progress=False)
+    )
     answers = ensemble.each(INPUTS)["output"]
     torch.testing.assert_close(ensemble(INPUTS), answers.mean(0))
     assert ensemble.uncertainty(INPUTS)["spread"].shape == (360,)
@@ -123,7 +134,7 @@ def test_regression_outputs_are_averaged_with_spread(tmp_path: Path) -> None:
 
 
 def test_uncertainty_is_high_where_members_disagree(runs: list[mh.Run]) -> None:
-    ensemble = mh.ensemble(runs, uncertainty=True)
+    ensemble = mh.ensemble(runs, options=mh.options.Combining(uncertainty=True))
     told = ensemble(INPUTS)
     assert set(told) == {"output", "spread", "mutual_information"}
     torch.testing.assert_close(told["spread"], ensemble.uncertainty(INPUTS)["spread"])
@@ -143,8 +154,17 @@ def test_calibration_is_reported_for_the_ensemble_and_each_member(runs: list[mh.
 
 
 def test_members_differ_only_in_their_seed(tmp_path: Path) -> None:
-    ensemble = mh.ensemble(classifier, members=3, epochs=2, on="cpu", folder=tmp_path, progress=False)
-    alone = mh.fit(classifier(seed=2), "single", epochs=2, on="cpu", folder=tmp_path / "runs", progress=False)
+    ensemble = mh.ensemble(
+        classifier, members=3, epochs=2, on="cpu", folder=tmp_path, options=mh.options.Display(progress=False)
+    )
+    alone = mh.fit(
+        classifier(seed=2),
+        "single",
+        epochs=2,
+        on="cpu",
+        folder=tmp_path / "runs",
+        options=mh.options.Display(progress=False),
+    )
     with torch.no_grad():
         wanted = alone.model()(INPUTS)
     torch.testing.assert_close(ensemble.each(INPUTS)["output"][2], wanted, rtol=1e-4, atol=1e-5)
@@ -157,7 +177,7 @@ def test_ensemble_of_a_study_uses_the_best_trials(study: mh.Study) -> None:
 
 @pytest.mark.parametrize("combine", COMBINATIONS)
 def test_local_remote_and_exported_ensembles_predict_the_same(runs: list[mh.Run], tmp_path: Path, combine: str) -> None:
-    ensemble = mh.ensemble(runs, combine=combine, uncertainty=True)
+    ensemble = mh.ensemble(runs, combine=combine, options=mh.options.Combining(uncertainty=True))
     here = ensemble(INPUTS)
     exported = mh.load(ensemble.export(tmp_path / "models"))
     assert exported.meta["members"] == ["00000", "00001", "00002", "00003"]
@@ -298,7 +318,7 @@ def test_ensemble_of_served_models(runs: list[mh.Run], tmp_path: Path) -> None:
 
 
 def test_ensemble_is_served_like_any_model(runs: list[mh.Run]) -> None:
-    ensemble = mh.ensemble(runs, uncertainty=True)
+    ensemble = mh.ensemble(runs, options=mh.options.Combining(uncertainty=True))
     with mh.serve({"ensemble": ensemble}, on="cpu", listen=mh.serving.Listen(http=0, grpc=0, manage=0)) as server:
         told = mh.Client(server.url)("ensemble", INPUTS[:5])
         torch.testing.assert_close(
@@ -308,7 +328,9 @@ def test_ensemble_is_served_like_any_model(runs: list[mh.Run]) -> None:
 
 
 def test_incompatible_members_and_settings_are_rejected(runs: list[mh.Run], study: mh.Study, tmp_path: Path) -> None:
-    other = mh.fit(classifier(classes=4), "single", steps=1, on="cpu", folder=tmp_path, progress=False)
+    other = mh.fit(
+        classifier(classes=4), "single", steps=1, on="cpu", folder=tmp_path, options=mh.options.Display(progress=False)
+    )
     with pytest.raises(TaskError, match=r"the same outputs: 00000 has output: float32\[\*, 3\], but got .*\[\*, 4\]"):
         mh.ensemble([runs[0], other])
     with pytest.raises(SettingsError, match="combine must be one of mean, vote, weighted, stacked, but got 'best'"):

@@ -16,7 +16,9 @@ pytestmark = pytest.mark.gpu
 
 
 def test_ensemble_on_a_gpu_predicts_like_one_on_the_cpu(tmp_path: Path) -> None:
-    ensemble = mh.ensemble(classifier, members=4, epochs=4, on="cuda:0", folder=tmp_path, progress=False)
+    ensemble = mh.ensemble(
+        classifier, members=4, epochs=4, on="cuda:0", folder=tmp_path, options=mh.options.Display(progress=False)
+    )
     wanted = Ensemble(ensemble.members, batches=ensemble._batches)(INPUTS)
     mixed = Ensemble(ensemble.members, batches=ensemble._batches, devices=[torch.device("cuda:0"), torch.device("cpu")])
     for one in (ensemble, mixed):

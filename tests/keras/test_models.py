@@ -35,7 +35,7 @@ def made(*more: Any, optimizer: Any = "sgd", seed: int = 3) -> Any:
 @pytest.mark.parametrize("optimizer", ["sgd", "adam", "adamw", "rmsprop"])
 def test_task_from_a_keras_model_trains_like_the_model(optimizer: str, tmp_path: Path) -> None:
     task = mhk.as_task(lambda: made(optimizer=optimizer), (X, Y), batch_size=32, shuffle=False)
-    run = mh.fit(task, "single", epochs=2, on="cpu", folder=tmp_path, progress=False)
+    run = mh.fit(task, "single", epochs=2, on="cpu", folder=tmp_path, options=mh.options.Display(progress=False))
     losses: list[float] = []
     watch = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: losses.append(logs["loss"]))
     model = made(optimizer=optimizer)
@@ -47,8 +47,15 @@ def test_task_from_a_keras_model_trains_like_the_model(optimizer: str, tmp_path:
 
 def test_keras_task_trains_on_parameter_servers(tmp_path: Path) -> None:
     task = mhk.as_task(made, (X, Y), batch_size=32, shuffle=False)
-    alone = mh.fit(task, "single", epochs=1, on="cpu", folder=tmp_path, progress=False)
-    served = mh.fit(task, mh.ParameterServer(servers=1), epochs=1, on="cpu*2", folder=tmp_path, progress=False)
+    alone = mh.fit(task, "single", epochs=1, on="cpu", folder=tmp_path, options=mh.options.Display(progress=False))
+    served = mh.fit(
+        task,
+        mh.ParameterServer(servers=1),
+        epochs=1,
+        on="cpu*2",
+        folder=tmp_path,
+        options=mh.options.Display(progress=False),
+    )
     assert served.losses == pytest.approx(alone.losses, rel=1e-5)
 
 
@@ -59,7 +66,7 @@ def test_exported_models_can_be_served_and_combined_in_ensembles(tmp_path: Path)
     loaded = [mh.load(mhk.export(model, tmp_path / "digits")) for model in models]
     for model, one in zip(models, loaded, strict=True):
         np.testing.assert_allclose(one(X), model.predict(X, verbose=0), rtol=1e-5, atol=1e-5)
-    ensemble = mh.ensemble(loaded, data=(X, Y))
+    ensemble = mh.ensemble(loaded, options=mh.options.Combining(data=(X, Y)))
     wanted = np.mean([torch.softmax(torch.tensor(model.predict(X, verbose=0)), 1) for model in models], axis=0)
     np.testing.assert_allclose(torch.softmax(ensemble(X), 1), wanted, atol=1e-5)
     with mh.serve(tmp_path, listen=mh.serving.Listen(http=0, grpc=0, manage=0)) as server:

@@ -40,7 +40,7 @@ task = mh.Task(
     batch_size=4,
 )
 ours = [c.laddr.ip for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_LISTEN]
-run = mh.fit(task, epochs=2, name="run", folder=sys.argv[1], progress=False)
+run = mh.fit(task, epochs=2, name="run", folder=sys.argv[1])
 ranks = mh.launch(lambda hand: (hand.rank, hand.size))
 told = {"rank": hand.rank, "total": total, "listens": sorted(set(ours)), "ranks": ranks,
         "steps": run.outcome.num_steps, "losses": run.losses, "spec": run.record["spec"]}

@@ -163,17 +163,28 @@ def test_fit_survives_worker_failure_and_node_failure(nodes: Any, tmp_path: Path
 
     killer = threading.Thread(target=kill_node, daemon=True)
     killer.start()
+    options = [
+        mh.options.Display(progress=False),
+        mh.options.Recovery(timeout=60),
+        mh.options.Logging(log_to=lambda entry: heard.append(entry["kind"])),
+    ]
     # Two groups of two. When the second node is gone three ranks are left, and one has no partner for a group.
     run = mh.fit(
-        task(), "replicas=2,tensor=2", on="ray", epochs=2, folder=tmp_path, name="run", callbacks=[Faults(tmp_path)],
-        progress=False, timeout=60, log_to=lambda entry: heard.append(entry["kind"]),
-    )  # fmt: skip
+        task(),
+        "replicas=2,tensor=2",
+        on="ray",
+        epochs=2,
+        folder=tmp_path,
+        name="run",
+        callbacks=[Faults(tmp_path)],
+        options=options,
+    )
     killer.join()
     (group,) = [group for group in groups if group["state"] == "CREATED"]
     assert group["strategy"] == "STRICT_SPREAD"
     assert sorted(bundle["CPU"] for bundle in group["bundles"].values()) == [1.0, 3.0]
     assert {"start", "steps", "lost", "recovered", "epoch", "end"} <= set(heard), "events come to the caller"
-    whole = mh.fit(task(), mh.Single(), on="cpu", epochs=2, folder=tmp_path, progress=False)
+    whole = mh.fit(task(), mh.Single(), on="cpu", epochs=2, folder=tmp_path, options=mh.options.Display(progress=False))
     assert run.num_steps == 16
     torch.testing.assert_close(torch.tensor(run.losses), torch.tensor(whole.losses), rtol=1e-5, atol=1e-7)
     events = list(read_events(run.path / "events.jsonl"))

@@ -31,7 +31,7 @@ task = mh.Task(
     data=(torch.arange(48.0).view(12, 4) / 48, torch.ones(12, 1)),
     batch_size=4,
 )
-run = mh.fit(task, epochs=2, name="run", folder="runs", on="cpu*2", timeout=60)
+run = mh.fit(task, epochs=2, name="run", folder="runs", on="cpu*2", options=mh.options.Recovery(timeout=60))
 print(run.record["devices"], run.losses)
 """
 
@@ -56,7 +56,9 @@ def test_tf_config_hosts_with_two_devices_use_the_fastest_link(tmp_path: Path) -
         said = [program.communicate(timeout=250) for program in programs]
     assert [program.returncode for program in programs] == [0, 0], said
     assert "['host1/cpu#0', 'host1/cpu#1', 'host2/cpu#0', 'host2/cpu#1']" in said[0][0]
-    calm = mh.fit(_task(), mh.Single(), epochs=2, on="cpu", folder=tmp_path / "calm", progress=False)
+    calm = mh.fit(
+        _task(), mh.Single(), epochs=2, on="cpu", folder=tmp_path / "calm", options=mh.options.Display(progress=False)
+    )
     run = mh.Run(tmp_path / "runs" / "run")
     assert run.losses == pytest.approx(calm.losses, rel=1e-5)
     told = [json.loads(line) for line in (run.path / "events.jsonl").read_text().splitlines()]

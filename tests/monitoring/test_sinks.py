@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import functools
 import json
 import os
 import subprocess
@@ -24,6 +25,7 @@ from manyhands.monitoring import About, SinkDispatcher, make_sinks
 from manyhands.monitoring.sinks import NumberSink, dispatcher
 from manyhands.monitoring.sinks.names import numbers_of
 
+from ..grouped_options import fit_options
 from ..training.problems import generator
 
 
@@ -40,9 +42,12 @@ def task(lr: float = 0.05) -> mh.Task:
     )
 
 
-def fit(folder: Path, log_to: Any, **settings: Any) -> mh.Run:
+def fit(folder: Path, log_to: Any, lr: float = 0.05, **settings: Any) -> mh.Run:
     settings = {"on": "cpu", "epochs": 2, "name": "run", **settings}
-    return mh.fit(task, folder=folder, log_to=log_to, progress=False, timeout=60, **settings)
+    return mh.fit(
+        functools.partial(task, lr=lr),
+        **fit_options(folder=folder, log_to=log_to, progress=False, timeout=60, **settings),
+    )
 
 
 def notices(run_folder: Path) -> list[str]:
@@ -103,7 +108,7 @@ def test_tensorboard_sink_writes_one_curve_for_a_resumed_run(tmp_path: Path) -> 
 
     stopped = fit(tmp_path, ["tensorboard"], epochs=2, save_every=4, callbacks=[StopEarly()])
     assert stopped.stopped
-    run = fit(tmp_path, ["tensorboard"], epochs=3, resume=True, params={"lr": 0.05})
+    run = fit(tmp_path, ["tensorboard"], epochs=3, resume=True)
     board = EventAccumulator(str(run.path / "tensorboard"), size_guidance={"scalars": 0, "tensors": 0})
     board.Reload()
     curve = [(item.step, item.value) for item in board.Scalars("train/loss")]
@@ -118,7 +123,7 @@ def test_tensorboard_sink_writes_one_curve_for_a_resumed_run(tmp_path: Path) -> 
 
 
 BOTH = """
-import json, pathlib, struct, sys
+import functools, json, pathlib, struct, sys
 import torch
 import manyhands as mh
 
@@ -128,7 +133,10 @@ sys.path.insert(0, sys.argv[1])
 from tests.monitoring.test_sinks import task
 
 dispatcher.CLOSE_SECONDS = 90  # however busy the machine is
-run = mh.fit(task, params={"lr": 0.03}, on="cpu", epochs=2, name="both", log_to=["wandb", "mlflow"], progress=False)
+run = mh.fit(
+    functools.partial(task, lr=0.03), on="cpu", epochs=2, name="both",
+    options=mh.options.Logging(log_to=["wandb", "mlflow"]),
+)
 
 # A run's finish() may return before wandb's own process has written the file; this waits for that process.
 from wandb import teardown
@@ -241,7 +249,7 @@ def test_slow_sink_with_full_queue_is_dropped_during_the_run(
 def test_sinks_receive_the_failure_of_a_run(tmp_path: Path) -> None:
     sink = Faulty()
     with pytest.raises(LossNotFinite):
-        fit(tmp_path, [sink], params={"lr": 1e30})
+        fit(tmp_path, [sink], lr=1e30)
     assert sink.heard[-2:] == ["failed", "failed"]
 
 
@@ -258,7 +266,13 @@ def test_rejected_run_closes_sinks_and_leaves_no_folder(tmp_path: Path) -> None:
     sums = task().replace(loss=lambda model, batch: model(batch[0]))
     heard: list[Event] = []
     with pytest.raises(TaskError, match="a loss must be a scalar"):
-        mh.fit(sums, "mirrored", on="cpu", folder=tmp_path, log_to=["csv", heard.append], progress=False)
+        mh.fit(
+            sums,
+            "mirrored",
+            on="cpu",
+            folder=tmp_path,
+            options=[mh.options.Logging(log_to=["csv", heard.append]), mh.options.Display(progress=False)],
+        )
     assert [heard[0]["kind"], heard[-1]["kind"]] == ["notice", "failed"]
     assert list(tmp_path.iterdir()) == []
 
@@ -359,7 +373,13 @@ def test_make_sinks_parses_comma_separated_names() -> None:
 def test_logged_learning_rate_follows_the_schedule(tmp_path: Path) -> None:
     heard: list[Event] = []
     halving = task(lr=0.05).replace(schedule=lambda step, total: 0.5**step)
-    mh.fit(halving, on="cpu", epochs=2, folder=tmp_path, log_to=heard.append, progress=False)
+    mh.fit(
+        halving,
+        on="cpu",
+        epochs=2,
+        folder=tmp_path,
+        options=[mh.options.Logging(log_to=heard.append), mh.options.Display(progress=False)],
+    )
     rates = {
         step: values["train/lr"] for entry in heard for step, values in numbers_of(entry, 0) if "train/lr" in values
     }

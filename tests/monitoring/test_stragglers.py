@@ -80,7 +80,13 @@ def flags(folder: Path, *, slow: bool) -> list[dict[str, Any]]:
         batch_size=4,
     )
     run = mh.fit(
-        task, mh.Mirrored(2), on="cpu*2", epochs=10_000, steps=120 if slow else 200, folder=folder, progress=False
+        task,
+        mh.Mirrored(2),
+        on="cpu*2",
+        epochs=10_000,
+        steps=120 if slow else 200,
+        folder=folder,
+        options=mh.options.Display(progress=False),
     )
     return [entry for entry in read_events(run.path / "events.jsonl") if entry["kind"] in ("straggler", "pace")]
 

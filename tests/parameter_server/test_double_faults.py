@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import manyhands as mh
 from manyhands.core import NoProgress
 
+from ..grouped_options import fit_options
 from ..training.problems import problem
 from .test_training import QUIET, events, farthest
 
@@ -57,10 +58,16 @@ def marked(task: mh.Task, folder: Path, roles: tuple[str, ...]) -> mh.Task:
 @pytest.mark.parametrize("followers", [0, 1])
 def test_simultaneously_failed_servers_are_restored_from_checkpoint(followers: int, tmp_path: Path) -> None:
     task = marked(problem("mlp", rows=96), tmp_path, ("server", "follower"))
-    one = mh.fit(problem("mlp", rows=96), mh.Single(precision="fp64"), on="cpu", epochs=3, folder=tmp_path, **QUIET)
+    one = mh.fit(
+        problem("mlp", rows=96),
+        mh.Single(precision="fp64"),
+        **fit_options(on="cpu", epochs=3, folder=tmp_path, **QUIET),
+    )
     spec = mh.ParameterServer(servers=2, workers=2, followers=followers, precision="fp64")
     killer = KillAll(tmp_path, 8)
-    run = mh.fit(task, spec, on="cpu*2", epochs=3, folder=tmp_path, name="ps", callbacks=[killer], **QUIET)
+    run = mh.fit(
+        task, spec, **fit_options(on="cpu*2", epochs=3, folder=tmp_path, name="ps", callbacks=[killer], **QUIET)
+    )
     assert events(run, "recovered")[0]["step"] == 6
     assert events(run, "servers")[-1]["lost_servers"] >= 2
     assert run.num_steps == 18
@@ -92,8 +99,10 @@ def test_server_failure_while_another_server_reduces_does_not_lose_the_step(tmp_
 
     task = problem("mlp", rows=96).replace(optimizer=optimizer, clip=1.0)
     spec = mh.ParameterServer(servers=2, workers=2, followers=1, precision="fp64")
-    run = mh.fit(task, spec, on="cpu*2", epochs=2, folder=tmp_path, name="ps", timeout=10, **QUIET)
-    one = mh.fit(task, mh.Single(precision="fp64"), on="cpu", epochs=2, folder=tmp_path, name="one", **QUIET)
+    run = mh.fit(task, spec, **fit_options(on="cpu*2", epochs=2, folder=tmp_path, name="ps", timeout=10, **QUIET))
+    one = mh.fit(
+        task, mh.Single(precision="fp64"), **fit_options(on="cpu", epochs=2, folder=tmp_path, name="one", **QUIET)
+    )
     assert events(run, "servers")[-1]["lost_servers"] == 1
     assert not events(run, "recovered")
     assert farthest(one, run) <= 1e-9
@@ -126,7 +135,11 @@ def test_server_failing_at_same_update_repeatedly_raises_no_progress(tmp_path: P
     with pytest.raises(
         NoProgress, match="server 0 was killed by signal 9.*, repeatedly, without completing a step"
     ) as info:
-        mh.fit(task, mh.ParameterServer(servers=1, workers=1), on="cpu", epochs=3, folder=tmp_path, name="r", **QUIET)
+        mh.fit(
+            task,
+            mh.ParameterServer(servers=1, workers=1),
+            **fit_options(on="cpu", epochs=3, folder=tmp_path, name="r", **QUIET),
+        )
     assert info.value.exit_code == 70
     assert len(events(mh.Run(tmp_path / "r", task), "member_lost")) == 4
 
@@ -143,8 +156,8 @@ def test_rollback_to_start_restores_initial_weights(tmp_path: Path) -> None:
     task = problem("mlp", rows=160).replace(max_skipped=4, not_finite="skip")
     spec = mh.ParameterServer(servers=1, workers=1, precision="fp64")
     where: dict[str, Any] = {"on": "cpu", "save_every": 6, "folder": tmp_path, **QUIET}
-    sound = mh.fit(task, spec, name="sound", **where)
-    run = mh.fit(task.replace(loss=loss), spec, name="run", **where)
+    sound = mh.fit(task, spec, **fit_options(name="sound", **where))
+    run = mh.fit(task.replace(loss=loss), spec, **fit_options(name="run", **where))
     assert events(run, "recovered")[0]["source"] == "its beginning"
     assert run.losses == pytest.approx(sound.losses, rel=1e-9)
     assert farthest(sound, run) <= 1e-9

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import manyhands as mh
 from manyhands.core import RunError
 
+from ..grouped_options import fit_options
 from ..training.problems import problem
 from .test_training import QUIET, events, farthest
 
@@ -59,9 +60,15 @@ class SetTrap(mh.Callback):
 def test_server_killed_between_update_and_reply_is_restored(staleness: int | None, tmp_path: Path) -> None:
     trap = str(tmp_path / "trap")
     task = problem("mlp", rows=96).replace(optimizer=lambda model: Mortal(model.parameters(), trap))
-    one = mh.fit(task, mh.Single(precision="fp64"), on="cpu", epochs=3, folder=tmp_path, name="one", **QUIET)
+    one = mh.fit(
+        task, mh.Single(precision="fp64"), **fit_options(on="cpu", epochs=3, folder=tmp_path, name="one", **QUIET)
+    )
     spec = mh.ParameterServer(servers=2, workers=2, staleness=staleness, precision="fp64")
-    run = mh.fit(task, spec, on="cpu*2", epochs=3, folder=tmp_path, name="ps", callbacks=[SetTrap(trap, 8)], **QUIET)
+    run = mh.fit(
+        task,
+        spec,
+        **fit_options(on="cpu*2", epochs=3, folder=tmp_path, name="ps", callbacks=[SetTrap(trap, 8)], **QUIET),
+    )
     told = events(run, "servers")[-1]
     assert told["lost_servers"] == 1
     assert told["lost_workers"] == 0
@@ -78,9 +85,11 @@ def test_server_killed_before_first_checkpoint_restarts_from_step_zero(tmp_path:
     trap = str(tmp_path / "trap")
     # Many steps, because the servers may be some steps ahead of the callback that sets the trap.
     task = problem("mlp", rows=768).replace(optimizer=lambda model: Mortal(model.parameters(), trap))
-    one = mh.fit(task, mh.Single(precision="fp64"), on="cpu", folder=tmp_path, name="one", **QUIET)
+    one = mh.fit(task, mh.Single(precision="fp64"), **fit_options(on="cpu", folder=tmp_path, name="one", **QUIET))
     spec = mh.ParameterServer(servers=2, workers=2, precision="fp64")
-    run = mh.fit(task, spec, on="cpu*2", folder=tmp_path, name="ps", callbacks=[SetTrap(trap, 2)], **QUIET)
+    run = mh.fit(
+        task, spec, **fit_options(on="cpu*2", folder=tmp_path, name="ps", callbacks=[SetTrap(trap, 2)], **QUIET)
+    )
     assert events(run, "servers")[-1]["lost_servers"] == 1
     assert farthest(one, run) <= 1e-9
 
@@ -112,7 +121,11 @@ def test_worker_killed_while_pushing_loses_no_sample(mode: dict[str, Any], tmp_p
     trap = str(tmp_path / "trap")
     task = problem("mlp", rows=96).replace(loss=deadly_loss(trap))
     spec = mh.ParameterServer(servers=2, workers=3, precision="fp64", **mode)
-    run = mh.fit(task, spec, on="cpu*3", epochs=3, folder=tmp_path, name="ps", callbacks=[SetTrap(trap, 4)], **QUIET)
+    run = mh.fit(
+        task,
+        spec,
+        **fit_options(on="cpu*3", epochs=3, folder=tmp_path, name="ps", callbacks=[SetTrap(trap, 4)], **QUIET),
+    )
     told = events(run, "servers")[-1]
     assert told["lost_workers"] == 1
     assert told["lost_servers"] == 0
@@ -120,7 +133,9 @@ def test_worker_killed_while_pushing_loses_no_sample(mode: dict[str, Any], tmp_p
     parts = {0: 3, None: 1}[spec.staleness] if not spec.backup else 2
     assert told["ledger"] == [18 * parts] * 2
     if mode == {"staleness": 0}:
-        one = mh.fit(task, mh.Single(precision="fp64"), on="cpu", epochs=3, folder=tmp_path, name="one", **QUIET)
+        one = mh.fit(
+            task, mh.Single(precision="fp64"), **fit_options(on="cpu", epochs=3, folder=tmp_path, name="one", **QUIET)
+        )
         assert farthest(one, run) <= 1e-9
 
 
@@ -137,7 +152,7 @@ def test_a_worker_that_freezes_is_replaced(tmp_path: Path) -> None:
     spec = mh.ParameterServer(servers=2, workers=2)
     task = problem("mlp", rows=96).replace(loss=loss)
     callbacks = [SetTrap(trap, 2)]
-    run = mh.fit(task, spec, on="cpu*2", folder=tmp_path, callbacks=callbacks, timeout=8, **QUIET)
+    run = mh.fit(task, spec, **fit_options(on="cpu*2", folder=tmp_path, callbacks=callbacks, timeout=8, **QUIET))
     assert events(run, "servers")[-1]["lost_workers"] == 1
     assert run.num_steps == 6
 
@@ -150,7 +165,11 @@ def test_repeatedly_killed_worker_fails_the_run(tmp_path: Path) -> None:
 
     parent = os.getpid()
     with pytest.raises(RunError, match="worker . was killed by signal 9"):
-        mh.fit(problem("mlp").replace(loss=loss), mh.ParameterServer(workers=2), on="cpu*2", folder=tmp_path, **QUIET)
+        mh.fit(
+            problem("mlp").replace(loss=loss),
+            mh.ParameterServer(workers=2),
+            **fit_options(on="cpu*2", folder=tmp_path, **QUIET),
+        )
 
 
 def test_loss_exception_in_worker_is_raised_by_fit(tmp_path: Path) -> None:
@@ -161,7 +180,11 @@ def test_loss_exception_in_worker_is_raised_by_fit(tmp_path: Path) -> None:
 
     parent = os.getpid()
     with pytest.raises(RunError, match="ZeroDivisionError: in the loss"):
-        mh.fit(problem("mlp").replace(loss=loss), mh.ParameterServer(workers=2), on="cpu*2", folder=tmp_path, **QUIET)
+        mh.fit(
+            problem("mlp").replace(loss=loss),
+            mh.ParameterServer(workers=2),
+            **fit_options(on="cpu*2", folder=tmp_path, **QUIET),
+        )
 
 
 PROGRAM = """
@@ -174,7 +197,7 @@ class Slow(mh.Callback):
         time.sleep(0.05)
 
 mh.fit(problem("mlp", rows=96), mh.ParameterServer(servers=2, workers=2, precision="fp64"), on="cpu*2",
-       epochs=30, folder=sys.argv[1], name="ps", callbacks=[Slow()], progress=False)
+       epochs=30, folder=sys.argv[1], name="ps", callbacks=[Slow()])
 """
 
 
@@ -192,8 +215,10 @@ def test_killed_coordinator_leaves_no_processes_and_run_can_be_resumed(tmp_path:
     spec = mh.ParameterServer(servers=3, workers=2, precision="fp64")
     before = mh.Run(tmp_path / "ps", task).num_steps
     epochs = before // 6 + 2
-    run = mh.fit(task, spec, on="cpu*2", epochs=epochs, folder=tmp_path, name="ps", resume=True, **QUIET)
-    one = mh.fit(task, mh.Single(precision="fp64"), on="cpu", epochs=epochs, folder=tmp_path, name="one", **QUIET)
+    run = mh.fit(task, spec, **fit_options(on="cpu*2", epochs=epochs, folder=tmp_path, name="ps", resume=True, **QUIET))
+    one = mh.fit(
+        task, mh.Single(precision="fp64"), **fit_options(on="cpu", epochs=epochs, folder=tmp_path, name="one", **QUIET)
+    )
     assert run.num_steps == one.num_steps
     assert farthest(one, run) <= 1e-9
 

@@ -15,6 +15,7 @@ from torch import nn
 import manyhands as mh
 from manyhands.core import StrategyError
 
+from ..grouped_options import fit_options
 from ..training.problems import problem
 from .test_faults import SetTrap, die_if
 from .test_training import QUIET, events, farthest, recommender
@@ -75,7 +76,11 @@ def test_every_gradient_is_applied_once_despite_server_or_follower_failure(
     trap = str(tmp_path / "trap")
     task = problem("mlp", rows=96).replace(optimizer=mortal(sgd, trap, point), clip=1.0)
     spec = mh.ParameterServer(servers=2, workers=2, followers=1, precision="fp64", **mode)
-    run = mh.fit(task, spec, on="cpu*2", epochs=3, folder=tmp_path, name="ps", callbacks=[SetTrap(trap, 4)], **QUIET)
+    run = mh.fit(
+        task,
+        spec,
+        **fit_options(on="cpu*2", epochs=3, folder=tmp_path, name="ps", callbacks=[SetTrap(trap, 4)], **QUIET),
+    )
     told = events(run, "servers")[-1]
     died = "lost_followers" if point.startswith("the follower") else "lost_servers"
     assert {"lost_servers": 0, "lost_followers": 0, **{died: 1}}.items() <= told.items()
@@ -84,7 +89,9 @@ def test_every_gradient_is_applied_once_despite_server_or_follower_failure(
     assert run.num_steps == 18
     assert told["ledger"] == [18 if spec.staleness is None else 36] * 2
     if spec.staleness == 0:
-        one = mh.fit(task, mh.Single(precision="fp64"), on="cpu", epochs=3, folder=tmp_path, name="one", **QUIET)
+        one = mh.fit(
+            task, mh.Single(precision="fp64"), **fit_options(on="cpu", epochs=3, folder=tmp_path, name="one", **QUIET)
+        )
         assert farthest(one, run) <= 1e-9
         assert run.losses == pytest.approx(one.losses, rel=1e-9)
 
@@ -112,8 +119,10 @@ def test_embedding_rows_survive_two_server_failures_with_followers(tmp_path: Pat
     task = task.replace(optimizer=mortal(task.optimizer, trap, "a step was closed"))
     spec = mh.ParameterServer(servers=2, workers=2, followers=1, precision="fp64")
     traps = [SetTrapAgain(trap, tmp_path / "ps" / "events.jsonl")]
-    run = mh.fit(task, spec, on="cpu*2", epochs=30, folder=tmp_path, name="ps", callbacks=traps, **QUIET)
-    one = mh.fit(task, mh.Single(precision="fp64"), on="cpu", epochs=30, folder=tmp_path, name="one", **QUIET)
+    run = mh.fit(task, spec, **fit_options(on="cpu*2", epochs=30, folder=tmp_path, name="ps", callbacks=traps, **QUIET))
+    one = mh.fit(
+        task, mh.Single(precision="fp64"), **fit_options(on="cpu", epochs=30, folder=tmp_path, name="one", **QUIET)
+    )
     assert events(run, "servers")[-1]["lost_servers"] == 2
     assert not events(run, "recovered")
     assert farthest(one, run) <= 1e-9

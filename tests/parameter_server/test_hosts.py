@@ -23,6 +23,7 @@ from manyhands.parameter_server.shared_memory import SharedSlots
 from manyhands.parameter_server.sockets import Caller, ConnectionLost, MessageListener, new_context
 from manyhands.testing import NamespaceHosts
 
+from ..grouped_options import fit_options
 from ..training.problems import problem
 from .test_faults import wait_for
 from .test_roles import TOKEN
@@ -60,14 +61,16 @@ def member(
         mh.fit(
             problem("mlp", rows=96),
             mh.ParameterServer(precision="fp64", followers=followers),
-            on="cpu",
-            epochs=EPOCHS,
-            folder=folder,
-            name="ps",
-            resume=resume,
-            callbacks=list(callbacks),
-            timeout=TIMEOUT,
-            **QUIET,
+            **fit_options(
+                on="cpu",
+                epochs=EPOCHS,
+                folder=folder,
+                name="ps",
+                resume=resume,
+                callbacks=list(callbacks),
+                timeout=TIMEOUT,
+                **QUIET,
+            ),
         )
     except SystemExit as end:
         return str(end.code)
@@ -137,7 +140,9 @@ def programs(request: pytest.FixtureRequest, engine: LocalEngine, tmp_path: Path
 def require_equal(tmp_path: Path) -> mh.Run:
     """The run on hosts must be what one device gives."""
     task = problem("mlp", rows=96)
-    one = mh.fit(task, mh.Single(precision="fp64"), on="cpu", epochs=EPOCHS, folder=tmp_path, name="one", **QUIET)
+    one = mh.fit(
+        task, mh.Single(precision="fp64"), **fit_options(on="cpu", epochs=EPOCHS, folder=tmp_path, name="one", **QUIET)
+    )
     run = mh.Run(tmp_path / "ps", task)
     assert run.num_steps == one.num_steps
     assert farthest(one, run) <= 1e-9

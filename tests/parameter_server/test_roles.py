@@ -23,6 +23,7 @@ from manyhands.distributed import Device, World
 from manyhands.distributed import world as worlds
 from manyhands.parameter_server import find_role, run_member
 
+from ..grouped_options import fit_options
 from ..training.problems import problem
 from .test_training import QUIET, events, farthest
 
@@ -56,12 +57,7 @@ def member(world: World, hosts: dict[str, list[str]], folder: str, late: float) 
         run = mh.fit(
             problem("mlp"),
             mh.ParameterServer(precision="fp64"),
-            on="cpu",
-            epochs=2,
-            folder=folder,
-            name="placed",
-            timeout=60,
-            **QUIET,
+            **fit_options(on="cpu", epochs=2, folder=folder, name="placed", timeout=60, **QUIET),
         )
     except SystemExit as end:
         return f"{role} ended with {end.code}"
@@ -76,7 +72,9 @@ def test_tf_config_cluster_matches_single_device_training(
     said = run_ranks(functools.partial(member, hosts=hosts, folder=str(tmp_path), late=late), len(ROLES))
     assert said == ["chief has 6 steps", *["ps ended with 0"] * 2, *["worker ended with 0"] * 2]
     task = problem("mlp")
-    one = mh.fit(task, mh.Single(precision="fp64"), on="cpu", epochs=2, folder=tmp_path, name="one", **QUIET)
+    one = mh.fit(
+        task, mh.Single(precision="fp64"), **fit_options(on="cpu", epochs=2, folder=tmp_path, name="one", **QUIET)
+    )
     placed = mh.Run(tmp_path / "placed", task)
     assert farthest(one, placed) <= 1e-9
     assert placed.record["spec"]["servers"] == placed.record["spec"]["replicas"] == 2
@@ -149,8 +147,8 @@ def test_worker_logs_wait_for_chief_and_fails_after_timeout(
 
 
 def test_resume_on_one_device_logs_no_unrequested_setting_changes(tmp_path: Path) -> None:
-    run = mh.fit(problem("mlp"), mh.ParameterServer(1, 2), on="cpu*2", steps=2, folder=tmp_path, **QUIET)
-    again = mh.fit(problem("mlp"), mh.Single(), on="cpu", resume=run, **QUIET)
+    run = mh.fit(problem("mlp"), mh.ParameterServer(1, 2), **fit_options(on="cpu*2", steps=2, folder=tmp_path, **QUIET))
+    again = mh.fit(problem("mlp"), mh.Single(), **fit_options(on="cpu", resume=run, **QUIET))
     assert not [entry for entry in events(again, "notice") if "the run continues with" in entry["text"]]
 
 

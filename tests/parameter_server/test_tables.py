@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import manyhands as mh
 from manyhands.core import CheckpointError, TaskError
 
+from ..grouped_options import fit_options
 from .test_training import QUIET, rating_loss
 
 ROWS = 50_000_000
@@ -43,9 +44,9 @@ def likes(rows: int = ROWS) -> mh.Task:
 
 def test_huge_table_saves_used_rows_and_resumes_on_more_servers(tmp_path: Path) -> None:
     task, settings = likes(), {"folder": tmp_path, **QUIET}
-    straight = mh.fit(task, mh.ParameterServer(2, 1), on="cpu", epochs=2, name="straight", **settings)
-    half = mh.fit(task, mh.ParameterServer(2, 1), on="cpu", epochs=1, name="half", **settings)
-    resumed = mh.fit(task, mh.ParameterServer(3, 1), on="cpu", epochs=2, resume=half, **QUIET)
+    straight = mh.fit(task, mh.ParameterServer(2, 1), **fit_options(on="cpu", epochs=2, name="straight", **settings))
+    half = mh.fit(task, mh.ParameterServer(2, 1), **fit_options(on="cpu", epochs=1, name="half", **settings))
+    resumed = mh.fit(task, mh.ParameterServer(3, 1), **fit_options(on="cpu", epochs=2, resume=half, **QUIET))
     one, other = (rows_of(run) for run in (straight, resumed))
     assert resumed.losses == pytest.approx(straight.losses, rel=1e-5)
     assert one["things ids"].tolist() == other["things ids"].tolist() == task.data[0].tolist()
@@ -60,7 +61,7 @@ def test_huge_table_saves_used_rows_and_resumes_on_more_servers(tmp_path: Path) 
     with pytest.raises(
         CheckpointError, match=r"only the used rows were saved can only be trained by parameter servers.*100000 rows"
     ):
-        mh.fit(small, mh.Single(), on="cpu", epochs=3, resume=straight, **QUIET)
+        mh.fit(small, mh.Single(), **fit_options(on="cpu", epochs=3, resume=straight, **QUIET))
 
 
 def rows_of(run: mh.Run) -> dict[str, Tensor]:
@@ -72,9 +73,9 @@ def test_model_rebuilds_whole_table_from_saved_rows(tmp_path: Path, monkeypatch:
 
     task = likes().replace(data=(torch.tensor([3, 9]), torch.ones(2)), batch_size=2, model=lambda: Likes(20))
     settings = {"folder": tmp_path, **QUIET}
-    one = mh.fit(task, mh.ParameterServer(2, 1), on="cpu", epochs=1, name="whole", **settings)
+    one = mh.fit(task, mh.ParameterServer(2, 1), **fit_options(on="cpu", epochs=1, name="whole", **settings))
     monkeypatch.setattr(embedding, "WHOLE", 100)
-    run = mh.fit(task, mh.ParameterServer(2, 1), on="cpu", epochs=1, name="rows", **settings)
+    run = mh.fit(task, mh.ParameterServer(2, 1), **fit_options(on="cpu", epochs=1, name="rows", **settings))
     assert rows_of(run)["things ids"].tolist() == [3, 9]
     torch.testing.assert_close(run.model().state_dict(), one.model().state_dict())
 

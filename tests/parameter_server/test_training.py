@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import manyhands as mh
 from manyhands.core import StrategyError, TaskError, read_events
 
+from ..grouped_options import fit_options
 from ..training.problems import problem
 
 QUIET: dict[str, Any] = {"progress": False}
@@ -30,15 +31,17 @@ def farthest(one: mh.Run, other: mh.Run) -> float:
 @pytest.mark.parametrize(("name", "optimizer"), [("mlp", "sgd"), ("mlp", "adamw"), ("gpt", "adamw")])
 def test_synchronous_parameter_servers_match_single_device(name: str, optimizer: str, tmp_path: Path) -> None:
     task = problem(name, optimizer).replace(schedule=lambda step, total: 1 - step / (2 * total))
-    one = mh.fit(task, mh.Single(precision="fp64"), on="cpu", epochs=2, folder=tmp_path, name="one", **QUIET)
+    one = mh.fit(
+        task, mh.Single(precision="fp64"), **fit_options(on="cpu", epochs=2, folder=tmp_path, name="one", **QUIET)
+    )
     spec = mh.ParameterServer(servers=2, workers=3, precision="fp64", accumulate=2 if name == "mlp" else 1)
-    run = mh.fit(task, spec, on="cpu*3", epochs=2, folder=tmp_path, name="ps", **QUIET)
+    run = mh.fit(task, spec, **fit_options(on="cpu*3", epochs=2, folder=tmp_path, name="ps", **QUIET))
     assert run.losses == pytest.approx(one.losses, rel=1e-9)
     assert farthest(one, run) <= 1e-9
     assert not run.record["changes_mathematics"]
     assert events(run, "servers")[-1]["staleness"] == {"0": 3 * run.num_steps}
-    again = mh.fit(task, mh.Single(precision="fp64"), on="cpu", epochs=3, resume=run, **QUIET)
-    further = mh.fit(task, mh.Single(precision="fp64"), on="cpu", epochs=3, resume=one, **QUIET)
+    again = mh.fit(task, mh.Single(precision="fp64"), **fit_options(on="cpu", epochs=3, resume=run, **QUIET))
+    further = mh.fit(task, mh.Single(precision="fp64"), **fit_options(on="cpu", epochs=3, resume=one, **QUIET))
     assert farthest(again, further) <= 1e-9
 
 
@@ -75,11 +78,15 @@ def recommender(kind: str, **settings: Any) -> mh.Task:
 @pytest.mark.parametrize("optimizer", ["SGD", "Adagrad"])
 def test_embedding_rows_on_servers_match_single_device_table(optimizer: str, tmp_path: Path) -> None:
     task = recommender(optimizer)
-    one = mh.fit(task, mh.Single(precision="fp64"), on="cpu", epochs=2, folder=tmp_path, name="one", **QUIET)
+    one = mh.fit(
+        task, mh.Single(precision="fp64"), **fit_options(on="cpu", epochs=2, folder=tmp_path, name="one", **QUIET)
+    )
     spec = mh.ParameterServer(servers=2, workers=2, precision="fp64")
-    run = mh.fit(task, spec, on="cpu*2", epochs=1, folder=tmp_path, name="ps", **QUIET)
+    run = mh.fit(task, spec, **fit_options(on="cpu*2", epochs=1, folder=tmp_path, name="ps", **QUIET))
     resumed = mh.fit(
-        task, mh.ParameterServer(servers=3, workers=1, precision="fp64"), on="cpu", epochs=2, resume=run, **QUIET
+        task,
+        mh.ParameterServer(servers=3, workers=1, precision="fp64"),
+        **fit_options(on="cpu", epochs=2, resume=run, **QUIET),
     )
     assert resumed.losses == pytest.approx(one.losses, rel=1e-9)
     assert farthest(one, resumed) <= 1e-9
@@ -91,9 +98,9 @@ def test_untouched_rows_keep_initial_accumulator_on_resume(tmp_path: Path) -> No
         optimizer=lambda model: torch.optim.Adagrad(model.parameters(), lr=0.5, initial_accumulator_value=0.5)
     )
     settings: dict[str, Any] = {"on": "cpu", "folder": tmp_path, **QUIET}
-    one = mh.fit(task, mh.Single(precision="fp64"), epochs=2, name="one", **settings)
-    run = mh.fit(task, mh.ParameterServer(2, 1, precision="fp64"), steps=2, name="ps", **settings)
-    resumed = mh.fit(task, mh.Single(precision="fp64"), on="cpu", epochs=2, resume=run, **QUIET)
+    one = mh.fit(task, mh.Single(precision="fp64"), **fit_options(epochs=2, name="one", **settings))
+    run = mh.fit(task, mh.ParameterServer(2, 1, precision="fp64"), **fit_options(steps=2, name="ps", **settings))
+    resumed = mh.fit(task, mh.Single(precision="fp64"), **fit_options(on="cpu", epochs=2, resume=run, **QUIET))
     assert farthest(one, resumed) <= 1e-9
 
 
@@ -104,19 +111,19 @@ def test_optimizers_that_move_untouched_rows_are_rejected_or_logged(tmp_path: Pa
     with pytest.raises(
         TaskError, match=r"users.weight with momentum=0.9, which changes all rows\. Put users.weight into"
     ):
-        mh.fit(task, spec, **settings)
-    run = mh.fit(recommender("AdamW"), spec, **settings)
+        mh.fit(task, spec, **fit_options(**settings))
+    run = mh.fit(recommender("AdamW"), spec, **fit_options(**settings))
     assert any("rows of users, items change only when" in entry["text"] for entry in events(run, "notice"))
 
 
 def test_table_with_own_optimizer_resumes_on_servers_and_one_device(tmp_path: Path) -> None:
     task = recommender("SGD", optimizer="adagrad")
     spec = mh.ParameterServer(servers=2, workers=2)
-    whole = mh.fit(task, spec, on="cpu*2", epochs=3, folder=tmp_path, name="whole", **QUIET)
-    run = mh.fit(task, spec, on="cpu*2", epochs=1, folder=tmp_path, name="ps", **QUIET)
-    resumed = mh.fit(task, spec, on="cpu*2", epochs=3, resume=run, **QUIET)
+    whole = mh.fit(task, spec, **fit_options(on="cpu*2", epochs=3, folder=tmp_path, name="whole", **QUIET))
+    run = mh.fit(task, spec, **fit_options(on="cpu*2", epochs=1, folder=tmp_path, name="ps", **QUIET))
+    resumed = mh.fit(task, spec, **fit_options(on="cpu*2", epochs=3, resume=run, **QUIET))
     assert farthest(whole, resumed) <= 1e-5
-    assert mh.fit(task, mh.Single(), on="cpu", epochs=4, resume=run, **QUIET).num_steps == 24
+    assert mh.fit(task, mh.Single(), **fit_options(on="cpu", epochs=4, resume=run, **QUIET)).num_steps == 24
 
 
 MODES: dict[str, dict[str, Any]] = {
@@ -130,9 +137,9 @@ MODES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("mode", MODES)
 def test_asynchronous_and_backup_modes_log_changed_mathematics_and_converge(mode: str, tmp_path: Path) -> None:
     task = problem("mlp", "sgd", rows=160).replace(not_finite="skip")
-    one = mh.fit(task, mh.Single(), on="cpu", epochs=4, folder=tmp_path, name="one", **QUIET)
+    one = mh.fit(task, mh.Single(), **fit_options(on="cpu", epochs=4, folder=tmp_path, name="one", **QUIET))
     spec = mh.ParameterServer(servers=2, workers=3, **MODES[mode])
-    run = mh.fit(task, spec, on="cpu*3", epochs=4, folder=tmp_path, name="ps", save_every=7, **QUIET)
+    run = mh.fit(task, spec, **fit_options(on="cpu*3", epochs=4, folder=tmp_path, name="ps", save_every=7, **QUIET))
     assert run.num_steps == one.num_steps == 40
     assert "changes the mathematics" in run.record["changes_mathematics"][0]
     assert any("changes the mathematics" in entry["text"] for entry in events(run, "notice"))
@@ -152,8 +159,8 @@ def test_asynchronous_and_backup_modes_log_changed_mathematics_and_converge(mode
 def test_local_batch_norm_buffers_are_counted_and_averaged_on_servers(tmp_path: Path) -> None:
     task = problem("cnn", "sgd")
     spec = mh.ParameterServer(servers=2, workers=2, batch_stats="local")
-    run = mh.fit(task, spec, on="cpu*2", folder=tmp_path, **QUIET)
-    one = mh.fit(task, mh.Single(), on="cpu", folder=tmp_path, **QUIET)
+    run = mh.fit(task, spec, **fit_options(on="cpu*2", folder=tmp_path, **QUIET))
+    one = mh.fit(task, mh.Single(), **fit_options(on="cpu", folder=tmp_path, **QUIET))
     counts = {name: int(v) for name, v in run.state_dict().items() if name.endswith("num_batches_tracked")}
     assert counts
     assert set(counts.values()) == {one.num_steps}
@@ -174,9 +181,9 @@ def test_frozen_start_weights_reach_the_workers(tmp_path: Path) -> None:
     task = problem("mlp").replace(model=frozen)
     weights = {name: torch.full_like(value, 0.3) for name, value in frozen().state_dict().items()}
     where: dict[str, Any] = {"folder": tmp_path, "start_from": weights, **QUIET}
-    one = mh.fit(task, mh.Single(precision="fp64"), on="cpu", name="one", **where)
+    one = mh.fit(task, mh.Single(precision="fp64"), **fit_options(on="cpu", name="one", **where))
     spec = mh.ParameterServer(servers=2, workers=2, precision="fp64")
-    run = mh.fit(task, spec, on="cpu*2", name="ps", **where)
+    run = mh.fit(task, spec, **fit_options(on="cpu*2", name="ps", **where))
     assert farthest(one, run) <= 1e-9
 
 
@@ -232,22 +239,28 @@ def test_unsupported_sync_policy_and_float8_parameter_are_rejected(tmp_path: Pat
     with pytest.raises(
         TaskError, match=r"collectives can sum, but got scale of torch.float8_e4m3fn. Keep it in bfloat16"
     ):
-        mh.fit(problem("mlp").replace(model=Narrow), mh.Mirrored(2), on="cpu*2", folder=tmp_path, **QUIET)
+        mh.fit(
+            problem("mlp").replace(model=Narrow), mh.Mirrored(2), **fit_options(on="cpu*2", folder=tmp_path, **QUIET)
+        )
 
 
 def test_unsupported_tasks_are_rejected_before_servers_start(tmp_path: Path) -> None:
     spec = mh.ParameterServer(servers=2, workers=2)
     where: dict[str, Any] = {"on": "cpu*2", "folder": tmp_path, **QUIET}
     with pytest.raises(TaskError, match="parameter servers need a task with loss=, but got a task with step="):
-        mh.fit(problem("gan"), spec, **where)
+        mh.fit(problem("gan"), spec, **fit_options(**where))
     with pytest.raises(TaskError, match="do not support averaged weights, but got ema=0.9. Omit ema"):
-        mh.fit(problem("mlp").replace(ema=0.9), spec, **where)
+        mh.fit(problem("mlp").replace(ema=0.9), spec, **fit_options(**where))
     with pytest.raises(StrategyError, match="parameter servers need data with random access"):
-        mh.fit(problem("mlp").replace(data=Stream(), shuffle=False), spec, steps=3, **where)
+        mh.fit(problem("mlp").replace(data=Stream(), shuffle=False), spec, **fit_options(steps=3, **where))
     with pytest.raises(StrategyError, match="at most 4 servers, but got 9"):
-        mh.fit(problem("mlp"), mh.ParameterServer(servers=9, workers=2), **where)
+        mh.fit(problem("mlp"), mh.ParameterServer(servers=9, workers=2), **fit_options(**where))
     with pytest.raises(StrategyError, match=r"0, a Embedding with sparse=True. Use mh.Embedding"):
-        mh.fit(problem("mlp").replace(model=lambda: nn.Sequential(nn.Embedding(9, 4, sparse=True))), spec, **where)
+        mh.fit(
+            problem("mlp").replace(model=lambda: nn.Sequential(nn.Embedding(9, 4, sparse=True))),
+            spec,
+            **fit_options(**where),
+        )
     with pytest.raises(StrategyError, match=r"can only be used by mh.fit"):
         mh.launch(lambda hand: None, spec, on="cpu*2")
     assert not list(tmp_path.iterdir())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -357,10 +358,18 @@ def test_plan_on_local_devices_measures_and_its_choice_runs(tmp_path: Path, engi
     assert found.control.measured is not None
     assert found.best.option.measured is not None
     path = found.best.save(tmp_path / "plan.toml")
-    run = mh.fit(small_task, str(path), on="cpu*2", steps=2, folder=tmp_path, progress=False)
+    run = mh.fit(
+        small_task, str(path), on="cpu*2", steps=2, folder=tmp_path, options=mh.options.Display(progress=False)
+    )
     assert run.record["spec"] == found.best.spec.to_dict()
     with pytest.raises(SettingsError, match="for which it was made, of"):
-        mh.fit(small_task, str(path), params={"width": 32}, steps=1, folder=tmp_path, progress=False)
+        mh.fit(
+            functools.partial(small_task, width=32),
+            str(path),
+            steps=1,
+            folder=tmp_path,
+            options=mh.options.Display(progress=False),
+        )
 
 
 @pytest.mark.gpu
@@ -369,7 +378,9 @@ def test_plan_on_a_local_gpu_measures_captured_steps(tmp_path: Path, engine: Any
     assert isinstance(found, Plan)
     assert found.cluster.measured
     assert found.best.option.measured is not None
-    run = mh.fit(small_task, found.best.spec, on="cuda:0", steps=2, folder=tmp_path, progress=False)
+    run = mh.fit(
+        small_task, found.best.spec, on="cuda:0", steps=2, folder=tmp_path, options=mh.options.Display(progress=False)
+    )
     assert run.record["spec"] == found.best.spec.to_dict()
 
 
@@ -388,7 +399,7 @@ def test_calibration_fits_steps_within_and_beyond_the_cache(monkeypatch: pytest.
 
 
 def test_auto_strategy_runs_and_logs_the_choice(tmp_path: Path, engine: Any) -> None:
-    run = mh.fit(small_task, "auto", on="cpu", steps=2, folder=tmp_path, progress=False)
+    run = mh.fit(small_task, "auto", on="cpu", steps=2, folder=tmp_path, options=mh.options.Display(progress=False))
     assert run.num_steps == 2
     assert "auto: replicas=1" in (run.path / "events.jsonl").read_text()
 

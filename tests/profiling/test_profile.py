@@ -188,7 +188,13 @@ def test_profile_of_zero_steps_is_rejected() -> None:
 
 def test_sampling_profiles_one_step_in_fifty(tmp_path: Path) -> None:
     task = programs.healthy(8).replace(data=programs.pairs(8 * 120))
-    run = mh.fit(task, "mirrored", on="cpu*2", folder=tmp_path, progress=False, profile=True)
+    run = mh.fit(
+        task,
+        "mirrored",
+        on="cpu*2",
+        folder=tmp_path,
+        options=[mh.options.Display(progress=False), mh.options.Logging(profile=True)],
+    )
     assert [one.rank for one in run.profile] == [0, 1]
     assert run.profile[0].steps == (50, 100)
     assert run.profile[0].seconds["forward"] > 0
@@ -203,7 +209,14 @@ def test_sampling_profiles_one_step_in_fifty(tmp_path: Path) -> None:
 def test_sampling_does_not_change_the_training_result(tmp_path: Path) -> None:
     task = programs.healthy(8).replace(data=programs.pairs(8 * 60))
     plain, sampled = (
-        mh.fit(task, "single", on="cpu", folder=tmp_path, name=f"run{on}", progress=False, profile=on)
+        mh.fit(
+            task,
+            "single",
+            on="cpu",
+            folder=tmp_path,
+            name=f"run{on}",
+            options=[mh.options.Display(progress=False), mh.options.Logging(profile=on)],
+        )
         for on in (False, True)
     )
     assert plain.losses == sampled.losses
@@ -215,7 +228,18 @@ def test_sampling_does_not_change_the_training_result(tmp_path: Path) -> None:
 
 def test_validation_and_checkpoints_are_not_part_of_a_step(tmp_path: Path) -> None:
     task = programs.healthy(8).replace(data=programs.pairs(8 * 50), valid=programs.pairs(800))
-    run = mh.fit(task, "single", on="cpu", folder=tmp_path, epochs=2, save_every=49, progress=False, profile=True)
+    run = mh.fit(
+        task,
+        "single",
+        on="cpu",
+        folder=tmp_path,
+        epochs=2,
+        options=[
+            mh.options.Checkpoints(save_every=49),
+            mh.options.Display(progress=False),
+            mh.options.Logging(profile=True),
+        ],
+    )
     # Step 50 comes after a checkpoint and ends an epoch, step 100 too.
     assert all(one.total < 1.0 for one in run.profile)
 
@@ -240,7 +264,13 @@ def test_captured_steps_are_timed_separately_from_eager_ones() -> None:
 @pytest.mark.gpu
 def test_captured_run_is_sampled(tmp_path: Path) -> None:
     task = programs.healthy(8).replace(data=programs.pairs(8 * 120))
-    run = mh.fit(task, "single", on="cuda:0", folder=tmp_path, progress=False, profile=True)
+    run = mh.fit(
+        task,
+        "single",
+        on="cuda:0",
+        folder=tmp_path,
+        options=[mh.options.Display(progress=False), mh.options.Logging(profile=True)],
+    )
     assert run.profile[0].steps == (50, 100)
     assert run.profile[0].seconds["captured"] > 0
     assert run.profile[0].peak > 0

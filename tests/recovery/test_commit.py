@@ -13,6 +13,8 @@ import manyhands as mh
 from tests.recovery.test_local import assert_same, kill, recoveries
 from tests.training.problems import problem
 
+from ..grouped_options import fit_options
+
 POINTS = ["sums", "finish", "finish.", "clip.", "update", "optimizer", "update.", "end_step.", "meet"]
 """Where in a step: before what is named, or after it where a dot follows."""
 
@@ -62,8 +64,8 @@ def test_kill_between_all_reduce_and_update_keeps_replicas_consistent(engine: An
     task = dataclasses.replace(problem("mlp", "adamw"), clip=1.0, ema=0.5)
     strategy = mh.Mirrored(2, precision="fp64")
     options: dict[str, Any] = {"on": "cpu*2", "epochs": 10, "save_every": 1, "progress": False, "timeout": 60}
-    calm = mh.fit(task, strategy, folder=tmp_path / "calm", **options)
-    run = mh.fit(task, strategy, folder=tmp_path / "hit", callbacks=[Traps(tmp_path)], **options)
+    calm = mh.fit(task, strategy, **fit_options(folder=tmp_path / "calm", **options))
+    run = mh.fit(task, strategy, **fit_options(folder=tmp_path / "hit", callbacks=[Traps(tmp_path)], **options))
     assert_same(run, calm)
     torch.testing.assert_close(run.state_dict(averaged=False), calm.state_dict(averaged=False), rtol=0, atol=1e-9)
     sprung = sorted((int(index), int(step)) for _, index, step in (p.name.split("-") for p in tmp_path.glob("trap-*")))

@@ -118,7 +118,15 @@ def servers(tmp_path: Path) -> Iterator[Callable[[int], Servers]]:
 def calm(tmp_path_factory: pytest.TempPathFactory) -> mh.Run:
     """Train on one device without faults, as the reference."""
     folder = tmp_path_factory.mktemp("calm")
-    return mh.fit(work.task, "single,precision=fp64", steps=STEPS, epochs=1000, on="cpu", folder=folder, progress=False)
+    return mh.fit(
+        work.task,
+        "single,precision=fp64",
+        steps=STEPS,
+        epochs=1000,
+        on="cpu",
+        folder=folder,
+        options=mh.options.Display(progress=False),
+    )
 
 
 def assert_same(servers: Servers, calm: mh.Run) -> None:

@@ -77,14 +77,27 @@ def test_script_exception_fails_launch_without_restart(engine: Any, tmp_path: Pa
 def test_fit_in_launched_script_resumes_its_run_after_kill(engine: Any, tmp_path: Path) -> None:
     def script(hand: mh.Hand) -> list[tuple[str, list[float]]]:
         runs = [
-            mh.fit(problem("mlp"), epochs=4, folder=tmp_path, callbacks=[Fault(tmp_path, 1, 8, kill)], progress=False)
+            mh.fit(
+                problem("mlp"),
+                epochs=4,
+                folder=tmp_path,
+                callbacks=[Fault(tmp_path, 1, 8, kill)],
+                options=mh.options.Display(progress=False),
+            )
             for _ in range(2)
         ]
         return [(run.path.name, run.losses) for run in runs]
 
     (first, losses), (second, again) = mh.launch(script, mh.Mirrored(2), on="cpu*2")[0]
     assert {path.parent.name for path in tmp_path.glob("*/run.json")} == {first, second}
-    calm = mh.fit(problem("mlp"), mh.Single(), on="cpu", epochs=4, folder=tmp_path / "calm", progress=False)
+    calm = mh.fit(
+        problem("mlp"),
+        mh.Single(),
+        on="cpu",
+        epochs=4,
+        folder=tmp_path / "calm",
+        options=mh.options.Display(progress=False),
+    )
     for found in (losses, again):
         torch.testing.assert_close(torch.tensor(found), torch.tensor(calm.losses), rtol=1e-5, atol=1e-7)
 

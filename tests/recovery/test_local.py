@@ -17,6 +17,8 @@ import manyhands as mh
 from manyhands.core import NoProgress, WorkerFailed, read_events
 from tests.training.problems import problem
 
+from ..grouped_options import fit_options
+
 EPOCHS = 4
 """Of three steps each."""
 
@@ -57,9 +59,12 @@ def fit(task: mh.Task, folder: Path, *callbacks: mh.Callback, size: int = 2, **o
     strategy = options.pop("strategy", mh.Mirrored(size))
     options = {"timeout": 60, **options}
     return mh.fit(
-        task, strategy, on=f"cpu*{size}", epochs=EPOCHS, folder=folder, name="run", progress=False,
-        callbacks=callbacks, **options,
-    )  # fmt: skip
+        task,
+        strategy,
+        **fit_options(
+            on=f"cpu*{size}", epochs=EPOCHS, folder=folder, name="run", progress=False, callbacks=callbacks, **options
+        ),
+    )
 
 
 def recoveries(run: mh.Run) -> list[dict[str, Any]]:

@@ -118,7 +118,14 @@ def recovered(hosts: TwoHosts, what: str) -> list[Any]:
 @pytest.fixture(scope="module")
 def calm(tmp_path_factory: pytest.TempPathFactory) -> mh.Run:
     folder = tmp_path_factory.mktemp("calm")
-    return mh.fit(problem("mlp", "adamw"), "single,precision=fp64", on="cpu", epochs=8, folder=folder, progress=False)
+    return mh.fit(
+        problem("mlp", "adamw"),
+        "single,precision=fp64",
+        on="cpu",
+        epochs=8,
+        folder=folder,
+        options=mh.options.Display(progress=False),
+    )
 
 
 def assert_same(folder: Path, hosts: TwoHosts, calm: mh.Run) -> None:

@@ -8,7 +8,6 @@ import gc
 import gzip
 import os
 import socket
-import sys
 import time
 import tracemalloc
 import weakref

@@ -207,6 +207,12 @@ def test_recompute_updates_late_changing_buffer_once_per_step(size: int) -> None
 )
 def test_recompute_pattern_without_matching_module_is_rejected(way: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(StrategyError, match=message):
-        mh.fit(problem("mlp"), mh.Single(recompute=way), on="cpu", folder=tmp_path, progress=False)
+        mh.fit(
+            problem("mlp"),
+            mh.Single(recompute=way),
+            on="cpu",
+            folder=tmp_path,
+            options=mh.options.Display(progress=False),
+        )
     with pytest.raises(StrategyError, match="but got True"):
         mh.Single(recompute=True)  # type: ignore[arg-type]

@@ -20,6 +20,7 @@ from manyhands.sync import Links, choose, forecasts, measure_links
 from manyhands.testing import NamespaceHosts
 from manyhands.training import Hand
 
+from ..grouped_options import fit_options
 from .test_training import QUIET, notices, spirals, take
 
 NETWORK = {"a": torch.zeros(1024, 512), "b": torch.zeros(1024)}
@@ -59,7 +60,11 @@ def test_link_measurements_are_identical_on_all_ranks(run_ranks: Callable[..., l
 
 def test_auto_without_lossy_has_the_losses_of_allreduce(tmp_path: Path) -> None:
     exact, auto = (
-        mh.fit(spirals(), mh.Mirrored(2, sync=sync), on="cpu*2", epochs=3, folder=tmp_path, name=sync, **QUIET)
+        mh.fit(
+            spirals(),
+            mh.Mirrored(2, sync=sync),
+            **fit_options(on="cpu*2", epochs=3, folder=tmp_path, name=sync, **QUIET),
+        )
         for sync in ("allreduce", "auto")
     )
     assert auto.losses == exact.losses

@@ -10,6 +10,7 @@ import pytest
 
 import manyhands as mh
 
+from ..grouped_options import fit_options
 from .test_training import LOSSY, QUIET, notices, spirals
 
 pytestmark = pytest.mark.gpu
@@ -19,7 +20,7 @@ pytestmark = pytest.mark.gpu
 def test_captured_step_applies_the_sync_policy(policy: str, tmp_path: Path) -> None:
     def fit(capture: str) -> Any:
         spec = mh.Mirrored(2, sync=policy, capture=capture)
-        return mh.fit(spirals(), spec, on="cuda:0*2", epochs=6, folder=tmp_path, name=capture, **QUIET)
+        return mh.fit(spirals(), spec, **fit_options(on="cuda:0*2", epochs=6, folder=tmp_path, name=capture, **QUIET))
 
     plain, captured = fit("off"), fit("graph")
     assert "two CUDA graphs around the exchange" in notices(captured)
@@ -31,7 +32,7 @@ def test_captured_step_applies_the_sync_policy(policy: str, tmp_path: Path) -> N
 def test_local_steps_are_captured_as_one_cuda_graph(policy: str, tmp_path: Path) -> None:
     def fit(capture: str) -> Any:
         spec = mh.Mirrored(2, sync=policy, capture=capture)
-        return mh.fit(spirals(), spec, on="cuda:0*2", epochs=12, folder=tmp_path, name=capture, **QUIET)
+        return mh.fit(spirals(), spec, **fit_options(on="cuda:0*2", epochs=12, folder=tmp_path, name=capture, **QUIET))
 
     plain, captured = fit("off"), fit("graph")
     assert "captured as one CUDA graph" in notices(captured)

@@ -22,6 +22,7 @@ from manyhands.sync import Agreement, DiLoCo, LocalSteps, make_policy
 from manyhands.testing import NamespaceHosts, run_threads
 from manyhands.training import Hand
 
+from ..grouped_options import fit_options
 from ..training.problems import problem
 from .test_training import QUIET, events, notices, spirals, take
 
@@ -103,7 +104,9 @@ def one_long_epoch() -> mh.Task:
 
 @pytest.fixture(scope="module")
 def exact(tmp_path_factory: pytest.TempPathFactory) -> mh.Run:
-    return mh.fit(one_long_epoch(), mh.Mirrored(2), on="cpu*2", folder=tmp_path_factory.mktemp("exact"), **QUIET)
+    return mh.fit(
+        one_long_epoch(), mh.Mirrored(2), **fit_options(on="cpu*2", folder=tmp_path_factory.mktemp("exact"), **QUIET)
+    )
 
 
 @pytest.mark.parametrize(
@@ -113,7 +116,7 @@ def exact(tmp_path_factory: pytest.TempPathFactory) -> mh.Run:
 def test_local_sgd_reaches_near_exact_loss_with_few_bytes(
     policy: str, factor: float, share: float, exact: mh.Run, tmp_path: Path
 ) -> None:
-    run = mh.fit(one_long_epoch(), mh.Mirrored(2, sync=policy), on="cpu*2", folder=tmp_path, **QUIET)
+    run = mh.fit(one_long_epoch(), mh.Mirrored(2, sync=policy), **fit_options(on="cpu*2", folder=tmp_path, **QUIET))
     last, wanted = np.mean(run.losses[-8:]), np.mean(exact.losses[-8:])
     assert len(run.losses) == 200
     assert last < factor * wanted
@@ -129,15 +132,15 @@ def test_resumed_local_sgd_run_equals_an_uninterrupted_one(policy: str, tmp_path
     task = problem("cnn", "adamw", rows=64).replace(ema=0.9)
     spec = mh.Mirrored(sync=policy)
     settings: dict[str, Any] = {"save_every": 2, "keep": 9, "folder": tmp_path, **QUIET}
-    whole = mh.fit(task, spec, on="cpu*2", epochs=2, name="whole", **settings)
-    mh.fit(task, spec, on="cpu*2", steps=2, name="cut", **settings)
-    again = mh.fit(task, spec, on="cpu*2", epochs=2, name="cut", resume=True, **settings)
+    whole = mh.fit(task, spec, **fit_options(on="cpu*2", epochs=2, name="whole", **settings))
+    mh.fit(task, spec, **fit_options(on="cpu*2", steps=2, name="cut", **settings))
+    again = mh.fit(task, spec, **fit_options(on="cpu*2", epochs=2, name="cut", resume=True, **settings))
     assert again.losses == whole.losses
     saved = [CheckpointStore(tmp_path / name / "checkpoints").load() for name in ("whole", "cut")]
     torch.testing.assert_close(saved[1].model, saved[0].model, rtol=0, atol=0)
     torch.testing.assert_close(saved[1].averages, saved[0].averages, rtol=0, atol=0)
     assert ("shared/velocity/head.weight" in saved[0].policy) == policy.startswith("diloco")
-    other = mh.fit(task, spec, on="cpu*3", epochs=3, name="cut", resume=True, **settings)
+    other = mh.fit(task, spec, **fit_options(on="cpu*3", epochs=3, name="cut", resume=True, **settings))
     assert len(other.losses) == 12
     assert "starts fresh" not in notices(other)
 
@@ -146,13 +149,15 @@ def test_sharded_replicas_with_diloco_equal_mirrored_replicas(tmp_path: Path) ->
     task = problem("gpt", "adamw", rows=64)
     settings: dict[str, Any] = {"on": "cpu*4", "folder": tmp_path, **QUIET}
     spec = mh.Sharded(2, replicas=2, sync="diloco(2,outer_lr=1.0,momentum=0.1)")
-    whole = mh.fit(task, spec, epochs=2, name="whole", **settings)
-    mh.fit(task, spec, epochs=1, name="cut", **settings)
-    again = mh.fit(task, spec, epochs=2, name="cut", resume=True, **settings)
+    whole = mh.fit(task, spec, **fit_options(epochs=2, name="whole", **settings))
+    mh.fit(task, spec, **fit_options(epochs=1, name="cut", **settings))
+    again = mh.fit(task, spec, **fit_options(epochs=2, name="cut", resume=True, **settings))
     np.testing.assert_allclose(again.losses, whole.losses, rtol=1e-6)
     assert "starts fresh" not in notices(again)
     single = mh.fit(
-        task, mh.Mirrored(2, sync="diloco(2,outer_lr=1.0,momentum=0.1)"), epochs=2, on="cpu*2", folder=tmp_path, **QUIET
+        task,
+        mh.Mirrored(2, sync="diloco(2,outer_lr=1.0,momentum=0.1)"),
+        **fit_options(epochs=2, on="cpu*2", folder=tmp_path, **QUIET),
     )
     np.testing.assert_allclose(whole.losses, single.losses, rtol=1e-4)
 
@@ -167,12 +172,16 @@ def poisoned(**settings: Any) -> mh.Task:
 
 def test_non_finite_loss_ends_the_run_on_all_replicas(tmp_path: Path) -> None:
     with pytest.raises(LossNotFinite, match="loss became nan at step"):
-        mh.fit(poisoned(), mh.Mirrored(sync="localsteps(4)"), on="cpu*2", epochs=3, folder=tmp_path, **QUIET)
+        mh.fit(
+            poisoned(), mh.Mirrored(sync="localsteps(4)"), **fit_options(on="cpu*2", epochs=3, folder=tmp_path, **QUIET)
+        )
 
 
 def test_replica_skips_a_step_with_non_finite_loss(tmp_path: Path) -> None:
     run = mh.fit(
-        poisoned(not_finite="skip"), mh.Mirrored(sync="localsteps(3)"), on="cpu*2", epochs=3, folder=tmp_path, **QUIET
+        poisoned(not_finite="skip"),
+        mh.Mirrored(sync="localsteps(3)"),
+        **fit_options(on="cpu*2", epochs=3, folder=tmp_path, **QUIET),
     )
     assert len(run.losses) == 9, "the other replica took the step"
     assert np.isfinite(run.losses).all()
@@ -191,10 +200,7 @@ def test_stop_request_takes_effect_at_the_next_synchronization(tmp_path: Path) -
     run = mh.fit(
         one_long_epoch(),
         mh.Mirrored(sync="localsteps(4)"),
-        on="cpu*2",
-        callbacks=[Stopper()],
-        folder=tmp_path,
-        **QUIET,
+        **fit_options(on="cpu*2", callbacks=[Stopper()], folder=tmp_path, **QUIET),
     )
     assert run.num_steps == 8
     assert run.stopped
@@ -203,7 +209,9 @@ def test_stop_request_takes_effect_at_the_next_synchronization(tmp_path: Path) -
 def test_validation_uses_synchronized_weights(tmp_path: Path) -> None:
     task = spirals()
     task = task.replace(valid=task.data, ema=0.5)
-    run = mh.fit(task, mh.Mirrored(sync="localsteps(16)"), on="cpu*2", epochs=3, folder=tmp_path, **QUIET)
+    run = mh.fit(
+        task, mh.Mirrored(sync="localsteps(16)"), **fit_options(on="cpu*2", epochs=3, folder=tmp_path, **QUIET)
+    )
     assert run.num_steps == 12
     measured = mh.evaluate(run, task.data, on="cpu")
     assert measured["loss"] == pytest.approx(run.metrics["valid_loss"], rel=1e-6)
@@ -298,7 +306,9 @@ def sparse_task() -> mh.Task:
 
 
 def test_sparse_gradients_work_with_local_steps_and_are_rejected_by_allreduce(tmp_path: Path) -> None:
-    run = mh.fit(sparse_task(), mh.Mirrored(sync="localsteps(2)"), on="cpu*2", epochs=3, folder=tmp_path, **QUIET)
+    run = mh.fit(
+        sparse_task(), mh.Mirrored(sync="localsteps(2)"), **fit_options(on="cpu*2", epochs=3, folder=tmp_path, **QUIET)
+    )
     assert run.losses[-1] < run.losses[0]
     with pytest.raises(TaskError, match=r"must be dense .* but got 0 with sparse=True. .*LocalSteps"):
-        mh.fit(sparse_task(), mh.Mirrored(), on="cpu*2", folder=tmp_path, **QUIET)
+        mh.fit(sparse_task(), mh.Mirrored(), **fit_options(on="cpu*2", folder=tmp_path, **QUIET))

@@ -21,6 +21,7 @@ from manyhands.strategies.mirrored import odd_ones
 from manyhands.sync import Agreement, DiLoCo, PolicyState
 from manyhands.testing import run_threads
 
+from ..grouped_options import fit_options
 from ..training.problems import problem
 from .test_local import sgd, train
 from .test_training import QUIET, events, notices
@@ -73,7 +74,9 @@ class Dies(mh.Callback):
 def hit(sync: Any, tmp_path: Path, step: int = 20, **settings: Any) -> tuple[mh.Run, Dies]:
     dies = Dies(tmp_path, step)
     spec = mh.Mirrored(2, sync=sync, precision="fp64")
-    run = mh.fit(task(), spec, on="cpu*2", folder=tmp_path, callbacks=[dies], name="hit", **settings, **QUIET)
+    run = mh.fit(
+        task(), spec, **fit_options(on="cpu*2", folder=tmp_path, callbacks=[dies], name="hit", **settings, **QUIET)
+    )
     return run, dies
 
 
@@ -94,7 +97,7 @@ def test_surviving_ranks_keep_their_error_feedback_after_recovery(sync: str, tmp
 
 def calm(sync: Any, tmp_path: Path, **settings: Any) -> mh.Run:
     spec = mh.Mirrored(2, sync=sync, precision="fp64")
-    return mh.fit(task(), spec, on="cpu*2", folder=tmp_path, name="calm", **settings, **QUIET)
+    return mh.fit(task(), spec, **fit_options(on="cpu*2", folder=tmp_path, name="calm", **settings, **QUIET))
 
 
 @pytest.mark.parametrize("sync", ["localsteps(8)", "diloco(8,outer_lr=1.0,momentum=0.3)"])
@@ -147,7 +150,11 @@ def test_between_hosts_policy_is_a_no_op_on_one_host(run_ranks: Callable[..., li
         alone = run_ranks(partial(train, name="mlp", sync=sync, accumulate=1), 2)
         assert alone[0][0] == exact[0][0]
         torch.testing.assert_close(alone[0][1], exact[0][1], rtol=0, atol=0)
-    run = mh.fit(problem("mlp"), mh.Mirrored(2, sync="diloco(5,between=hosts)"), on="cpu*2", folder=tmp_path, **QUIET)
+    run = mh.fit(
+        problem("mlp"),
+        mh.Mirrored(2, sync="diloco(5,between=hosts)"),
+        **fit_options(on="cpu*2", folder=tmp_path, **QUIET),
+    )
     assert "there is one host, so sync=diloco(5,between=hosts) has nothing to do" in notices(run)
 
 
@@ -174,7 +181,7 @@ def test_divergence_without_a_majority_names_all_replicas() -> None:
 def test_sharded_ranks_keep_policy_state_after_recovery(spec: mh.StrategySpec, step: int, tmp_path: Path) -> None:
     dies = Dies(tmp_path, step)
     small = task(400).replace(data=tuple(part.float() for part in task(400).data))
-    run = mh.fit(small, spec, on="cpu*4", folder=tmp_path, callbacks=[dies], **QUIET)
+    run = mh.fit(small, spec, **fit_options(on="cpu*4", folder=tmp_path, callbacks=[dies], **QUIET))
     (recovered,) = events(run, "recovered")
     assert recovered["step"] == step
     assert recovered["source"].startswith("the memory of ranks")

@@ -24,6 +24,7 @@ from manyhands.sync import Buckets, Coded, Int8, Policy, TopK, buckets, make_pol
 from manyhands.testing import Faults, run_threads
 from manyhands.training import Hand
 
+from ..grouped_options import fit_options
 from ..training.problems import problem
 
 QUIET: dict[str, Any] = {"progress": False, "timeout": 60}
@@ -56,7 +57,11 @@ def notices(run: mh.Run) -> str:
 
 @pytest.fixture(scope="module")
 def exact(tmp_path_factory: pytest.TempPathFactory) -> mh.Run:
-    return mh.fit(spirals(), mh.Mirrored(2), on="cpu*2", epochs=50, folder=tmp_path_factory.mktemp("exact"), **QUIET)
+    return mh.fit(
+        spirals(),
+        mh.Mirrored(2),
+        **fit_options(on="cpu*2", epochs=50, folder=tmp_path_factory.mktemp("exact"), **QUIET),
+    )
 
 
 @pytest.mark.parametrize(
@@ -72,7 +77,7 @@ def exact(tmp_path_factory: pytest.TempPathFactory) -> mh.Run:
 def test_lossy_policy_reaches_near_exact_loss_with_fewer_bytes(
     policy: str, factor: float, share: float, exact: mh.Run, tmp_path: Path
 ) -> None:
-    run = mh.fit(spirals(), mh.Mirrored(2, sync=policy), on="cpu*2", epochs=50, folder=tmp_path, **QUIET)
+    run = mh.fit(spirals(), mh.Mirrored(2, sync=policy), **fit_options(on="cpu*2", epochs=50, folder=tmp_path, **QUIET))
     first, last, wanted = run.losses[0], np.mean(run.losses[-8:]), np.mean(exact.losses[-8:])
     assert wanted < 0.3 * first, "the exact run must have learnt something"
     assert last < factor * wanted
@@ -135,22 +140,22 @@ def test_lossy_policies_keep_replicas_identical(size: int, accumulate: int, run_
 @pytest.fixture(scope="module")
 def in_parts(tmp_path_factory: pytest.TempPathFactory) -> mh.Run:
     folder = tmp_path_factory.mktemp("in_parts")
-    return mh.fit(problem("gpt", "adamw"), mh.Sharded(2, replicas=2), on="cpu*4", folder=folder, **QUIET)
+    return mh.fit(problem("gpt", "adamw"), mh.Sharded(2, replicas=2), **fit_options(on="cpu*4", folder=folder, **QUIET))
 
 
 @pytest.mark.parametrize("policy", ["int8", "topk(0.2,warmup=1)"])
 def test_sharded_gradients_are_reduced_by_the_policy(policy: str, in_parts: mh.Run, tmp_path: Path) -> None:
     task = problem("gpt", "adamw")
     spec = mh.Sharded(2, replicas=2, sync=policy)
-    run = mh.fit(task, spec, on="cpu*4", folder=tmp_path, name="lossy", **QUIET)
+    run = mh.fit(task, spec, **fit_options(on="cpu*4", folder=tmp_path, name="lossy", **QUIET))
     np.testing.assert_allclose(run.losses, in_parts.losses, rtol=2e-2)
     assert run.losses != in_parts.losses
     assert f"sync={policy}: the mean gradient differed" in notices(run)
     saved = CheckpointStore(tmp_path / "lossy" / "checkpoints").load().policy
     assert saved["steps"] == len(run.losses)
     assert saved["feedback/tokens.weight"].shape == (2, 20, 16), "of both replicas, each parameter whole"
-    whole = mh.fit(task, spec, on="cpu*4", epochs=2, folder=tmp_path, name="whole", **QUIET)
-    again = mh.fit(task, spec, on="cpu*4", epochs=2, folder=tmp_path, name="lossy", resume=True, **QUIET)
+    whole = mh.fit(task, spec, **fit_options(on="cpu*4", epochs=2, folder=tmp_path, name="whole", **QUIET))
+    again = mh.fit(task, spec, **fit_options(on="cpu*4", epochs=2, folder=tmp_path, name="lossy", resume=True, **QUIET))
     assert "starts fresh" not in notices(again)
     np.testing.assert_allclose(again.losses, whole.losses, rtol=1e-6)
 
@@ -159,20 +164,22 @@ def test_sharded_gradients_are_reduced_by_the_policy(policy: str, in_parts: mh.R
 def test_resume_restores_error_feedback(policy: str, tmp_path: Path) -> None:
     task = problem("mlp", "adamw", rows=64)
     spec = mh.Mirrored(sync=policy)
-    whole = mh.fit(task, spec, on="cpu*2", epochs=2, folder=tmp_path, name="whole", **QUIET)
-    mh.fit(task, spec, on="cpu*2", steps=3, folder=tmp_path, name="cut", **QUIET)
+    whole = mh.fit(task, spec, **fit_options(on="cpu*2", epochs=2, folder=tmp_path, name="whole", **QUIET))
+    mh.fit(task, spec, **fit_options(on="cpu*2", steps=3, folder=tmp_path, name="cut", **QUIET))
     saved = CheckpointStore(tmp_path / "cut" / "checkpoints").load().policy
     assert saved["steps"] == 3
     assert saved["feedback/0.weight"].shape == (2, 24, 12)
     assert all(saved["feedback/0.weight"].flatten(1).any(1))
-    again = mh.fit(task, spec, on="cpu*2", epochs=2, folder=tmp_path, name="cut", resume=True, **QUIET)
+    again = mh.fit(task, spec, **fit_options(on="cpu*2", epochs=2, folder=tmp_path, name="cut", resume=True, **QUIET))
     assert again.losses == whole.losses
-    other = mh.fit(task, spec, on="cpu*3", epochs=3, folder=tmp_path, name="cut", resume=True, **QUIET)
+    other = mh.fit(task, spec, **fit_options(on="cpu*3", epochs=3, folder=tmp_path, name="cut", resume=True, **QUIET))
     assert len(other.losses) == 12
     assert "starts fresh" not in notices(other)
-    left = mh.fit(task, mh.Mirrored(), on="cpu*2", epochs=4, folder=tmp_path, name="cut", resume=True, **QUIET)
+    left = mh.fit(
+        task, mh.Mirrored(), **fit_options(on="cpu*2", epochs=4, folder=tmp_path, name="cut", resume=True, **QUIET)
+    )
     assert "had not sent yet are dropped" in notices(left)
-    without = mh.fit(task, spec, on="cpu*2", epochs=5, folder=tmp_path, name="cut", resume=True, **QUIET)
+    without = mh.fit(task, spec, **fit_options(on="cpu*2", epochs=5, folder=tmp_path, name="cut", resume=True, **QUIET))
     assert f"the checkpoint has no state of sync={policy}, which starts fresh" in notices(without)
 
 
@@ -193,14 +200,14 @@ class Signs(Policy):
 def test_custom_policy_is_available_in_every_process(tmp_path: Path) -> None:
     spec = mh.Mirrored(2, sync=Signs(0.5))
     assert spec.sync == "signs(0.5)"
-    run = mh.fit(spirals(), spec, on="cpu*2", epochs=1, folder=tmp_path, **QUIET)
+    run = mh.fit(spirals(), spec, **fit_options(on="cpu*2", epochs=1, folder=tmp_path, **QUIET))
     look = events(run, "sync")[0]
     assert look["policy"] == "signs(0.5)"
     assert 0.1 < look["relative_error"] < 1
 
 
 def test_policy_is_a_no_op_with_one_replica(tmp_path: Path) -> None:
-    run = mh.fit(problem("mlp"), mh.Mirrored(sync="int8"), on="cpu", folder=tmp_path, **QUIET)
+    run = mh.fit(problem("mlp"), mh.Mirrored(sync="int8"), **fit_options(on="cpu", folder=tmp_path, **QUIET))
     assert "there is one replica, so sync=int8 has nothing to do" in notices(run)
 
 

@@ -18,6 +18,7 @@ from manyhands.core import TaskError, read_events
 from manyhands.storage import CheckpointStore
 from manyhands.training.weight_averages import Averages
 
+from ..grouped_options import fit_options
 from .problems import gan_step, generator, problem
 from .test_fit import StopAt, noisy
 
@@ -55,7 +56,7 @@ def task(**changes: Any) -> mh.Task:
 
 
 def fit(made: mh.Task, folder: Path, on: str = "cpu", **settings: Any) -> mh.Run:
-    return mh.fit(made, on=on, folder=folder, progress=False, timeout=60, **settings)
+    return mh.fit(made, **fit_options(on=on, folder=folder, progress=False, timeout=60, **settings))
 
 
 def by_the_book(first: dict[str, Tensor], epochs: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

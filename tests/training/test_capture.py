@@ -47,7 +47,14 @@ def task(model: Callable[[], nn.Module] = mlp, loss: Any = classify, **settings:
 
 def fit(work: mh.Task, folder: Path, *, on: str = "cuda:0", epochs: int = 2, **spec: Any) -> mh.Run:
     strategy = mh.Single(**spec) if on == "cuda:0" else mh.Mirrored(**spec)
-    return mh.fit(work, strategy, on=on, epochs=epochs, folder=folder, progress=False, timeout=60)
+    return mh.fit(
+        work,
+        strategy,
+        on=on,
+        epochs=epochs,
+        folder=folder,
+        options=[mh.options.Display(progress=False), mh.options.Recovery(timeout=60)],
+    )
 
 
 def notices(run: mh.Run) -> str:
@@ -117,7 +124,14 @@ def test_deterministic_random_numbers_differ_in_every_graph_replay(tmp_path: Pat
     assert "one CUDA graph" in notices(run)
     split = fit(task(blocks), tmp_path, on="cuda:0*2", deterministic=True)
     assert "two CUDA graphs" in notices(split)
-    cpu = mh.fit(task(blocks), mh.Single(deterministic=True), on="cpu", epochs=2, folder=tmp_path, progress=False)
+    cpu = mh.fit(
+        task(blocks),
+        mh.Single(deterministic=True),
+        on="cpu",
+        epochs=2,
+        folder=tmp_path,
+        options=mh.options.Display(progress=False),
+    )
     np.testing.assert_allclose(split.losses, run.losses, rtol=1e-4)
     np.testing.assert_allclose(cpu.losses, run.losses, rtol=1e-3)
 
@@ -303,11 +317,16 @@ class Tempered(nn.Module):
 def test_value_changed_by_callback_triggers_recapture(tmp_path: Path) -> None:
     runs = [
         mh.fit(
-            task(Tempered), mh.Single(capture=how), on="cuda:0", epochs=2, folder=tmp_path, progress=False,
+            task(Tempered),
+            mh.Single(capture=how),
+            on="cuda:0",
+            epochs=2,
+            folder=tmp_path,
             callbacks=[Warms()],
+            options=mh.options.Display(progress=False),
         )
         for how in ("graph", "off")
-    ]  # fmt: skip
+    ]
     np.testing.assert_allclose(runs[0].losses, runs[1].losses, rtol=2e-5)
     assert "Tempered.temperature has changed: the step is captured again" in notices(runs[0])
 
@@ -355,7 +374,14 @@ def with_scale(model: nn.Module, batch: Any) -> Tensor:
 
 
 def test_audit_detects_changes_that_the_captured_graph_misses(tmp_path: Path) -> None:
-    run = mh.fit(task(loss=with_scale), on="cuda:0", epochs=1, folder=tmp_path, progress=False, callbacks=[Rescales()])
+    run = mh.fit(
+        task(loss=with_scale),
+        on="cuda:0",
+        epochs=1,
+        folder=tmp_path,
+        callbacks=[Rescales()],
+        options=mh.options.Display(progress=False),
+    )
     assert "where the program gives" in notices(run)
 
 
@@ -385,7 +411,7 @@ def test_captured_step_with_nonfinite_gradient_is_skipped(optimizer: Any, tmp_pa
     skipped = [entry["step"] for entry in read_events(run.path / "events.jsonl") if entry["kind"] == "skipped"]
     assert skipped == [7, 28]
     assert all(value.isfinite().all() for value in run.state_dict().values())
-    cpu = mh.fit(work, on="cpu", epochs=2, folder=tmp_path, progress=False)
+    cpu = mh.fit(work, on="cpu", epochs=2, folder=tmp_path, options=mh.options.Display(progress=False))
     np.testing.assert_allclose(cpu.losses, run.losses, rtol=1e-3)
 
 

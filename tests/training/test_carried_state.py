@@ -18,6 +18,8 @@ import manyhands as mh
 from manyhands.core import StrategySpec, TaskError, remember_state
 from manyhands.training import left_alone
 
+from ..grouped_options import fit_options
+
 X = torch.randn(17, 6, generator=torch.Generator().manual_seed(0))
 Y = torch.randint(0, 3, (17,), generator=torch.Generator().manual_seed(1))
 
@@ -35,7 +37,7 @@ def task(model: Any, loss: Any = None) -> mh.Task:
 
 def fit(model: Any, spec: StrategySpec, folder: Path, *, loss: Any = None, **options: Any) -> mh.Run:
     on = "cpu" if spec.num_devices == 1 else "cpu*2"
-    return mh.fit(task(model, loss), spec, on=on, folder=folder, progress=False, timeout=60, **options)
+    return mh.fit(task(model, loss), spec, **fit_options(on=on, folder=folder, progress=False, timeout=60, **options))
 
 
 class Counting(nn.Module):

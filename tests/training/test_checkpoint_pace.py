@@ -13,6 +13,7 @@ from manyhands.core import read_events
 from manyhands.training import checkpoint_pace
 from manyhands.training.checkpoint_pace import CheckpointPace
 
+from ..grouped_options import fit_options
 from .problems import classify, generator, mlp
 
 
@@ -25,7 +26,7 @@ def saved(folder: Path, **settings: Any) -> list[int]:
         data=(torch.randn(32, 12, generator=generator(0)), torch.randint(0, 5, (32,), generator=generator(1))),
         batch_size=8,
     )
-    run = mh.fit(task, on="cpu", folder=folder, progress=False, epochs=5, **settings)
+    run = mh.fit(task, **fit_options(on="cpu", folder=folder, progress=False, epochs=5, **settings))
     return [entry["step"] for entry in read_events(run.path / "events.jsonl") if entry["kind"] == "checkpoint"]
 
 
@@ -50,7 +51,7 @@ def test_save_every_is_followed_whatever_checkpoints_cost(tmp_path: Path, monkey
 def test_best_epoch_is_saved_under_patience(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoint_pace, "GRACE_SECONDS", 0.0)
     monkeypatch.setattr(checkpoint_pace, "SHARE", 1e-9)
-    assert saved(tmp_path, stop=mh.Patience("loss", 9)) == [4, 8, 12, 16, 20]
+    assert saved(tmp_path, callbacks=[mh.Patience("loss", 9)]) == [4, 8, 12, 16, 20]
 
 
 def test_long_epochs_are_saved_in_between(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ import manyhands as mh
 from manyhands.distributed import NullWorld, World
 from manyhands.training import Job, train
 
+from ..grouped_options import fit_options
 from .problems import classify, generator, padded_tokens, problem, token_loss
 from .test_equality import keep
 from .test_fit import StopAt
@@ -144,8 +145,10 @@ def test_losses_are_equal_for_any_split_of_the_batch(
 
 def test_dropout_is_active_and_recompute_keeps_the_same_losses(alone: dict[str, Any], tmp_path: Path) -> None:
     np.testing.assert_allclose(alone["again"]["loss"], alone["gpt"]["loss"], rtol=1e-6)
-    without = mh.fit(gpt(p=0.0), mh.Single(), epochs=2, on="cpu", folder=tmp_path, progress=False)
-    native = mh.fit(gpt(), mh.Single(), epochs=2, on="cpu", folder=tmp_path, progress=False)
+    without = mh.fit(
+        gpt(p=0.0), mh.Single(), epochs=2, on="cpu", folder=tmp_path, options=mh.options.Display(progress=False)
+    )
+    native = mh.fit(gpt(), mh.Single(), epochs=2, on="cpu", folder=tmp_path, options=mh.options.Display(progress=False))
     for other in (without, native):
         assert np.abs(np.subtract(other.losses, alone["gpt"]["loss"])).max() > 1e-3
 
@@ -155,9 +158,9 @@ def test_mid_epoch_resume_on_other_number_of_replicas_keeps_losses(
     before: str, after: str, alone: dict[str, Any], tmp_path: Path
 ) -> None:
     settings: dict[str, Any] = {"epochs": 2, "folder": tmp_path, "name": "gpt", "progress": False}
-    stopped = mh.fit(gpt(), deterministic=True, on=before, callbacks=[StopAt(2)], **settings)
+    stopped = mh.fit(gpt(), **fit_options(deterministic=True, on=before, callbacks=[StopAt(2)], **settings))
     assert len(stopped.losses) == 2
-    resumed = mh.fit(gpt(), deterministic=True, on=after, resume=True, **settings)
+    resumed = mh.fit(gpt(), **fit_options(deterministic=True, on=after, resume=True, **settings))
     np.testing.assert_allclose(resumed.losses, alone["gpt"]["loss"], rtol=1e-5)
 
 
@@ -170,7 +173,14 @@ def test_per_replica_padding_length_does_not_change_losses(tmp_path: Path) -> No
 
     task = gpt(data=Texts(), collate=pad, loss=token_loss)
     one, three = (
-        mh.fit(task, deterministic=True, on=on, epochs=2, folder=tmp_path, progress=False) for on in ("cpu", "cpu*3")
+        mh.fit(
+            task,
+            on=on,
+            epochs=2,
+            folder=tmp_path,
+            options=[mh.options.Equality(deterministic=True), mh.options.Display(progress=False)],
+        )
+        for on in ("cpu", "cpu*3")
     )
     np.testing.assert_allclose(three.losses, one.losses, rtol=1e-5)
 
@@ -183,7 +193,15 @@ def test_validation_metrics_do_not_depend_on_number_of_replicas(tmp_path: Path) 
     task = problem("mlp").replace(
         model=lambda: nn.Sequential(nn.Linear(12, 5), nn.Dropout(0.3)), loss=loss, data=data, valid=data
     )
-    runs = [mh.fit(task, deterministic=True, on=on, folder=tmp_path, progress=False) for on in ("cpu", "cpu*3")]
+    runs = [
+        mh.fit(
+            task,
+            on=on,
+            folder=tmp_path,
+            options=[mh.options.Equality(deterministic=True), mh.options.Display(progress=False)],
+        )
+        for on in ("cpu", "cpu*3")
+    ]
     assert runs[0].metrics.keys() == {"loss", "valid_loss"}
     for name, value in runs[0].metrics.items():
         assert runs[1].metrics[name] == pytest.approx(value, rel=1e-5)
@@ -233,7 +251,12 @@ def test_unsupported_random_operation_is_rejected(tmp_path: Path) -> None:
 
     task = problem("mlp").replace(loss=loss)
     with pytest.raises(ValueError, match="needs layout-free random operations, but got torch.poisson"):
-        mh.fit(task, deterministic=True, on="cpu", folder=tmp_path, progress=False)
+        mh.fit(
+            task,
+            on="cpu",
+            folder=tmp_path,
+            options=[mh.options.Equality(deterministic=True), mh.options.Display(progress=False)],
+        )
 
 
 def test_untracked_random_operation_logs_a_notice(tmp_path: Path) -> None:
@@ -243,6 +266,12 @@ def test_untracked_random_operation_logs_a_notice(tmp_path: Path) -> None:
 
     told = {}
     for name, made in {"stray": problem("mlp").replace(loss=loss), "clean": tasks()["noisy"]}.items():
-        run = mh.fit(made, deterministic=True, on="cpu", folder=tmp_path, name=name, progress=False)
+        run = mh.fit(
+            made,
+            on="cpu",
+            folder=tmp_path,
+            name=name,
+            options=[mh.options.Equality(deterministic=True), mh.options.Display(progress=False)],
+        )
         told[name] = (run.path / "events.jsonl").read_text().count("deterministic=True does not know")
     assert told == {"stray": 1, "clean": 0}

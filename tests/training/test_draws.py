@@ -111,7 +111,13 @@ def test_draw_classified_by_shape_alone_logs_a_notice(tmp_path: Path) -> None:
 
 def test_draw_inspection_does_not_change_buffers(tmp_path: Path) -> None:
     """The first step finds buffers as they were built: one update of the norm's, from the first batch alone."""
-    run = mh.fit(task(NOISES["recurrent"]), on="cpu", steps=1, deterministic=True, folder=tmp_path, progress=False)
+    run = mh.fit(
+        task(NOISES["recurrent"]),
+        on="cpu",
+        steps=1,
+        folder=tmp_path,
+        options=[mh.options.Equality(deterministic=True), mh.options.Display(progress=False)],
+    )
     assert dict(run.model().named_buffers())["norm.num_batches_tracked"] == 1
 
 

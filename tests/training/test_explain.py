@@ -27,7 +27,7 @@ def test_explain_table_matches_memory_held_by_ranks(tmp_path: Path) -> None:
     spec = mh.Sharded(2) * mh.TensorParallel(2)
     table = spec.explain(task)
     assert not dist.is_initialized(), "looking leaves nothing behind"
-    run = mh.fit(task, spec, on="cpu*4", steps=1, folder=tmp_path, progress=False)
+    run = mh.fit(task, spec, on="cpu*4", steps=1, folder=tmp_path, options=mh.options.Display(progress=False))
     (split,) = events(run, "split")
     assert split["parameters"] == table.parameters
     assert split["lines"] == table.lines()

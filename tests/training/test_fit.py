@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -33,6 +34,7 @@ from manyhands.core import (
     read_events,
 )
 
+from ..grouped_options import fit_options
 from .problems import generator, problem
 
 
@@ -87,7 +89,7 @@ class Ledger(mh.Callback):
 
 def fit(task: Any, strategy: Any = None, size: int = 1, **settings: Any) -> mh.Run:
     on = "cpu" if size == 1 else f"cpu*{size}"
-    return mh.fit(task, strategy or mh.Mirrored(size), on=on, progress=False, timeout=60, **settings)
+    return mh.fit(task, strategy or mh.Mirrored(size), **fit_options(on=on, progress=False, timeout=60, **settings))
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -236,7 +238,7 @@ def test_fit_works_with_functions_defined_on_stdin_or_in_a_notebook(tmp_path: Pa
         "def loss(model, batch): return model(batch).square().mean()\n"
         "task = mh.Task(model=Net, loss=loss, data=torch.ones(8, 4), batch_size=4,\n"
         "    optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.01))\n"
-        "run = mh.fit(task, mh.Mirrored(2), on='cpu*2', progress=False)\n"
+        "run = mh.fit(task, mh.Mirrored(2), on='cpu*2')\n"
         "print(type(run.model()).__name__, run.num_steps)\n"
     )
     done = subprocess.run(
@@ -469,11 +471,6 @@ def test_invalid_settings_are_rejected_before_anything_is_written(tmp_path: Path
         mh.fit(noisy(), resume=True, folder=tmp_path / "runs")
     with pytest.raises(SettingsError, match="the name of a run must consist of letters"):
         mh.fit(noisy(), name="../escape", folder=tmp_path / "runs")
-    with pytest.raises(
-        SettingsError,
-        match="a parameter of the task must be one of no parameters|params can only be passed with a function",
-    ):
-        mh.fit(noisy(), params={"lr": 1}, folder=tmp_path / "runs")
     with pytest.raises(SettingsError, match="epochs must be a whole number of at least 1, but got 2.5"):
         mh.fit(noisy(), epochs=2.5, folder=tmp_path / "runs")  # type: ignore[arg-type]
     with pytest.raises(TaskError, match="callbacks must be a list, but got Ledger"):
@@ -564,17 +561,17 @@ def test_input_wait_time_is_measured(tmp_path: Path) -> None:
     assert run.seconds["input"] >= 0.07, "two batches of four samples each sleep 0.04 s at the least"
 
 
-def test_fit_accepts_task_function_with_params(tmp_path: Path) -> None:
+def test_fit_records_parameters_of_a_partial_task_function(tmp_path: Path) -> None:
     def task(optimizer: str = "sgd", rows: int = 41) -> mh.Task:
         return problem("mlp", optimizer, rows)
 
-    run = fit(task, steps=1, folder=tmp_path, params={"rows": "20", "optimizer": "adamw"})
+    run = fit(functools.partial(task, rows="20", optimizer="adamw"), steps=1, folder=tmp_path)
     assert run.record["params"] == {"rows": 20, "optimizer": "adamw"}
     assert run.name.startswith("test_fit-")
     with pytest.raises(SettingsError, match="a parameter of the task must be one of optimizer, rows, but got 'width'"):
-        fit(task, folder=tmp_path, params={"width": 3})
+        fit(functools.partial(task, width=3), folder=tmp_path)
     with pytest.raises(SettingsError, match="rows must be of type int, but got 'many'"):
-        fit(task, folder=tmp_path, params={"rows": "many"})
+        fit(functools.partial(task, rows="many"), folder=tmp_path)
 
 
 class Texts(torch.utils.data.Dataset[Any]):
@@ -635,7 +632,7 @@ def test_run_reopens_with_its_task_function_and_saved_params(tmp_path: Path) -> 
     def task(rows: int = 41) -> mh.Task:
         return problem("mlp", rows=rows)
 
-    run = fit(task, steps=2, folder=tmp_path, params={"rows": 20})
+    run = fit(functools.partial(task, rows=20), steps=2, folder=tmp_path)
     again = mh.Run(run.path, task)
     assert again.task is not None
     assert len(again.task.data[0]) == 20

@@ -65,9 +65,22 @@ def test_user_settings_are_kept_by_memory_fitting() -> None:
 
 def test_fit_in_trains_with_equal_losses_and_logs_memory_use(tmp_path: Path) -> None:
     task = gpt(64, 2, 8, 32)
-    whole = mh.fit(task, mh.Single(), on="cpu", epochs=2, folder=tmp_path, progress=False)
-    run = mh.fit(task, mh.Mirrored(), on="cpu*2", epochs=2, fit_in="16MiB", folder=tmp_path, progress=False)
+    whole = mh.fit(task, mh.Single(), on="cpu", epochs=2, folder=tmp_path, options=mh.options.Display(progress=False))
+    run = mh.fit(
+        task,
+        mh.Mirrored(),
+        on="cpu*2",
+        epochs=2,
+        folder=tmp_path,
+        options=[mh.options.Resources(fit_in="16MiB"), mh.options.Display(progress=False)],
+    )
     assert run.losses == pytest.approx(whole.losses, rel=1e-5)
     assert "on each device" in (run.path / "events.jsonl").read_text()
     with pytest.raises(StrategyError, match="fit_in needs a task with loss="):
-        mh.fit(problem("gan"), mh.Single(), on="cpu", fit_in="1GiB", folder=tmp_path, progress=False)
+        mh.fit(
+            problem("gan"),
+            mh.Single(),
+            on="cpu",
+            folder=tmp_path,
+            options=[mh.options.Resources(fit_in="1GiB"), mh.options.Display(progress=False)],
+        )

@@ -17,6 +17,7 @@ from manyhands.distributed import Device, DirectChannel, RankInfo, TorchWorld, W
 from manyhands.testing import WorldContract
 from manyhands.training import Hand
 
+from ..grouped_options import fit_options
 from .problems import Cnn, classify, generator, mlp, problem
 from .test_fit import StopAt
 
@@ -24,7 +25,7 @@ pytestmark = pytest.mark.gpu
 
 
 def fit(task: mh.Task, strategy: Any, on: str, **settings: Any) -> mh.Run:
-    return mh.fit(task, strategy, on=on, progress=False, timeout=60, **settings)
+    return mh.fit(task, strategy, **fit_options(on=on, progress=False, timeout=60, **settings))
 
 
 @pytest.mark.parametrize("name", ["mlp", "cnn", "gan"])

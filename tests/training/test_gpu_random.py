@@ -14,6 +14,7 @@ import torch.nn.functional as F
 import manyhands as mh
 from manyhands.core import LayoutFree, OutOfMemory, SettingsError
 
+from ..grouped_options import fit_options
 from .test_deterministic import gpt
 from .test_memory import WIDTH, loss, task
 
@@ -21,7 +22,7 @@ pytestmark = pytest.mark.gpu
 
 
 def fit(made: mh.Task, strategy: Any, on: str, folder: Path, **settings: Any) -> mh.Run:
-    return mh.fit(made, strategy, on=on, folder=folder, progress=False, timeout=60, epochs=2, **settings)
+    return mh.fit(made, strategy, **fit_options(on=on, folder=folder, progress=False, timeout=60, epochs=2, **settings))
 
 
 def test_gpu_draws_the_same_random_numbers_as_cpu() -> None:

@@ -102,10 +102,10 @@ def test_hand_is_single_rank_without_launch_and_current_under_launch() -> None:
 def test_fit_inside_launch_uses_the_launched_ranks(tmp_path: Path) -> None:
     """Under `launch`, `fit` joins the ranks that are already there."""
     task = problem("mlp")
-    alone = mh.fit(task, mh.Single(), on="cpu", folder=tmp_path, progress=False)
+    alone = mh.fit(task, mh.Single(), on="cpu", folder=tmp_path, options=mh.options.Display(progress=False))
 
     def inner(hand: mh.Hand) -> list[float]:
-        run = mh.fit(task, folder=tmp_path, name="inner", progress=False)
+        run = mh.fit(task, folder=tmp_path, name="inner", options=mh.options.Display(progress=False))
         return run.losses
 
     for losses in mh.launch(inner, mh.Mirrored(2), on="cpu*2", progress=False):
@@ -132,10 +132,17 @@ def test_minimize_with_a_loss_tensor_rejects_accumulation(tmp_path: Path) -> Non
         hand.minimize(hand.model.critic(hand.model.generator(batch[0])).mean(), "generator")
 
     task = problem("gan").replace(step=step)
-    run = mh.fit(task, mh.Single(), steps=2, on="cpu", folder=tmp_path, progress=False)
+    run = mh.fit(task, mh.Single(), steps=2, on="cpu", folder=tmp_path, options=mh.options.Display(progress=False))
     assert set(run.metrics) == {"critic", "generator"}
     with pytest.raises(StrategyError, match="Pass a function: hand.minimize"):
-        mh.fit(task, mh.Single(accumulate=2), steps=2, on="cpu", folder=tmp_path, progress=False)
+        mh.fit(
+            task,
+            mh.Single(accumulate=2),
+            steps=2,
+            on="cpu",
+            folder=tmp_path,
+            options=mh.options.Display(progress=False),
+        )
     assert problem("gan").step is gan_step
 
 

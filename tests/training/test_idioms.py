@@ -39,7 +39,13 @@ def task(model: Any, **changes: Any) -> mh.Task:
 
 def fit(made: mh.Task, folder: Path, spec: Any = None) -> mh.Run:
     on = "cpu" if spec is None else "cpu*2"
-    return mh.fit(made, spec or mh.Single(), on=on, folder=folder, progress=False, timeout=60)
+    return mh.fit(
+        made,
+        spec or mh.Single(),
+        on=on,
+        folder=folder,
+        options=[mh.options.Display(progress=False), mh.options.Recovery(timeout=60)],
+    )
 
 
 def plain_losses(made: mh.Task) -> list[float]:
@@ -188,9 +194,28 @@ def test_global_step_size_is_not_taken_for_an_update_by_tensor() -> None:
 
 def test_lists_of_tensors_in_optimizer_state_are_saved_and_resumed(tmp_path: Path) -> None:
     made = task(lambda: nn.Linear(6, 3), optimizer=lambda net: ListOfMatrices(net.parameters()))
-    whole = mh.fit(made, "single", on="cpu", epochs=2, folder=tmp_path / "a", progress=False)
-    mh.fit(made, "single", on="cpu", epochs=1, folder=tmp_path / "b", progress=False, name="run")
-    resumed = mh.fit(made, "single", on="cpu", epochs=2, folder=tmp_path / "b", progress=False, name="run", resume=True)
+    whole = mh.fit(
+        made, "single", on="cpu", epochs=2, folder=tmp_path / "a", options=mh.options.Display(progress=False)
+    )
+    mh.fit(
+        made,
+        "single",
+        on="cpu",
+        epochs=1,
+        folder=tmp_path / "b",
+        name="run",
+        options=mh.options.Display(progress=False),
+    )
+    resumed = mh.fit(
+        made,
+        "single",
+        on="cpu",
+        epochs=2,
+        folder=tmp_path / "b",
+        name="run",
+        resume=True,
+        options=mh.options.Display(progress=False),
+    )
     for name, value in whole.state_dict().items():
         torch.testing.assert_close(resumed.state_dict()[name], value)
 

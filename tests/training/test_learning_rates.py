@@ -16,6 +16,7 @@ from torch.optim import lr_scheduler as schedulers
 import manyhands as mh
 from manyhands.core import SettingsError, TaskError, read_events
 
+from ..grouped_options import fit_options
 from .problems import classify, generator, mlp
 
 EPOCHS, STEPS, ROWS, BATCH = 4, 4, 26, 8
@@ -45,7 +46,7 @@ def task(**changes: Any) -> mh.Task:
 
 def fit(made: mh.Task, folder: Path, *args: Any, **settings: Any) -> mh.Run:
     where = settings.pop("on", "cpu")
-    return mh.fit(made, *args, on=where, folder=folder, progress=False, **{"epochs": EPOCHS, **settings})
+    return mh.fit(made, *args, **fit_options(on=where, folder=folder, progress=False, **{"epochs": EPOCHS, **settings}))
 
 
 def plain(make: Make, *, every: str, metric: bool = False, drop_last: bool = False) -> list[float]:

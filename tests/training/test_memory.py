@@ -152,10 +152,19 @@ def test_temporary_tensors_of_a_step_are_counted(run_ranks: Callable[..., Any], 
 def test_process_stays_usable_after_out_of_memory(tmp_path: Path) -> None:
     before = resource.getrlimit(resource.RLIMIT_DATA)
     with pytest.raises(OutOfMemory, match="step 1 did not fit into the memory of cpu") as caught:
-        mh.fit(task(4 * ROWS), mh.Single(), on="cpu", folder=tmp_path, progress=False, memory="96MiB")
+        mh.fit(
+            task(4 * ROWS),
+            mh.Single(),
+            on="cpu",
+            folder=tmp_path,
+            options=[mh.options.Display(progress=False), mh.options.Resources(memory="96MiB")],
+        )
     assert resource.getrlimit(resource.RLIMIT_DATA) == before
     _require_nothing_left(caught)
-    assert mh.fit(task(8), mh.Single(), on="cpu", folder=tmp_path, progress=False).num_steps == 2
+    assert (
+        mh.fit(task(8), mh.Single(), on="cpu", folder=tmp_path, options=mh.options.Display(progress=False)).num_steps
+        == 2
+    )
 
 
 def _require_nothing_left(caught: Any) -> None:
@@ -182,9 +191,15 @@ def is_limited() -> bool:
 def test_kernel_allocation_failure_is_reported_as_out_of_memory(tmp_path: Path) -> None:
     made = task(8, loss=without_kernels)
     with pytest.raises(OutOfMemory, match=r"step 1 did not fit.*test_memory.py:\d+\n(.|\n)*activations .* for 8 rows"):
-        mh.fit(made, mh.Single(), on="cpu", folder=tmp_path, progress=False, memory="96MiB")
+        mh.fit(
+            made,
+            mh.Single(),
+            on="cpu",
+            folder=tmp_path,
+            options=[mh.options.Display(progress=False), mh.options.Resources(memory="96MiB")],
+        )
     with pytest.raises(RuntimeError, match="could not create a primitive"):
-        mh.fit(made, mh.Single(), on="cpu", folder=tmp_path, progress=False)
+        mh.fit(made, mh.Single(), on="cpu", folder=tmp_path, options=mh.options.Display(progress=False))
 
 
 def test_parameters_above_memory_limit_are_rejected_before_the_first_step(tmp_path: Path) -> None:
@@ -198,12 +213,24 @@ def test_parameters_above_memory_limit_are_rejected_before_the_first_step(tmp_pa
     with pytest.raises(
         OutOfMemory, match=r"step 1 did not fit(.|\n)*parameters +32.1 MiB(.|\n)* for 8 rows(.|\n)*no batch"
     ):
-        mh.fit(made, mh.Single(), on="cpu", folder=tmp_path, progress=False, memory="16MiB")
+        mh.fit(
+            made,
+            mh.Single(),
+            on="cpu",
+            folder=tmp_path,
+            options=[mh.options.Display(progress=False), mh.options.Resources(memory="16MiB")],
+        )
 
 
 def test_out_of_memory_on_a_replica_is_raised_by_fit(tmp_path: Path) -> None:
     with pytest.raises(OutOfMemory, match=r"on rank [01](.|\n)*accumulate=\d+ .*about") as caught:
-        mh.fit(task(8 * ROWS), "mirrored", on="cpu*2", folder=tmp_path, progress=False, memory="96MiB")
+        mh.fit(
+            task(8 * ROWS),
+            "mirrored",
+            on="cpu*2",
+            folder=tmp_path,
+            options=[mh.options.Display(progress=False), mh.options.Resources(memory="96MiB")],
+        )
     assert isinstance(caught.value.__cause__, WorkerFailed)
 
 
@@ -225,7 +252,13 @@ def test_custom_step_out_of_memory_omits_activation_sizes(tmp_path: Path) -> Non
 
     made = task(4 * ROWS, loss=None, step=step)
     with pytest.raises(OutOfMemory, match=r"activations +could not be measured\nwhat would help:\n  a smaller batch"):
-        mh.fit(made, mh.Single(), on="cpu", folder=tmp_path, progress=False, memory="96MiB")
+        mh.fit(
+            made,
+            mh.Single(),
+            on="cpu",
+            folder=tmp_path,
+            options=[mh.options.Display(progress=False), mh.options.Resources(memory="96MiB")],
+        )
 
 
 def test_unrelated_errors_are_not_reported_as_out_of_memory(tmp_path: Path) -> None:
@@ -235,7 +268,7 @@ def test_unrelated_errors_are_not_reported_as_out_of_memory(tmp_path: Path) -> N
         return loss(model, batch)
 
     with pytest.raises(RuntimeError, match="^something else$"):
-        mh.fit(task(8, loss=broken), mh.Single(), on="cpu", folder=tmp_path, progress=False)
+        mh.fit(task(8, loss=broken), mh.Single(), on="cpu", folder=tmp_path, options=mh.options.Display(progress=False))
     assert not is_out_of_memory(PeerLost("all_reduce", "x.py:1", "rank 1 died: can't allocate memory"))
     assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"))
     assert is_out_of_memory(MemoryError())
@@ -244,7 +277,7 @@ def test_unrelated_errors_are_not_reported_as_out_of_memory(tmp_path: Path) -> N
 @pytest.mark.parametrize("memory", ["much", "-1GiB", "0", "8GiX", "GiB", "8 i", True, 0, -5])
 def test_invalid_memory_limits_are_rejected(memory: Any, tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match='number of bytes above zero, but got .*. Write for example "8GiB"'):
-        mh.fit(task(8), on="cpu", folder=tmp_path / "runs", memory=memory)
+        mh.fit(task(8), on="cpu", folder=tmp_path / "runs", options=mh.options.Resources(memory=memory))
     assert not (tmp_path / "runs").exists()
 
 
@@ -266,5 +299,5 @@ def test_parse_bytes_accepts_units_and_numbers(text: str | int, count: int) -> N
 @pytest.mark.parametrize("memory", ["8", 1.5, "1KB"])
 def test_memory_limit_below_minimum_is_rejected(memory: Any, tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="at least 16.0 MiB, but got .* Include the unit"):
-        mh.fit(task(8), on="cpu", folder=tmp_path / "runs", memory=memory)
+        mh.fit(task(8), on="cpu", folder=tmp_path / "runs", options=mh.options.Resources(memory=memory))
     assert not (tmp_path / "runs").exists()

@@ -148,7 +148,12 @@ def test_metric_objects_merge_over_replicas_to_the_whole_value() -> None:
 
 def test_metrics_of_fit_and_evaluate_are_equal_on_one_and_two_ranks(tmp_path: Path) -> None:
     made = task({"auc": BinaryAUROC, "sure": Counts()})
-    runs = [mh.fit(made, on=on, folder=tmp_path, progress=False, timeout=60) for on in ("cpu", "cpu*2")]
+    runs = [
+        mh.fit(
+            made, on=on, folder=tmp_path, options=[mh.options.Display(progress=False), mh.options.Recovery(timeout=60)]
+        )
+        for on in ("cpu", "cpu*2")
+    ]
     for run in runs:
         with torch.no_grad():
             wanted = roc_auc_score(LABELS, run.model()(INPUTS).sigmoid())
@@ -173,9 +178,9 @@ def test_unmergeable_metric_is_rejected_before_work_starts(metric: Any, message:
     made = task({"it": metric})
     check_metrics(made, 1)
     with pytest.raises(TaskError, match=message):
-        mh.fit(made, on="cpu*2", folder=tmp_path, progress=False)
+        mh.fit(made, on="cpu*2", folder=tmp_path, options=mh.options.Display(progress=False))
     assert list(tmp_path.iterdir()) == []
-    run = mh.fit(made, on="cpu", folder=tmp_path, progress=False)
+    run = mh.fit(made, on="cpu", folder=tmp_path, options=mh.options.Display(progress=False))
     assert "valid_it" in run.metrics
     with pytest.raises(TaskError, match=message):
         mh.evaluate(run, strategy="mirrored", on="cpu*2")
@@ -208,7 +213,7 @@ def test_unmergeable_metric_is_rejected_before_work_starts(metric: Any, message:
 )
 def test_invalid_metrics_are_rejected(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(TaskError, match=message):
-        mh.fit(task(METRICS).replace(**changes), on="cpu", folder=tmp_path, progress=False)
+        mh.fit(task(METRICS).replace(**changes), on="cpu", folder=tmp_path, options=mh.options.Display(progress=False))
 
 
 def test_metric_object_of_the_task_is_not_modified() -> None:
@@ -228,7 +233,7 @@ def test_metric_that_needs_many_samples_logs_only_a_notice(tmp_path: Path) -> No
                 raise RuntimeError("too few")
             return super().compute()
 
-    run = mh.fit(task({"many": Many()}), on="cpu", folder=tmp_path, progress=False)
+    run = mh.fit(task({"many": Many()}), on="cpu", folder=tmp_path, options=mh.options.Display(progress=False))
     assert run.metrics["valid_many_seen"] == 23
     events = (run.path / "events.jsonl").read_text()
     assert "'many' could not be computed from a few samples (RuntimeError: too few)" in events
@@ -241,7 +246,13 @@ def test_metric_inputs_outside_zero_to_one_log_a_notice(tmp_path: Path) -> None:
     )
     texts = {}
     for name, predict in {"logits": lambda model, inputs: 3 * model(inputs), "chances": made.predict}.items():
-        run = mh.fit(made.replace(predict=predict), on="cpu", folder=tmp_path, name=name, progress=False)
+        run = mh.fit(
+            made.replace(predict=predict),
+            on="cpu",
+            folder=tmp_path,
+            name=name,
+            options=mh.options.Display(progress=False),
+        )
         texts[name] = (run.path / "events.jsonl").read_text()
     assert "the metric 'auc' gets values outside of 0 to 1: BinaryAUROC decides" in texts["logits"]
     assert "the metric 'right' gets values outside" in texts["logits"]

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import manyhands as mh
 from manyhands.core import SettingsError, StrategyError, TaskError, read_events
 
+from ..grouped_options import fit_options
 from .problems import classify, generator
 
 X = torch.randn(40, 12, generator=generator(0))
@@ -36,7 +37,7 @@ def task(model: Callable[[], nn.Module], **changes: Any) -> mh.Task:
 def fit(made: mh.Task, size: int, folder: Path, **settings: Any) -> mh.Run:
     on = "cpu" if size == 1 else f"cpu*{size}"
     spec = mh.Mirrored(size, precision="fp64")
-    return mh.fit(made, spec, on=on, folder=folder, progress=False, timeout=60, epochs=2, **settings)
+    return mh.fit(made, spec, **fit_options(on=on, folder=folder, progress=False, timeout=60, epochs=2, **settings))
 
 
 class Branching(nn.Module):
@@ -133,7 +134,7 @@ def test_batch_norm_subclass_with_custom_forward_is_rejected_by_name(tmp_path: P
     with pytest.raises(StrategyError, match="got 1, a Activated with its own forward"):
         fit(made, 2, tmp_path)
     spec = mh.Mirrored(2, batch_stats="local")
-    mh.fit(made, spec, on="cpu*2", folder=tmp_path, progress=False, steps=2)
+    mh.fit(made, spec, on="cpu*2", folder=tmp_path, steps=2, options=mh.options.Display(progress=False))
 
 
 class Copies(mh.Callback):
@@ -233,7 +234,7 @@ class Drifting(nn.Module):
 def test_unsynchronized_buffer_is_named_in_a_notice(tmp_path: Path) -> None:
     spec = mh.Mirrored(2, batch_stats="local")
     made = task(Drifting, valid=(X, Y))
-    run = mh.fit(made, spec, on="cpu*2", folder=tmp_path, progress=False, epochs=2)
+    run = mh.fit(made, spec, on="cpu*2", folder=tmp_path, epochs=2, options=mh.options.Display(progress=False))
     notices = [entry["text"] for entry in read_events(run.path / "events.jsonl") if entry["kind"] == "notice"]
     assert any("the buffer seen is not synchronized" in text for text in notices)
     assert len(run.losses) == 8

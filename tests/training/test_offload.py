@@ -15,6 +15,7 @@ import manyhands as mh
 from manyhands.core import StrategyError
 from manyhands.strategies import offload
 
+from ..grouped_options import fit_options
 from .problems import problem
 from .test_fit import StopAt
 
@@ -33,7 +34,7 @@ def _few_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def fit(task: mh.Task, spec: mh.StrategySpec, folder: Path, **settings: Any) -> mh.Run:
-    return mh.fit(task, spec, epochs=2, progress=False, timeout=60, folder=folder, **settings)
+    return mh.fit(task, spec, **fit_options(epochs=2, progress=False, timeout=60, folder=folder, **settings))
 
 
 def assert_equal(run: mh.Run, other: mh.Run) -> None:

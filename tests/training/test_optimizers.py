@@ -290,7 +290,14 @@ def test_schedule_scales_learning_rate_of_every_optimizer(name: str, tmp_path: P
         return 0.5
 
     made = task(CASES[name], schedule=slower)
-    run = mh.fit(made, mh.Single(precision="fp64"), on="cpu", epochs=EPOCHS, folder=tmp_path, progress=False)
+    run = mh.fit(
+        made,
+        mh.Single(precision="fp64"),
+        on="cpu",
+        epochs=EPOCHS,
+        folder=tmp_path,
+        options=mh.options.Display(progress=False),
+    )
 
     def halved(model: nn.Module) -> Any:
         optimizers = CASES[name](model)
@@ -303,7 +310,13 @@ def test_schedule_scales_learning_rate_of_every_optimizer(name: str, tmp_path: P
 
 
 def test_parameters_in_no_optimizer_are_logged_and_unchanged(tmp_path: Path) -> None:
-    run = mh.fit(task(CASES["some"]), mh.Single(precision="fp64"), on="cpu", folder=tmp_path, progress=False)
+    run = mh.fit(
+        task(CASES["some"]),
+        mh.Single(precision="fp64"),
+        on="cpu",
+        folder=tmp_path,
+        options=mh.options.Display(progress=False),
+    )
     said = [entry["text"] for entry in read_events(run.path / EVENTS) if entry["kind"] == "notice"]
     assert "2 parameters are in no optimizer and stay as they are: out.weight, out.bias" in said
     seed_all(mix(0, 0))
@@ -344,7 +357,7 @@ def twice(model: nn.Module) -> list[Optimizer]:
 )
 def test_unsupported_optimizers_are_rejected_with_a_remedy(make: Any, words: str, tmp_path: Path) -> None:
     with pytest.raises(TaskError, match=words):
-        mh.fit(task(make), on="cpu", folder=tmp_path, progress=False)
+        mh.fit(task(make), on="cpu", folder=tmp_path, options=mh.options.Display(progress=False))
 
 
 class Words(nn.Module):
@@ -360,11 +373,18 @@ class Words(nn.Module):
 def test_sparse_gradients_train_on_one_device_and_are_rejected_on_replicas(tmp_path: Path) -> None:
     ids = torch.randint(0, 9, (21, 4), generator=torch.Generator().manual_seed(2))
     made = task(torchs_own("SparseAdam")).replace(model=Words, data=(ids, Y))
-    run = mh.fit(made, mh.Single(precision="fp64"), on="cpu", epochs=EPOCHS, folder=tmp_path, progress=False)
+    run = mh.fit(
+        made,
+        mh.Single(precision="fp64"),
+        on="cpu",
+        epochs=EPOCHS,
+        folder=tmp_path,
+        options=mh.options.Display(progress=False),
+    )
     assert_same(run.model().state_dict(), by_hand(made), "SparseAdam")
     for spec in (mh.Mirrored(2), mh.ParameterServer(workers=2, servers=1)):
         with pytest.raises(UsageError, match=r"table.* with sparse=True\. "):
-            mh.fit(made, spec, on="cpu*2", folder=tmp_path, progress=False)
+            mh.fit(made, spec, on="cpu*2", folder=tmp_path, options=mh.options.Display(progress=False))
 
 
 # -- parameter servers ------------------------------------------------------------------------------------------------
@@ -444,5 +464,7 @@ def test_optimizers_that_cannot_be_split_over_servers_are_rejected(make: Any, wo
 def test_parameter_servers_with_several_optimizers_match_single_device(alone: dict[str, Any], tmp_path: Path) -> None:
     name = "Muon" if "Muon" in TRAINED else "recipe"
     spec = mh.ParameterServer(workers=2, servers=2, precision="fp64")
-    run = mh.fit(task(CASES[name]), spec, on="cpu*2", epochs=EPOCHS, folder=tmp_path, progress=False)
+    run = mh.fit(
+        task(CASES[name]), spec, on="cpu*2", epochs=EPOCHS, folder=tmp_path, options=mh.options.Display(progress=False)
+    )
     assert_same(run.model().state_dict(), alone[name], name)

@@ -49,7 +49,7 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def refused(made: mh.Task, spec: mh.StrategySpec | str, on: str = "cpu*2") -> str:
     """Return the error and where it was raised: an error of a rank would name the rank."""
     with pytest.raises((StrategyError, TaskError, DeviceError)) as caught:
-        mh.fit(made, spec, on=on, progress=False)
+        mh.fit(made, spec, on=on, options=mh.options.Display(progress=False))
     assert caught.value.__cause__ is None or "rank" not in str(caught.value.__cause__)
     return str(caught.value)
 
@@ -87,7 +87,7 @@ def test_unpartitionable_networks_are_rejected_with_the_reason() -> None:
 def test_pipeline_loss_that_calls_the_model_twice_is_rejected() -> None:
     made = task("deep").replace(loss=lambda model, batch: (model(batch[0]) + model(batch[0])).square().mean())
     with pytest.raises(TaskError, match=r"exactly once, but got 2 calls"):
-        mh.fit(made, mh.Pipeline(2), on="cpu*2", progress=False)
+        mh.fit(made, mh.Pipeline(2), on="cpu*2", options=mh.options.Display(progress=False))
 
 
 def test_partition_is_shown_as_text_svg_and_html(tmp_path: Path, capsys: Any) -> None:
@@ -183,4 +183,4 @@ def test_network_that_a_trace_changes_rarely_is_rejected_with_the_reason(model: 
     # The first two steps may happen to take the branch of the trace, or to have no gradient that is clamped.
     made = problem("mlp").replace(model=model)
     with pytest.raises(StrategyError, match=text):
-        mh.fit(made, mh.Placed(devices=2, deterministic=True), on="cpu*2", progress=False)
+        mh.fit(made, mh.Placed(devices=2, deterministic=True), on="cpu*2", options=mh.options.Display(progress=False))

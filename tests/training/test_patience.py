@@ -15,6 +15,7 @@ import manyhands as mh
 from manyhands.core import SettingsError, read_events
 from manyhands.training.patience import PatienceState
 
+from ..grouped_options import fit_options
 from .problems import problem
 
 
@@ -59,7 +60,7 @@ def task(values: Sequence[float], **changes: Any) -> mh.Task:
 
 
 def fit(made: mh.Task, folder: Path, on: str = "cpu", **settings: Any) -> mh.Run:
-    return mh.fit(made, on=on, folder=folder, progress=False, timeout=60, **{"epochs": 9, **settings})
+    return mh.fit(made, **fit_options(on=on, folder=folder, progress=False, timeout=60, **{"epochs": 9, **settings}))
 
 
 def notices(run: mh.Run) -> list[str]:
@@ -70,7 +71,7 @@ def notices(run: mh.Run) -> list[str]:
 @pytest.mark.parametrize("on", ["cpu", "cpu*3"])
 def test_run_stops_early_when_the_metric_stops_improving(on: str, tmp_path: Path) -> None:
     made = task([9, 1, 3, 2, 3, 2.9, 3, 1, 1])
-    run = fit(made, tmp_path, on, stop=mh.Patience("valid_score", 3, mode="max"))
+    run = fit(made, tmp_path, on, callbacks=[mh.Patience("valid_score", 3, mode="max")])
     assert run.num_steps == 5
     assert not run.stopped
     assert notices(run) == ["out of patience at step 5: valid_score has not got better than 3 in 3 epochs"]
@@ -82,33 +83,33 @@ def test_run_stops_early_when_the_metric_stops_improving(on: str, tmp_path: Path
 @pytest.mark.parametrize(
     ("stop", "steps"),
     [
-        (mh.Patience("valid_score", 2, mode="min"), 3),
-        (mh.Patience("valid_score", 2, mode="min", min_delta=0.5), 3),
-        (mh.Patience("valid_accuracy", 2), 9),
-        (mh.Patience("valid_accuracy", 2, min_delta=2.5), 3),
-        (mh.Patience("loss", 2), 9),
+        ([mh.Patience("valid_score", 2, mode="min")], 3),
+        ([mh.Patience("valid_score", 2, mode="min", min_delta=0.5)], 3),
+        ([mh.Patience("valid_accuracy", 2)], 9),
+        ([mh.Patience("valid_accuracy", 2, min_delta=2.5)], 3),
+        ([mh.Patience("loss", 2)], 9),
         ([mh.Patience("loss", 2), mh.Patience("valid_accuracy", 3, mode="min")], 4),
         ([], 9),
-        (None, 9),
     ],
 )
 def test_patience_supports_modes_min_delta_and_several_criteria(stop: Any, steps: int, tmp_path: Path) -> None:
-    assert fit(task(range(10)), tmp_path, stop=stop).num_steps == steps
+    assert fit(task(range(10)), tmp_path, callbacks=stop).num_steps == steps
 
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_resume_keeps_the_remaining_patience(size: int, tmp_path: Path) -> None:
     made, on = task([9, 3, 3, 3, 3, 1, 1, 1, 1]), "cpu" if size == 1 else "cpu*2"
-    stop = mh.Patience("valid_score", 3, mode="min")
-    assert fit(made, tmp_path, on, name="it", epochs=3, stop=stop).num_steps == 3
-    assert fit(made, tmp_path, on, name="it", epochs=3, resume=True, stop=stop).num_steps == 3
-    run = fit(made, tmp_path, on, name="it", resume=True, stop=stop)
+    stop = [mh.Patience("valid_score", 3, mode="min")]
+    assert fit(made, tmp_path, on, name="it", epochs=3, callbacks=stop).num_steps == 3
+    assert fit(made, tmp_path, on, name="it", epochs=3, resume=True, callbacks=stop).num_steps == 3
+    run = fit(made, tmp_path, on, name="it", resume=True, callbacks=stop)
     assert run.num_steps == 4
     assert len(notices(run)) == 1
     # A run that ran out of patience stays stopped; with more patience, or none, it continues.
-    assert fit(made, tmp_path, on, name="it", resume=True, stop=stop).num_steps == 4
+    assert fit(made, tmp_path, on, name="it", resume=True, callbacks=stop).num_steps == 4
     assert (
-        fit(made, tmp_path, on, name="it", resume=True, stop=mh.Patience("valid_score", 4, mode="min")).num_steps == 9
+        fit(made, tmp_path, on, name="it", resume=True, callbacks=[mh.Patience("valid_score", 4, mode="min")]).num_steps
+        == 9
     )
     assert fit(made, tmp_path, on, name="it", epochs=10, resume=True).num_steps == 10
 
@@ -123,7 +124,7 @@ def test_patience_on_loss_uses_the_epoch_mean(tmp_path: Path) -> None:
 
     made = task([1], loss=lambda model, batch: -(model.weight * (batch - 1)).mean(), shuffle=False, valid=None)
     made = made.replace(data=torch.cat([torch.full((4, 1), 2.0), torch.ones(4, 1)]), metrics={})
-    run = fit(made, tmp_path, stop=mh.Patience("loss", 2), callbacks=[Spy()], epochs=4)
+    run = fit(made, tmp_path, callbacks=[mh.Patience("loss", 2), Spy()], epochs=4)
     assert watch == [0.0] * 4
     assert run.num_steps == 8
 
@@ -138,10 +139,10 @@ def scripted_loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     return SCRIPT[step // 4][step % 4] - (weight - weight.detach()).mean() + 0 * batch.mean()
 
 
-@pytest.mark.parametrize("stop", [None, mh.Patience("loss", 5)])
+@pytest.mark.parametrize("stop", [[], [mh.Patience("loss", 5)]])
 def test_best_model_is_from_the_epoch_with_the_lowest_mean_loss(stop: Any, tmp_path: Path) -> None:
     made = task([1], loss=scripted_loss, data=torch.ones(8, 1), batch_size=2, valid=None, metrics={})
-    settings: dict[str, Any] = {"name": "it", "epochs": 3, "save_every": 1, "stop": stop}
+    settings: dict[str, Any] = {"name": "it", "epochs": 3, "save_every": 1, "callbacks": stop}
     assert int(fit(made, tmp_path, **settings).model(best=True).weight) == 8  # type: ignore[arg-type]
     # A finished run that is resumed has nothing new to measure, and forgets nothing.
     again = fit(made, tmp_path, resume=True, **settings)
@@ -165,9 +166,9 @@ def test_epoch_with_all_steps_skipped_counts_as_no_improvement() -> None:
 
 def test_patience_can_watch_losses_of_a_custom_step(tmp_path: Path) -> None:
     made = problem("gan")
-    assert fit(made, tmp_path, epochs=2, stop=mh.Patience("critic", 1, mode="max")).num_steps == 6
+    assert fit(made, tmp_path, epochs=2, callbacks=[mh.Patience("critic", 1, mode="max")]).num_steps == 6
     with pytest.raises(SettingsError, match=r"critic, generator; .*but got 'critik'. Did you mean critic\?"):
-        fit(made, tmp_path, name="wrong", stop=mh.Patience("critik", 1, mode="max"))
+        fit(made, tmp_path, name="wrong", callbacks=[mh.Patience("critik", 1, mode="max")])
     assert not (tmp_path / "wrong").exists()
 
 
@@ -197,12 +198,11 @@ def test_nan_metric_counts_as_no_improvement() -> None:
         (lambda: mh.Patience("valid_score", 3), 'the direction of a metric must be known.*Write .*mode="max"'),
         (lambda: mh.Patience("valid_accuracy_loss"), "the direction of a metric must be known"),
         (lambda: mh.Patience(3), "the first argument of Patience must be a name"),  # type: ignore[arg-type]
-        (lambda: "valid_loss", "stop must be an mh.Patience or a list of them, but got str"),
     ],
 )
 def test_invalid_patience_is_rejected_before_the_run_starts(make: Any, message: str, tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=message):
-        fit(task([1]), tmp_path, "cpu*2", stop=make())
+        fit(task([1]), tmp_path, "cpu*2", callbacks=[make()])
     assert list(tmp_path.iterdir()) == []
 
 
@@ -210,9 +210,9 @@ def test_patience_on_validation_metric_needs_validation_data(tmp_path: Path) -> 
     with pytest.raises(
         SettingsError, match=r"the name of a measured value: loss; valid_ names need a Task with valid="
     ):
-        fit(task([1], valid=None, metrics={}), tmp_path, stop=mh.Patience("valid_loss"))
+        fit(task([1], valid=None, metrics={}), tmp_path, callbacks=[mh.Patience("valid_loss")])
 
 
 def test_patience_on_unknown_metric_object_value_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="valid_accuracy.*but got 'valid_accuracy_top'"):
-        fit(task([1]), tmp_path, stop=mh.Patience("valid_accuracy_top"))
+        fit(task([1]), tmp_path, callbacks=[mh.Patience("valid_accuracy_top")])

@@ -13,6 +13,8 @@ import manyhands as mh
 from manyhands.core import SettingsError
 from manyhands.distributed import current_world
 
+from ..grouped_options import fit_options
+
 ROWS = torch.randn(64, 4, generator=torch.Generator().manual_seed(3))
 
 
@@ -40,7 +42,13 @@ def task(loss: Any = good_loss, rows: torch.Tensor = ROWS) -> mh.Task:
 @pytest.fixture
 def fitted(tmp_path: Path, engine: Any) -> mh.Run:
     return mh.fit(
-        task(), mh.Mirrored(2), on="cpu*2", epochs=3, save_every=5, keep=3, folder=tmp_path, progress=False, name="run"
+        task(),
+        mh.Mirrored(2),
+        on="cpu*2",
+        epochs=3,
+        folder=tmp_path,
+        name="run",
+        options=[mh.options.Checkpoints(save_every=5, keep=3), mh.options.Display(progress=False)],
     )
 
 
@@ -60,7 +68,7 @@ def test_replay_reproduces_the_loss_of_any_step(fitted: mh.Run) -> None:
 
 def test_replay_names_the_rank_with_a_wrong_loss(tmp_path: Path, engine: Any) -> None:
     settings: dict[str, Any] = {"folder": tmp_path, "progress": False, "verify": False}
-    run = mh.fit(task(corrupt_loss), mh.Mirrored(2), on="cpu*2", epochs=1, **settings)
+    run = mh.fit(task(corrupt_loss), mh.Mirrored(2), **fit_options(on="cpu*2", epochs=1, **settings))
     found = mh.replay(run, 8, on="cpu")
     assert not found.equal
     assert {part.rank for part in found.ranks} == {1}
@@ -70,7 +78,14 @@ def test_replay_names_the_rank_with_a_wrong_loss(tmp_path: Path, engine: Any) ->
 
 
 def test_replay_blames_no_rank_under_lossy_gradient_compression(tmp_path: Path, engine: Any) -> None:
-    run = mh.fit(task(), mh.Mirrored(2, sync="topk(0.05)"), on="cpu*2", epochs=1, folder=tmp_path, progress=False)
+    run = mh.fit(
+        task(),
+        mh.Mirrored(2, sync="topk(0.05)"),
+        on="cpu*2",
+        epochs=1,
+        folder=tmp_path,
+        options=mh.options.Display(progress=False),
+    )
     found = mh.replay(run, 8, on="cpu")
     assert not found.ranks
     assert str(found).startswith("note: sync=topk(0.05) changed the mathematics")
@@ -79,7 +94,9 @@ def test_replay_blames_no_rank_under_lossy_gradient_compression(tmp_path: Path, 
 def test_replay_names_sample_with_nonfinite_loss(tmp_path: Path) -> None:
     rows = ROWS.clone()
     rows[17] = 1e25  # its square is infinite
-    run = mh.fit(task(rows=ROWS), mh.Single(), on="cpu", epochs=1, folder=tmp_path, progress=False)
+    run = mh.fit(
+        task(rows=ROWS), mh.Single(), on="cpu", epochs=1, folder=tmp_path, options=mh.options.Display(progress=False)
+    )
     opened = mh.Run(run.path, task(rows=rows))
     bad = [step for step in range(1, 9) if 17 in mh.replay(opened, step, on="cpu").bad_samples]
     assert len(bad) == 1

@@ -16,6 +16,7 @@ from torch import nn
 import manyhands as mh
 from manyhands.core import FileError, SettingsError
 
+from ..grouped_options import fit_options
 from .problems import classify, generator, mlp
 
 
@@ -31,7 +32,7 @@ def task(**settings: Any) -> mh.Task:
 
 
 def fit(made: mh.Task, folder: Path, **settings: Any) -> mh.Run:
-    return mh.fit(made, on="cpu", folder=folder, progress=False, **settings)
+    return mh.fit(made, **fit_options(on="cpu", folder=folder, progress=False, **settings))
 
 
 def test_skipped_steps_are_nan_in_losses_and_keep_step_positions(tmp_path: Path) -> None:

@@ -127,15 +127,35 @@ def test_sharded_check_validation_and_start_from_match_single_device(tmp_path: P
     assert mh.check(task, mh.Sharded(), on="cpu*2")
     top = {"top": lambda out, batch: (out.argmax(1) == batch[1]).float().mean()}
     task = task.replace(valid=task.data, metrics=top, ema=0.9)
-    single = mh.fit(task, mh.Single(precision="fp64"), on="cpu", folder=tmp_path, progress=False)
-    split = mh.fit(task, "sharded,precision=fp64", on="cpu*3", folder=tmp_path, progress=False)
+    single = mh.fit(
+        task, mh.Single(precision="fp64"), on="cpu", folder=tmp_path, options=mh.options.Display(progress=False)
+    )
+    split = mh.fit(
+        task, "sharded,precision=fp64", on="cpu*3", folder=tmp_path, options=mh.options.Display(progress=False)
+    )
     assert split.metrics == pytest.approx(single.metrics, rel=1e-6)
-    apart = mh.fit(task, "sharded,batch_stats=local", on="cpu*2", folder=tmp_path, progress=False)
+    apart = mh.fit(
+        task, "sharded,batch_stats=local", on="cpu*2", folder=tmp_path, options=mh.options.Display(progress=False)
+    )
     assert np.isfinite(apart.metrics["valid_loss"])
     weights = tmp_path / "weights.safetensors"
     single.export(weights, weights_only=True)
-    again = mh.fit(task, mh.Sharded(), on="cpu*2", steps=1, start_from=weights, folder=tmp_path, progress=False)
-    alone = mh.fit(task, mh.Single(), on="cpu", steps=1, start_from=weights, folder=tmp_path, progress=False)
+    again = mh.fit(
+        task,
+        mh.Sharded(),
+        on="cpu*2",
+        steps=1,
+        folder=tmp_path,
+        options=[mh.options.Checkpoints(start_from=weights), mh.options.Display(progress=False)],
+    )
+    alone = mh.fit(
+        task,
+        mh.Single(),
+        on="cpu",
+        steps=1,
+        folder=tmp_path,
+        options=[mh.options.Checkpoints(start_from=weights), mh.options.Display(progress=False)],
+    )
     np.testing.assert_allclose(again.losses, alone.losses, rtol=1e-5)
 
 
@@ -149,14 +169,19 @@ def test_invalid_shard_settings_are_rejected() -> None:
     with pytest.raises(StrategyError, match="sharding must be one of"):
         mh.Sharded(sharding="some")
     with pytest.raises(StrategyError, match="shards with several optimizers must be synchronized in every step"):
-        mh.fit(problem("gan"), "replicas=2,shards=2,sync=localsteps(2)", on="cpu*4", progress=False)
+        mh.fit(
+            problem("gan"),
+            "replicas=2,shards=2,sync=localsteps(2)",
+            on="cpu*4",
+            options=mh.options.Display(progress=False),
+        )
 
 
 def test_parameters_read_by_the_loss_are_gathered_or_rejected() -> None:
     task = problem("mlp").replace(loss=lambda model, batch: model(batch[0]).mean() + model[0].weight.square().sum())
-    two = mh.fit(task, mh.Sharded(2), on="cpu*2", steps=3, progress=False)
-    alone = mh.fit(task, mh.Single(), on="cpu", steps=3, progress=False)
+    two = mh.fit(task, mh.Sharded(2), on="cpu*2", steps=3, options=mh.options.Display(progress=False))
+    alone = mh.fit(task, mh.Single(), on="cpu", steps=3, options=mh.options.Display(progress=False))
     np.testing.assert_allclose(two.losses, alone.losses, rtol=1e-5)
     split = task.replace(loss=lambda model, batch: model(batch[0]).mean() * model[0].bias.sum())
     with pytest.raises(StrategyError, match=r"got 0.bias, which forward changes or which is sharded"):
-        mh.fit(split, "stages=2,shards=2", on="cpu*4", steps=1, progress=False)
+        mh.fit(split, "stages=2,shards=2", on="cpu*4", steps=1, options=mh.options.Display(progress=False))

@@ -25,6 +25,7 @@ from manyhands.training import Job, train
 from manyhands.training.loop import CHECKPOINTS
 from tests.strategies.networks import Scribble, task
 
+from ..grouped_options import fit_options
 from .problems import generator
 from .test_equality import keep
 
@@ -206,8 +207,8 @@ def test_place_on_network_matches_single_device_in_fit_evaluate_and_predict(tmp_
     )
     made = made.replace(valid=made.data)
     settings: dict[str, Any] = {"folder": tmp_path, "progress": False, "timeout": 60, "epochs": 2}
-    alone = mh.fit(made, mh.Single(precision="fp64"), on="cpu", **settings)
-    cut = mh.fit(made, mh.Placed(precision="fp64"), on="cpu*2", **settings)
+    alone = mh.fit(made, mh.Single(precision="fp64"), **fit_options(on="cpu", **settings))
+    cut = mh.fit(made, mh.Placed(precision="fp64"), **fit_options(on="cpu*2", **settings))
     assert cut.metrics == pytest.approx(alone.metrics, rel=1e-9)
     np.testing.assert_allclose(cut.losses, alone.losses, rtol=1e-9)
     for averaged in (True, False):
@@ -266,7 +267,7 @@ def test_pipeline_rank_killed_inside_microbatch_does_not_change_results(tmp_path
     made = task("deep", rows=16)
     settings: dict[str, Any] = {"folder": tmp_path, "progress": False, "timeout": 60}
     spec = mh.Pipeline(2, microbatches=2, precision="fp64")
-    alone = mh.fit(made, mh.Single(precision="fp64"), on="cpu", epochs=2, **settings)
+    alone = mh.fit(made, mh.Single(precision="fp64"), **fit_options(on="cpu", epochs=2, **settings))
     mark = tmp_path / "died"
 
     def loss(model: Any, batch: Any) -> Tensor:
@@ -282,9 +283,11 @@ def test_pipeline_rank_killed_inside_microbatch_does_not_change_results(tmp_path
 
     dying = made.replace(loss=loss)
     with contextlib.suppress(RunError):
-        mh.fit(dying, spec, on="cpu*2", epochs=2, name="cut", callbacks=[Count()], save_every=1, **settings)
+        mh.fit(
+            dying, spec, **fit_options(on="cpu*2", epochs=2, name="cut", callbacks=[Count()], save_every=1, **settings)
+        )
     assert mark.exists()
-    run = mh.fit(dying, spec, on="cpu*2", epochs=2, name="cut", resume=True, **settings)
+    run = mh.fit(dying, spec, **fit_options(on="cpu*2", epochs=2, name="cut", resume=True, **settings))
     for key, value in alone.state_dict().items():
         torch.testing.assert_close(run.state_dict()[key], value, rtol=0, atol=1e-9, msg=key)
 

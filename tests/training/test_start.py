@@ -14,6 +14,7 @@ import manyhands as mh
 from manyhands.core import CheckpointError, TaskError, read_events
 from manyhands.storage import CheckpointStore
 
+from ..grouped_options import fit_options
 from .problems import classify, generator, mlp
 from .test_fit import StopAt
 
@@ -44,7 +45,7 @@ def task(seed: int = 0, **changes: Any) -> mh.Task:
 
 
 def fit(made: mh.Task, folder: Path, on: str = "cpu", **settings: Any) -> mh.Run:
-    return mh.fit(made, on=on, folder=folder, progress=False, timeout=60, **settings)
+    return mh.fit(made, **fit_options(on=on, folder=folder, progress=False, timeout=60, **settings))
 
 
 def notices(run: mh.Run) -> list[str]:

@@ -25,6 +25,7 @@ from manyhands.training.step_capture import StepCapture
 from manyhands.training.step_variants import StepVariants
 from manyhands.training.stepping import Stepper, take_step
 
+from ..grouped_options import fit_options
 from .problems import Cnn, Sometimes, classify, generator, mlp
 
 Ranks = Callable[[Callable[[World], Any], int], list[Any]]
@@ -93,10 +94,21 @@ def notices(run: mh.Run) -> list[str]:
 def test_step_variants_are_tried_in_long_runs_and_give_the_same_losses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain = mh.fit(pictures(), mh.Single(capture="off"), on="cpu", epochs=1, folder=tmp_path, progress=False)
-    short = mh.fit(pictures(), mh.Single(), on="cpu", epochs=1, folder=tmp_path, progress=False)
+    plain = mh.fit(
+        pictures(),
+        mh.Single(capture="off"),
+        on="cpu",
+        epochs=1,
+        folder=tmp_path,
+        options=mh.options.Display(progress=False),
+    )
+    short = mh.fit(
+        pictures(), mh.Single(), on="cpu", epochs=1, folder=tmp_path, options=mh.options.Display(progress=False)
+    )
     monkeypatch.setitem(step_variants.WORTH_SECONDS, "cpu", 0.0)
-    tried = mh.fit(pictures(), mh.Single(), on="cpu", epochs=1, folder=tmp_path, progress=False)
+    tried = mh.fit(
+        pictures(), mh.Single(), on="cpu", epochs=1, folder=tmp_path, options=mh.options.Display(progress=False)
+    )
     assert notices(short) == notices(plain) == []
     assert short.losses == plain.losses
     np.testing.assert_allclose(tried.losses, plain.losses, rtol=1e-4)
@@ -109,9 +121,23 @@ def test_bfloat16_falls_back_to_float32_where_it_is_slower(tmp_path: Path, monke
     monkeypatch.setitem(step_variants.WORTH_SECONDS, "cpu", 0.0)
     measured = {step_variants.AS_WRITTEN: 0.3, step_variants.CHANNELS_LAST: 0.4, step_variants.FULL_WIDTH: 0.1}
     monkeypatch.setattr(step_variants.StepVariants, "_measured", lambda self: measured[self._variant])
-    run = mh.fit(pictures(), mh.Single(precision="bf16"), on="cpu", epochs=1, folder=tmp_path, progress=False)
+    run = mh.fit(
+        pictures(),
+        mh.Single(precision="bf16"),
+        on="cpu",
+        epochs=1,
+        folder=tmp_path,
+        options=mh.options.Display(progress=False),
+    )
     assert any("executed fp32 from now on" in text for text in notices(run))
-    full = mh.fit(pictures(), mh.Single(capture="off"), on="cpu", epochs=1, folder=tmp_path, progress=False)
+    full = mh.fit(
+        pictures(),
+        mh.Single(capture="off"),
+        on="cpu",
+        epochs=1,
+        folder=tmp_path,
+        options=mh.options.Display(progress=False),
+    )
     np.testing.assert_allclose(run.losses, full.losses, rtol=0.05)
 
 
@@ -149,8 +175,22 @@ def test_compiler_failure_is_logged_and_falls_back_to_eager(tmp_path: Path, monk
 
     monkeypatch.setattr(torch, "compile", compiler)
     monkeypatch.setattr(step_variants, "stop_compilers", lambda: None)
-    plain = mh.fit(pictures(), mh.Single(capture="off"), on="cpu", epochs=1, folder=tmp_path, progress=False)
-    run = mh.fit(pictures(), mh.Single(capture="compile"), on="cpu", epochs=1, folder=tmp_path, progress=False)
+    plain = mh.fit(
+        pictures(),
+        mh.Single(capture="off"),
+        on="cpu",
+        epochs=1,
+        folder=tmp_path,
+        options=mh.options.Display(progress=False),
+    )
+    run = mh.fit(
+        pictures(),
+        mh.Single(capture="compile"),
+        on="cpu",
+        epochs=1,
+        folder=tmp_path,
+        options=mh.options.Display(progress=False),
+    )
     assert run.losses == plain.losses
     assert "could not be compiled: TorchDynamoException: no compiler here" in notices(run)[0]
 
@@ -186,7 +226,13 @@ def spoiled(**settings: Any) -> mh.Task:
 
 @pytest.mark.parametrize("on", ["cpu", "cpu*2"])
 def test_step_with_nonfinite_gradient_is_skipped(on: str, tmp_path: Path) -> None:
-    run = mh.fit(spoiled(not_finite="skip", ema=0.9), on=on, epochs=2, folder=tmp_path, progress=False)
+    run = mh.fit(
+        spoiled(not_finite="skip", ema=0.9),
+        on=on,
+        epochs=2,
+        folder=tmp_path,
+        options=mh.options.Display(progress=False),
+    )
     skipped = [entry["step"] for entry in read_events(run.path / "events.jsonl") if entry["kind"] == "skipped"]
     assert skipped == [3, 11]
     assert sorted(run.history["loss"]) == [step for step in range(1, 17) if step not in skipped]
@@ -199,13 +245,13 @@ def test_step_with_nonfinite_gradient_is_skipped(on: str, tmp_path: Path) -> Non
 def test_nonfinite_loss_stops_the_run_by_default(tmp_path: Path) -> None:
     for on in ("cpu", "cpu*3"):
         with pytest.raises(LossNotFinite, match="the data itself is not finite: look at sample 20"):
-            mh.fit(spoiled(), on=on, epochs=2, folder=tmp_path, progress=False)
+            mh.fit(spoiled(), on=on, epochs=2, folder=tmp_path, options=mh.options.Display(progress=False))
 
 
 def test_resume_with_other_settings_logs_the_changes(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"on": "cpu", "folder": tmp_path, "progress": False, "name": "run"}
-    mh.fit(work(mlp).replace(ema=0.9), mh.Single(accumulate=2), steps=3, deterministic=True, **settings)
-    run = mh.fit(work(mlp), steps=6, resume=True, **settings)
+    mh.fit(work(mlp).replace(ema=0.9), mh.Single(accumulate=2), **fit_options(steps=3, deterministic=True, **settings))
+    run = mh.fit(work(mlp), **fit_options(steps=6, resume=True, **settings))
     told = " ".join(notices(run))
     assert "continues with deterministic=False; it had True" in told
     assert "continues with accumulate=1; it had 2" in told
@@ -216,7 +262,7 @@ def test_many_consecutive_skipped_steps_stop_the_run(tmp_path: Path) -> None:
     task = spoiled(not_finite="skip").replace(batch_size=2)
     task.data[0][8:] = float("nan")
     with pytest.raises(LossNotFinite, match="20 steps in a row"):
-        mh.fit(task, on="cpu", epochs=1, folder=tmp_path, progress=False)
+        mh.fit(task, on="cpu", epochs=1, folder=tmp_path, options=mh.options.Display(progress=False))
 
 
 def test_invalid_not_finite_and_capture_are_rejected() -> None:
@@ -313,8 +359,12 @@ def test_compiler_failure_in_backward_is_logged_and_falls_back_to_eager(
 
     monkeypatch.setattr(torch, "compile", lambda function, **_: lambda *args: Fails.apply(function(*args)))
     monkeypatch.setattr(step_variants, "stop_compilers", lambda: None)
-    plain = mh.fit(work(mlp), mh.Single(capture="off"), on="cpu", folder=tmp_path, progress=False)
-    run = mh.fit(work(mlp), mh.Single(capture="compile"), on="cpu", folder=tmp_path, progress=False)
+    plain = mh.fit(
+        work(mlp), mh.Single(capture="off"), on="cpu", folder=tmp_path, options=mh.options.Display(progress=False)
+    )
+    run = mh.fit(
+        work(mlp), mh.Single(capture="compile"), on="cpu", folder=tmp_path, options=mh.options.Display(progress=False)
+    )
     assert run.losses == plain.losses
     assert "no compiler for backward" in notices(run)[0]
 

@@ -16,6 +16,7 @@ from manyhands.core import StrategyError
 from manyhands.distributed import NullWorld, World
 from manyhands.training import Hand
 
+from ..grouped_options import fit_options
 from .networks import network
 from .problems import problem
 from .test_equality import trained
@@ -113,10 +114,12 @@ def test_tensor_parallel_run_resumes_and_predicts_under_other_layouts(tmp_path: 
     settings: dict[str, Any] = {"folder": tmp_path, "progress": False, "timeout": 60}
     tensor = mh.TensorParallel(2, precision="fp64")
     single = mh.Single(precision="fp64")
-    whole = mh.fit(task, single, on="cpu", epochs=2, name="whole", **settings)
-    mh.fit(task, tensor, on="cpu*2", steps=2, name="run", **settings)
-    mh.fit(task, mh.Sharded(2, precision="fp64"), on="cpu*2", steps=3, name="run", resume=True, **settings)
-    run = mh.fit(task, mh.Sharded(2) * tensor, on="cpu*4", epochs=2, name="run", resume=True, **settings)
+    whole = mh.fit(task, single, **fit_options(on="cpu", epochs=2, name="whole", **settings))
+    mh.fit(task, tensor, **fit_options(on="cpu*2", steps=2, name="run", **settings))
+    mh.fit(
+        task, mh.Sharded(2, precision="fp64"), **fit_options(on="cpu*2", steps=3, name="run", resume=True, **settings)
+    )
+    run = mh.fit(task, mh.Sharded(2) * tensor, **fit_options(on="cpu*4", epochs=2, name="run", resume=True, **settings))
     np.testing.assert_allclose(run.losses, whole.losses, rtol=1e-9)
     assert run.metrics == pytest.approx(whole.metrics, rel=1e-9)
     for key, value in whole.state_dict().items():

@@ -17,13 +17,16 @@ from manyhands.core import DataError, LossNotFinite, StrategySpec, TaskError, as
 from manyhands.training import verify
 from manyhands.training.trial_rows import choose_rows
 
+from ..grouped_options import fit_options
 from .problems import classify, generator, mlp, problem
 from .silent import ORDINARY, SILENT, Tokens, ignoring, noise, norms, spectral, task
 
 
 def fit(made: mh.Task, folder: Path, strategy: StrategySpec | str = "mirrored", **settings: Any) -> mh.Run:
     on = "cpu" if as_spec(strategy).num_devices == 1 else "cpu*2"
-    return mh.fit(made, strategy, on=on, folder=folder, progress=False, timeout=60, **{"steps": 3, **settings})
+    return mh.fit(
+        made, strategy, **fit_options(on=on, folder=folder, progress=False, timeout=60, **{"steps": 3, **settings})
+    )
 
 
 def events(run: mh.Run, kind: str) -> list[dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import random
@@ -50,8 +51,8 @@ class Driver:
             name="study",
             folder=folder,
             on="cpu",
-            progress=False,
             resume=(Path(folder) / "study").exists(),
+            options=mh.options.Display(progress=False),
         )
         return len(study.trials)
 
@@ -63,7 +64,9 @@ def facts(folder: Path) -> list[dict[str, Any]]:
 def test_study_resumes_after_driver_is_killed_repeatedly(tmp_path: Path, engine: LocalEngine) -> None:
     """Real processes and real SIGKILLs: every finished trial is kept, none is run again, the sequence is the same."""
     device = resolve("cpu")[0][0]
-    undisturbed = mh.tune(slow_bowl, SPACE, trials=TRIALS, folder=tmp_path / "whole", on="cpu", progress=False)
+    undisturbed = mh.tune(
+        slow_bowl, SPACE, trials=TRIALS, folder=tmp_path / "whole", on="cpu", options=mh.options.Display(progress=False)
+    )
     dice = random.Random(1)
     finished: dict[int, tuple[Any, ...]] = {}
     num_kills, done = 0, 0
@@ -122,20 +125,22 @@ def dying(folder: str = "", lr: float = 1e-2) -> mh.Task:
 
 def test_trial_of_a_killed_worker_resumes_from_its_checkpoint(tmp_path: Path) -> None:
     study = mh.tune(
-        dying,
+        functools.partial(dying, folder=str(tmp_path)),
         {"lr": RATES},
-        params={"folder": str(tmp_path)},
-        search="grid",
         epochs=5,
-        keep=2,
         on="cpu*2",
         folder=tmp_path / "s",
-        progress=False,
+        options=[mh.options.Algorithm(search="grid"), mh.options.Selection(keep=2), mh.options.Display(progress=False)],
     )
     assert [trial.state for trial in study.trials] == ["finished"] * 2
     for trial in study.trials:
         alone = mh.fit(
-            networks.task(**trial.params), "single", epochs=5, on="cpu", folder=tmp_path / "a", progress=False
+            networks.task(**trial.params),
+            "single",
+            epochs=5,
+            on="cpu",
+            folder=tmp_path / "a",
+            options=mh.options.Display(progress=False),
         )
         assert trial.value == pytest.approx(alone.metrics["valid_loss"], rel=1e-6)
         events = (study.path / "trials" / f"{trial.number:05d}" / "events.jsonl").read_text().splitlines()
@@ -152,7 +157,13 @@ def test_trial_that_kills_its_process_does_not_fail_other_trials(
             os.kill(os.getpid(), signal.SIGKILL)
         return x
 
-    study = mh.tune(deadly, {"x": [0.0, 1.0, 2.0]}, search="grid", on="cpu*2", folder=tmp_path)
+    study = mh.tune(
+        deadly,
+        {"x": [0.0, 1.0, 2.0]},
+        on="cpu*2",
+        folder=tmp_path,
+        options=mh.options.Algorithm(search="grid"),
+    )
     assert [trial.state for trial in study.trials] == ["finished", "failed", "finished"]
     assert "killed by signal 9" in study.trials[1].reason
     # Every attempt is reported with its reason, and the journal has all three.
@@ -176,12 +187,11 @@ def test_study_stopped_by_a_full_disk_resumes_when_space_is_free(small_disk: Pat
             lambda x=0.0: x,
             {"x": mh.uniform(0, 1)},
             trials=200,
-            search="random",
             folder=small_disk,
             name="s",
             resume=resume,
             on="cpu",
-            progress=False,
+            options=[mh.options.Algorithm(search="random"), mh.options.Display(progress=False)],
         )
 
     with pytest.raises(RunError, match="journal .* cannot be written: No space left on device"):

@@ -19,6 +19,16 @@ def test_map_and_tune_run_on_both_ray_hosts(nodes: Any, tmp_path: Path) -> None:
     assert [square for square, _ in found] == [n * n for n in range(6)]
     assert len({process for _, process in found}) == 2
     space = {"lr": [0.01, 0.02, 0.03]}
-    study = mh.tune(networks.task, space, search="grid", on="ray", per_device=1, folder=tmp_path, progress=False)
+    study = mh.tune(
+        networks.task,
+        space,
+        on="ray",
+        folder=tmp_path,
+        options=[
+            mh.options.Algorithm(search="grid"),
+            mh.options.Execution(per_device=1),
+            mh.options.Display(progress=False),
+        ],
+    )
     assert [trial.state for trial in study.trials] == ["finished"] * 3
     assert mh.evaluate(study.run())["loss"] == pytest.approx(study.best.value, rel=1e-6)

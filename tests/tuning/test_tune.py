@@ -18,6 +18,7 @@ from manyhands.tuning import Stacked, StudyView, Trial, TrialRunner, TrialsFaile
 from manyhands.tuning.journal import JOURNAL
 from manyhands.tuning.trial_work import TrialWork
 
+from ..grouped_options import tune_options
 from . import networks
 
 SPACE = {"lr": mh.loguniform(1e-4, 1e-1), "width": mh.choice(4, 8)}
@@ -28,7 +29,7 @@ def bowl(x: float = 0.0, y: float = 1.0, **kept: Any) -> float:
 
 
 def tune(*args: Any, **options: Any) -> mh.Study:
-    return mh.tune(*args, **{"on": "cpu", "progress": False, **options})
+    return mh.tune(*args, **tune_options(**{"on": "cpu", "progress": False, **options}))
 
 
 @pytest.mark.parametrize("on", ["cpu", "cpu*2"])
@@ -37,7 +38,12 @@ def test_study_trials_equal_separate_fits(tmp_path: Path, on: str) -> None:
     assert [trial.state for trial in study.trials] == ["finished"] * 4
     for trial in study.trials:
         alone = mh.fit(
-            networks.task(**trial.params), "single", epochs=2, on="cpu", folder=tmp_path / "alone", progress=False
+            networks.task(**trial.params),
+            "single",
+            epochs=2,
+            on="cpu",
+            folder=tmp_path / "alone",
+            options=mh.options.Display(progress=False),
         )
         assert trial.value == pytest.approx(alone.metrics["valid_loss"], rel=1e-6)
         assert mh.evaluate(study.run(trial))["loss"] == pytest.approx(trial.value, rel=1e-6)
@@ -51,7 +57,14 @@ def test_asha_resumes_paused_trials_without_changing_results(tmp_path: Path) -> 
     assert {trial.state for trial in study.trials} == {"finished", "stopped"}
     best = study.best
     assert sorted(best.reports) == [1, 3, 9]
-    alone = mh.fit(networks.task(**best.params), "single", epochs=9, on="cpu", folder=tmp_path / "a", progress=False)
+    alone = mh.fit(
+        networks.task(**best.params),
+        "single",
+        epochs=9,
+        on="cpu",
+        folder=tmp_path / "a",
+        options=mh.options.Display(progress=False),
+    )
     assert best.value == pytest.approx(alone.metrics["valid_loss"], rel=1e-5)
     assert [best.reports[epochs] for epochs in (1, 3)] == pytest.approx(
         [alone.history["valid_loss"][4 * epochs] for epochs in (1, 3)], rel=1e-5

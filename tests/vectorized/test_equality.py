@@ -20,7 +20,7 @@ EPOCHS = 3
 
 def alone(one: mh.Task, folder: Path, precision: str = "fp64", epochs: int = EPOCHS) -> Any:
     spec = mh.Single(deterministic=True, precision=precision)
-    return mh.fit(one, spec, on="cpu", epochs=epochs, folder=folder, progress=False)
+    return mh.fit(one, spec, on="cpu", epochs=epochs, folder=folder, options=mh.options.Display(progress=False))
 
 
 def follows(members: list[mh.Task], folder: Path, precision: str = "fp64", rtol: float = 1e-9) -> Population:

@@ -15,6 +15,7 @@ from manyhands.core import CheckpointError, TaskError, UsageError
 from manyhands.storage import Checkpoint, CheckpointStore
 from manyhands.vectorized import Population
 
+from ..grouped_options import fit_options
 from .test_equality import EPOCHS, alone
 from .works import NUM_ROWS, adamw, cross_entropy, task
 
@@ -57,12 +58,12 @@ def test_member_and_run_checkpoints_are_interchangeable(tmp_path: Path) -> None:
 
     spec = mh.Single(deterministic=True, precision="fp64")
     settings: Any = {"on": "cpu", "epochs": EPOCHS, "folder": tmp_path, "progress": False}
-    mh.fit(tasks[1], spec, steps=8, name="half", **settings)
+    mh.fit(tasks[1], spec, **fit_options(steps=8, name="half", **settings))
     with CheckpointStore(tmp_path / "half" / "checkpoints") as store:
         saved = store.load()
     with CheckpointStore(tmp_path / "alone" / "checkpoints") as store:
         store.save(Checkpoint(**state))
-    run = mh.fit(tasks[1], spec, name="alone", resume=True, **settings)
+    run = mh.fit(tasks[1], spec, **fit_options(name="alone", resume=True, **settings))
     torch.testing.assert_close(curve(run)[8:], curve(whole)[8:], rtol=1e-9, atol=0)
 
     other = Population(tasks, mh.Single(precision="fp64"), device="cpu", epochs=EPOCHS)

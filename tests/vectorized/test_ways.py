@@ -77,7 +77,14 @@ def test_bf16_members_train_like_a_separate_bf16_run(way: int, tmp_path: Path) -
     curves = population.step(4)
     assert set(seen) == {torch.bfloat16}
     assert set(losses) == {torch.float32}
-    run = mh.fit(tasks[1], mh.Single(precision="bf16"), on="cpu", steps=4, folder=tmp_path, progress=False)
+    run = mh.fit(
+        tasks[1],
+        mh.Single(precision="bf16"),
+        on="cpu",
+        steps=4,
+        folder=tmp_path,
+        options=mh.options.Display(progress=False),
+    )
     torch.testing.assert_close(curves[:, 1], torch.tensor(run.losses, dtype=torch.float64), rtol=2e-2, atol=0)
 
 

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from .. import ensembles
-from ..core import DataError, SettingsError, Signature, Task, TaskError, as_task, event, keep_event, typed
+from ..core import DataError, SettingsError, Signature, Task, TaskError, as_task, event, keep_event, split_params, typed
 from ..data import Cursor, Feed, as_source
 from ..ensembles import Batches, Ensemble
+from ..options import Algorithm, Combining, Display, Execution, Selection, collect, takes_options
 from ..storage import Archive
 from ..training import Run, inputs_of
 from ..tuning import Study, Trial
@@ -25,47 +26,50 @@ MAX_ROWS = 10_000
 """Rows of validation data that weights are fitted on, at most."""
 
 
+OPTIONS = (Combining, Execution, Display)
+EnsembleOptions = Combining | Execution | Display
+
+
+@takes_options(*OPTIONS)
 def ensemble(
     source: Task | Callable[..., Task] | Study | Sequence[Any],
     members: int | None = None,
     *,
     combine: str = "mean",
-    uncertainty: bool = False,
-    data: Any = None,
     epochs: int = 1,
-    params: Mapping[str, Any] | None = None,
     on: On = None,
-    execution: str | None = None,
     name: str | None = None,
     folder: str | Path = "studies",
     resume: bool | str = False,
-    progress: bool | None = None,
+    options: EnsembleOptions | Sequence[EnsembleOptions] | None = None,
 ) -> Ensemble:
     """Train or collect several networks and combine them into one model.
 
     Args:
         source: A task, of which `members` networks are trained with different seeds; a list of runs or exported models;
-            or a study, whose best `members` trials are used (tune with `keep=`).
+            or a study, whose best `members` trials are used (tune with `mh.options.Selection(keep=...)`).
+            `functools.partial(task, lr=0.1)` sets parameters of a task function.
         members: Number of members; 5 by default.
         combine: "mean" (of probabilities, or of numbers), "vote", "weighted" or "stacked". The last two are fitted to
-            `data`.
-        uncertainty: Whether predictions include the members' spread and mutual information as additional outputs.
-        data: Data with labels; by default the task's validation data.
+            the task's validation data.
         epochs: Epochs of each member.
-        params: Parameters of the task function.
         on: Devices on which the members are trained, and on which they run, in turn: "cuda:0,1" uses both GPUs in one
             program. By default members are trained on all devices of this machine and run on the CPU.
-        execution: How members are trained, as for `mh.tune`.
         name: Name of the study that trains the members.
         folder: Folder of the studies.
         resume: True to resume the study of that name; "auto" starts it if it does not exist.
-        progress: False to display nothing.
+        options: An object, or a list of several, of the following classes.
+            `mh.options.Combining(uncertainty=, data=)`: whether predictions include the members' spread and mutual
+            information, and other data with labels than the task's validation data.
+            `mh.options.Execution(execution=, per_device=)`: how members are trained, as for `mh.tune`.
+            `mh.options.Display(progress=False)`: no output.
 
     Example:
         ensemble = mh.ensemble(task, members=10, epochs=5)
         ensemble(images); ensemble.uncertainty(images); print(ensemble.calibration()[0])
         ensemble.export("models/digits")
     """
+    combining, how, display = collect("ensemble", OPTIONS, options)
     ensembles.require_combination(combine)
     study: Study | None = None
     if isinstance(source, Study):
@@ -76,13 +80,11 @@ def ensemble(
             source,
             num_members(members, 5),
             epochs=epochs,
-            params=params,
             on=on,
-            execution=execution,
             name=name,
             folder=folder,
             resume=resume,
-            progress=progress,
+            options=(how, display),
         )
         chosen = [study.run(trial) for trial in study.trials]
     elif isinstance(source, (list, tuple)):
@@ -94,12 +96,12 @@ def ensemble(
         raise SettingsError(
             "an ensemble needs at least one member", got="an empty list", remedy="pass runs, or a task and members=5"
         )
-    batches = _batches(chosen, data)
+    batches = _batches(chosen, combining.data)
     joined = Ensemble(
         [ensembles.member_of(one) for one in chosen],
         combine=combine,
         batches=batches,
-        uncertainty=uncertainty,
+        uncertainty=combining.uncertainty,
         devices=_homes(on),
     )
     if study is not None:
@@ -123,7 +125,7 @@ def _best_of(study: Study, members: int | None) -> list[Trial]:
         raise SettingsError(
             "the study must have as many finished trials as the ensemble has members",
             got=f"{len(best)} trials for {members} members",
-            remedy=f"tune with keep={members}, or use fewer members",
+            remedy=f"tune with options=mh.options.Selection(keep={members}), or use fewer members",
         )
     return best
 
@@ -142,7 +144,9 @@ def summary_of(ensemble: Ensemble) -> dict[str, Any]:
     return {**known, "calibration": asdict(together), "alone": [asdict(one) for one in alone]}
 
 
-def _trained(source: Task | Callable[..., Task], members: int, *, params: Any, **options: Any) -> Study:
+def _trained(
+    source: Task | Callable[..., Task], members: int, *, options: Sequence[Execution | Display], **others: Any
+) -> Study:
     """Return a study of the same task with different seeds, whose trials are the members."""
     if isinstance(source, Task):
         base, seed = source, source.seed
@@ -150,9 +154,10 @@ def _trained(source: Task | Callable[..., Task], members: int, *, params: Any, *
         def make(seed: int = seed) -> Task:
             return base.replace(seed=seed)
     else:
-        function, given = source, typed(source, params or {})
+        function, bound = split_params(source)
+        given = typed(function, bound)
         takes_seed = "seed" in inspect.signature(function).parameters and "seed" not in given
-        seed = as_task(function, params).seed
+        seed = as_task(source).seed
 
         def make(seed: int = seed) -> Task:
             made = function(**{**given, **({"seed": seed} if takes_seed else {})})
@@ -161,7 +166,8 @@ def _trained(source: Task | Callable[..., Task], members: int, *, params: Any, *
     first = as_task(make)
     objective = "valid_loss" if first.valid is not None and first.loss is not None else "loss"
     space = {"seed": [seed + number for number in range(members)]}
-    study = tune(make, space, search="grid", objective=objective, keep=members, **options)
+    chosen = [Algorithm(search="grid"), Selection(keep=members), *options]
+    study = tune(make, space, objective=objective, options=chosen, **others)
     if len(study.finished) < members:
         failed = [trial for trial in study.trials if trial.state != "finished"]
         reason = failed[0].reason if failed and failed[0].reason else "it was stopped"

@@ -5,24 +5,23 @@ from __future__ import annotations
 import functools
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from .. import parameter_server, training
-from ..core import StrategyError, StrategySpec, Task, as_task, event, task_name, typed
-from ..distributed import DEFAULT_TIMEOUT, Device, current_world
+from ..core import StrategyError, StrategySpec, Task, as_task, event, require_positive, split_params, task_name, typed
+from ..distributed import Device, current_world
 from ..launcher import JoinedHosts
-from ..monitoring import LogTo, make_sinks
-from ..storage import CheckpointStore, Weights
+from ..monitoring import make_sinks
+from ..options import Checkpoints, Display, Equality, Logging, Recovery, Resources, collect, takes_options
+from ..storage import CheckpointStore
 from ..strategies import SplitTable, require_loss
 from ..training import Callback, Job, Patience, ReplicaResult, Run, new_folder
 from .checks import check_data
 from .planned import planned
 from .recording import explain_mathematics, put_record, record_of, recording, started_before
-from .runtime import TaskLike, Where, from_first, is_first_host, lease, own_randomness, require_positive, runtime
+from .runtime import TaskLike, Where, from_first, is_first_host, lease, own_randomness, runtime
 from .served import check_served, train_served
 from .signals import defer_sigterm
 
@@ -30,6 +29,11 @@ if TYPE_CHECKING:
     from ..strategies import Layout
 
 
+OPTIONS = (Checkpoints, Logging, Display, Resources, Recovery, Equality)
+FitOptions = Checkpoints | Logging | Display | Resources | Recovery | Equality
+
+
+@takes_options(*OPTIONS)
 def fit(
     task: TaskLike,
     strategy: StrategySpec | str | None = None,
@@ -37,25 +41,11 @@ def fit(
     epochs: int = 1,
     steps: int | None = None,
     on: Where = None,
-    params: Mapping[str, Any] | None = None,
     name: str | None = None,
     folder: str | Path = "runs",
     resume: bool | Run | str | Path = False,
-    start_from: Run | Weights | Mapping[str, Tensor] | str | Path | None = None,
-    save_every: int | None = None,
-    keep: int = 2,
-    copy_every: int = 100,
-    callbacks: Sequence[Callback] = (),
-    stop: Patience | Sequence[Patience] | None = None,
-    log_to: LogTo | None = None,
-    progress: bool | None = None,
-    timeout: float = DEFAULT_TIMEOUT,
-    deterministic: bool = False,
-    memory: str | int | None = None,
-    fit_in: str | int | None = None,
-    profile: bool | int = False,
-    verify: bool = True,
-    allow_different: bool = False,
+    callbacks: Sequence[Callback | Patience] = (),
+    options: FitOptions | Sequence[FitOptions] | None = None,
 ) -> Run:
     """Train a task, distributed over devices by a strategy.
 
@@ -63,44 +53,33 @@ def fit(
     current step and returns it. A SIGTERM does the same, and then exits the program.
 
     Args:
-        task: A Task, or a function with defaults that returns one.
+        task: A Task, or a function with defaults that returns one; `functools.partial(task, lr=0.1)` sets parameters,
+            which the run records.
         strategy: `mh.Single()`, `mh.Mirrored(2)`, or a string such as "mirrored,accumulate=4". By default one replica
             on every device. "auto" plans and uses the best strategy; "plan.toml" is a saved plan.
         epochs: Number of passes over the data.
         steps: Number of steps after which training ends, even within an epoch.
         on: Devices, such as "cuda:0,1", "cpu*2" or "ray://head:10001"; by default those of this machine.
-        params: Parameters of the task function.
         name: Name of the run; by default the name of the task and the time.
         folder: Folder of the runs; the run is saved in folder/name.
         resume: True (with a name), a Run, or the path of a run: resume from its last checkpoint, on any number of
             devices. "auto" (with a name) starts the run if it does not exist, for programs that are restarted.
-        start_from: A run, a file of weights, an exported model or a Hugging Face folder whose weights initialize the
-            network. Data order and optimizer start fresh. A resumed run uses its checkpoint instead.
-            `mh.weights(path, strict=False)` loads the tensors that fit.
-        save_every: Steps between checkpoints, in addition to those at epoch ends. By default
-            checkpoints take at most 2% of the run's time, so that not every short epoch is saved, and at most five
-            minutes of work are unsaved.
-        keep: Number of checkpoints to keep, in addition to the best one.
-        copy_every: Steps between copies, in the memory of another rank, of state that only one rank holds.
-        callbacks: `mh.Callback` objects.
-        stop: `mh.Patience("valid_loss", 5)`, or several: stop when one of these metrics does not improve.
-        log_to: "tensorboard", "wandb", "mlflow", "csv", an `mh.Sink`, a function of an event, or a list of these.
-        progress: False to display nothing.
-        timeout: Seconds within which a healthy operation completes.
-        deterministic: Whether random numbers, including dropout, are the same on any number of devices.
-        memory: Memory limit of each replica on its device, such as "8GiB".
-        fit_in: Memory such as "24GiB"; recompute, accumulate, sharding and offload are chosen so that a step fits, at
-            the least cost.
-        profile: Profile one step in fifty (or in the given number), for `run.profile` and `mh.profile(run)`.
-        verify: Before training, compare the first two steps, on a float64 copy of the network, with those of one
-            device, if that takes at most a few seconds. A difference raises TaskError; `run.verdict` has the outcome.
-        allow_different: Whether hosts may have different code or data. By default, training on several hosts compares
-            the source of the project's modules, the length of the data and some of its samples, and names a difference.
+        callbacks: `mh.Callback` objects, and `mh.Patience("valid_loss", 5)` to stop when a metric does not improve.
+        options: An object, or a list of several, of the following classes.
+            `mh.options.Checkpoints(start_from=, save_every=, keep=)`: the initial weights, and what is saved.
+            `mh.options.Logging(log_to=, profile=)`: events sent to "tensorboard", "wandb", "mlflow", "csv" or a
+            function, and steps profiled for `run.profile`.
+            `mh.options.Display(progress=False)`: no output.
+            `mh.options.Resources(memory=, fit_in=)`: limits of memory.
+            `mh.options.Recovery(timeout=, copy_every=)`: when an operation counts as hanging.
+            `mh.options.Equality(deterministic=, verify=, allow_different=)`: the same random numbers on any number of
+            devices, the comparison with one device before training, whose outcome is `run.verdict`, and whether hosts
+            may have different code or data.
 
     Returns:
         The trained run.
 
-    An event, as passed to a function in `log_to` and written to events.jsonl, is a dict with its `kind`, its time `t`
+    An event, as passed to a function in `log_to`, and written to events.jsonl, is a dict with its `kind`, its time `t`
     and its values: {"kind": "steps", "t": 1767225600.0, "steps": [1, 2], "losses": {"loss": [0.9, 0.8]}, ...} a few
     times per second, {"kind": "epoch", "epoch": 0, "step": 2, "losses": {...}, "metrics": {"valid_loss": 0.7}, ...},
     and "start", "plan", "partition", "verdict", "log", "notice", "skipped", "waits", "parts", "pace", "profile",
@@ -114,28 +93,32 @@ def fit(
     ...     data=(torch.ones(8, 4), torch.ones(8, 1)),
     ...     batch_size=4,
     ... )
-    >>> run = mh.fit(task, mh.Single(), epochs=2, on="cpu", folder=tempfile.mkdtemp(), progress=False)
+    >>> quiet = mh.options.Display(progress=False)
+    >>> run = mh.fit(task, mh.Single(), epochs=2, on="cpu", folder=tempfile.mkdtemp(), options=quiet)
     >>> run.num_steps
     4
     """
-    with runtime.joined(on, strategy, timeout, progress) as on:
-        require_positive(epochs=epochs, steps=steps, save_every=save_every, keep=keep, copy_every=copy_every)
+    checkpoints, logging, display, resources, recovery, equality = collect("fit", OPTIONS, options)
+    timeout, verify = recovery.timeout, equality.verify
+    require_positive(epochs=epochs, steps=steps)
+    with runtime.joined(on, strategy, timeout, display.progress) as on:
         training.check_callbacks(callbacks)
-        sinks = make_sinks(log_to)
-        limit = None if memory is None else training.parse_bytes(memory)
+        stop = tuple(one for one in callbacks if isinstance(one, Patience))
+        sinks = make_sinks(logging.log_to)
+        limit = None if resources.memory is None else training.parse_bytes(resources.memory)
         may_begin = resume == "auto"
         if may_begin:
             resume = True
         if not isinstance(resume, bool):
             resumed = resume.path if isinstance(resume, Run) else Path(resume)
             folder, name, resume = resumed.parent, resumed.name, True
-        made = as_task(task, params)
+        made = as_task(task)
         strategy, plan_events = planned(strategy, made, on, task_name(task))
         spec, devices, notices = runtime.settle(
-            strategy, on, deterministic=deterministic, timeout=timeout, with_servers=True
+            strategy, on, deterministic=equality.deterministic, timeout=timeout, with_servers=True
         )
-        if fit_in is not None:
-            spec, chosen = _fitted(made, spec, training.parse_bytes(fit_in), devices)
+        if resources.fit_in is not None:
+            spec, chosen = _fitted(made, spec, training.parse_bytes(resources.fit_in), devices)
             notices += chosen
         require_loss(spec, made.loss is not None)
         training.check_pieces(made, spec, devices)
@@ -146,7 +129,7 @@ def fit(
             if verify and role is None and parameter_server.has_own_optimizer(made):
                 # What a copy computes here does not show how servers update their pieces.
                 training.refuse(check_served(made, spec, devices, timeout))
-        if role is not None and profile:
+        if role is not None and logging.profile:
             raise StrategyError(
                 "profile=True needs workers that mh.fit has started",
                 got=f"{spec} in an existing cluster",
@@ -157,14 +140,14 @@ def fit(
             # What follows in the program is for the coordinator, which has the run.
             raise SystemExit(0)
         training.check_metrics(made, spec.num_parts)
-        training.check_patience(training.as_patience(stop), made)
+        training.check_patience(stop, made)
         made = made.replace(weights=training.as_weights(made.weights, folder))
-        source = training.as_weights(start_from, folder)
+        source = training.as_weights(checkpoints.start_from, folder)
         if not resume or (may_begin and not (Path(folder) / str(name)).is_dir()):
             training.check_start(made, made.weights)
             training.check_start(made, source)
         table, layout = _explained(made, spec)
-        shown = typed(task, params or {}) if not isinstance(task, Task) else {}
+        shown = typed(*split_params(task)) if not isinstance(task, Task) else {}
         default = f"{task_name(task)}-{time.strftime('%Y%m%d-%H%M%S')}"
         before = started_before(folder)
         resume = resume or before is not None
@@ -178,22 +161,22 @@ def fit(
             epochs=epochs,
             steps=steps,
             resume=resume,
-            save_every=save_every,
-            keep=keep,
-            copy_every=copy_every,
-            callbacks=tuple(callbacks),
-            stop=training.as_patience(stop),
+            save_every=checkpoints.save_every,
+            keep=checkpoints.keep,
+            copy_every=recovery.copy_every,
+            callbacks=tuple(one for one in callbacks if not isinstance(one, Patience)),
+            stop=stop,
             start_from=source,
             memory=limit,
             layout=layout,
-            profile=training.EVERY if profile is True else int(profile),
+            profile=training.EVERY if logging.profile is True else int(logging.profile),
             verify=verify,
             sources=training.local_sources() if isinstance(on, JoinedHosts) or current_world() is not None else None,
-            allow_different=allow_different,
+            allow_different=equality.allow_different,
         )
         with (
             defer_sigterm(),
-            recording(job, devices, shown, progress, sinks, task, writes=is_first_host(on)) as (view, on_event),
+            recording(job, devices, shown, display.progress, sinks, task, writes=is_first_host(on)) as (view, on_event),
             lease(on, devices, path.name, lambda text: on_event(0, event("notice", text=text))),
         ):
             for entry in [

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from .. import tuning
-from ..core import SettingsError
+from ..core import SettingsError, require_positive
 from ..monitoring import make_view
-from .runtime import On, require_positive, runtime
+from .runtime import On, runtime
 
 
 def map(

@@ -26,6 +26,7 @@ from ..core import (
 )
 from ..data import Feed, as_source, check_source, source_of
 from ..distributed import DEFAULT_TIMEOUT, World
+from ..options import Display, Logging, Recovery
 from ..profiling import Profile, RankProfile
 from ..strategies import require_loss
 from .fit import fit
@@ -127,9 +128,7 @@ def _of_served(task: Task, spec: StrategySpec, on: Where, steps: int, timeout: f
             epochs=WARMUP + steps,
             folder=folder,
             name=name,
-            progress=False,
-            profile=1,
-            timeout=timeout,
+            options=[Display(progress=False), Logging(profile=1), Recovery(timeout=timeout)],
         )
         if run.stopped:
             raise KeyboardInterrupt

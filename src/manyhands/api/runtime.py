@@ -209,12 +209,3 @@ def current_device(device: torch.device) -> contextlib.AbstractContextManager[An
     if device.type == "cpu":
         return contextlib.nullcontext()
     return torch.get_device_module(device).device(device)  # type: ignore[no-any-return]
-
-
-def require_positive(**values: int | None) -> None:
-    """Raise SettingsError for a number, given by its name, that is not a whole number of at least 1."""
-    for name, value in values.items():
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise SettingsError(
-                f"{name} must be a whole number of at least 1", got=repr(value), remedy=f"pass {name}=1 or more"
-            )

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from ..core import resolve_settings
-from .options import Json, On, Params, SplitSettings, Strategy, Target, add_command
+from ..core import resolve_options
+from .generated_options import with_options
+from .options import Devices, Distribution, Json, Params, Target, add_command
 from .screen import note, only_json, print_json, stdout
 from .target import load_task, parse_params
 
@@ -27,18 +28,21 @@ def add(app: typer.Typer) -> None:
     add_command(app, check, EXAMPLES)
 
 
-def check(target: Target, params: Params = None, strategy: Strategy = None, on: On = None, json: Json = False) -> None:
+@with_options(Distribution, Devices)
+def check(target: Target, params: Params = None, json: Json = False, *, given: dict[str, Any]) -> None:
     """Compare the first two steps of a task under a strategy with those on one device, in float64.
 
     If they differ, the first differing parameter, the operation that causes it, and a remedy are printed. The exit code
     is 0 if they are equal and 1 otherwise.
     """
-    settings = resolve_settings(SplitSettings, {"strategy": strategy, "on": on}).values
+    settings = resolve_options((Distribution, Devices), given)
     with only_json(json):
         task = load_task(target)
         import manyhands as mh
 
-        verdict = mh.check(task, settings.strategy, on=settings.on, params=parse_params(params or []))
+        verdict = mh.check(
+            task, settings.of(Distribution).strategy, on=settings.of(Devices).on, params=parse_params(params or [])
+        )
     if json:
         print_json(as_dict(verdict))
     else:

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..core import SettingsError, as_task, format_duration, format_rate
-from .options import Json, On, Params, add_command
+from ..core import SettingsError, as_task, format_duration, format_rate, resolve_options
+from .generated_options import with_options
+from .options import Devices, Json, Params, add_command
 from .screen import only_json, print_json, stdout
 from .target import load_task, parse_params
 
@@ -45,13 +46,15 @@ def add(app: typer.Typer) -> None:
     add_command(app, cluster, EXAMPLES)
 
 
+@with_options(Devices)
 def cluster(
     target: Target = None,
     params: Params = None,
-    on: On = None,
     meet: Meet = False,
     timeout: Seconds = 30.0,
     as_json: Json = False,
+    *,
+    given: dict[str, Any],
 ) -> None:
     """Print the members of the cluster that torchrun, SLURM, Kubernetes, MPI, TF_CONFIG or a hosts file describes.
 
@@ -63,6 +66,7 @@ def cluster(
     from ..launcher import described, launched
 
     environ, no_task = _with_any_task(os.environ)
+    on = resolve_options((Devices,), given).of(Devices).on
     found = described(on, environ)
     joining, unfit = _joining(on, environ, found)
     with only_json(as_json):

@@ -6,47 +6,33 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
-from ..core import resolve_settings, task_name
-from .fit import Config, Epochs, Name, Quiet, as_resume
+from ..core import option, resolve_options, task_name
+from ..options import Combining, Execution
+from .generated_options import typed_values, with_options
 from .interrupts import Interrupts
-from .options import Json, On, Params, Target, add_command, in_options
+from .options import Config, Devices, Json, Params, Quiet, Target, add_command, in_options
 from .screen import only_json, print_json, stdout
-from .target import load_task, parse_params
-from .tune import Execution, Folder, Resume
+from .target import load_task, with_params
+from .tune import StudyIdentity
 
 
 @dataclass(frozen=True, kw_only=True)
-class EnsembleSettings:
-    """Options that a configuration file and the environment can set."""
+class Members:
+    """Members: the networks, and how their predictions are combined."""
 
-    on: str | None = None
-    members: int = 5
-    combine: str = "mean"
-    uncertainty: bool = False
-    epochs: int = 1
-    execution: str | None = None
-    name: str | None = None
-    folder: str = "studies"
-    resume: bool | str = False
-    export: str | None = None
+    members: int = option(5, "Number of networks, each with a different seed; 5 by default.")
+    combine: str = option("mean", "How predictions are combined: mean (default), vote, weighted or stacked.")
+    epochs: int = option(1, "Passes over the data; 1 by default.")
+    export: str | None = option(
+        None, "Export the ensemble as the next version in this folder, for serving.", metavar="FOLDER"
+    )
 
 
-Members = Annotated[int | None, typer.Option(help="Number of networks, each with a different seed; 5 by default.")]
-Combine = Annotated[
-    str | None, typer.Option(help="How predictions are combined: mean (default), vote, weighted or stacked.")
-]
-Uncertainty = Annotated[
-    bool | None,
-    typer.Option("--uncertainty/--no-uncertainty", help="Add the disagreement of the members to the outputs."),
-]
-Export = Annotated[
-    str | None,
-    typer.Option(metavar="FOLDER", help="Export the ensemble as the next version in this folder, for serving."),
-]
+GROUPS = (Members, Combining, Devices, StudyIdentity, Execution)
 
 EXAMPLES = (
     "manyhands ensemble digits.py --members 10 --epochs 5",
@@ -60,59 +46,49 @@ def add(app: typer.Typer) -> None:
     add_command(app, ensemble, EXAMPLES)
 
 
+@with_options(*GROUPS)
 def ensemble(
     target: Target,
     params: Params = None,
-    members: Members = None,
-    combine: Combine = None,
-    uncertainty: Uncertainty = None,
-    epochs: Epochs = None,
-    execution: Execution = None,
-    on: On = None,
-    name: Name = None,
-    folder: Folder = None,
-    resume: Resume = None,
-    export: Export = None,
     config: Config = None,
     json: Json = False,
     quiet: Quiet = False,
+    *,
+    given: dict[str, Any],
 ) -> None:
     """Train several networks of a task as an ensemble; each is saved as a trial of a study under studies/.
 
     After Ctrl-C or a crash, the same command with --name NAME --resume true continues the training.
     """
-    given = {
-        "on": on, "members": members, "combine": combine, "uncertainty": uncertainty, "epochs": epochs,
-        "execution": execution, "name": name, "folder": folder, "resume": as_resume(resume),
-        "export": export,
-    }  # fmt: skip
-    settings = resolve_settings(EnsembleSettings, given, file=config, tables=["task"])
-    values = settings.values
+    with in_options(*GROUPS):
+        settings = resolve_options(GROUPS, typed_values(GROUPS, given), file=config, tables=["task"])
+    members, identity = settings.of(Members), settings.of(StudyIdentity)
     with only_json(json), Interrupts():
         task = load_task(target)
         import manyhands as mh
 
         from ..api.ensemble import summary_of
 
-        called = values.name or f"{task_name(task)}-ensemble-{time.strftime('%Y%m%d-%H%M%S')}"
-        with in_options(EnsembleSettings):
+        called = identity.name or f"{task_name(task)}-ensemble-{time.strftime('%Y%m%d-%H%M%S')}"
+        with in_options(*GROUPS):
             trained = mh.ensemble(
-                task,
-                values.members,
-                combine=values.combine,
-                uncertainty=values.uncertainty,
-                epochs=values.epochs,
-                params=parse_params(params or [], settings.tables.get("task")),
-                on=values.on,
-                execution=values.execution,
+                with_params(task, params or [], settings.tables.get("task")),
+                members.members,
+                combine=members.combine,
+                epochs=members.epochs,
+                on=settings.of(Devices).on,
                 name=called,
-                folder=values.folder,
-                resume=values.resume,
-                progress=False if quiet or json else None,
+                folder=identity.folder,
+                resume=identity.resume,
+                options=[
+                    mh.options.Display(progress=False if quiet or json else None),
+                    settings.of(Combining),
+                    settings.of(Execution),
+                ],
             )
-        summary = {"study": str(Path(values.folder) / called), **summary_of(trained)}
-        if values.export is not None:
-            summary["version"] = str(trained.export(values.export))
+        summary = {"study": str(Path(identity.folder) / called), **summary_of(trained)}
+        if members.export is not None:
+            summary["version"] = str(trained.export(members.export))
     if json:
         print_json(summary)
     else:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import typer
 
-from .options import Json, On, Strategy, Target, Timeout, add_command
+from ..core import resolve_options
+from ..options import Recovery
+from .generated_options import with_options
+from .options import Devices, Distribution, Json, Target, add_command
 from .screen import only_json, print_json, stdout
 from .trained import Best, Data, RunName, RunsFolder, open_run, read_data
 
@@ -19,29 +24,30 @@ def add(app: typer.Typer) -> None:
     add_command(app, evaluate, EXAMPLES)
 
 
+@with_options(Distribution, Devices, Recovery)
 def evaluate(
     run: RunName,
     target: Target,
     data: Data = None,
     best: Best = False,
-    strategy: Strategy = "single",
-    on: On = None,
-    timeout: Timeout = None,
     folder: RunsFolder = "runs",
     json: Json = False,
+    *,
+    given: dict[str, Any],
 ) -> None:
     """Print the loss and the metrics of a trained network, by default over the validation data of its task."""
     with only_json(json):
         import manyhands as mh
 
-        from ..distributed import DEFAULT_TIMEOUT
+        settings = resolve_options((Devices, Recovery), {"on": given["on"], "timeout": given["timeout"]})
+        strategy = given["strategy"] or "single"
 
         found = mh.evaluate(
             open_run(run, folder, target),
             None if data is None else read_data(data),
             strategy,
-            on=on,
-            timeout=timeout or DEFAULT_TIMEOUT,
+            on=settings.of(Devices).on,
+            timeout=settings.of(Recovery).timeout,
             best=best,
         )
     if json:

@@ -8,8 +8,9 @@ from typing import Annotated, Any
 
 import typer
 
-from ..core import SettingsError, resolve_settings
-from .options import Json, On, Params, SplitSettings, Strategy, Target, add_command
+from ..core import SettingsError, resolve_options
+from .generated_options import with_options
+from .options import Devices, Distribution, Json, Params, Target, add_command
 from .screen import note, only_json, print_json, stdout
 from .target import load_task, parse_params
 
@@ -26,21 +27,19 @@ def add(app: typer.Typer) -> None:
     add_command(app, explain, EXAMPLES)
 
 
+@with_options(Distribution, Devices)
 def explain(
-    target: Target,
-    params: Params = None,
-    strategy: Strategy = None,
-    on: On = None,
-    draw: Draw = None,
-    json: Json = False,
+    target: Target, params: Params = None, draw: Draw = None, json: Json = False, *, given: dict[str, Any]
 ) -> None:
     """Show how a strategy would split a network: layers, bytes on each device, and what is sent; nothing is trained."""
-    settings = resolve_settings(SplitSettings, {"strategy": strategy, "on": on}).values
+    settings = resolve_options((Distribution, Devices), given)
     with only_json(json):
         task = load_task(target)
         import manyhands as mh
 
-        found: Any = mh.explain(task, settings.strategy, on=settings.on, params=parse_params(params or []))
+        found: Any = mh.explain(
+            task, settings.of(Distribution).strategy, on=settings.of(Devices).on, params=parse_params(params or [])
+        )
     if draw is not None:
         if not hasattr(found, "show"):
             raise SettingsError(

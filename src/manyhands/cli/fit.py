@@ -2,125 +2,68 @@
 
 from __future__ import annotations
 
-import dataclasses
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from ..core import Resolved, SettingsError, Task, as_task, resolve_settings
+from ..core import ResolvedOptions, SettingsError, Task, as_task, option, resolve_options
+from ..options import Checkpoints, Equality, Logging, Recovery, Resources
+from .generated_options import as_words, typed_values, with_options
 from .interrupts import Interrupts
 from .options import (
-    Hosts,
-    HostsSettings,
-    JoinAt,
+    Config,
+    Devices,
+    Distribution,
     Json,
-    On,
     Params,
-    Strategy,
+    Quiet,
+    SeveralHosts,
     Target,
-    Timeout,
-    TlsFolder,
-    TokenFile,
     add_command,
-    as_timeout,
     in_options,
 )
 from .screen import note, only_json, print_json, stdout
-from .target import load_task, parse_params
+from .target import TaskLike, load_task, with_params
 
 if TYPE_CHECKING:
     from ..training import Patience, Run
 
 
 @dataclass(frozen=True, kw_only=True)
-class FitSettings(HostsSettings):
-    """Options that a configuration file and the environment can set."""
+class Length:
+    """Length: when training ends."""
 
-    epochs: int = 1
-    steps: int | None = None
-    name: str | None = None
-    folder: str = "runs"
-    resume: bool | str = False
-    save_every: int | None = None
-    keep: int = 2
-    patience: str | None = None
-    start_from: str | None = None
-    log_to: str = ""
-    deterministic: bool = False
-    memory: str | None = None
-    fit_in: str | None = None
-    profile: bool = False
-    verify: bool = True
-
-
-Epochs = Annotated[int | None, typer.Option(help="Passes over the data; 1 by default.")]
-Steps = Annotated[int | None, typer.Option(help="Stop after this many steps, even within an epoch.")]
-Name = Annotated[str | None, typer.Option(help="Name of the run; by default the name of the task and the time.")]
-Folder = Annotated[str | None, typer.Option(help="Folder of the runs; 'runs' by default.")]
-Resume = Annotated[
-    str | None,
-    typer.Option(
-        metavar="true|auto|PATH",
-        help="Resume from the last checkpoint: [bold]true[/] requires that the run --name exists, [bold]auto[/] starts "
-        "it if it does not exist (for a command that is restarted by a script or a scheduler), a path names a run. "
-        "By default false.",
-        show_default=False,
-    ),
-]
-SaveEvery = Annotated[int | None, typer.Option(help="Steps between checkpoints, in addition to those at epoch ends.")]
-Keep = Annotated[
-    int | None, typer.Option(help="Number of checkpoints to keep in addition to the best one; 2 by default.")
-]
-PatienceText = Annotated[
-    str | None,
-    typer.Option(
+    epochs: int = option(1, "Passes over the data; 1 by default.")
+    steps: int | None = option(None, "Stop after this many steps, even within an epoch.")
+    patience: str | None = option(
+        None,
+        "Stop if a metric does not improve for this many epochs: valid_loss:5, valid_score:5:max; several with commas.",
         metavar="NAME:EPOCHS",
-        help="Stop if a metric does not improve for this many epochs: valid_loss:5, valid_score:5:max; several "
-        "with commas.",
-    ),
-]
-StartFrom = Annotated[
-    str | None,
-    typer.Option(
-        metavar="PATH", help="Start with the weights of a run, a file, an exported model or a Hugging Face folder."
-    ),
-]
-LogTo = Annotated[
-    str | None,
-    typer.Option(metavar="NAMES", help="Log to tensorboard, wandb, mlflow or csv; several separated by commas."),
-]
-Deterministic = Annotated[
-    bool | None,
-    typer.Option(
-        "--deterministic/--no-deterministic",
-        help="Draw the same random numbers, including dropout, on any number of devices.",
-    ),
-]
-FitIn = Annotated[
-    str | None,
-    typer.Option(help="Choose recompute, accumulate and sharding so that a step fits into this memory, such as 24GiB."),
-]
-Memory = Annotated[
-    str | None, typer.Option(help="Memory limit of each replica on its device, such as 8GiB.", show_default=False)
-]
-Profile = Annotated[
-    bool | None,
-    typer.Option("--profile/--no-profile", help="Profile one step in fifty; see manyhands profile RUN."),
-]
-Verify = Annotated[
-    bool | None,
-    typer.Option("--verify/--no-verify", help="Before training, compare the first steps with those of one device."),
-]
-Config = Annotated[
-    Path | None,
-    typer.Option(help="TOML file with these options as keys, and the parameters of the task under \\[task]."),
-]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only the result, no progress.")]
+    )
 
+
+@dataclass(frozen=True, kw_only=True)
+class RunIdentity:
+    """Run: its name and folder, and whether it is resumed."""
+
+    name: str | None = option(None, "Name of the run; by default the name of the task and the time.")
+    folder: str = option("runs", "Folder of the runs; 'runs' by default.")
+    resume: bool | str = option(
+        False,
+        "Resume from the last checkpoint: [bold]true[/] requires that the run --name exists, [bold]auto[/] starts it "
+        "if it does not exist (for a command that is restarted by a script or a scheduler), a path names a run. By "
+        "default false.",
+        metavar="true|auto|PATH",
+    )
+
+
+GROUPS = (
+    Distribution, Devices, SeveralHosts, Length, RunIdentity, Checkpoints, Logging, Resources, Recovery, Equality,
+)  # fmt: skip
 
 EXAMPLES = (
     "manyhands fit digits.py",
@@ -135,34 +78,15 @@ def add(app: typer.Typer) -> None:
     add_command(app, fit, EXAMPLES)
 
 
+@with_options(*GROUPS)
 def fit(
     target: Target,
     params: Params = None,
-    strategy: Strategy = None,
-    on: On = None,
-    hosts: Hosts = None,
-    join: JoinAt = None,
-    token_file: TokenFile = None,
-    tls: TlsFolder = None,
-    timeout: Timeout = None,
-    epochs: Epochs = None,
-    steps: Steps = None,
-    name: Name = None,
-    folder: Folder = None,
-    resume: Resume = None,
-    save_every: SaveEvery = None,
-    keep: Keep = None,
-    patience: PatienceText = None,
-    start_from: StartFrom = None,
-    log_to: LogTo = None,
-    deterministic: Deterministic = None,
-    memory: Memory = None,
-    fit_in: FitIn = None,
-    profile: Profile = None,
-    verify: Verify = None,
     config: Config = None,
     json: Json = False,
     quiet: Quiet = False,
+    *,
+    given: dict[str, Any],
 ) -> None:
     """Train a task, distributed over devices by a strategy, and save it under runs/.
 
@@ -170,60 +94,56 @@ def fit(
     file of --config or in the environment (MANYHANDS_EPOCHS, ...). The command line takes precedence over the file, and
     the file over the environment.
     """
-    given = {
-        "strategy": strategy, "on": on, "hosts": hosts, "join": join, "token_file": token_file, "tls": tls,
-        "epochs": epochs, "steps": steps, "name": name, "folder": folder,
-        "resume": as_resume(resume), "save_every": save_every, "keep": keep, "patience": patience,
-        "start_from": start_from, "log_to": log_to, "deterministic": deterministic, "memory": memory,
-        "fit_in": fit_in, "profile": profile, "verify": verify,
-    }  # fmt: skip
-    settings = resolve_settings(FitSettings, given, file=config, tables=["task"])
     words = params or []
+    with in_options(*GROUPS):
+        settings = resolve_options(GROUPS, typed_values(GROUPS, given), file=config, tables=["task"])
     if not (quiet or json):
         _show_settings(settings)
     with only_json(json), Interrupts() as interrupts:
         task = load_task(target)
         import manyhands as mh
 
-        with in_options(FitSettings):
-            values = parse_params(words, settings.tables.get("task"))
+        with in_options(*GROUPS):
+            task = with_params(task, words, settings.tables.get("task"))
+            length, run_identity = settings.of(Length), settings.of(RunIdentity)
+            strategy = settings.of(Distribution).strategy
+            place = settings.of(SeveralHosts).place(
+                settings.of(Devices).on,
+                Path(target.partition(":")[0]),
+                str(strategy),
+                target.partition(":")[2],
+                *words,
+            )
             run = mh.fit(
                 task,
-                params=values,
-                progress=False if quiet else None,
-                on=settings.values.place(Path(target.partition(":")[0]), target.partition(":")[2], *words),
-                **as_timeout(timeout),
-                **_arguments(settings.values, lambda: as_task(task, values)),
+                strategy,
+                epochs=length.epochs,
+                steps=length.steps,
+                on=place,
+                name=run_identity.name,
+                folder=run_identity.folder,
+                resume=run_identity.resume,
+                callbacks=_patience(length.patience, task),
+                options=[
+                    mh.options.Display(progress=False if quiet else None),
+                    *(settings.of(kind) for kind in (Checkpoints, Logging, Resources, Recovery, Equality)),
+                ],
             )
     if json:
         print_json(as_dict(run, settings))
     elif not run.num_steps:
         note(f"done: the run is saved on the first host, in {run.path}")
     else:
-        _show(run, _next_command(target, words, given, config, run, settings.values))
+        _show(run, _next_command(target, words, config, run, settings))
     if run.stopped and interrupts.exit_code:
         raise typer.Exit(interrupts.exit_code)
 
 
-def _arguments(settings: FitSettings, make: Callable[[], Task]) -> dict[str, Any]:
-    """Return the settings as arguments of `mh.fit`."""
-    given = dataclasses.asdict(settings)
-    for name in ("on", "hosts", "join", "token_file", "tls"):
-        del given[name]
-    patience = given.pop("patience")
-    return {**given, "stop": [_patience(text.strip(), make) for text in patience.split(",")] if patience else None}
+def _patience(texts: str | None, task: TaskLike) -> list[Patience]:
+    return [_one_patience(text.strip(), lambda: as_task(task)) for text in texts.split(",")] if texts else []
 
 
-def as_resume(text: str | None) -> bool | str | None:
-    """Return the value of --resume as `mh.fit` and `mh.tune` take it.
-
-    >>> as_resume("true"), as_resume("auto")
-    (True, 'auto')
-    """
-    return None if text is None else {"true": True, "false": False}.get(text.lower(), text)
-
-
-def _patience(text: str, make: Callable[[], Task]) -> Patience:
+def _one_patience(text: str, make: Callable[[], Task]) -> Patience:
     """Parse patience. The error for an unknown metric takes precedence over that for an unknown direction."""
     from ..training import Patience, check_patience
 
@@ -239,7 +159,7 @@ def _patience(text: str, make: Callable[[], Task]) -> Patience:
     )
 
 
-def as_dict(run: Run, settings: Resolved[FitSettings]) -> dict[str, Any]:
+def as_dict(run: Run, settings: ResolvedOptions) -> dict[str, Any]:
     """Return a run as JSON-ready data."""
     return {
         "run": str(run.path),
@@ -252,12 +172,12 @@ def as_dict(run: Run, settings: Resolved[FitSettings]) -> dict[str, Any]:
         "strategy": run.record["spec"],
         "devices": run.record["devices"],
         "params": run.record["params"],
-        "settings": dataclasses.asdict(settings.values),
+        "settings": settings.flat,
         "sources": dict(settings.sources),
     }
 
 
-def _show_settings(settings: Resolved[FitSettings]) -> None:
+def _show_settings(settings: ResolvedOptions) -> None:
     chosen = {name: f"{name}={value} ({source})" for name, (value, source) in settings.chosen().items()}
     if chosen:
         note("settings: " + ", ".join(chosen.values()))
@@ -301,21 +221,21 @@ def shares(seconds: dict[str, float]) -> str:
     return ", ".join(f"{name} {share:.0%}" for share, name in parts if share >= 0.005)
 
 
-def _next_command(
-    target: str, words: Sequence[str], given: dict[str, Any], config: Path | None, run: Run, settings: FitSettings
-) -> str:
+CHANGED = ("start_from", "epochs", "steps", "name", "resume")
+"""Options that differ in the command that resumes a run."""
+
+
+def _next_command(target: str, words: Sequence[str], config: Path | None, run: Run, settings: ResolvedOptions) -> str:
     """Return the command that resumes this run: to its end if it was stopped, else for as many epochs again."""
     times = 1 if run.stopped else 2
-    steps = None if settings.steps is None else times * settings.steps
-    options = {
-        "config": config, "strategy": given["strategy"], "on": given["on"], "hosts": given["hosts"],
-        "join": given["join"], "token-file": given["token_file"], "tls": given["tls"],
-        "epochs": times * settings.epochs, "steps": steps, "folder": given["folder"],
-        "save-every": given["save_every"], "keep": given["keep"], "patience": given["patience"],
-        "log-to": given["log_to"], "memory": given["memory"], "fit-in": given["fit_in"],
-        "name": run.name,
-    }  # fmt: skip
-    spelled = [text for name, value in options.items() if value is not None for text in (f"--{name}", str(value))]
-    flags = [f"--{name}" for name in ("deterministic", "profile") if given[name]]
-    flags += ["--no-verify"] if given["verify"] is False else []
-    return shlex.join(["manyhands", "fit", target, *words, *spelled, *flags, "--resume", "true"])
+    length = settings.of(Length)
+    given = {name: value for name, (value, source) in settings.chosen().items() if source == "argument"}
+    given = {name: value for name, value in given.items() if name not in CHANGED}
+    given["epochs"] = times * length.epochs
+    if length.steps is not None:
+        given["steps"] = times * length.steps
+    given |= {"name": run.name, "resume": True}
+    options = [] if config is None else ["--config", str(config)]
+    for name, value in given.items():
+        options += as_words(name, value)
+    return shlex.join(["manyhands", "fit", target, *words, *options])

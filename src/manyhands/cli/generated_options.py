@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from ..core import convert, options_of
+from .options import TAKES_VALUE
 
 GIVEN = "given"
 """The parameter of a command that receives the values of generated options by name, None where not given."""
@@ -65,9 +66,10 @@ def _parameters(kind: type) -> list[inspect.Parameter]:
 def _annotation(name: str, hint: Any, metadata: typing.Mapping[str, Any], heading: str) -> Any:
     """Return the annotation by which typer makes an option; sequences are texts separated by commas."""
     kinds = [one for one in typing.get_args(hint) if one is not type(None)] or [hint]
-    kind = str if typing.get_origin(hint) is tuple or len(kinds) > 1 else kinds[0]
+    is_flag = kinds in ([bool], [bool, int])
+    kind = bool if is_flag else str if typing.get_origin(hint) is tuple or len(kinds) > 1 else kinds[0]
     details = typer.Option(
-        _flag(name),
+        f"{_flag(name)}/--no-{_flag(name)[2:]}" if is_flag else _flag(name),
         help=metadata["help"],
         metavar=metadata["metavar"] or None,
         rich_help_panel=heading,
@@ -80,6 +82,17 @@ def typed_values(kinds: Sequence[type], given: dict[str, Any]) -> dict[str, Any]
     """Return the given values in the types of their classes; texts of sequences are split at commas."""
     hints = {name: hint for kind in kinds for name, hint in typing.get_type_hints(kind).items()}
     return {name: convert(_flag(name), value, hints[name]) for name, value in given.items() if value is not None}
+
+
+def as_words(name: str, value: Any) -> list[str]:
+    """Return the words of a command line that set an option.
+
+    >>> as_words("save_every", 5), as_words("verify", False), as_words("resume", True)
+    (['--save-every', '5'], ['--no-verify'], ['--resume', 'true'])
+    """
+    if isinstance(value, bool) and name not in TAKES_VALUE:
+        return [_flag(name) if value else f"--no-{_flag(name)[2:]}"]
+    return [_flag(name), str(value).lower() if isinstance(value, bool) else str(value)]
 
 
 def _flag(name: str) -> str:

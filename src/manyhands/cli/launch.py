@@ -6,13 +6,15 @@ import functools
 import json
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from ..core import SettingsError, resolve_settings
+from ..core import SettingsError, resolve_options
+from ..options import Recovery
+from .generated_options import with_options
 from .interrupts import Interrupts
-from .options import Hosts, HostsSettings, JoinAt, On, Strategy, Timeout, TlsFolder, TokenFile, add_command, as_timeout
+from .options import Devices, Distribution, SeveralHosts, add_command
 from .script import run_main, run_script
 from .target import require_file
 
@@ -41,6 +43,8 @@ Index = Annotated[
     int | None, typer.Option(metavar="N", help="Index of this process within its role, from 0.", show_default=False)
 ]
 
+GROUPS = (Distribution, Devices, SeveralHosts, Recovery)
+
 EXAMPLES = (
     "manyhands launch train.py --on 'cpu*2'",
     "manyhands launch train.py --hosts 4 --join host1:7777 --token-file token   (on every host)",
@@ -54,18 +58,14 @@ def add(app: typer.Typer) -> None:
     add_command(app, launch, EXAMPLES, ignore_unknown_options=True)
 
 
+@with_options(*GROUPS)
 def launch(
     script: Script,
     args: Args = None,
-    strategy: Strategy = None,
-    on: On = None,
-    hosts: Hosts = None,
-    join: JoinAt = None,
-    token_file: TokenFile = None,
-    tls: TlsFolder = None,
-    timeout: Timeout = None,
     role: Role = None,
     index: Index = None,
+    *,
+    given: dict[str, Any],
 ) -> None:
     """Run a script on every device, each as one rank of the same job.
 
@@ -85,8 +85,7 @@ def launch(
 
     Unknown options are passed to the script. Put -- before options of the script that share a name with these.
     """
-    given = {"strategy": strategy, "on": on, "hosts": hosts, "join": join, "token_file": token_file, "tls": tls}
-    settings = resolve_settings(HostsSettings, given).values
+    settings = resolve_options(GROUPS, given)
     path = Path(script)
     require_file(path)
     _require_compiles(path)
@@ -104,7 +103,9 @@ def launch(
         return
     rank = functools.partial(run_script, script=str(path.resolve()), args=list(args or []))
     with Interrupts() as interrupts:
-        mh.launch(rank, settings.strategy, on=settings.place(path, *(args or [])), **as_timeout(timeout))
+        strategy = settings.of(Distribution).strategy
+        place = settings.of(SeveralHosts).place(settings.of(Devices).on, path, str(strategy), *(args or []))
+        mh.launch(rank, strategy, on=place, timeout=settings.of(Recovery).timeout)
     if interrupts.exit_code:
         raise typer.Exit(interrupts.exit_code)
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import hashlib
 import os
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from inspect import cleandoc
 from pathlib import Path
@@ -12,19 +15,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..core import SettingsError
+from ..core import SettingsError, UsageError, option
 from .failures import guarded
 
 if TYPE_CHECKING:
     from ..launcher import Join
-
-
-import contextlib
-import dataclasses
-import re
-from collections.abc import Iterator
-
-from ..core import UsageError
 
 Target = Annotated[
     str,
@@ -42,98 +37,61 @@ Params = Annotated[
         show_default=False,
     ),
 ]
-Strategy = Annotated[
-    str | None,
-    typer.Option(
-        metavar="TEXT",
-        help="How to distribute: [bold]single[/], [bold]mirrored[/], or settings such as replicas=4,accumulate=2. "
-        "By default one replica on every device.",
-        show_default=False,
-    ),
-]
-On = Annotated[
-    str | None,
-    typer.Option(
-        "--on",
-        metavar="DEVICES",
-        help="Devices: cuda:0,1 or cpu; 'cpu*2' splits the CPU into two (quoted because of the shell). "
-        "By default the devices of this machine.",
-        show_default=False,
-    ),
-]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
 
 
-Hosts = Annotated[
-    int | None,
-    typer.Option(metavar="N", help="Number of hosts; run the same command on each of them.", show_default=False),
+Config = Annotated[
+    Path | None,
+    typer.Option(help="TOML file with these options as keys, and the parameters of the task under \\[task]."),
 ]
-JoinAt = Annotated[
-    str | None,
-    typer.Option(
-        "--join",
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only the result, no progress.")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Devices:
+    """Devices: where the work runs."""
+
+    on: str | None = option(
+        None,
+        "Devices: cuda:0,1 or cpu; 'cpu*2' splits the CPU into two (quoted because of the shell). By default the "
+        "devices of this machine.",
+        metavar="DEVICES",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Distribution:
+    """Distribution: how the work is split."""
+
+    strategy: str | None = option(
+        None,
+        "How to distribute: [bold]single[/], [bold]mirrored[/], or settings such as replicas=4,accumulate=2. By "
+        "default one replica on every device.",
+        metavar="TEXT",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeveralHosts:
+    """Several hosts: run the same command on each of them."""
+
+    hosts: int | None = option(None, "Number of hosts.", metavar="N")
+    join: str | None = option(
+        None,
+        "Address of the first host, where the others join; 127.0.0.1:PORT to try several on one machine.",
         metavar="HOST:PORT",
-        help="Address of the first host, where the others join; 127.0.0.1:PORT to try several on one machine.",
-        show_default=False,
-    ),
-]
-TokenFile = Annotated[
-    str | None,
-    typer.Option(
+    )
+    token_file: str | None = option(
+        None,
+        "File with the token of the job, from manyhands token FILE; by default MANYHANDS_TOKEN.",
         metavar="FILE",
-        help="File with the token of the job, from manyhands token FILE; by default MANYHANDS_TOKEN.",
-        show_default=False,
-    ),
-]
-TlsFolder = Annotated[
-    str | None,
-    typer.Option(
-        "--tls",
-        metavar="FOLDER",
-        help="Use TLS with the files tls.crt, tls.key and ca.crt of this folder.",
-        show_default=False,
-    ),
-]
+    )
+    tls: str | None = option(
+        None, "Use TLS with the files tls.crt, tls.key and ca.crt of this folder.", metavar="FOLDER"
+    )
 
-
-Timeout = Annotated[
-    float | None,
-    typer.Option(
-        help="Seconds within which a healthy operation completes; a job in which one takes longer fails with a report.",
-        show_default=False,
-    ),
-]
-
-
-def as_timeout(seconds: float | None) -> dict[str, Any]:
-    """Return the value of --timeout as an argument, if it is given.
-
-    It has no setting in files and the environment, where `timeout` is that of a server's requests.
-    """
-    if seconds is not None and seconds <= 0:
-        raise SettingsError("--timeout must be above 0", got=seconds, remedy="pass a number of seconds")
-    return {} if seconds is None else {"timeout": seconds}
-
-
-@dataclass(frozen=True, kw_only=True)
-class SplitSettings:
-    """Strategy and devices, for every command that distributes work."""
-
-    strategy: str | None = None
-    on: str | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class HostsSettings(SplitSettings):
-    """Strategy, devices and hosts, for commands that can run on several hosts."""
-
-    hosts: int | None = None
-    join: str | None = None
-    token_file: str | None = None
-    tls: str | None = None
-
-    def place(self, file: Path, *work: str) -> str | Join | None:
-        """Return the value of `on`; `work` and the file must be the same on every host."""
+    def place(self, on: str | None, file: Path, *work: str) -> str | Join | None:
+        """Return the value of `on=`; `work` and the file must be the same on every host."""
         from ..launcher import TLS_VARIABLE, TOKEN_VARIABLE, Join
 
         given = {"--hosts": self.hosts, "--join": self.join, "--token-file": self.token_file}
@@ -145,7 +103,7 @@ class HostsSettings(SplitSettings):
                     got=f"--tls {self.tls} alone",
                     remedy=f"pass --hosts and --join too; under a scheduler set {TLS_VARIABLE} instead",
                 )
-            return self.on
+            return on
         if set(missing) - ({"--token-file"} if os.environ.get(TOKEN_VARIABLE) else set()):
             raise SettingsError(
                 f"a job on several hosts needs {', '.join(given)}",
@@ -154,9 +112,9 @@ class HostsSettings(SplitSettings):
             )
         assert self.hosts is not None
         assert self.join is not None
-        work_key = " ".join([hashlib.sha256(file.read_bytes()).hexdigest(), str(self.strategy), *work])
+        work_key = " ".join([hashlib.sha256(file.read_bytes()).hexdigest(), *work])
         token, tls = self.token_file or "", self.tls or ""
-        return Join(address=self.join, hosts=self.hosts, token_file=token, tls=tls, on=self.on, work=work_key)
+        return Join(address=self.join, hosts=self.hosts, token_file=token, tls=tls, on=on, work=work_key)
 
 
 def add_command(app: typer.Typer, function: Callable[..., None], examples: Sequence[str], **context: Any) -> None:
@@ -169,10 +127,10 @@ def add_command(app: typer.Typer, function: Callable[..., None], examples: Seque
 
 def require_places(**files: Path | None) -> None:
     """Raise SettingsError for options with files that cannot be written, before the work starts."""
-    for option, path in files.items():
+    for name, path in files.items():
         if path is not None and (path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK)):
             raise SettingsError(
-                f"--{option} must be a file in a folder that can be written",
+                f"--{name} must be a file in a folder that can be written",
                 got=str(path),
                 remedy="choose another path, or create its folder",
             )

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .options import Json, On, Params, Target, add_command, require_places
+from ..core import resolve_options
+from .generated_options import with_options
+from .options import Devices, Json, Params, Target, add_command, require_places
 from .screen import note, only_json, print_json
 from .target import load_task, parse_params
 
@@ -51,11 +53,11 @@ def add(app: typer.Typer) -> None:
     add_command(app, plan, EXAMPLES)
 
 
+@with_options(Devices)
 def plan(
     target: Target,
     params: Params = None,
     cluster: Clusters = None,
-    on: On = None,
     precision: Precision = "fp32",
     lossy: Lossy = False,
     tries: Tries = 3,
@@ -65,12 +67,15 @@ def plan(
     svg: Svg = None,
     log: Log = None,
     json: Json = False,
+    *,
+    given: dict[str, Any],
 ) -> None:
     """Predict time and memory of every strategy for a task, and the number of devices at which scaling saturates.
 
     On this machine the best strategies are measured for a few steps. Data of other hardware comes from a catalogue.
     """
     require_places(save=save, html=html, svg=svg)
+    on = resolve_options((Devices,), given).of(Devices).on
     with only_json(json):
         task = load_task(target)
         import manyhands as mh

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from ..core import SettingsError
-from .options import Json, On, Strategy, Timeout, add_command
+from ..core import SettingsError, resolve_options
+from ..options import Recovery
+from .generated_options import with_options
+from .options import Devices, Distribution, Json, add_command
 from .screen import note, only_json, print_json, stdout
 from .trained import (
     Best,
@@ -45,17 +47,17 @@ def add(app: typer.Typer) -> None:
     add_command(app, predict, EXAMPLES)
 
 
+@with_options(Distribution, Devices, Recovery)
 def predict(
     run: RunName,
     target: OptionalTarget = None,
     data: Data = None,
     out: Out = None,
     best: Best = False,
-    strategy: Strategy = "single",
-    on: On = None,
-    timeout: Timeout = None,
     folder: RunsFolder = "runs",
     json: Json = False,
+    *,
+    given: dict[str, Any],
 ) -> None:
     """Compute the predictions of a run or an exported model for every row of some data, in order."""
     if data is None:
@@ -64,12 +66,13 @@ def predict(
     with only_json(json):
         import manyhands as mh
 
-        from ..distributed import DEFAULT_TIMEOUT
+        settings = resolve_options((Devices, Recovery), {"on": given["on"], "timeout": given["timeout"]})
+        strategy = given["strategy"] or "single"
 
         if target is not None:
             trained = open_run(run, folder, target)
-            settings = {"on": on, "timeout": timeout or DEFAULT_TIMEOUT, "best": best}
-            found = mh.predict(trained, read_data(data), strategy, **settings)
+            on, timeout = settings.of(Devices).on, settings.of(Recovery).timeout
+            found = mh.predict(trained, read_data(data), strategy, on=on, timeout=timeout, best=best)
         elif (folder_of(run, folder) / "run.json").exists():
             raise SettingsError(
                 "the predictions of a run need the file of its task",

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..core import resolve_settings
+from ..core import resolve_options
+from .generated_options import with_options
 from .options import (
-    Hosts,
-    HostsSettings,
-    JoinAt,
+    Devices,
+    Distribution,
     Json,
-    On,
     Params,
-    Strategy,
-    TlsFolder,
-    TokenFile,
+    SeveralHosts,
     add_command,
     require_places,
 )
@@ -56,28 +53,24 @@ def add(app: typer.Typer) -> None:
     add_command(app, profile, EXAMPLES)
 
 
+@with_options(Distribution, Devices, SeveralHosts)
 def profile(
     target: Target,
     params: Params = None,
-    strategy: Strategy = None,
-    on: On = None,
-    hosts: Hosts = None,
-    join: JoinAt = None,
-    token_file: TokenFile = None,
-    tls: TlsFolder = None,
     steps: Steps = 20,
     html: Html = None,
     trace: Trace = None,
     log: Log = None,
     json: Json = False,
+    *,
+    given: dict[str, Any],
 ) -> None:
     """Print the time and memory of a step by rank, module and operation, with advice.
 
     For a task, some steps are run on its ranks and discarded. For a run, the samples are read that were taken while it
     was trained. With several hosts, every host prints all results.
     """
-    given = {"strategy": strategy, "on": on, "hosts": hosts, "join": join, "token_file": token_file, "tls": tls}
-    settings = resolve_settings(HostsSettings, given).values
+    settings = resolve_options((Distribution, Devices, SeveralHosts), given)
     require_places(html=html, trace=trace)
     with only_json(json):
         task = load_task(target) if split_target(target)[0].suffix == ".py" else None
@@ -87,8 +80,10 @@ def profile(
             found = mh.profile(Path(target))
         else:
             words = params or []
-            place = settings.place(Path(target.partition(":")[0]), target.partition(":")[2], str(steps), *words)
-            found = mh.profile(task, settings.strategy, on=place, params=parse_params(words), steps=steps)
+            strategy, on = settings.of(Distribution).strategy, settings.of(Devices).on
+            file, _, name = target.partition(":")
+            place = settings.of(SeveralHosts).place(on, Path(file), str(strategy), name, str(steps), *words)
+            found = mh.profile(task, strategy, on=place, params=parse_params(words), steps=steps)
     if json:
         print_json(found.to_dict())
     else:

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..core import SettingsError
-from .options import Json, On, Target, add_command
+from ..core import SettingsError, resolve_options
+from .generated_options import with_options
+from .options import Devices, Json, Target, add_command
 from .screen import only_json, print_json, stdout
 from .target import load_task
 from .trained import RunsFolder, folder_of
@@ -32,7 +33,10 @@ def add(app: typer.Typer) -> None:
     add_command(app, replay, EXAMPLES)
 
 
-def replay(which: Which, target: Target, on: On = None, folder: RunsFolder = "runs", json: Json = False) -> None:
+@with_options(Devices)
+def replay(
+    which: Which, target: Target, folder: RunsFolder = "runs", json: Json = False, *, given: dict[str, Any]
+) -> None:
     """Repeat a committed step of a run on one device, from the nearest checkpoint, and compare its losses.
 
     Differing losses, replicas that reported other losses for their samples, and the samples with the largest losses are
@@ -45,7 +49,7 @@ def replay(which: Which, target: Target, on: On = None, folder: RunsFolder = "ru
 
         from ..training import Run
 
-        found = mh.replay(Run(path, task), step, on=on)
+        found = mh.replay(Run(path, task), step, on=resolve_options((Devices,), given).of(Devices).on)
     if json:
         print_json(_as_dict(found))
     else:

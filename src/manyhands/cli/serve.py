@@ -114,22 +114,22 @@ def serve(
     with in_options(*kinds):
         values = typed_values(kinds, {name: value for name, value in given.items() if name not in others})
         options = resolve_options(kinds, values, file=config)
-        listen, log = options[:2]
+        listen, log = options.of(Listen), options.of(ServingLog)
         with until_ended() as ending:
             if router:
-                behind = options[2]
+                behind = options.of(Backends)
                 with mh.route(behind.backends, backend_ca=behind.backend_ca, listen=listen, log=log) as running:
                     _show(running, ending, quiet)
                 return
-            placement, batching, rollout, replicas = options[2:]
+            placement = options.of(ServerPlacement)
             with mh.serve(
                 _target(str(models)),
                 on=placement.on,
                 servers=placement.servers,
                 listen=listen,
-                batching=batching,
-                rollout=rollout,
-                replicas=replicas,
+                batching=options.of(Batching),
+                rollout=options.of(Rollout),
+                replicas=options.of(Replicas),
                 log=log,
             ) as server:
                 _show(server, ending, quiet)

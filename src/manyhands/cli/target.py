@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import importlib.util
 import re
 import sys
@@ -12,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from ..core import ManyhandsError, SettingsError, Task
+from ..core import ManyhandsError, SettingsError, Task, as_task
 from .failures import short_traceback
 
 TaskLike = Task | Callable[..., Task]
@@ -69,6 +70,14 @@ def parse_params(words: Sequence[str], written: Mapping[str, Any] | None = None)
             )
         params[key] = value
     return params
+
+
+def with_params(task: TaskLike, words: Sequence[str], written: Mapping[str, Any] | None = None) -> TaskLike:
+    """Return the task function with its parameters; a Task has none."""
+    params = parse_params(words, written)
+    if not params:
+        return task
+    return as_task(task, params) if isinstance(task, Task) else functools.partial(task, **params)
 
 
 def _as_text(value: Any) -> Any:

@@ -9,38 +9,47 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..core import SettingsError, resolve_settings
-from .fit import Config, Epochs, Name, Quiet, as_resume
+from ..core import SettingsError, option, resolve_options
+from ..options import Algorithm, Budget, Execution, Selection
+from .generated_options import typed_values, with_options
 from .interrupts import Interrupts
-from .options import Json, On, Params, Target, add_command, in_options
+from .options import Config, Devices, Json, Params, Quiet, Target, add_command, in_options
 from .screen import only_json, print_json, stdout
-from .target import load_task, parse_params
+from .target import load_task, with_params
 
 if TYPE_CHECKING:
     from ..tuning import Study
 
 
 @dataclass(frozen=True, kw_only=True)
-class TuneSettings:
-    """Options that a configuration file and the environment can set."""
+class Trials:
+    """Trials: how many there are, and what they optimize."""
 
-    on: str | None = None
-    trials: int | None = None
-    objective: str = "valid_loss"
-    epochs: int = 1
-    search: str = "tpe"
-    stop: str | None = None
-    seconds: float | None = None
-    cost: float | None = None
-    price: float | None = None
-    execution: str | None = None
-    per_device: int | None = None
-    name: str | None = None
-    folder: str = "studies"
-    resume: bool | str = False
-    keep: int = 1
-    seed: int = 0
+    trials: int | None = option(None, "Number of trials.")
+    objective: tuple[str, ...] = option(
+        ("valid_loss",),
+        "Metric to optimize, 'valid_loss' by default; several separated by commas.",
+        metavar="NAME[:min|max]",
+    )
+    epochs: int = option(1, "Epochs of a trial that is not stopped early; 1 by default.")
 
+
+@dataclass(frozen=True, kw_only=True)
+class StudyIdentity:
+    """Study: its name and folder, and whether it is resumed."""
+
+    name: str | None = option(None, "Name of the study; by default the name of the task and the time.")
+    folder: str = option("studies", "Folder of the studies; 'studies' by default.")
+    resume: bool | str = option(
+        False,
+        "Resume a study: [bold]true[/] requires that the study --name exists, [bold]auto[/] starts it if it does not "
+        "exist. By default false.",
+        metavar="true|auto",
+    )
+
+
+OPTIONS = (Algorithm, Budget, Selection, Execution)
+GROUPS = (Trials, Devices, StudyIdentity, *OPTIONS)
 
 Space = Annotated[
     list[str] | None,
@@ -51,33 +60,6 @@ Space = Annotated[
         show_default=False,
     ),
 ]
-Trials = Annotated[int | None, typer.Option(help="Number of trials.", show_default=False)]
-ObjectiveText = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME[:min|max]", help="Metric to optimize, 'valid_loss' by default; several separated by commas."
-    ),
-]
-Search = Annotated[str | None, typer.Option(help="Search algorithm: tpe (default), random, grid or cma.")]
-StopText = Annotated[str | None, typer.Option(help="Stop bad trials early: asha, hyperband or median.")]
-Seconds = Annotated[float | None, typer.Option(help="Stop the study after this many seconds.", show_default=False)]
-Cost = Annotated[float | None, typer.Option(help="Stop the study at this cost; needs --price.", show_default=False)]
-Price = Annotated[float | None, typer.Option(help="Price of one device per hour.", show_default=False)]
-Execution = Annotated[str | None, typer.Option(help="'stacked' or 'processes'; by default the faster one.")]
-PerDevice = Annotated[int | None, typer.Option(help="Processes per device; by default measured.")]
-Folder = Annotated[str | None, typer.Option(help="Folder of the studies; 'studies' by default.")]
-Resume = Annotated[
-    str | None,
-    typer.Option(
-        metavar="true|auto",
-        help="Resume a study: [bold]true[/] requires that the study --name exists, [bold]auto[/] starts it if it does "
-        "not exist. By default false.",
-        show_default=False,
-    ),
-]
-Keep = Annotated[int | None, typer.Option(help="Number of best trials whose networks are kept; 1 by default.")]
-Seed = Annotated[int | None, typer.Option(help="Seed of the search; 0 by default.")]
-
 EXAMPLES = (
     "manyhands tune digits.py --space lr=loguniform:1e-4..1e-1 --space width=choice:64,128 --trials 50",
     "manyhands tune digits.py --space lr=loguniform:1e-4..1e-1 --epochs 27 --stop asha --trials 100 --on 'cpu*2'",
@@ -90,55 +72,44 @@ def add(app: typer.Typer) -> None:
     add_command(app, tune, EXAMPLES)
 
 
+@with_options(*GROUPS)
 def tune(
     target: Target,
     params: Params = None,
     space: Space = None,
-    trials: Trials = None,
-    objective: ObjectiveText = None,
-    epochs: Epochs = None,
-    search: Search = None,
-    stop: StopText = None,
-    seconds: Seconds = None,
-    cost: Cost = None,
-    price: Price = None,
-    execution: Execution = None,
-    per_device: PerDevice = None,
-    on: On = None,
-    name: Name = None,
-    folder: Folder = None,
-    resume: Resume = None,
-    keep: Keep = None,
-    seed: Seed = None,
     config: Config = None,
     json: Json = False,
     quiet: Quiet = False,
+    *,
+    given: dict[str, Any],
 ) -> None:
     """Search for the best parameters of a task, and keep every trial under studies/.
 
     After Ctrl-C or a crash, the same command with --name NAME --resume true continues the study. optuna-dashboard can
     read the study's journal.log.
     """
-    given = {
-        "on": on, "trials": trials, "objective": objective, "epochs": epochs, "search": search, "stop": stop,
-        "seconds": seconds, "cost": cost, "price": price, "execution": execution, "per_device": per_device,
-        "name": name, "folder": folder, "resume": as_resume(resume), "keep": keep, "seed": seed,
-    }  # fmt: skip
-    settings = resolve_settings(TuneSettings, given, file=config, tables=["task", "space"])
-    values = settings.values
+    with in_options(*GROUPS):
+        settings = resolve_options(GROUPS, typed_values(GROUPS, given), file=config, tables=["task", "space"])
     with only_json(json), Interrupts() as interrupts:
         task = load_task(target)
         import manyhands as mh
 
-        with in_options(TuneSettings):
-            arguments = {name: getattr(values, name) for name in given}
-            arguments["objective"] = [text.strip() for text in values.objective.split(",")]
+        with in_options(*GROUPS):
+            count, identity = settings.of(Trials), settings.of(StudyIdentity)
             study = mh.tune(
-                task,
+                with_params(task, params or [], settings.tables.get("task")),
                 _space(space or [], settings.tables.get("space") or {}),
-                params=parse_params(params or [], settings.tables.get("task")),
-                progress=False if quiet or json else None,
-                **arguments,
+                trials=count.trials,
+                objective=count.objective,
+                epochs=count.epochs,
+                on=settings.of(Devices).on,
+                name=identity.name,
+                folder=identity.folder,
+                resume=identity.resume,
+                options=[
+                    mh.options.Display(progress=False if quiet or json else None),
+                    *(settings.of(kind) for kind in OPTIONS),
+                ],
             )
     if json:
         print_json(study.to_dict())

@@ -55,9 +55,18 @@ from .named_strategies import (
 )
 from .predictor import Predictor, Signature, TensorSpec
 from .randomness import mix, random_state, restore_random_state, seed_all, seeded
-from .settings import Resolved, from_flat, option, options_of, resolve_options, resolve_settings
+from .settings import (
+    Resolved,
+    ResolvedOptions,
+    from_flat,
+    option,
+    options_of,
+    require_positive,
+    resolve_options,
+    resolve_settings,
+)
 from .spec import DATA_AXES, MESH_ORDER, StrategySpec, split_settings
-from .task import Mean, Task, TorchScheduler, as_task, convert, mean, task_name, typed
+from .task import Mean, Task, TorchScheduler, as_task, convert, mean, split_params, task_name, typed
 
 if TYPE_CHECKING:
     from .layout_free import LayoutFree, as_written
@@ -116,6 +125,7 @@ __all__ = [
     "mean",
     "as_task",
     "convert",
+    "split_params",
     "task_name",
     "typed",
     "StrategySpec",
@@ -132,6 +142,8 @@ __all__ = [
     "check_policies_by",
     "split_settings",
     "Resolved",
+    "ResolvedOptions",
+    "require_positive",
     "option",
     "options_of",
     "from_flat",

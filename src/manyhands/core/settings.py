@@ -12,7 +12,7 @@ import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 from .errors import FileError, SettingsError
 from .files import read_file
@@ -27,7 +27,7 @@ ARGUMENT, DEFAULT = "argument", "default"
 T = TypeVar("T")
 
 
-def option(default: Any, help: str, *, metavar: str = "", secret: bool = False) -> Any:
+def option(default: Any, help: str, *, metavar: str = "", secret: bool = False, in_files: bool = True) -> Any:
     """Return a field of an options class that the command line, configuration files and the environment can set.
 
     Fields without it can be set in Python only.
@@ -37,6 +37,7 @@ def option(default: Any, help: str, *, metavar: str = "", secret: bool = False) 
         help: The help of the command line; it says what the default is, or that there is none.
         metavar: The placeholder of the value in the help.
         secret: Whether the value must not appear in a command line, in `repr` or in logs.
+        in_files: Whether configuration files and the environment can set it too.
 
     >>> @dataclass(frozen=True, kw_only=True)
     ... class Batching:
@@ -44,7 +45,8 @@ def option(default: Any, help: str, *, metavar: str = "", secret: bool = False) 
     >>> [field.name for field in options_of(Batching)]
     ['max_rows']
     """
-    return field(default=default, repr=not secret, metadata={"help": help, "metavar": metavar, "secret": secret})
+    metadata = {"help": help, "metavar": metavar, "secret": secret, "in_files": in_files}
+    return field(default=default, repr=not secret, metadata=metadata)
 
 
 def options_of(kind: type) -> list[dataclasses.Field[Any]]:
@@ -59,6 +61,15 @@ def from_flat(kinds: Sequence[type], values: Mapping[str, Any]) -> list[Any]:
     if unknown:
         raise SettingsError(f"options must be among {', '.join(names)}", got=unknown[0], remedy="correct the name")
     return [kind(**{name: value for name, value in values.items() if names[name] is kind}) for kind in kinds]
+
+
+def require_positive(**values: int | None) -> None:
+    """Raise SettingsError for a number, given by its name, that is not a whole number of at least 1."""
+    for name, value in values.items():
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise SettingsError(
+                f"{name} must be a whole number of at least 1", got=repr(value), remedy=f"pass {name}=1 or more"
+            )
 
 
 @dataclass(frozen=True)
@@ -100,17 +111,44 @@ def resolve_settings(
     return Resolved(kind(**values), sources, extra)
 
 
+@dataclass(frozen=True)
+class ResolvedOptions(Resolved[Mapping[type, Any]]):
+    """Objects of several options classes, by class."""
+
+    def of(self, kind: type[T]) -> T:
+        """Return the object of a class."""
+        return cast(T, self.values[kind])
+
+    @property
+    def flat(self) -> dict[str, Any]:
+        """The values by option."""
+        return {name: getattr(self.values[kind], name) for name, kind in _kinds(list(self.values)).items()}
+
+    def chosen(self) -> dict[str, tuple[Any, str]]:
+        """Return the settings that were not left at their default, with their sources."""
+        flat = self.flat
+        return {name: (flat[name], source) for name, source in self.sources.items() if source != DEFAULT}
+
+
 def resolve_options(
     kinds: Sequence[type],
     arguments: Mapping[str, Any],
     *,
     file: Path | None = None,
+    tables: Sequence[str] = (),
     environ: Mapping[str, str] | None = None,
-) -> list[Any]:
-    """Resolve several options classes, as `resolve_settings` does, and return an object of each."""
-    names = [each.name for kind in kinds for each in options_of(kind)]
-    values, _, _ = _resolve(kinds, names, arguments, file, (), environ)
-    return from_flat(kinds, values)
+) -> ResolvedOptions:
+    """Resolve several options classes, as `resolve_settings` does."""
+    in_files = [each.name for kind in kinds for each in options_of(kind) if each.metadata["in_files"]]
+    values, sources, extra = _resolve(kinds, in_files, arguments, file, tables, environ)
+    only_given = {name: value for name, value in arguments.items() if name not in in_files and value is not None}
+    objects = dict(zip(kinds, from_flat(kinds, {**values, **only_given}), strict=True))
+    return ResolvedOptions(objects, {**sources, **dict.fromkeys(only_given, ARGUMENT)}, extra)
+
+
+def _kinds(kinds: Sequence[type]) -> dict[str, type]:
+    """Return the class of every option, by name."""
+    return {each.name: kind for kind in kinds for each in options_of(kind)}
 
 
 def _resolve(

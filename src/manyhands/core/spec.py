@@ -301,7 +301,9 @@ class StrategySpec:
                 raise StrategyError(
                     f"a setting of a strategy must be one of {', '.join(sorted([*known, 'workers']))}",
                     got=repr(key),
-                    remedy=f"pass it to fit: {key}=..." if key in ("fit_in", "memory") else remedy,
+                    remedy=f"pass it to fit: options=mh.options.Resources({key}=...)"
+                    if key in ("fit_in", "memory")
+                    else remedy,
                 )
         return cls(**values)
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import sys
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from .errors import SettingsError, TaskError
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
+T = TypeVar("T")
 
 _ARGUMENTS = {
     "model": (),
@@ -276,10 +278,12 @@ class Task:
 
 def as_task(task: Task | Callable[..., Task], params: Mapping[str, Any] | None = None) -> Task:
     """Return a Task from a Task, or from a function with defaults that creates one."""
+    task, bound = split_params(task)
+    params = {**bound, **(params or {})}
     if isinstance(task, Task):
         if params:
             raise SettingsError(
-                "params can only be passed with a function that returns a Task",
+                "parameters need a function that returns a Task",
                 got=", ".join(params),
                 remedy="write def task(lr: float = 1e-3) -> mh.Task: ...",
             )
@@ -290,7 +294,7 @@ def as_task(task: Task | Callable[..., Task], params: Mapping[str, Any] | None =
             got=type(task).__name__,
             remedy="pass one of these",
         )
-    made = task(**typed(task, params or {}))
+    made = task(**typed(task, params))
     if not isinstance(made, Task):
         raise TaskError(
             "the task function must return an mh.Task",
@@ -300,8 +304,21 @@ def as_task(task: Task | Callable[..., Task], params: Mapping[str, Any] | None =
     return made
 
 
+def split_params(task: T) -> tuple[T, dict[str, Any]]:
+    """Return the function of a `functools.partial`, and the parameters that it fixes by name.
+
+    >>> def task(lr: float = 1e-3) -> Task: ...
+    >>> split_params(functools.partial(task, lr=0.1)) == (task, {"lr": 0.1})
+    True
+    """
+    if not isinstance(task, functools.partial):
+        return task, {}
+    return cast(T, task.func), {**inspect.signature(task.func).bind_partial(*task.args).arguments, **task.keywords}
+
+
 def task_name(task: Task | Callable[..., Task]) -> str:
     """Return a short name for runs of this task: its function's name, or its file's if that is just "task"."""
+    task = split_params(task)[0]
     name = getattr(task, "__name__", "task")
     if name != "task" and name.isidentifier():
         return name

@@ -26,7 +26,7 @@ from .memory import held_now, host_bytes, parse_bytes
 from .memory_fitting import fit_in
 from .metrics import Meter, check_metrics, parted
 from .partition_preview import check_pieces, outline_of
-from .patience import Patience, as_patience, check_patience
+from .patience import Patience, check_patience
 from .predictor import answers, inputs_of
 from .recovery import RecoveryState, Rollback
 from .replay import Replay, replay
@@ -80,7 +80,6 @@ __all__ = [
     "parted",
     "Meter",
     "Patience",
-    "as_patience",
     "check_patience",
     "Run",
     "new_folder",

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from ..core import TaskError
+from .patience import Patience
 
 if TYPE_CHECKING:
     from .hand import Hand
@@ -32,15 +33,17 @@ class Callback:
 
 
 def check_callbacks(callbacks: object) -> None:
-    """Raise for callbacks that would never be called."""
+    """Raise for callbacks that would never be called; a list may also contain `Patience`."""
     if not isinstance(callbacks, (list, tuple)):
         raise TaskError("callbacks must be a list", got=type(callbacks).__name__, remedy="pass callbacks=[...]")
     known = [name for name in vars(Callback) if name.startswith("on_")]
     for callback in callbacks:
+        if isinstance(callback, Patience):
+            continue
         if not isinstance(callback, Callback):
             got = f"the class {callback.__name__}" if isinstance(callback, type) else type(callback).__name__
             raise TaskError(
-                "a callback must be an instance of a subclass of mh.Callback",
+                "a callback must be an mh.Patience, or an instance of a subclass of mh.Callback",
                 got=got,
                 remedy="pass an instance, such as MyCallback()",
             )

@@ -139,19 +139,6 @@ class PatienceState:
                 self._best[index], self._waited[index] = known[patience.name]["best"], known[patience.name]["waited"]
 
 
-def as_patience(stop: Patience | Sequence[Patience] | None) -> tuple[Patience, ...]:
-    """Return one, several or no `Patience` as a tuple."""
-    several = stop if isinstance(stop, (list, tuple)) else () if stop is None else (stop,)
-    for one in several:
-        if not isinstance(one, Patience):
-            raise SettingsError(
-                "stop must be an mh.Patience or a list of them",
-                got=type(one).__name__,
-                remedy='pass for example stop=mh.Patience("valid_loss", 5)',
-            )
-    return tuple(several)
-
-
 def check_patience(stop: Sequence[Patience], task: Task, losses: Sequence[str] | None = None) -> None:
     """Raise for names that are never measured. `losses` are the names of a custom step's losses (its optimizers')."""
     for patience in stop:

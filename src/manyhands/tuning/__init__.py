@@ -1,6 +1,6 @@
 """Tuning: spaces, studies, and trials that run here, in processes or stacked."""
 
-from .driver import Budget, Driver, Rules, TrialsFailed, as_json, described, proposed, require_same
+from .driver import Driver, Rules, TrialsFailed, as_json, described, proposed, require_same
 from .executors import Executor, InProcessExecutor, Processes
 from .journal import Journal, read_journal
 from .mapping import ItemsFailed, map_items
@@ -40,7 +40,6 @@ __all__ = [
     "TRIALS",
     "read_journal",
     "Rules",
-    "Budget",
     "Driver",
     "TrialsFailed",
     "as_json",

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..core import RunError, SettingsError
+from ..options import Budget
 from .executors import Executor
 from .journal import Journal
 from .objective import Objective
@@ -40,34 +41,6 @@ class TrialsFailed(RunError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Budget:
-    """Limits of a study: number of trials, seconds, or cost of its devices."""
-
-    trials: int | None = None
-    seconds: float | None = None
-    cost: float | None = None
-    price: float | None = None
-    """Price of one device per hour."""
-
-    def __post_init__(self) -> None:
-        for name in ("trials", "seconds", "cost", "price"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise SettingsError(f"{name} must be above 0", got=value, remedy=f"pass {name}=..., or omit it")
-        if self.cost is not None and self.price is None:
-            raise SettingsError(
-                "a cost limit needs the price of a device per hour", remedy="pass for example price=2.5"
-            )
-
-    def seconds_for(self, num_devices: int) -> float | None:
-        """Return the seconds that the study may take on this number of devices; None for no limit."""
-        limits = [] if self.seconds is None else [self.seconds]
-        if self.cost is not None and self.price is not None:
-            limits.append(3600 * self.cost / (self.price * num_devices))
-        return min(limits, default=None)
-
-
-@dataclass(frozen=True, kw_only=True)
 class Rules:
     """Settings of a study: search space, objectives, stopping policy and limits."""
 
@@ -76,6 +49,8 @@ class Rules:
     epochs: int
     stopping: Stopping
     budget: Budget
+    trials: int | None = None
+    """Maximum number of trials."""
     constraint: Constraint | None = None
     limits: Mapping[str, float] = field(default_factory=dict)
     """Maximum values of metrics; a finished trial that exceeds one is infeasible."""
@@ -191,7 +166,7 @@ class Driver:
 
     def _new(self) -> Trial | None:
         number = len(self.trials)
-        limits = [size for size in (self.rules.budget.trials, self._searcher.size) if size is not None]
+        limits = [size for size in (self.rules.trials, self._searcher.size) if size is not None]
         if (limits and number >= min(limits)) or not self._searcher.is_ready(number, self.trials):
             return None
         trial = Trial(number, proposed(self._searcher, self.rules.constraint, number, self.trials))

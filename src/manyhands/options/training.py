@@ -1,0 +1,101 @@
+"""Options of training."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ..core import SettingsError, option, require_positive
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoints:
+    """Checkpoints: the initial weights of a run, and what it saves."""
+
+    start_from: str | Any | None = option(
+        None,
+        "Start with the weights of a run, a file, an exported model or a Hugging Face folder. Data order and optimizer "
+        "start fresh. A resumed run uses its checkpoint instead.",
+        metavar="PATH",
+    )
+    save_every: int | None = option(
+        None,
+        "Steps between checkpoints, in addition to those at epoch ends. By default checkpoints take at most 2% of the "
+        "run's time, and at most five minutes of work are unsaved.",
+    )
+    keep: int = option(2, "Number of checkpoints to keep in addition to the best one; 2 by default.")
+
+    def __post_init__(self) -> None:
+        require_positive(save_every=self.save_every, keep=self.keep)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Logging:
+    """Logging: where a run's events are sent, and which steps are profiled."""
+
+    log_to: str | Any | None = option(
+        None,
+        "Log to tensorboard, wandb, mlflow or csv; several separated by commas. In Python also an mh.monitoring.Sink, "
+        "a function of an event, or a list.",
+        metavar="NAMES",
+    )
+    profile: bool | int = option(
+        False, "Profile one step in fifty (in Python also in another number); see manyhands profile RUN."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Display:
+    """Display: what is printed while a function runs."""
+
+    progress: bool | None = None
+    """False to display nothing; by default a live view in a terminal, and lines elsewhere."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resources:
+    """Resources: how much memory of the devices is used."""
+
+    memory: str | int | None = option(None, "Memory limit of each replica on its device, such as 8GiB.")
+    fit_in: str | int | None = option(
+        None,
+        "Memory such as 24GiB; recompute, accumulate, sharding and offload are chosen so that a step fits, at the "
+        "least cost.",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recovery:
+    """Recovery: how failures are detected and survived."""
+
+    timeout: float = option(
+        300.0,
+        "Seconds within which a healthy operation completes; a job in which one takes longer fails with a report. "
+        "300 by default.",
+        in_files=False,
+    )
+
+    copy_every: int = 100
+    """Steps between copies, in the memory of another rank, of state that only one rank holds."""
+
+    def __post_init__(self) -> None:
+        require_positive(copy_every=self.copy_every)
+        if not self.timeout > 0:
+            raise SettingsError("timeout must be above 0", got=self.timeout, remedy="pass a number of seconds")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Equality:
+    """Equality: whether results are those of one device."""
+
+    deterministic: bool = option(False, "Draw the same random numbers, including dropout, on any number of devices.")
+    verify: bool = option(
+        True,
+        "Before training, compare the first two steps, in float64, with those of one device, if that takes at most a "
+        "few seconds. A difference raises TaskError.",
+    )
+    allow_different: bool = option(
+        False,
+        "Let hosts have different code or data. By default, training on several hosts compares the source of the "
+        "project's modules, the length of the data and some of its samples.",
+    )
