@@ -62,7 +62,7 @@ def require_identical(world: World, task: Task, sources: Mapping[str, str], *, a
         raise SettingsError(
             "all hosts must have the same code and data",
             got=got,
-            remedy="copy the same files to all hosts, or pass mh.options.Equality(allow_different=True) if the difference is intended",
+            remedy="copy the same files to all hosts, or pass mh.options.Equality(allow_different=True)",
         )
     if world.is_first:
         world.channel.report(event("notice", text=f"allow_different=True: {got}"))
