@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import socket
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import grpc
 import numpy as np
 import orjson
 import pytest
 
-from manyhands.core import RequestRefused
+from manyhands.core import RequestRefused, WorkerFailed
+from manyhands.distributed import ANSWER as SERVICE_ANSWER
+from manyhands.distributed import RESULT, Device, send_frame
+from manyhands.distributed.control_channel import FAILURE
+from manyhands.launcher import LocalEngine
+from manyhands.launcher.pickles import pack
 from manyhands.serving import Server
 from manyhands.serving.grpc_process import (
     ANSWER,
@@ -27,6 +35,7 @@ from manyhands.serving.grpc_process import (
     STOP,
     FrameError,
     FrameSocket,
+    Frontend,
     GrpcProcess,
     read_ready,
 )
@@ -201,6 +210,37 @@ def test_compromised_grpc_process_cannot_manage_models() -> None:
     attacker = attack(act)
     assert attacker.unloaded == []
     assert attacker.reports == ["the gRPC process sent a call of a method that its listener has not, and is restarted"]
+
+
+class Payload:
+    """Makes a folder in the process that unpickles it."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (self.path,)
+
+
+class Pickling(Frontend):
+    """A gRPC process that sends pickles to the server on every socket that it has; `key` is the folder to make."""
+
+    def _run(self) -> NoReturn:
+        for name in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as sock:
+                for kind in (RESULT, FAILURE, SERVICE_ANSWER):
+                    send_frame(sock, kind, b'{"number": 1, "good": true}', [pack(Payload(self.key))])
+        os._exit(0)
+
+
+def test_server_unpickles_nothing_that_a_compromised_grpc_process_sends(engine: LocalEngine, tmp_path: Path) -> None:
+    path = tmp_path / "made-by-the-attack"
+    token, limits = AccessToken(None), Limits()
+    frontend = Pickling("", str(path), "127.0.0.1", 0, token, limits, None, {}, "")
+    service = engine.start_service(frontend, Device("cpu"))
+    with pytest.raises(WorkerFailed, match="exit code 0"):
+        service.ended.result(60)
+    assert not path.exists()
 
 
 def test_management_listener_can_unload_models() -> None:

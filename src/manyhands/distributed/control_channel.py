@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import queue
 import socket
@@ -149,6 +150,11 @@ class SocketChannel(ControlChannel):
         """Send one frame, with file descriptors where it carries a pickle."""
         with self._sending:
             send_frame(self._socket, kind, body, fds)
+
+    def close(self) -> None:
+        """End the connection for good: nothing that this process sends reaches the coordinator any more."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
 
     def handle_message(self, message: dict[str, Any]) -> None:
         super().handle_message(message)

@@ -14,18 +14,17 @@ import math
 import os
 import socket
 import struct
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import grpc
 import orjson
 
 from ..core import RequestRefused, RunError
-from ..distributed import Device, World
+from ..distributed import Device, SocketChannel, World
 from ..launcher import Engine, Service
 from .http import BadRequest
 from .limits import Bodies, Limits
@@ -192,14 +191,17 @@ class Frontend:
     methods: Mapping[str, MessageRule | None]
     closed: str
 
-    def __call__(self, world: World) -> Frontend:
+    def __call__(self, world: World) -> NoReturn:
         step_aside(NICENESS)
         with contextlib.suppress(OSError):
             Path("/proc/self/comm").write_text(NAME)
-        threading.Thread(target=self._run, name=NAME, daemon=True).start()
-        return self
+        channel = world.channel
+        assert isinstance(channel, SocketChannel)
+        # The server unpickles what comes over the channel of a service, so this process may not send anything there.
+        channel.close()
+        self._run()
 
-    def _run(self) -> None:
+    def _run(self) -> NoReturn:
         import uvloop
 
         try:
