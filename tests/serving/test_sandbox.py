@@ -6,6 +6,7 @@ import asyncio
 import ctypes
 import json
 import os
+import re
 import secrets
 import signal
 import socket
@@ -77,6 +78,8 @@ ESCAPES: dict[str, Callable[[Escaping], Any]] = {
     "allocates ten times its limit": lambda self: torch.ones(10 * self.memory // 4).sum(),
     "allocates ten times its limit in parts": lambda self: [torch.ones(self.memory // 40) for _ in range(100)],
     "inherits descriptors": lambda self: _more_than_four(os.listdir("/proc/self/fd")),
+    "has capabilities": lambda self: _more_than_reading(Path("/proc/self/status").read_text()),
+    "may gain privileges": lambda self: _may_gain_privileges(Path("/proc/self/status").read_text()),
 }
 
 
@@ -85,6 +88,20 @@ def _more_than_four(names: list[str]) -> list[str]:
     if len(names) <= 5:
         raise OSError("none")
     return names
+
+
+def _more_than_reading(status: str) -> str:
+    """Return the capabilities of a process if they are more than reading files of other users (bit 2)."""
+    held = re.findall(r"Cap(?:Inh|Prm|Eff|Amb):\s*([0-9a-f]+)", status)
+    if len(held) == 4 and not any(int(one, 16) & ~(1 << 2) for one in held):
+        raise OSError("none")
+    return status
+
+
+def _may_gain_privileges(status: str) -> str:
+    if re.search(r"NoNewPrivs:\s*1", status):
+        raise OSError("it may not")
+    return status
 
 
 @dataclass(frozen=True)
