@@ -244,6 +244,19 @@ def allocates(folder: Path) -> Path:
     return forge(folder, nodes)
 
 
+def empties(folder: Path) -> Path:
+    """A model that answers with as many empty lists as the first number of the input says: few bytes, a long text."""
+    nodes = [
+        call("aten.max.default", X),
+        call("aten.to.dtype", ref(FIRST), LONG),
+        call("aten.item.default", ref(FIRST + 1)),
+        call("aten.sym_size.int", X, 0),
+        call("aten.zeros.default", [ref(FIRST + 3), ref(FIRST + 2), 0], dtype=FLOAT),
+    ]
+    spec, free = {"dtype": "float32", "shape": [None, WIDTH]}, {"dtype": "float32", "shape": [None, None, 0]}
+    return forge(folder, nodes, signature={"inputs": {"x": spec}, "outputs": {"y": free}})
+
+
 def computes_long(folder: Path) -> Path:
     """A model that multiplies square matrices as wide as the first number of the input says, 200 times."""
     nodes = [

@@ -40,7 +40,9 @@ def target(adder: Path, tmp_path_factory: pytest.TempPathFactory, engine: LocalE
         ports = {"http": server.http, "grpc": server.grpc, "manage": server.manage}
         found = Target(**ports, token="asking", manage_token="managing", connections=100)
         # The process for large texts starts with the first of them.
-        assert post(found, PREDICT, b'{"instances": [[1, 2, 3]], "signature_name": "%b"}' % (b"a" * MIB)).status == 400
+        text = b'{"instances": [[1, 2, 3]], "signature_name": "%b"}' % (b"a" * MIB)
+        headers = {**found.headers, "Content-Length": str(len(text))}
+        assert send(found.http, [head("POST", PREDICT, headers), text], seconds=30.0).status == 400
         yield found
 
 

@@ -175,13 +175,19 @@ def test_classify_returns_all_classes_of_a_wide_output_over_grpc(grids: Server) 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16", "int64", "bool"])
 @pytest.mark.parametrize(
-    "shape", [(0,), (3,), (2, 0), (PIECE + 1,), (2, PIECE + 1), (PIECE + 1, 2), (2, 2, PIECE), (1, 3, 5), (5000, 3, 1)]
-)
+    "shape",
+    [
+        (0,), (3,), (2, 0), (PIECE + 1,), (2, PIECE + 1), (PIECE + 1, 2), (2, 2, PIECE), (1, 3, 5), (5000, 3, 1),
+        (PIECE + 1, 0), (1, 1 << 18, 0), (2, 0, PIECE), (2, 2, PIECE, 0),
+    ],
+)  # fmt: skip
 def test_chunked_json_serialization_matches_the_whole_array(dtype: str, shape: tuple[int, ...]) -> None:
     kind = BY_TORCH[dtype]
     numbers = (np.arange(math.prod(shape)) % 251).reshape(shape).astype(np.float32)
     array = (numbers.view(np.uint32) >> 16).astype(np.uint16) if kind.is_bfloat16 else numbers.astype(kind.numpy)
-    assert json.loads(b"".join(array_pieces(array, kind))) == to_numbers(array, kind).tolist()
+    pieces = list(array_pieces(array, kind))
+    assert json.loads(b"".join(pieces)) == to_numbers(array, kind).tolist()
+    assert max(map(len, pieces)) < LARGEST
     rows = [{"a": row, "b": row} for row in to_numbers(array, kind).tolist()]
     assert json.loads(b"".join(row_pieces({"a": array, "b": array}, {"a": kind, "b": kind}))) == rows
 

@@ -493,7 +493,8 @@ def hostile(adder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with an honest model, hostile ones that load, and two that must not take over."""
     root = tmp_path_factory.mktemp("hostile")
     publish(adder, root / "adder", 2)
-    for build in (models.allocates, models.computes_long, models.raises, models.wrong_shape, models.wrong_dtype):
+    loaded = models.allocates, models.computes_long, models.empties, models.raises
+    for build in (*loaded, models.wrong_shape, models.wrong_dtype):
         build(root / build.__name__)
     models.FORGERIES["read_by_reshape_alias"](root / "reader")
     models.FORGERIES["changes_a_weight"](root / "changer")
@@ -505,7 +506,12 @@ def test_hostile_models_do_not_affect_other_models(
 ) -> None:
     monkeypatch.setattr("manyhands.serving.replica.STUCK_SECONDS", 0.5)
     server = start(hostile, log=tmp_path / "log", timeout=2.0)
-    state = {one["name"]: one["versions"][0] for one in server.state()["models"]}
+
+    def loaded() -> dict[str, Any]:
+        state = {one["name"]: one["versions"][0] for one in server.state()["models"]}
+        return state if all(one["error"] or one["state"] == "AVAILABLE" for one in state.values()) else {}
+
+    state = until(loaded, 60.0)
 
     def is_honest_served() -> bool:
         return bool(ask(server.url, "adder", [[1.0, 2.0, 3.0]]).json()["outputs"] == [[3.0, 4.0, 5.0]])
@@ -532,6 +538,10 @@ def test_hostile_models_do_not_affect_other_models(
     assert ask(server.url, "allocates", [[2.0**37, 0.0, 0.0, 0.0]]).status_code == 500
     assert is_honest_served()
     assert ask(server.url, "allocates", [[2.0, 0.0, 0.0, 0.0]]).json()["outputs"] == [[4.0, 2.0, 2.0, 2.0]]
+
+    assert ask(server.url, "empties", [[2.0**27, 0.0, 0.0, 0.0]]).status_code == 500
+    assert is_honest_served()
+    assert ask(server.url, "empties", [[3.0, 0.0, 0.0, 0.0]]).json()["outputs"] == [[[], [], []]]
 
     assert ask(server.url, "computes_long", [[4096.0, 0.0, 0.0, 0.0]]).status_code in (503, 504)
     assert is_honest_served()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,6 +88,15 @@ def from_numbers(values: Any, kind: Kind) -> Array:
 def to_numbers(array: Array, kind: Kind) -> Array:
     """Return an array of numbers: the bits of bfloat16 become float32, which represents all of them exactly."""
     return (array.astype(np.uint32) << 16).view(np.float32) if kind.is_bfloat16 else array
+
+
+def num_items(shape: Iterable[int]) -> int:
+    """Return the number of values of an array, or of the lists that it has in JSON where these are empty.
+
+    >>> num_items((2, 3)), num_items((1 << 30, 0))
+    (6, 1073741824)
+    """
+    return math.prod(max(1, size) for size in shape)
 
 
 def fits(shape: tuple[int, ...], spec: TensorSpec) -> bool:

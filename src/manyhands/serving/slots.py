@@ -17,7 +17,7 @@ from functools import cached_property
 import numpy as np
 
 from ..core import Signature, TensorSpec
-from .dtypes import BY_TORCH, Array
+from .dtypes import BY_TORCH, Array, num_items
 
 FREE_BYTES = 256 << 20
 """Bytes for the inputs, or the outputs, of a batch with dynamic shapes; only used pages become real memory."""
@@ -130,8 +130,9 @@ def _capacity(specs: Mapping[str, TensorSpec], rows: int) -> int:
 
 
 def _end(specs: Mapping[str, TensorSpec], rows: int, shapes: Shapes) -> int:
+    """Return the bytes of tensors; empty lists count as values, because they take as much in a text."""
     return sum(
-        _aligned(rows * math.prod(shape) * BY_TORCH[spec.dtype].numpy.itemsize)
+        _aligned(rows * num_items(shape) * BY_TORCH[spec.dtype].numpy.itemsize)
         for spec, shape in zip(specs.values(), shapes, strict=True)
     )
 

@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import orjson
 
-from ..dtypes import Array, Kind, to_numbers
+from ..dtypes import Array, Kind, num_items, to_numbers
 
 PIECE = 8192
-"""Maximum numbers of a piece, which takes less than a millisecond."""
+"""Maximum numbers, or empty lists, of a piece, which takes less than a millisecond."""
 _TOKENS = (b"NaN", b"Infinity", b"-Infinity")
 
 
@@ -28,10 +28,11 @@ def array_pieces(array: Array, kind: Kind) -> Iterator[bytes]:
     >>> b"".join(array_pieces(np.array([[1.5, np.nan], [np.inf, -np.inf]], np.float32), BY_TORCH["float32"]))
     b'[[1.5,NaN],[Infinity,-Infinity]]'
     """
-    if array.size <= PIECE:
+    num = num_items(array.shape)
+    if num <= PIECE or not len(array):
         yield _dump_array(array, kind)
         return
-    width = array.size // len(array)
+    width = num // len(array)
     if width > PIECE:
         for number, row in enumerate(array):
             yield b"," if number else b"["
@@ -52,7 +53,7 @@ def row_pieces(arrays: Mapping[str, Array], kinds: Mapping[str, Kind]) -> Iterat
     b'[{"a":1,"b":0.5},{"a":2,"b":NaN}]'
     """
     num = len(next(iter(arrays.values())))
-    width = sum(math.prod(array.shape[1:]) for array in arrays.values())
+    width = sum(num_items(array.shape[1:]) for array in arrays.values())
     if width > PIECE:
         for row in range(num):
             yield b",{" if row else b"[{"

@@ -9,7 +9,7 @@ from typing import Any
 
 from ...core import RequestRefused, Signature, TensorSpec
 from ..batcher import Ticket
-from ..dtypes import BY_TORCH, Array, fits, from_numbers
+from ..dtypes import BY_TORCH, Array, fits, from_numbers, num_items
 from ..http import BadRequest, Request
 from ..version import Version
 from .answer_text import array_pieces, list_pieces, row_pieces
@@ -70,7 +70,7 @@ class TensorflowRest(RestProtocol):
             refusal = ticket.refusal
             if refusal is None:
                 try:
-                    num = sum(array.size for array in ticket.outputs.values())
+                    num = sum(num_items(array.shape) for array in ticket.outputs.values())
                     self.answer_pieces(request, write(ticket.outputs), num)
                 except RequestRefused as error:
                     refusal = error
