@@ -468,6 +468,26 @@ def test_router_on_a_public_address_requires_a_token() -> None:
         Router(RouteSettings(listen=Listen(http=0, grpc=0, manage=0))).start()
 
 
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"Origin": "https://evil.example", "Content-Type": "application/json"}, 403),
+        ({"Sec-Fetch-Site": "cross-site", "Content-Type": "application/json"}, 403),
+        ({"Host": "evil.example", "Content-Type": "application/json"}, 421),
+        ({"Content-Type": "text/plain"}, 415),
+    ],
+)
+def test_web_pages_cannot_manage_a_router(route: Route, headers: dict[str, str], status: int) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as refused:
+        port = refused.getsockname()[1]
+    router = route(f"127.0.0.1:{port}/{port}/{port}")
+    path, body = "/manage/backends", b'{"add": "127.0.0.1:1/2/3"}'
+    assert httpx.post(router.manage_url + path, content=body, headers=headers).status_code == status
+    public = httpx.post(router.url + path, content=body, headers={"Content-Type": "application/json"})
+    assert public.status_code == 404
+    assert list(backends_of(router)) == [f"127.0.0.1:{port}"]
+
+
 @pytest.mark.root
 def test_sigkill_of_a_server_on_another_host_loses_no_request(adder: Path, tmp_path: Path) -> None:
     publish(adder, tmp_path / "models" / "adder", 2)
