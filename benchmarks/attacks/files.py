@@ -272,7 +272,7 @@ def _attack_claims(root: Path) -> Outcome:
     from manyhands.storage import CheckpointStore
 
     root.mkdir()
-    for name in ("CLAIM-999999999", "CLAIM-٣", "CLAIM-00000000000000000000001", "CLAIM-x"):
+    for name in ("CLAIM-999999999", "CLAIM-٣", f"CLAIM-{30 * '9'}", "CLAIM-00000000000000000000001", "CLAIM-x"):
         (root / name).touch()
     (root / "CLAIM-17").mkdir()
     CheckpointStore(root).claim()

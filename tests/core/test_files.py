@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
@@ -23,6 +24,7 @@ from manyhands.core import (
     read_events,
     read_file,
     read_json,
+    read_lines,
     replace_text,
 )
 from manyhands.core import files as core_files
@@ -103,6 +105,18 @@ def test_wide_json_up_to_the_nesting_limit_is_parsed() -> None:
     assert len(parse_json(json.dumps([[] for _ in range(1000)]).encode())) == 1000
     deepest = json.loads("[" * 64 + "]" * 64)
     assert parse_json(json.dumps(deepest).encode()) == deepest
+
+
+def test_overlong_line_is_never_read_whole() -> None:
+    sizes: list[int | None] = []
+
+    class Counted(io.BytesIO):
+        def readline(self, size: int | None = -1, /) -> bytes:
+            sizes.append(size)
+            return super().readline(size)
+
+    assert list(read_lines(Counted(b"x" * 100 + b"\ny\n"), 10)) == [None, b"y\n"]
+    assert all(size is not None and 0 < size <= 11 for size in sizes)
 
 
 def test_corrupted_event_lines_are_skipped_and_counted(tmp_path: Path) -> None:
