@@ -32,7 +32,8 @@ from .layout import tables_of
 from .table import kind_of, settings_of
 
 if TYPE_CHECKING:
-    from .coordinator import ServerCoordinator, Start
+    from .coordinator import ServerCoordinator
+    from .member_jobs import Start
     from .roles import ProcessRole
 
 Output = Callable[[int, str, str], None]
@@ -164,7 +165,8 @@ class ServedLoop(TrainingLoop):
             self._coordinator.close()
 
     def try_out(self, feed: Feed) -> None:
-        from .coordinator import ServerCoordinator, ServerFailed
+        from .coordinator import ServerCoordinator
+        from .failover import ServerFailed
 
         if list(self.hand.optimizers) != [MAIN]:
             raise TaskError(
@@ -174,11 +176,10 @@ class ServedLoop(TrainingLoop):
             )
         _require_dense(self.hand.model)
         lazy = _lazy_tables(self.hand)
-        channel = self.hand.world.channel
-        coordinator = ServerCoordinator(self.hand, self.job, self._devices, self._start, channel, self._timeout)
+        coordinator = ServerCoordinator(self.hand, self.job, self._devices, self._start, self._timeout)
         self._coordinator = coordinator
-        coordinator.on_output = self._on_output
-        self._coordinator.open()
+        coordinator.jobs.on_output = self._on_output
+        coordinator.open()
         self._notify_differences(self.hand.model)
         if lazy:
             what = "change only when a batch uses them; on one device, Adam changes the other rows too"
@@ -214,7 +215,7 @@ class ServedLoop(TrainingLoop):
         return feeds
 
     def train(self, train_feed: Feed, valid_feed: Feed | None, stepper: Stepper) -> None:
-        from .coordinator import ServerFailed
+        from .failover import ServerFailed
 
         plan: Any = _Plan(self, train_feed)
         reason: Exception | None = None

@@ -30,6 +30,8 @@ class WorkTicket:
     """Factor of the gradient, before division by the count of all parts."""
     staleness: int = field(default=0, compare=False)
     """How many steps old the parameters were that it was computed with."""
+    is_skipped: bool = field(default=False, compare=False)
+    """Whether its gradient is not finite, so that the step is left out."""
 
 
 class WorkSchedule(ABC):
