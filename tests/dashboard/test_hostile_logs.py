@@ -20,7 +20,8 @@ from manyhands.dashboard.log import Log
 from manyhands.dashboard.log_source import dump
 from manyhands.dashboard.log_tail import LINE_LIMIT, Tail
 from manyhands.dashboard.metrics import Metrics
-from manyhands.dashboard.run import MOST_CURVES, RunFolder
+from manyhands.dashboard.run import RunFolder
+from manyhands.dashboard.run_curves import MOST_CURVES
 from manyhands.dashboard.run_library import Library
 from manyhands.dashboard.study import StudyFolder
 
@@ -105,7 +106,7 @@ def test_number_of_metric_curves_is_bounded(tmp_path: Path) -> None:
     read_all(library)
     source = library.sources["runs/first"]
     assert isinstance(source, RunFolder)
-    assert (len(source.metrics), len(source.logged)) == (MOST_CURVES, 0)
+    assert (len(source.curves.metrics), len(source.curves.logged)) == (MOST_CURVES, 0)
     assert f"curves beyond {MOST_CURVES}" in source.unreadable
 
 

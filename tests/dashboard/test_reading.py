@@ -217,8 +217,8 @@ def test_detail_of_a_long_log_has_bounded_size(tmp_path: Path) -> None:
     read_all(library)
     run = library.sources["runs/long"]
     assert isinstance(run, RunFolder)
-    assert run.step == 599_999
-    assert run.losses["loss"].num == 600_002
+    assert run.progress.step == 599_999
+    assert run.curves.losses["loss"].num == 600_002
     assert len(json.dumps(run.detail())) < 500_000
 
 

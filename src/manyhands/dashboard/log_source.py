@@ -41,6 +41,8 @@ class LogSource(ABC):
         """Number of lines that were JSON, but not of the expected form."""
         self.failure = ""
         """Why it is not read any more."""
+        self.parts: tuple[object, ...] = (self,)
+        """The objects whose methods named `on_KIND` handle the events."""
         self._tails = self._open()
 
     @property
@@ -87,7 +89,7 @@ class LogSource(ABC):
         return seen or self.unreadable != before
 
     def _open(self) -> list[tuple[Tail, Any]]:
-        """Return the files to read and the handlers of their lines; here events, handled by methods named `on_KIND`."""
+        """Return the files to read and the handlers of their lines; here events, handled by `parts`."""
         return [(Tail(self.path / EVENTS, without=(PARTS,)), self.take_event)]
 
     def take_event(self, entry: dict[str, Any]) -> None:
@@ -101,9 +103,10 @@ class LogSource(ABC):
 
     def take(self, entry: dict[str, Any]) -> None:
         """Process a well-formed event."""
-        known = getattr(self, f"on_{entry['kind']}", None)
-        if known is not None:
-            known(entry)
+        for part in self.parts:
+            known = getattr(part, f"on_{entry['kind']}", None)
+            if known is not None:
+                known(entry)
 
     def about(self) -> dict[str, Any]:
         """Return the fields that all sources have in common."""

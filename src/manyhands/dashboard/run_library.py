@@ -147,7 +147,8 @@ class Library:
         for source in self.sources.values():
             if isinstance(source, RunFolder):
                 about = {"id": source.id, "name": source.path.name, "state": source.state, "changed": source.changed}
-                found += [{**about, "partition": source.partition is not None, **place} for place in source.placed()]
+                places = source.ranks.placed(source.record.get("devices", []))
+                found += [{**about, "partition": source.partition is not None, **place} for place in places]
             elif isinstance(source, Log) and source.serving:
                 about = {"id": source.id, "name": source.path.name, "state": source.state, "changed": source.changed}
                 host = source.serving.get("host") or "this host"
@@ -213,7 +214,7 @@ class Library:
                     source = self.sources[name] = kind(name, path)
                     changed.append(source)
                 source.signature = _signature(path)
-                if isinstance(source, RunFolder) and source.end:
+                if isinstance(source, RunFolder) and source.has_ended:
                     continue
                 source.is_held = _inode(path / source.lock) in held
                 if isinstance(source, RunFolder):

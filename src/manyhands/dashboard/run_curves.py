@@ -1,0 +1,132 @@
+"""The curves and the progress of a run; steps that are repeated after a recovery replace the first ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..core import fields
+from .series import Series
+
+MOST_CURVES = 1000
+"""Number of curves kept per run; a curve takes up to 48 KiB."""
+LEAST_SECONDS = 0.2
+"""Minimum seconds over which throughput is measured; timestamps of close events are too imprecise."""
+
+
+class RunCurves:
+    """Losses, metrics, logged values and learning rates of a run, by name."""
+
+    def __init__(self) -> None:
+        self.losses: dict[str, Series] = {}
+        self.metrics: dict[str, Series] = {}
+        self.logged: dict[str, Series] = {}
+        self.rates: dict[str, Series] = {}
+        self.has_left_out = False
+        """Whether there were more curves than are kept."""
+
+    def series(self) -> dict[str, dict[str, Series]]:
+        """Return the curves by what they show."""
+        return {"losses": self.losses, "metrics": self.metrics, "logged": self.logged, "rates": self.rates}
+
+    def on_start(self, entry: dict[str, Any]) -> None:
+        if entry["step"]:
+            self._forget_after(entry["step"])
+
+    def on_steps(self, entry: dict[str, Any]) -> None:
+        steps = entry["steps"]
+        for name, values in entry["losses"].items():
+            self._curve(self.losses, name).extend(steps, values)
+        for name, value in (entry.get("lr") or {}).items():
+            self._curve(self.rates, name or "lr").add(steps[-1], value)
+        for name, value in (entry.get("gradient_norm") or {}).items():
+            self._curve(self.logged, f"gradient_norm {name}".rstrip()).add(steps[-1], value)
+
+    def on_epoch(self, entry: dict[str, Any]) -> None:
+        for name, value in entry["metrics"].items():
+            self._curve(self.metrics, name).add(entry["step"], value)
+
+    def on_log(self, entry: dict[str, Any]) -> None:
+        for name, value in entry["values"].items():
+            if fields.number(value):
+                self._curve(self.logged, name).add(entry["step"], value)
+
+    def on_recovered(self, entry: dict[str, Any]) -> None:
+        self._forget_after(entry["step"])
+
+    def _curve(self, group: dict[str, Series], name: str) -> Series:
+        """Return the curve of a name, or one that is discarded if there are too many."""
+        if name in group:
+            return group[name]
+        if sum(map(len, self.series().values())) >= MOST_CURVES or len(name) > fields.LONGEST_NAME:
+            self.has_left_out = True
+            return Series()
+        return group.setdefault(name, Series())
+
+    def _forget_after(self, step: int) -> None:
+        for group in self.series().values():
+            for series in group.values():
+                series.forget_after(step)
+
+
+class RunProgress:
+    """How far a run is, how fast it is, and how it ended."""
+
+    def __init__(self) -> None:
+        self.step = self.epoch = 0
+        self.total: int | None = None
+        self.parameters: int | None = None
+        self.end: dict[str, Any] = {}
+        self.speed = Series()
+        self._timed_from: tuple[float, int] | None = None
+        self._began_at, self._began_when = 0, 0.0
+
+    @property
+    def num_steps(self) -> int:
+        """Number of steps since the run was started or resumed."""
+        return self.step - self._began_at
+
+    @property
+    def steps_per_second(self) -> float | None:
+        """Recent steps per second; for a run that has ended, the mean over all of its steps."""
+        lasted = self.end.get("t", self._began_when) - self._began_when
+        if lasted > 0 and self.num_steps > 0:
+            return float(self.num_steps / lasted)
+        return self.speed.last if len(self.speed) else None
+
+    def on_start(self, entry: dict[str, Any]) -> None:
+        self.total, self.parameters, self.end = entry["total"], entry["parameters"], {}
+        self._began_when, self._began_at = self._timed_from = entry["t"], entry["step"]
+        if entry["step"]:
+            self._resume_at(entry["step"])
+
+    def on_steps(self, entry: dict[str, Any]) -> None:
+        self.step, self.epoch = entry["steps"][-1], entry["epoch"]
+        self._time(entry["t"])
+
+    def _time(self, moment: float) -> None:
+        """Record the steps per second since the last measurement, validation and checkpoints included."""
+        if self._timed_from is None:
+            self._timed_from = moment, self.step
+        then, step = self._timed_from
+        if moment - then >= LEAST_SECONDS and self.step > step:
+            self.speed.add(self.step, (self.step - step) / (moment - then))
+            self._timed_from = moment, self.step
+
+    def on_epoch(self, entry: dict[str, Any]) -> None:
+        self.step, self.epoch = max(self.step, entry["step"]), entry["epoch"] + 1
+
+    def on_recovered(self, entry: dict[str, Any]) -> None:
+        self._resume_at(entry["step"])
+
+    def on_end(self, entry: dict[str, Any]) -> None:
+        self.step = max(self.step, entry["step"])
+        self.end = {"state": "stopped" if entry.get("stopped") else "finished", "t": entry["t"]}
+
+    def on_failed(self, entry: dict[str, Any]) -> None:
+        self.end = {"state": "failed", "t": entry["t"], "reason": entry["reason"]}
+
+    def _resume_at(self, step: int) -> None:
+        """Drop the speed of the steps that are repeated."""
+        self.step = step
+        self.speed.forget_after(step)
+        self._timed_from = None
