@@ -20,7 +20,7 @@ import torch
 
 from manyhands.core import DeviceError, Event, SendError, WorkerFailed, event
 from manyhands.distributed import World, resolve
-from manyhands.launcher import LocalEngine, coordinator
+from manyhands.launcher import LocalEngine, stall_watch
 
 Ranks = Callable[[Callable[[World], Any], int], list[Any]]
 
@@ -195,7 +195,7 @@ HEED = 0.5
 
 
 def test_script_that_ignores_stop_is_terminated(engine: LocalEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(coordinator, "STOP_RESPONSE_SECONDS", HEED)
+    monkeypatch.setattr(stall_watch, "STOP_RESPONSE_SECONDS", HEED)
 
     def stopped(fn: Callable[[World], Any]) -> list[Any]:
         job = engine.start(fn, resolve("cpu*2")[0], after_loss="restart", timeout=60)

@@ -25,8 +25,9 @@ import torch
 
 from ..core import DeviceError, SettingsError, WorkerFailed
 from ..distributed import DEFAULT_TIMEOUT, LOOPBACK, Device, World
-from .coordinator import Coordinator, LocalHost, ProcessExit, RankHost
+from .coordinator import Coordinator, LocalHost, ProcessExit
 from .engine import AfterLoss, Engine, OnEvent, OnOutput, RunningJob, ignore
+from .rank_group import RankHost
 from .ray_service import READY_SECONDS, RayService, brief, pickled
 from .rendezvous import RendezvousInfo
 from .service import Make, Service
@@ -156,7 +157,7 @@ class RayJob(Coordinator):
         return True
 
     def dismiss(self, place: RankHost, reason: str) -> None:
-        lost = [member for member in self._members if member.place is place and member.is_running]
+        lost = [member for member in self._ranks.members if member.place is place and member.is_running]
         if lost and self._after_loss == "end":
             for member in lost:
                 member.is_running = False
@@ -166,7 +167,7 @@ class RayJob(Coordinator):
 
     def tick(self) -> None:
         super().tick()
-        if self._members or self._newcomers or self._failed is not None:
+        if self._ranks.members or self._ranks.newcomers or self._failed is not None:
             self._alone_since = 0.0
         elif not self._alone_since:
             self._alone_since = time.monotonic()
@@ -187,7 +188,7 @@ class RayJob(Coordinator):
                 remove_placement_group(self._group)
 
     def _is_over(self) -> bool:
-        return super()._is_over() and (bool(self._members) or self._failed is not None)
+        return super()._is_over() and (bool(self._ranks.members) or self._failed is not None)
 
     def start_actor(self, bundle: int, num_devices: int, kind: str) -> Any:
         """Create an actor in a bundle; Ray starts it when resources are available."""

@@ -14,9 +14,10 @@ from typing import Any
 
 from ...core import SettingsError, event
 from ...distributed import Device, Unproved
-from ..coordinator import Coordinator, LocalHost, ProcessExit, RankHost, Rendezvous
+from ..coordinator import Coordinator, LocalHost, ProcessExit, Rendezvous
 from ..engine import AfterLoss
 from ..processes import turn
+from ..rank_group import RankHost
 from ..rendezvous import RendezvousInfo
 from .channel import Channel, JoinTimeouts, Message, ProtocolError
 from .handshake import HostFacts, HostVerifier
@@ -237,7 +238,7 @@ class HostsCoordinator(Coordinator):
         failed = self._failed
         self.kill()
         self._here.processes.finish()
-        reason = "" if failed is None and self.is_complete else str(failed or "the first host has ended the job")
+        reason = "" if failed is None and self._ranks.is_complete else str(failed or "the first host has ended the job")
         self._join_listener.close(reason.splitlines()[0] if reason else "")
         self._rendezvous.close()
 
