@@ -378,10 +378,10 @@ def metrics_of_models_that_are_gone(folder: Path) -> dict[str, Any]:
     if strategy.hand.is_first:
         gc.collect()
     strategy.run(lambda x: mean.update_state(x), args=(torch.ones(2) * strategy.hand.rank,))
-    held = len(strategy._metrics)
+    held = len(strategy.scope_metrics.metrics)
     with strategy.scope():
         pass
-    return {"mean": float(mean.result()), "held": held, "left": len(strategy._metrics)}
+    return {"mean": float(mean.result()), "held": held, "left": len(strategy.scope_metrics.metrics)}
 
 
 @behaviour

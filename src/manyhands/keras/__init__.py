@@ -13,6 +13,7 @@ from .backend import require_torch_backend
 require_torch_backend()
 
 from . import cluster_resolver, coordinator, experimental, partitioners  # noqa: E402
+from .callbacks import TensorBoard  # noqa: E402
 from .cluster_resolver import (  # noqa: E402
     ClusterResolver,
     ClusterSpec,
@@ -53,7 +54,6 @@ from .strategy import (  # noqa: E402
     scale_regularization_loss,
 )
 from .tasks import as_task  # noqa: E402
-from .tensorboard import TensorBoard  # noqa: E402
 
 install()
 

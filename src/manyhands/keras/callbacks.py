@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from keras import tree
-from keras.callbacks import BackupAndRestore, CallbackList, ModelCheckpoint
+from keras.callbacks import BackupAndRestore, Callback, CallbackList, ModelCheckpoint
 from keras.src.utils.python_utils import is_default
 
-from ..core import RunError
+from ..core import RunError, SettingsError
 from ..distributed import Opaque
 from .inputs import brought_by_all
 from .model_changes import Changes, ModelSnapshot, plain_attributes
 from .runs import FitTimer, RunLog
-from .tensorboard import TensorBoard
 
 if TYPE_CHECKING:
     from .strategy import Strategy
@@ -30,9 +31,6 @@ _PER_BATCH = {
     },
 }
 """Method names that a callback may implement, by the name that Keras calls for a batch."""
-
-_LOOKING = (BackupAndRestore, ModelCheckpoint, RunLog, TensorBoard)
-"""Callbacks that change nothing after a batch, so that replicas need not synchronize after it."""
 
 
 class OnceForAll(CallbackList):  # type: ignore[misc]
@@ -82,7 +80,7 @@ class OnceForAll(CallbackList):  # type: ignore[misc]
         try:
             before = ModelSnapshot(self.model) if follow and hand.is_first and hand.size > 1 else None
             if self._strategy.failure is None:
-                with self._strategy.alone():
+                with self._strategy.joint.alone():
                     getattr(CallbackList, name)(self, *args)
                 changes = before.changes() if before is not None else changes
         except Exception as error:
@@ -210,3 +208,54 @@ def _made_again(form: Any) -> Exception:
     error.args = args
     vars(error).update(values)
     return error
+
+
+class TensorBoard(Callback):  # type: ignore[misc]
+    """Write the logs of every epoch, and with `update_freq="batch"` or a number also those of batches.
+
+    Curves are `epoch_loss` and so on under log_dir/train and log_dir/validation, as Keras names them.
+    """
+
+    def __init__(self, log_dir: str | Path = "logs", update_freq: str | int = "epoch") -> None:
+        super().__init__()
+        if update_freq not in ("epoch", "batch") and not isinstance(update_freq, int):
+            raise SettingsError(
+                'update_freq must be "epoch", "batch" or a number of batches',
+                got=repr(update_freq),
+                remedy='pass for example update_freq="epoch"',
+            )
+        self._folder, self._every = Path(log_dir), {"epoch": 0, "batch": 1}.get(str(update_freq), update_freq)
+        self._num_batches = 0
+        self._writers: dict[str, Any] = {}
+
+    def on_train_batch_end(self, batch: int, logs: Mapping[str, float] | None = None) -> None:
+        """Write the values of a batch."""
+        self._num_batches += 1
+        if self._every and self._num_batches % int(self._every) == 0:
+            self._write("batch", logs, self._num_batches)
+
+    def on_epoch_end(self, epoch: int, logs: Mapping[str, float] | None = None) -> None:
+        """Write the values of an epoch."""
+        self._write("epoch", logs, epoch)
+
+    def on_train_end(self, logs: Mapping[str, float] | None = None) -> None:
+        """Close the files."""
+        for writer in self._writers.values():
+            writer.close()
+        self._writers.clear()
+
+    def _write(self, prefix: str, logs: Mapping[str, float] | None, at: int) -> None:
+        for name, value in (logs or {}).items():
+            kind = "validation" if name.startswith("val_") else "train"
+            self._writer(kind).add_scalar(f"{prefix}_{name.removeprefix('val_')}", value, at)
+
+    def _writer(self, kind: str) -> Any:
+        if kind not in self._writers:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._writers[kind] = SummaryWriter(str(self._folder / kind))
+        return self._writers[kind]
+
+
+_LOOKING = (BackupAndRestore, ModelCheckpoint, RunLog, TensorBoard)
+"""Callbacks that change nothing after a batch, so that replicas need not synchronize after it."""

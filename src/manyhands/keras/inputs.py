@@ -68,7 +68,7 @@ class DistributedInput(DataAdapter):  # type: ignore[misc]
 
     def _begun(self) -> Iterator[tuple[KerasShare, Any]]:
         """Return this replica's batches, with borrowed rows where it has none; outside collective work, whole ones."""
-        if not self._strategy.is_alone:
+        if not self._strategy.joint.is_alone:
             share_randomness(self._strategy.hand, "iterate over a distributed dataset")
         loader = self._adapter.get_torch_dataloader()
         return (
@@ -76,7 +76,8 @@ class DistributedInput(DataAdapter):  # type: ignore[misc]
         )
 
     def _require_one_order(self, ids: list[Any]) -> None:
-        if not self._strategy.is_alone and self._strategy.hand.size > 1 and _differs(self._strategy.hand, [repr(ids)]):
+        hand = self._strategy.hand
+        if not self._strategy.joint.is_alone and hand.size > 1 and _differs(hand, [repr(ids)]):
             raise DataError(
                 "every replica must read the samples in the same order, and keeps its rows of each batch",
                 got="first batches with different samples",
@@ -90,13 +91,13 @@ class DistributedInput(DataAdapter):  # type: ignore[misc]
         return int(self.num_batches)
 
     def _share(self, total: int) -> KerasShare:
-        if self._strategy.is_alone:
+        if self._strategy.joint.is_alone:
             return KerasShare.of(total, rank=0, size=1)
         return self._strategy.share(total, self._micros)
 
     def _split(self, batches: Any) -> Iterator[tuple[KerasShare, Any]]:
         for number, batch in enumerate(batches):
-            if number == 0 and not self._strategy.is_alone:
+            if number == 0 and not self._strategy.joint.is_alone:
                 _require_same(self._strategy.hand, batch)
             share = self._share(num_rows(batch))
             yield share, share.taken(batch)
@@ -116,7 +117,7 @@ class DistributedInput(DataAdapter):  # type: ignore[misc]
     def require_replicas_of(self, strategy: Strategy | None) -> None:
         """Raise DataError if a model that does not train on these replicas would take some rows for all."""
         own = self._strategy
-        if own.is_alone or own.hand.size == 1:
+        if own.joint.is_alone or own.hand.size == 1:
             return
         if strategy is None or (strategy.worker, strategy.hand.size) != (own.worker, own.hand.size):
             raise DataError(
@@ -164,7 +165,7 @@ def distributed(strategy: Strategy, x: Any, *args: Any, micros: int = 1) -> Any:
         # Keras warns of shuffle=True, the default of `fit`, for every input but arrays; each replica would repeat it.
         warnings.filterwarnings("ignore", message="`shuffle=True` was passed, but will be ignored")
         adapter = data_adapters.get_data_adapter(x, *args)
-    if isinstance(adapter, (ArrayDataAdapter, TorchDataLoaderAdapter)) and not strategy.is_alone:
+    if isinstance(adapter, (ArrayDataAdapter, TorchDataLoaderAdapter)) and not strategy.joint.is_alone:
         _require_same_samples(strategy.hand, adapter)
     if isinstance(adapter, PyDatasetAdapter) and _is_mixed_by_workers(adapter) and strategy.hand.size > 1:
         adapter = PyDatasetAdapter(_InOneOrder(adapter.py_dataset), adapter.class_weight)
@@ -270,7 +271,7 @@ class OwnInput(DistributedInput):
 
     def _begun(self) -> Iterator[tuple[KerasShare, Any]]:
         hand, last = self._strategy.hand, None
-        self._strategy.require_all("iterate over batches that each replica makes for itself")
+        self._strategy.joint.require_all("iterate over batches that each replica makes for itself")
         batches = iter(self._adapter.get_torch_dataloader())
         while True:
             own = next(batches, None)

@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ..core import SettingsError, StrategyError, mix
-from . import loss_scaling, losses, metrics_sync, statistics, trainer
+from . import losses, metrics_sync, statistics, trainer
 from .step import current_step, sum_gradients
 from .strategy import home_of, remember, remember_metric, require_step, strategy_of
 
@@ -53,7 +53,7 @@ def install() -> None:
         (BaseOptimizer, "__init__", _remembering),
         (BaseOptimizer, "apply", _summing),
         (LossScaleOptimizer, "apply", _summing),
-        (LossScaleOptimizer, "scale_loss", loss_scaling.weighing),
+        (LossScaleOptimizer, "scale_loss", losses.weighing),
         (Mean, "update_state", metrics_sync.by_rows),
         (Metric, "__init__", _remembering_metric),
         (TensorBoard, "__init__", _requiring_tensorflow),
@@ -124,13 +124,11 @@ def _summing(original: Callable[..., Any]) -> Callable[..., Any]:
         if step is None or step.is_applying:
             return original(self, grads, given)
         if step.is_plain_sum:
-            step.strategy.require_equal(self, variables)
+            step.strategy.joint.require_equal(self, variables)
         added = step.add_gradients(self, list(grads))
         if added is None:
             return None
-        apply = (
-            loss_scaling.kept(step, original, added, variables) if isinstance(self, LossScaleOptimizer) else original
-        )
+        apply = losses.kept(step, original, added, variables) if isinstance(self, LossScaleOptimizer) else original
         with step.applying():
             if step.update is not None:
                 return step.update(self, apply, added, variables)
@@ -147,7 +145,7 @@ def _sum_for_torch(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str
     has_closure = len(args) > 1 or kwargs.get("closure") is not None
     values = [value for group in optimizer.param_groups for value in group["params"]]
     if step.is_plain_sum:
-        step.strategy.require_equal(optimizer, values)
+        step.strategy.joint.require_equal(optimizer, values)
     added = None if has_closure else step.add_gradients(optimizer, [value.grad for value in values])
     if added is None:
         raise StrategyError(
@@ -180,7 +178,7 @@ def _by_the_first(original: Callable[..., Any]) -> Callable[..., Any]:
         strategy = strategy_of(model)
         act = functools.partial(original, model, *args, **kwargs)
         # Not by path: scripts for TensorFlow pass a different path on every worker, and only the chief's counts.
-        return act() if strategy is None else strategy.once(original.__name__, act)
+        return act() if strategy is None else strategy.joint.once(original.__name__, act)
 
     return once
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import gc
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet, ref
-from zlib import crc32
+from weakref import WeakKeyDictionary
 
 import keras
 import torch
@@ -19,23 +17,21 @@ from keras.src.backend.torch import core as keras_torch
 from torch import Tensor
 
 from ..core import SettingsError, StrategyError, StrategySpec
-from ..distributed import NullWorld, caller_lines
-from ..training import SCRIPT_END, Hand
+from ..distributed import NullWorld
+from ..training import Hand
 from .batch_share import KerasShare, known_share
 from .inputs import (
     DistributedInput,
     InputContext,
     OwnInput,
-    brought_by_all,
     distributed,
     mark_call,
-    next_call_name,
     share_randomness,
 )
+from .joint_calls import JointCalls, ScopeMetrics
 from .metrics_sync import Measures
-from .model_changes import variables_of
 from .statistics import scaled
-from .step import GradientSums, MicroBatchStep, Update, apart, current_step, taking
+from .step import GradientSums, MicroBatchStep, Update, current_step, taking
 
 
 class ReduceOp(Enum):
@@ -61,11 +57,7 @@ class Strategy:
         self.spec = dataclasses.replace(hand.spec, **{name: value for name, value in chosen.items() if value})
         """The strategy's spec, as far as Keras supports it."""
         _require_mirrored(self.spec)
-        self._num_alone = 0
-        self._compared: WeakSet[Any] = WeakSet()
-        """Optimizers whose variables were verified to be equal on all replicas."""
-        self._metrics: list[Any] = []
-        """Metrics created in a scope, in creation order, which is the same on all replicas."""
+        self.joint, self.scope_metrics = JointCalls(hand), ScopeMetrics(hand)
         share_randomness(hand, "make a strategy")
         if hand.size > 1:
             _made[:] = [self]
@@ -79,19 +71,14 @@ class Strategy:
     def is_active(self) -> bool:
         """Whether there is anything to coordinate: several replicas or micro-batches, or another precision."""
         changes = self.spec.accumulate > 1 or self.spec.precision != "fp32"
-        return not self.is_alone and (self.hand.size > 1 or changes)
-
-    @property
-    def is_alone(self) -> bool:
-        """Whether this replica currently works without the others, as callbacks do on the first one."""
-        return self._num_alone > 0 and self.hand.size > 1
+        return not self.joint.is_alone and (self.hand.size > 1 or changes)
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[Strategy]:
         """Train models created or compiled inside with this strategy; initial weights are equal on all replicas."""
-        if not self.is_alone:
+        if not self.joint.is_alone:
             share_randomness(self.hand, "enter strategy.scope()")
-            self._let_go_of_metrics()
+            self.scope_metrics.drop_unused()
         _scopes.append(self)
         try:
             with self.at_home(), keras.RematScope() if self.spec.recompute else contextlib.nullcontext():
@@ -128,7 +115,7 @@ class Strategy:
                 "Keras on PyTorch runs eagerly, so strategy.run cannot be called in a tf.function",
                 remedy="remove @tf.function, and tf.GradientTape too: loss.backward() computes the gradients",
             )
-        self._require_together("strategy.run")
+        self.joint.require("strategy.run")
         if self.spec.accumulate > 1:
             raise StrategyError(
                 "a custom training loop must accumulate gradients itself: strategy.run processes all its rows at once",
@@ -138,7 +125,7 @@ class Strategy:
         step = MicroBatchStep(
             self, self._share_of([*args, *(kwargs or {}).values()]).rows[0], GradientSums(), is_plain_sum=True
         )
-        measures = Measures(self._metrics, self.hand)
+        measures = Measures(self.scope_metrics.metrics, self.hand)
         with self.at_home(), self.narrow(), taking(step):
             result = fn(*args, **(kwargs or {}))
         measures.take({}, step.rows)
@@ -147,7 +134,7 @@ class Strategy:
 
     def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: int | None = None) -> Any:
         """Return the sum or mean of the replicas' values; with `axis`, also over that axis."""
-        self._require_together("strategy.reduce")
+        self.joint.require("strategy.reduce")
         op = ReduceOp(reduce_op if isinstance(reduce_op, ReduceOp) else str(reduce_op).rpartition(".")[2].upper())
         return tree.map_structure(lambda leaf: self._reduced(op, torch.as_tensor(leaf), axis), value)
 
@@ -160,7 +147,7 @@ class Strategy:
 
     def gather(self, value: Any, axis: int = 0) -> Tensor:
         """Concatenate the values of all replicas along an axis; in a step, gradients flow back to them."""
-        self._require_together("strategy.gather")
+        self.joint.require("strategy.gather")
         rows = torch.as_tensor(value).movedim(axis, 0).contiguous()
         if self._is_borrowed:
             rows = rows[:0]
@@ -200,17 +187,9 @@ class Strategy:
 
     def barrier(self) -> None:
         """Wait until every replica has called this."""
-        self._require_together("strategy.barrier")
+        self.joint.require("strategy.barrier")
         mark_call(self.hand)
         self.hand.barrier()
-
-    def _require_together(self, what: str) -> None:
-        if self.is_alone:
-            raise StrategyError(
-                f"all replicas must take part in {what}",
-                got="a call in a callback, which runs on the first replica only",
-                remedy="call the model there, or model.evaluate on all rows, or do it between two calls of fit",
-            )
 
     # -- used by training -----------------------------------------------------------------------------------------
 
@@ -219,26 +198,6 @@ class Strategy:
         if self.spec.precision != "bf16":
             return contextlib.nullcontext()
         return torch.autocast(self.hand.device.type, dtype=torch.bfloat16)
-
-    def require_all(self, doing: str) -> None:
-        """Raise if only some replicas do this; otherwise they would wait for the others indefinitely."""
-        self._require_together(doing)
-        if self.hand.size > 1:
-            brought_by_all(self.hand, doing)
-
-    def require_equal(self, optimizer: Any, variables: Sequence[Any]) -> None:
-        """Raise if weights differ between replicas before the first step: summed gradients would not equalize them."""
-        if optimizer in self._compared or self.hand.size == 1:
-            return
-        self._compared.add(optimizer)
-        every = self.hand.world.gather_objects([_digest(variable) for variable in variables])
-        for variable, digests in zip(variables, zip(*every, strict=True), strict=True):
-            if len(set(digests)) > 1:
-                raise StrategyError(
-                    "weights must be the same on all replicas before training",
-                    got=f"different values of {getattr(variable, 'path', 'a parameter')}",
-                    remedy="create the model in `with strategy.scope():`, or load its weights on every replica",
-                )
 
     update: Update | None = None
     """How an optimizer is applied in `fit`; None if every replica applies the summed gradients."""
@@ -255,22 +214,6 @@ class Strategy:
         """Return this replica's rows of a global batch."""
         return KerasShare.of(total, rank=self.hand.rank, size=self.hand.size, micros=micros)
 
-    def take_metric(self, metric: Any) -> None:
-        """Register a metric that `run` sums over the replicas."""
-        if not self.is_alone:
-            self._metrics.append(metric)
-
-    def _let_go_of_metrics(self) -> None:
-        """Drop metrics without other references.
-
-        All replicas do this at the same point: with separate garbage collection, `run` would sum different metrics.
-        """
-        held, self._metrics = [ref(metric) for metric in self._metrics], []
-        if held:
-            gc.collect()
-            alive = zip(*self.hand.world.gather_objects([known() is not None for known in held]), strict=True)
-            self._metrics = [known() for known, flags in zip(held, alive, strict=True) if all(flags)]
-
     def share_memory(self, model: Any) -> None:
         """Give every replica the optimizer's state, if not all of them apply it; nothing to do here."""
 
@@ -286,36 +229,6 @@ class Strategy:
         counts = self.hand.replicas.all_gather(torch.tensor([own], device=self.hand.device))
         return KerasShare.among(counts.flatten().tolist(), self.hand.rank)
 
-    def once(self, name: str, act: Callable[[], Any]) -> Any:
-        """Run `act` on the first replica only; the others wait until it is done, so that they can read its files.
-
-        The first replica does not wait, since a script may call this on it alone. The others wait for the call from the
-        same place in the script, or until the first replica reaches the next synchronization point or the end.
-        """
-        place = f"{name} on the first replica at {', '.join(caller_lines())}"
-        number = _num_done[place] = _num_done.get(place, 0) + 1
-        if not self.hand.is_first:
-            return self.hand.world.wait_for(f"{place} ({number})", next_call_name(), SCRIPT_END)
-        try:
-            return act()
-        finally:
-            self.hand.world.mark(f"{place} ({number})")
-
-    def mirror(self, model: Any) -> None:
-        """Broadcast the first replica's weights and optimizer state."""
-        for variable in variables_of(model):
-            self.hand.replicas.broadcast(variable._value.data)
-
-    @contextlib.contextmanager
-    def alone(self) -> Iterator[None]:
-        """Run the block on this replica alone, without coordination with others."""
-        self._num_alone += 1
-        try:
-            with apart():
-                yield
-        finally:
-            self._num_alone -= 1
-
 
 _OURS = ("replicas", "accumulate", "precision", "recompute", "capture")
 
@@ -328,16 +241,6 @@ def _require_mirrored(spec: StrategySpec) -> None:
             got=str(spec),
             remedy='write --strategy mirrored, and keras.config.set_dtype_policy("float64") for fp64',
         )
-
-
-_num_done: dict[str, int] = {}
-"""Number of calls of `once` by name and place in the script."""
-
-
-def _digest(variable: Any) -> int:
-    """Return a checksum of a variable's first 4096 elements."""
-    value = getattr(variable, "value", variable).detach().reshape(-1)[:4096]
-    return crc32(value.cpu().contiguous().view(torch.uint8).numpy().tobytes())
 
 
 class ReplicaContext:
@@ -380,7 +283,7 @@ def require_step(optimizer: Any, variables: Sequence[Any]) -> None:
     """Raise for an update outside of a step, which every replica would compute from its own rows alone."""
     ids = {id(variable) for variable in variables}
     for owner, strategy in list(_strategies.items()):
-        if strategy.hand.size == 1 or strategy.is_alone:
+        if strategy.hand.size == 1 or strategy.joint.is_alone:
             continue
         if owner is optimizer or any(id(variable) in ids for variable in owner.variables):
             raise StrategyError(
@@ -394,7 +297,7 @@ def require_step(optimizer: Any, variables: Sequence[Any]) -> None:
 def warn_of_no_scope(model: Any) -> None:
     """Warn that replicas train separately if a model was created outside of the existing strategy's scope."""
     strategy = _made[0] if _made else None
-    if strategy is None or home_of(model) is not None or strategy.is_alone:
+    if strategy is None or home_of(model) is not None or strategy.joint.is_alone:
         return
     if strategy.hand.is_first:
         warnings.warn(
@@ -407,8 +310,8 @@ def warn_of_no_scope(model: Any) -> None:
 
 def remember_metric(metric: Any) -> None:
     """Register a metric created in a scope to be summed over all replicas."""
-    if _scopes:
-        _scopes[-1].take_metric(metric)
+    if _scopes and not _scopes[-1].joint.is_alone:
+        _scopes[-1].scope_metrics.metrics.append(metric)
 
 
 def home_of(model: Any) -> Strategy | None:

@@ -62,8 +62,8 @@ def fit(original: Callable[..., Any], strategy_of: StrategyOf) -> Callable[..., 
             (x, y, sample_weight), validation_data = array_slicing.train_validation_split(
                 (x, y, sample_weight), validation_split=validation_split
             )
-        strategy.require_all("fit")
-        strategy.mirror(self)
+        strategy.joint.require_all("fit")
+        strategy.joint.mirror(self)
         trained_on = distributed(
             strategy, x, y, sample_weight, batch_size, steps_per_epoch, shuffle, class_weight,
             micros=strategy.spec.accumulate,
@@ -113,8 +113,8 @@ def evaluate(original: Callable[..., Any], strategy_of: StrategyOf) -> Callable[
         if strategy is None or kwargs.get("_use_cached_eval_dataset"):
             x = opened(x) if strategy is None else x
             return original(self, x, y, batch_size, verbose, sample_weight, steps, callbacks, return_dict, **kwargs)
-        strategy.require_all("evaluate")
-        strategy.mirror(self)
+        strategy.joint.require_all("evaluate")
+        strategy.joint.mirror(self)
         held = distributed(strategy, x, y, sample_weight, batch_size, steps)
         once = OnceForAll(strategy, self, callbacks, verbose, epochs=1, steps=steps or held.num_batches)
         return original(self, held, verbose=verbose, steps=steps, callbacks=once, return_dict=return_dict, **kwargs)
@@ -137,8 +137,8 @@ def predict(original: Callable[..., Any], strategy_of: StrategyOf) -> Callable[.
         strategy = strategy_of(self)
         if strategy is None:
             return original(self, opened(x), batch_size, verbose, steps, callbacks)
-        strategy.require_all("predict")
-        strategy.mirror(self)
+        strategy.joint.require_all("predict")
+        strategy.joint.mirror(self)
         held = distributed(strategy, x, None, None, batch_size, steps)
         once = OnceForAll(strategy, self, callbacks, verbose, epochs=1, steps=steps or held.num_batches)
         return original(self, held, verbose=verbose, steps=steps, callbacks=once)
@@ -154,8 +154,8 @@ def on_batch(original: Callable[..., Any], strategy_of: StrategyOf) -> Callable[
         strategy = strategy_of(self)
         if strategy is None:
             return original(self, x, *args, **kwargs)
-        strategy.require_all(original.__name__)
-        strategy.mirror(self)
+        strategy.joint.require_all(original.__name__)
+        strategy.joint.mirror(self)
         # Arrays derived from handed-out ones, such as x / 255, have no known share.
         known = known_share([x, args, kwargs])
         share = known or strategy.share(num_rows(x))
