@@ -1,7 +1,8 @@
 """Checkpoints and exported models: atomic, with digests and versions; training writes, serving reads."""
 
 from .archives import Archive, OutputMismatch, export, load, require_outputs
-from .checkpoints import Checkpoint, CheckpointStore, check_matches
+from .checkpoint_format import Checkpoint
+from .checkpoints import CheckpointStore, check_matches
 from .optimizers import load_optimizer_state, optimizer_state
 from .tensors import save_state_dict
 from .weights import Weights, check_values, match, open_weights, weights

@@ -24,7 +24,8 @@ from torch import Tensor, nn
 
 from ..core import CheckpointError, FileError, open_regular, opened, read_json
 from .archives import MANIFEST, WEIGHTS, versions
-from .checkpoints import CheckpointStore, describe
+from .checkpoint_root import describe
+from .checkpoints import CheckpointStore
 from .tensors import load_state_dict, require_storable
 
 SAFE, PICKLED = ".safetensors", (".pt", ".pth", ".bin", ".ckpt")

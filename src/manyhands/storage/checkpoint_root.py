@@ -1,0 +1,165 @@
+"""The root folder of a run's checkpoints: which checkpoints it has, and which writer may add and remove some."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from pathlib import Path
+from typing import Any
+
+from ..core import CheckpointError
+from .checkpoint_format import LAST_NUMBER, MANIFEST, MARKER, CheckpointFolder, best_of, is_whole, read_object
+from .disk import Disk
+
+CLAIM = re.compile(r"CLAIM-([0-9]{1,18})")
+"""The number of a writer's claim on the folder: only the writer with the highest number may write."""
+FOLDER = re.compile(r"step-([0-9]{9,18})(?:\.([0-9]{1,9}))?")
+LAST_GENERATION = 10**9 - 1
+"""The largest generation that a file name can hold."""
+
+
+class WriterClaim:
+    """The claim of one writer on a root folder: earlier writers, such as a suspended process, can no longer write."""
+
+    def __init__(self, root: Path, disk: Disk) -> None:
+        self._root, self._disk = root, disk
+        self.number: int | None = None
+        """The number of this writer's claim; None for a writer that needs none."""
+
+    def take(self) -> None:
+        """Become the only writer; raises OSError if that is not possible, and then holds no claim."""
+        try:
+            self._root.mkdir(parents=True, exist_ok=True)
+            self.number = self._next()
+        except OSError:
+            self.number = None
+            raise
+
+    def _next(self) -> int:
+        """Create the next claim file and return its number; of two writers that try the same number, one succeeds."""
+        while True:
+            before = self._found()
+            number = max(before, default=0) + 1
+            require_room("CLAIM-", number, LAST_NUMBER, self._root)
+            try:
+                self._disk.write(self._root / f"CLAIM-{number}", [])
+            except FileExistsError:
+                continue
+            is_last = max(self._found()) == number
+            for other in before if is_last else [number]:
+                with contextlib.suppress(OSError):
+                    (self._root / f"CLAIM-{other}").unlink()
+            if is_last:
+                self._disk.fsync(self._root)
+                return number
+
+    def _found(self) -> list[int]:
+        names = (CLAIM.fullmatch(path.name) for path in self._root.iterdir()) if self._root.is_dir() else ()
+        return [int(match[1]) for match in names if match]
+
+    @property
+    def is_latest(self) -> bool:
+        """Whether no other writer has claimed the folder after this one."""
+        return self.number is None or max(self._found(), default=0) <= self.number
+
+    def require_latest(self) -> None:
+        """Raise if another writer has claimed the folder after this one."""
+        if not self.is_latest:
+            raise CheckpointError(
+                "only the latest generation of a run may write checkpoints",
+                got="an earlier one",
+                remedy="let the later generation write",
+            )
+
+    def is_before(self, folder: CheckpointFolder) -> bool:
+        """Return whether this folder was written under a later claim."""
+        try:
+            claim: Any = read_object(folder.path / MANIFEST).get("claim")
+        except (OSError, ValueError):
+            return False
+        return self.number is not None and is_whole(claim) and claim > self.number
+
+
+class CheckpointRoot:
+    """The checkpoints under one root folder."""
+
+    def __init__(self, root: Path, disk: Disk) -> None:
+        self.path, self._disk = root, disk
+
+    def folders(self) -> list[CheckpointFolder]:
+        """Return all checkpoints by step, unfinished ones included."""
+        if not self.path.is_dir():
+            return []
+        matches = ((FOLDER.fullmatch(path.name), path) for path in self.path.iterdir())
+        return sorted(
+            CheckpointFolder(int(match[1]), int(match[2] or 0), path)
+            for match, path in matches
+            if match and path.is_dir() and not path.is_symlink()
+        )
+
+    def committed(self) -> list[CheckpointFolder]:
+        """Return the finished checkpoints by step."""
+        return [folder for folder in self.folders() if folder.committed]
+
+    def new_folder(self, step: int) -> CheckpointFolder:
+        """Return the folder for a step; an existing one of the same step stays until the new one is committed."""
+        taken = [folder.generation for folder in self.folders() if folder.step == step]
+        generation = max(taken, default=-1) + 1
+        require_room(f"step-{step:09d}.", generation, LAST_GENERATION, self.path)
+        name = f"step-{step:09d}" + (f".{generation}" if generation else "")
+        return CheckpointFolder(step, generation, self.path / name)
+
+    def prune(self, written: CheckpointFolder, keep: int, claim: WriterClaim) -> None:
+        """Remove all but the newest, the best and the one just written; keep folders written under a later claim."""
+        committed = self.committed()
+        newest: dict[int, CheckpointFolder] = {folder.step: folder for folder in committed}
+        kept = {*sorted(newest.values())[-keep:], written}
+        if (best := best_of(list(newest.values()))) is not None:
+            kept.add(best)
+        for folder in self.folders():
+            if folder not in kept and claim.is_latest and not claim.is_before(folder):
+                self._remove(folder)
+
+    def _remove(self, folder: CheckpointFolder) -> None:
+        """Remove a checkpoint, marker first, so that a crash leaves no partial folder that looks committed."""
+        if folder.committed:
+            self._disk.remove(folder.path / MARKER)
+            self._disk.fsync(folder.path)
+        self._disk.remove_folder(folder.path)
+
+
+def require_room(begin: str, number: int, last: int, root: Path) -> None:
+    """Raise if the next number does not fit into a file name; counting alone does not reach it."""
+    if number > last:
+        raise CheckpointError(
+            f"names in {root} must be numbered below {last}",
+            got=f"{begin}{last}",
+            remedy="remove the entry of that name",
+        )
+
+
+def describe(root: Path) -> str:
+    """Describe the contents of a folder that holds no usable checkpoint, for error messages."""
+    if not root.exists():
+        return "no such folder"
+    if not root.is_dir():
+        return f"a file, {root.name}"
+    names = sorted(path.name for path in root.iterdir() if not path.name.startswith(".tmp-"))
+    if ".metadata" in names:
+        return "a torch.distributed.checkpoint folder (.metadata, a pickle that is not read)"
+    pickles = [name for name in names if name.endswith((".pt", ".pth", ".ckpt", ".bin", ".pkl"))]
+    if pickles:
+        return f"pickled files ({first_of(pickles)}), which are not read"
+    if "config.json" in names and any(name.endswith(".safetensors") for name in names):
+        return "a Hugging Face model folder"
+    if "program.json" in names or any(name.isdecimal() for name in names):
+        return "exported models, which hold no optimizer"
+    half = [name for name in names if FOLDER.fullmatch(name)]
+    if half:
+        return f"checkpoints that were never finished ({first_of(half)})"
+    return f"other files ({first_of(names)})" if names else "an empty folder"
+
+
+def first_of(names: list[str], count: int = 5) -> str:
+    """Return the first of many names as text."""
+    return ", ".join(names[:count]) + (", ..." if len(names) > count else "")
