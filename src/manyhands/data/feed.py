@@ -6,7 +6,6 @@ import os
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from itertools import count
 from time import perf_counter
 from typing import Any
 
@@ -15,11 +14,12 @@ import torch
 from ..core import DataError
 from .arrays import ArraySource
 from .batch import Batch, Cursor, to_device
-from .batch_split import ReplicaShare, share_of
+from .batch_split import share_of
 from .device_resident import Resident, fits
 from .feed_timing import Adaptation, FeedTiming
 from .order import Ids
 from .prefetch import DeviceCopy, Prefetcher
+from .replica_reader import ReplicaReader
 from .source import IndexedSource, Source, Window
 from .workers import read_in_workers
 
@@ -51,10 +51,9 @@ class Feed:
     ) -> None:
         _require_at_least_1(batch_size=batch_size, num_replicas=num_replicas, accumulate=accumulate)
         assert 0 <= replica < num_replicas, "a replica's number is below the number of replicas"
-        self.source, self.batch_size, self.seed = source, batch_size, seed
-        self.shuffle = shuffle if source.shuffle is None else source.shuffle
-        self.replica, self.num_replicas, self.accumulate = replica, num_replicas, accumulate
-        self.device, self.dtype = device, dtype
+        self.source, self.batch_size, self.device, self.dtype = source, batch_size, device, dtype
+        is_shuffled = shuffle if source.shuffle is None else source.shuffle
+        self._reader = ReplicaReader(source, batch_size, seed, is_shuffled, replica, num_replicas, accumulate)
         self.workers = self._num_workers(workers)
         self.pace = FeedTiming()
         """Where the consumer's time was spent."""
@@ -74,9 +73,9 @@ class Feed:
     def peek(self, num_samples: int) -> Any:
         """Return at most `num_samples` of the first samples, on the device, without moving the feed's position."""
         windows = self.source.windows(
-            seed=self.seed,
+            seed=self._reader.seed,
             epoch=0,
-            shuffle=self.shuffle,
+            shuffle=self._reader.shuffle,
             start=0,
             batch_size=min(num_samples, self.batch_size),
         )
@@ -118,20 +117,20 @@ class Feed:
     def plan(self, cursor: Cursor) -> Iterator[tuple[Ids, Cursor]]:
         """Yield the sample ids of every global batch from the cursor to the end of its epoch, without reading them."""
         position = cursor.position
-        for window in self._windows(cursor):
+        for window in self._reader.windows(cursor):
             position += len(window.ids)
             yield window.ids, Cursor(cursor.epoch, position)
 
     def read(self, ids: Ids, epoch: int) -> Batch:
         """Read exactly these samples as one batch; only for data that can be read in any order."""
         assert isinstance(self.source, IndexedSource)
-        share = share_of(len(ids), self.accumulate, 0, 1)
-        data = to_device(self.source.reader(self.seed, epoch)(ids), self.device, dtype=self.dtype)
+        share = share_of(len(ids), self._reader.accumulate, 0, 1)
+        data = to_device(self.source.reader(self._reader.seed, epoch)(ids), self.device, dtype=self.dtype)
         return Batch(data, share.sizes, share.global_sizes, ids, Cursor(epoch))
 
     def part(self, window: Window) -> Batch:
         """Return this replica's part of a global batch, on the device, without moving the feed's position."""
-        batch = self._batch(window, Cursor())
+        batch = self._reader.batch(window, Cursor())
         return replace(batch, data=to_device(batch.data, self.device, dtype=self.dtype))
 
     def close(self) -> None:
@@ -174,7 +173,8 @@ class Feed:
             self._resident = Resident(self.source.arrays, self.device, self.dtype)
         if self._resident is not None:
             return self._on_device(cursor, self._resident)
-        on_host = self._on_host(cursor)
+        read = partial(self._reader.read, cursor)
+        on_host = read_in_workers(read, self.workers, self.source) if self.workers else read()
         # User code may draw from global random generators, so it must not run in a thread beside the network.
         if self.device.type != "cpu" and (self.workers or not self.source.max_workers):
             return self._ahead(on_host)
@@ -185,52 +185,11 @@ class Feed:
     def _on_device(self, cursor: Cursor, resident: Resident) -> Iterator[Batch]:
         """Yield batches gathered on the device from arrays that stay there."""
         position = cursor.position
-        for window, wanted, index in resident.ids(self._windows(cursor), self._wanted):
+        for window, wanted, index in resident.ids(self._reader.windows(cursor), self._reader.wanted):
             position += len(window.ids)
-            share = self._share(window)
+            share = self._reader.share(window)
             ids = wanted if share.sizes and sum(share.sizes) else wanted[:0]
             yield resident.batch(index, ids, share, Cursor(cursor.epoch, position))
-
-    def _on_host(self, cursor: Cursor) -> Iterator[Batch]:
-        if self.workers:
-            return read_in_workers(partial(self._read, cursor), self.workers, self.source)
-        return self._read(cursor)
-
-    def _read(self, cursor: Cursor, first: int = 0, step: int = 1) -> Iterator[Batch]:
-        """Yield batches number first, first + step, ... counted from the cursor."""
-        position = cursor.position
-        for number, window in zip(count(), self._windows(cursor)):
-            position += len(window.ids)
-            if number % step == first:
-                yield self._batch(window, Cursor(cursor.epoch, position))
-
-    def _windows(self, cursor: Cursor) -> Iterator[Window]:
-        """Yield the global batches from the cursor on."""
-        windows = self.source.windows(
-            seed=self.seed,
-            epoch=cursor.epoch,
-            shuffle=self.shuffle,
-            start=cursor.position,
-            batch_size=self.batch_size,
-        )
-        for window in windows:
-            if self.source.drop_last and len(window.ids) < self.batch_size:
-                return
-            yield window
-
-    def _share(self, window: Window) -> ReplicaShare:
-        return share_of(len(window.ids), self.accumulate, self.replica, self.num_replicas)
-
-    def _wanted(self, window: Window) -> Ids:
-        """Return the ids of this replica's samples, or of one padding row if it has none."""
-        ids = window.ids[self._share(window).rows]
-        return ids if len(ids) else window.ids[:1]
-
-    def _batch(self, window: Window, cursor: Cursor) -> Batch:
-        share = self._share(window)
-        return Batch(
-            window.fetch(self._wanted(window)), share.sizes, share.global_sizes, window.ids[share.rows], cursor
-        )
 
     def _moved(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         for batch in batches:
@@ -264,7 +223,7 @@ class Feed:
     def _most_workers(self) -> int:
         """Return the maximum number of workers: this replica's share of the CPU cores."""
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        return min(self.source.max_workers, max(1, cores // self.num_replicas))
+        return min(self.source.max_workers, max(1, cores // self._reader.num_replicas))
 
     def _may_adapt(self, asked: int | None) -> bool:
         """Return whether the number of workers may change: not if the user set it, and not for streams."""
