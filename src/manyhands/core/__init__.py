@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from . import fields
@@ -60,7 +61,7 @@ from .spec import (
 from .task import Mean, Task, TorchScheduler, as_task, convert, mean, task_name, typed
 
 if TYPE_CHECKING:
-    from .layout_free import LayoutFree, as_written, stacked_keys
+    from .layout_free import LayoutFree, as_written
     from .optimizers import (
         Joined,
         each_of,
@@ -73,35 +74,32 @@ if TYPE_CHECKING:
         parameters_of,
     )
     from .random_operations import attention_weights, without_own_check
+    from .sample_hash import stacked_keys
 
 
-_OF_OPTIMIZERS = (
-    "Joined",
-    "each_of",
-    "flat_slots",
-    "groups_of",
-    "has_scheduler",
-    "joined",
-    "nested_in",
-    "nested_slots",
-    "parameters_of",
-)
+_LAZY = {
+    "layout_free": ("LayoutFree", "as_written"),
+    "sample_hash": ("stacked_keys",),
+    "random_operations": ("attention_weights", "without_own_check"),
+    "optimizers": (
+        "Joined",
+        "each_of",
+        "flat_slots",
+        "groups_of",
+        "has_scheduler",
+        "joined",
+        "nested_in",
+        "nested_slots",
+        "parameters_of",
+    ),
+}
 
 
 def __getattr__(name: str) -> Any:
     """Layout-free randomness and optimizers need torch, which a command line that only helps must not wait for."""
-    if name in ("LayoutFree", "as_written", "stacked_keys"):
-        from . import layout_free
-
-        return getattr(layout_free, name)
-    if name in ("attention_weights", "without_own_check"):
-        from . import random_operations
-
-        return getattr(random_operations, name)
-    if name in _OF_OPTIMIZERS:
-        from . import optimizers
-
-        return getattr(optimizers, name)
+    for module, names in _LAZY.items():
+        if name in names:
+            return getattr(importlib.import_module(f".{module}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

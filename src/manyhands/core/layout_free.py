@@ -28,15 +28,13 @@ from torch.utils.hooks import RemovableHandle
 
 from .randomness import mix
 from .sample_dims import SampleDims, Sizes
+from .sample_hash import ElementCodes, sample_keys, scramble
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 Shape = Sequence[int]
 
-_GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-_LAST = 0x846CA68B - 2**32
-KEPT_PLACES, KEPT_SHAPES = 1 << 14, 64
 NUM_WATCHED = 6
 """Number of scopes checked for draws that bypass this mode: forward and backward of the first steps."""
 NUM_LOOKS = 4
@@ -56,6 +54,36 @@ def as_written() -> Iterator[None]:
         yield
     finally:
         _paused.pop()
+
+
+class GeneratorWatch:
+    """Checks in the first few scopes whether an operation drew from torch's own generators."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.num_scopes = 0
+        """Number of scopes checked so far."""
+        self.strayed = False
+        """Whether an operation drew from torch's own generators."""
+
+    def restart(self) -> None:
+        """Check the next scopes as the first ones were checked; those belonged to a trial run in evaluation mode."""
+        self.num_scopes = 0
+
+    def offset(self) -> int:
+        """Return the offset of the device's generator."""
+        if self._device.type != "cuda" or self.num_scopes >= NUM_WATCHED or torch.cuda.is_current_stream_capturing():
+            return 0
+        index = self._device.index if self._device.index is not None else torch.cuda.current_device()
+        return int(torch.cuda.default_generators[index].get_offset())
+
+    def check(self, call: int, offset: int) -> None:
+        """Compare the generators with the call number and the device's offset that they should have at the end."""
+        if self.num_scopes < NUM_WATCHED:
+            untouched = torch.Generator().manual_seed(call).get_state()
+            self.strayed |= self.offset() != offset
+            self.strayed |= not torch.equal(torch.default_generator.get_state(), untouched)
+            self.num_scopes += 1
 
 
 class LayoutFree(TorchFunctionMode):
@@ -86,16 +114,19 @@ class LayoutFree(TorchFunctionMode):
         self._only_first = False
         self.num_draws = 0
         """Number of random operations computed by hash."""
-        self.strayed = False
-        """Whether an operation was seen that still draws from torch's own generators."""
+        self.watch = GeneratorWatch(device)
         self.guess = ""
         """Description of the first draw whose sample dim was guessed from its size; empty if there is none."""
         self._dims = SampleDims()
         self._trace: dict[int, Sizes] | None = None
-        self._num_watched = 0
         self._shared = 0
-        self._known_places: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}
+        self._codes = ElementCodes()
         self.load(0, 0, np.empty(0, dtype=np.int64))
+
+    @property
+    def strayed(self) -> bool:
+        """Whether an operation was seen that still draws from torch's own generators."""
+        return self.watch.strayed
 
     # -- which samples --------------------------------------------------------------------------------------------
 
@@ -105,7 +136,7 @@ class LayoutFree(TorchFunctionMode):
         The keys keep their device memory while their number stays the same.
         """
         self._seed = mix(seed, step)
-        self._host = torch.from_numpy(_keys(self._seed, ids))
+        self._host = torch.from_numpy(sample_keys(self._seed, ids))
         self._keys = self._host if self._device.type == "cpu" else self._on_device()
         self._num_passes = 0
         self.select(0, len(ids))
@@ -169,7 +200,7 @@ class LayoutFree(TorchFunctionMode):
         `compute` may contain collectives, so all ranks must call it equally often although a rank may see no draw, as
         a pipeline stage without dropout: `any_rank` returns whether its argument is true on any of them.
         """
-        counts = self.num_draws, self._num_watched
+        counts = self.num_draws, self.watch.num_scopes
         dims = SampleDims()
         try:
             for look in range(NUM_LOOKS):
@@ -179,7 +210,7 @@ class LayoutFree(TorchFunctionMode):
                     break
         finally:
             self._trace = None
-            self.num_draws, self._num_watched = counts
+            self.num_draws, self.watch.num_scopes = counts
         self._dims = dims
 
     def _traced(self, compute: Callable[[int], Any], rows: int, look: int) -> dict[int, Sizes]:
@@ -206,7 +237,7 @@ class LayoutFree(TorchFunctionMode):
             yield
             return
         generator = torch.default_generator
-        state, offset = generator.get_state(), self._device_offset()
+        state, offset = generator.get_state(), self.watch.offset()
         self._settle()
         self._is_drawing = True
         try:
@@ -215,27 +246,8 @@ class LayoutFree(TorchFunctionMode):
         finally:
             self._is_drawing = False
             self._call = generator.initial_seed()
-            self._watch(offset)
+            self.watch.check(self._call, offset)
             generator.set_state(state)
-
-    def restart_watch(self) -> None:
-        """Check the next draws as the first ones were checked; those belonged to a trial run in evaluation mode."""
-        self._num_watched = 0
-
-    def _watch(self, offset: int) -> None:
-        """Check in the first few scopes whether an operation drew from torch's own generators."""
-        if self._num_watched < NUM_WATCHED:
-            untouched = torch.Generator().manual_seed(self._call).get_state()
-            self.strayed |= self._device_offset() != offset
-            self.strayed |= not torch.equal(torch.default_generator.get_state(), untouched)
-            self._num_watched += 1
-
-    def _device_offset(self) -> int:
-        """Return the offset of the device's generator."""
-        if self._device.type != "cuda" or self._num_watched >= NUM_WATCHED or torch.cuda.is_current_stream_capturing():
-            return 0
-        index = self._device.index if self._device.index is not None else torch.cuda.current_device()
-        return int(torch.cuda.default_generators[index].get_offset())
 
     @contextmanager
     def samples_first(self) -> Iterator[None]:
@@ -287,7 +299,7 @@ class LayoutFree(TorchFunctionMode):
         inner = list(shape)
         if dim is not None:
             inner[dim] //= rows
-        drawn = _scramble(self._places(tuple(inner), device), keys * (mix(call) | 1))
+        drawn = scramble(self._codes.of(tuple(inner), device), keys * (mix(call) | 1))
         if not dim:
             return drawn.view(list(shape))
         return drawn.view(rows, *inner).movedim(0, dim).reshape(list(shape))
@@ -304,16 +316,6 @@ class LayoutFree(TorchFunctionMode):
             what = "the whole batch" if dim is None else f"samples in dim {dim}"
             self.guess = f"random numbers of shape {shape} are taken for those of {what}"
         return dim
-
-    def _places(self, inner: tuple[int, ...], device: torch.device) -> Tensor:
-        """Return a code for every element of a sample; small shapes are cached, which makes small draws cheaper."""
-        found = self._known_places.get((inner, device))
-        if found is None:
-            found = _places(inner, device)
-            capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-            if found.numel() <= KEPT_PLACES and len(self._known_places) < KEPT_SHAPES and not capturing:
-                self._known_places[inner, device] = found
-        return found
 
     def keep(self, shape: Shape, p: float, device: torch.device, owner: Tensor | None = None) -> Tensor:
         """Return a mask that is True with probability p."""
@@ -378,67 +380,3 @@ def batch_dim(shape: Shape, rows: int) -> int | None:
     if shape[0] and shape[0] % rows == 0:
         return 0
     return next((dim for dim, size in enumerate(shape) if size == rows), None)
-
-
-def _keys(seed: int, ids: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return a 64-bit key for every sample, and a last one for draws that belong to no sample (splitmix64)."""
-    keys = np.append(ids, -1).astype(np.uint64) * np.uint64(_GOLDEN) + np.uint64(seed)
-    keys = (keys ^ keys >> np.uint64(30)) * np.uint64(_FIRST)
-    keys = (keys ^ keys >> np.uint64(27)) * np.uint64(_SECOND)
-    return (keys ^ keys >> np.uint64(31)).view(np.int64)
-
-
-def stacked_keys(seeds: Tensor, steps: Tensor, ids: Tensor) -> Tensor:
-    """Return the keys that `load(seeds[i], steps[i], ids[i])` makes, for many networks at once and on their device.
-
-    >>> draws = LayoutFree(torch.device("cpu"))
-    >>> draws.load(5, 7, np.arange(3))
-    >>> keys = stacked_keys(torch.tensor([5]), torch.tensor([7]), torch.arange(3)[None])
-    >>> torch.equal(keys[0], draws._keys)
-    True
-    """
-    value = torch.full_like(seeds, _signed(_GOLDEN, 64))
-    for part in (seeds, steps):
-        value = (value ^ part) * _signed(_FIRST, 64)
-        value = (value ^ _shifted(value, 31)) * _signed(_SECOND, 64)
-        value = value ^ _shifted(value, 29)
-    samples = torch.cat([ids, torch.full_like(ids[:, :1], -1)], 1)
-    keys = samples * _signed(_GOLDEN, 64) + _shifted(value, 1).unsqueeze(1)
-    keys = (keys ^ _shifted(keys, 30)) * _signed(_FIRST, 64)
-    keys = (keys ^ _shifted(keys, 27)) * _signed(_SECOND, 64)
-    return keys ^ _shifted(keys, 31)
-
-
-def _shifted(values: Tensor, count: int) -> Tensor:
-    """Return the values shifted right logically, that is, filled with zeros."""
-    return (values >> count) & (1 << 64 - count) - 1
-
-
-def _places(inner: Shape, device: torch.device) -> Tensor:
-    """Return a code for every element of a sample, made from its coordinates, in one row."""
-    codes = torch.zeros(1, 1, dtype=torch.int32, device=device)
-    for dim, size in enumerate(inner):
-        if size != 1:
-            coordinate = torch.arange(size, dtype=torch.int32, device=device).mul_(_signed(mix(dim) | 1))
-            codes = (codes.view(-1, 1) + coordinate).view(1, -1)
-    return codes
-
-
-def _scramble(places: Tensor, keys: Tensor) -> Tensor:
-    """Return the hash of every (key, place), as rows of int32: a 32-bit finalizer that two halves of the key enter."""
-    keys = keys.bitwise_xor(keys >> 32)
-    # Not a view of halves, for which torch 2.11 has no vmap rule.
-    first, second = (half.to(torch.int32).unsqueeze(-1) for half in (keys, keys >> 32))
-    x = places ^ first
-    x ^= x >> 16
-    x *= 0x7FEB352D
-    x ^= x >> 15
-    x += second
-    x *= _LAST
-    return x
-
-
-def _signed(value: int, bits: int = 32) -> int:
-    """Return the lower bits as a signed number, as torch's int32 or int64 stores it."""
-    half = 1 << bits - 1
-    return (value + half) % (2 * half) - half

@@ -22,7 +22,7 @@ def learn_draws(hand: Hand, task: Task, feed: Feed, batch: Any) -> None:
     """
     if hand.randomness is None or task.loss is None:
         return
-    hand.randomness.restart_watch()
+    hand.randomness.watch.restart()
     rows = first_dim(batch)
     more = min(MOST_ROWS, rows)
     few = max(1, more - 2)
