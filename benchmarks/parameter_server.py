@@ -32,7 +32,8 @@ from manyhands.parameter_server import messages
 from manyhands.parameter_server.client import ParameterClient
 from manyhands.parameter_server.layout import cut, frames_of, tensor_of
 from manyhands.parameter_server.messages import EndOfWork, JoinRequest, Load, Loaded, ServerList
-from manyhands.parameter_server.server import ParameterShardServer, ServerShard
+from manyhands.parameter_server.server import ParameterShardServer
+from manyhands.parameter_server.shard import ServerShard
 from manyhands.parameter_server.shared_memory import SharedSlots
 from manyhands.parameter_server.sockets import Caller, MessageListener, new_context, new_token
 

@@ -34,7 +34,8 @@ from manyhands.parameter_server.messages import (
     WorkRequest,
     encode,
 )
-from manyhands.parameter_server.server import ParameterShardServer, ServerShard
+from manyhands.parameter_server.server import ParameterShardServer
+from manyhands.parameter_server.shard import ServerShard
 from manyhands.parameter_server.shared_memory import SharedSlots
 from manyhands.parameter_server.sockets import REFUSED, Caller, ConnectionLost, MessageListener, new_context
 from manyhands.parameter_server.table import ServerTable, kind_of, settings_of

@@ -19,7 +19,7 @@ from torch import Tensor, fx, nn
 
 from manyhands.core import ArchiveError, DataError
 from manyhands.storage import export, load
-from manyhands.storage.archives import versions
+from manyhands.storage.archive_folders import versions
 
 FILES = ("weights.safetensors", "program.json", "signature.json")
 
@@ -187,7 +187,7 @@ from pathlib import Path
 import torch
 from manyhands.storage import export
 from manyhands.storage.disk import Disk
-import manyhands.storage.archives as archives
+import manyhands.storage.archive_folders as archive_folders
 path, model = Path(sys.argv[1]), torch.nn.Linear(2, 1)
 def go():
     export(model, lambda m, x: m(x), {"x": torch.ones(2, 2)}, path)
@@ -198,7 +198,7 @@ export(model, lambda m, x: m(x), {"x": torch.ones(2, 2)}, path / "warm")
 for at in range(6):
     if os.fork() == 0:
         if at == 5:
-            archives.Disk = Dies
+            archive_folders.Disk = Dies
         go(); go(); os._exit(0)
 codes = sorted(os.waitstatus_to_exitcode(os.wait()[1]) for _ in range(6))
 assert codes == [0, 0, 0, 0, 0, 7], codes

@@ -19,7 +19,7 @@ from manyhands.core import EVENTS, CheckpointError, TaskError, UsageError, mix, 
 from manyhands.data import Cursor, Feed, as_source
 from manyhands.distributed import NullWorld, World
 from manyhands.parameter_server.layout import cut
-from manyhands.parameter_server.server import ServerShard
+from manyhands.parameter_server.shard import ServerShard
 from manyhands.parameter_server.update import needs_whole
 from manyhands.storage import CheckpointStore
 from manyhands.training import Job, train

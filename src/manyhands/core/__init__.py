@@ -40,24 +40,21 @@ from .module_state import (
     set_training,
     unsaved_buffers,
 )
-from .predictor import Predictor, Signature, TensorSpec
-from .randomness import mix, random_state, restore_random_state, seed_all, seeded
-from .settings import Resolved, from_flat, option, options_of, resolve_options, resolve_settings
-from .spec import (
-    DATA_AXES,
-    MESH_ORDER,
+from .named_strategies import (
     Mirrored,
     ParameterServer,
     Pipeline,
     Placed,
     Sharded,
     Single,
-    StrategySpec,
     TensorParallel,
     as_spec,
     check_policies_by,
-    split_settings,
 )
+from .predictor import Predictor, Signature, TensorSpec
+from .randomness import mix, random_state, restore_random_state, seed_all, seeded
+from .settings import Resolved, from_flat, option, options_of, resolve_options, resolve_settings
+from .spec import DATA_AXES, MESH_ORDER, StrategySpec, split_settings
 from .task import Mean, Task, TorchScheduler, as_task, convert, mean, task_name, typed
 
 if TYPE_CHECKING:

@@ -24,7 +24,8 @@ from .client import ParameterClient, ServersMoved, ServerUnreachable, WorkEnded
 from .layout import Share, cut
 from .loop import single_member_spec
 from .messages import Delivered, EndOfWork, JoinRequest, ServerList, Unreachable, WorkPart, WorkRequest
-from .server import ParameterShardServer, ServerShard
+from .server import ParameterShardServer
+from .shard import ServerShard
 from .sockets import Caller, ConnectionLost, call_until_reached, new_context
 from .update import needs_whole
 

@@ -5,7 +5,6 @@ A version folder holds `weights.safetensors`, `program.json`, `signature.json`, 
 
 from __future__ import annotations
 
-import errno
 import json
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -17,26 +16,29 @@ import torch
 from torch import Tensor, nn
 
 from ..core import ArchiveError, CheckpointError, Predictor, Signature, TensorSpec, read_file
-from .disk import Digest, Disk, digest_of, remove_stale, temporary_name
-from .program import build, environment_kept, trace, user_line
-from .tensors import read_tensors, require_storable, write_tensors
-
-FORMAT = 1
-WEIGHTS, PROGRAM, SIGNATURE, MANIFEST = (
-    "weights.safetensors",
-    "program.json",
-    "signature.json",
-    "manifest.json",
+from .archive_folders import (
+    FILES,
+    FORMAT,
+    JSON_CAP,
+    MANIFEST,
+    PROGRAM,
+    SIGNATURE,
+    VERSION,
+    WEIGHTS,
+    publish,
+    require_plain_folder,
+    to_json,
+    unsafe,
+    version_folder,
 )
-FILES = (WEIGHTS, PROGRAM, SIGNATURE)
-VERSION = re.compile(r"[1-9][0-9]{0,8}")
+from .disk import digest_of
+from .program import environment_kept, trace, user_line
+from .program_builder import build
+from .tensors import read_tensors, require_storable
+
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-JSON_CAP = 64 << 20
-"""Maximum bytes of a JSON file; a program of 100,000 operators has 20 MB."""
-WEIGHTS_CAP = 1 << 40
 DEPTH_CAP = 40
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
-
 Predict = Callable[..., Any]
 
 
@@ -120,10 +122,10 @@ def export(
         traced = trace(network, tuple(examples.values()), list(dims.values()))
         weights = _dense(traced.weights)
         signature = _signature(examples, dims, network.names, traced.shapes)
-        program = _json(traced.program)
+        program = to_json(traced.program)
         _require_same_answers(network, program, weights, examples, dims)
     described = {"format": FORMAT, "signature": signature.to_dict(), "extra": extra or {}}
-    return _publish(Path(path), weights, {PROGRAM: program, SIGNATURE: _json(described)})
+    return publish(Path(path), weights, {PROGRAM: program, SIGNATURE: to_json(described)})
 
 
 def load(path: Path, device: str = "cpu") -> Archive:
@@ -142,8 +144,8 @@ def load(path: Path, device: str = "cpu") -> Archive:
     Raises:
         ArchiveError: The folder is damaged, or holds anything but plain files and a program of allowed operators.
     """
-    folder, place = _version_folder(Path(path)), torch.device(device)
-    _require_plain_folder(folder)
+    folder, place = version_folder(Path(path)), torch.device(device)
+    require_plain_folder(folder)
     files = _checked(folder)
     described, program = _parsed(SIGNATURE, files[SIGNATURE]), _parsed(PROGRAM, files[PROGRAM])
     signature = _read_signature(described)
@@ -152,15 +154,6 @@ def load(path: Path, device: str = "cpu") -> Archive:
     _require_fitting(signature, program["graphs"][0])
     meta = {"torch": str(program["torch"]), **described["extra"]}
     return Archive(module, signature, int(folder.name) if VERSION.fullmatch(folder.name) else 0, meta, place)
-
-
-def versions(path: Path) -> list[int]:
-    """Return the versions under a model folder, ascending; links and unfinished folders are ignored."""
-    if not Path(path).is_dir():
-        return []
-    return sorted(
-        int(entry.name) for entry in Path(path).iterdir() if _is_version(entry) and (entry / MANIFEST).is_file()
-    )
 
 
 class _Network(nn.Module):
@@ -310,101 +303,12 @@ def _require_close(name: str, rows: int, want: Tensor, have: Tensor) -> None:
     )
 
 
-def _publish(path: Path, weights: Mapping[str, Tensor], texts: Mapping[str, bytes]) -> Path:
-    """Write a version to a temporary folder and move it to the next free number."""
-    try:
-        return _published(Disk(), path, weights, texts)
-    except OSError as error:
-        raise ArchiveError(
-            "a model must be exported to a folder that can be written and has free space",
-            got=f"{path} ({error.strerror or error})",
-            remedy="choose another folder, or free some space",
-        ) from None
-
-
-def _published(disk: Disk, path: Path, weights: Mapping[str, Tensor], texts: Mapping[str, bytes]) -> Path:
-    path.mkdir(parents=True, exist_ok=True)
-    remove_stale(disk, path)
-    temporary = path / temporary_name()
-    try:
-        _write(disk, temporary, weights, texts)
-        target = _place(disk, temporary, path)
-    except BaseException:
-        disk.discard(temporary)
-        raise
-    disk.fsync(path)
-    return target
-
-
-def _write(disk: Disk, folder: Path, weights: Mapping[str, Tensor], texts: Mapping[str, bytes]) -> None:
-    disk.make_folder(folder)
-    files: dict[str, Digest] = {WEIGHTS: write_tensors(disk, folder / WEIGHTS, weights)}
-    for name, text in texts.items():
-        files[name] = disk.write(folder / name, [text])
-    listed = {name: digest.to_dict() for name, digest in files.items()}
-    disk.write(folder / MANIFEST, [_json({"format": FORMAT, "files": listed})])
-    for name in (*files, MANIFEST):
-        disk.fsync(folder / name)
-    disk.fsync(folder)
-
-
-def _place(disk: Disk, temporary: Path, path: Path) -> Path:
-    """Move a version to the next free number; renaming onto a non-empty folder fails, so two exports cannot collide."""
-    while True:
-        taken = [int(entry.name) for entry in path.iterdir() if VERSION.fullmatch(entry.name)]
-        target = path / str(max(taken, default=0) + 1)
-        try:
-            disk.rename(temporary, target)
-        except OSError as error:
-            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
-                raise
-        else:
-            return target
-
-
-def _is_version(entry: Path) -> bool:
-    return bool(VERSION.fullmatch(entry.name)) and entry.is_dir() and not entry.is_symlink()
-
-
-def _version_folder(path: Path) -> Path:
-    if (path / MANIFEST).exists():
-        return path
-    found = versions(path)
-    if not found:
-        raise ArchiveError(
-            "a model folder must contain numbered versions",
-            got=f"none in {path.name!r}",
-            remedy="export a model there first",
-        )
-    return path / str(found[-1])
-
-
-def _require_plain_folder(folder: Path) -> None:
-    """Raise unless a folder holds exactly the four regular files: no links, pickles or libraries."""
-    if folder.is_symlink():
-        raise _unsafe("a link as its folder")
-    names = {entry.name for entry in folder.iterdir()}
-    if odd := sorted(names - {*FILES, MANIFEST}):
-        raise _unsafe(f"{', '.join(odd[:5])[:200]} beside them")
-    if missing := sorted({*FILES, MANIFEST} - names):
-        raise ArchiveError(
-            "an exported model must have all its files", got=f"no {', '.join(missing)}", remedy="copy the model again"
-        )
-    for name in names:
-        entry = folder / name
-        if entry.is_symlink() or not entry.is_file():
-            raise _unsafe(f"{name}, which is no plain file")
-        cap = WEIGHTS_CAP if name == WEIGHTS else JSON_CAP
-        if entry.stat().st_size > cap:
-            raise _unsafe(f"{name} of more than {cap} bytes")
-
-
 def _checked(folder: Path) -> dict[str, bytes]:
     """Check the digest of every file, and return the JSON files."""
     manifest = _parsed(MANIFEST, read_file(folder / MANIFEST, JSON_CAP))
     files = manifest.get("files")
     if manifest.get("format") != FORMAT or not isinstance(files, dict) or set(files) != set(FILES):
-        raise _unsafe("a manifest that lists other files")
+        raise unsafe("a manifest that lists other files")
     texts = {name: read_file(folder / name, JSON_CAP) for name in (PROGRAM, SIGNATURE)}
     for name, recorded in files.items():
         if digest_of(folder / name).to_dict() != recorded:
@@ -432,7 +336,7 @@ def _require_shallow(name: str, value: Any) -> None:
     while level:
         depth += 1
         if depth > DEPTH_CAP:
-            raise _unsafe(f"{name} nested more than {DEPTH_CAP} deep")
+            raise unsafe(f"{name} nested more than {DEPTH_CAP} deep")
         inner = (one.values() if isinstance(one, dict) else one for one in level)
         level = [item for items in inner for item in items if isinstance(item, dict | list)]
 
@@ -493,18 +397,3 @@ def _require_name(name: object) -> None:
             got=repr(name)[:100],
             remedy="rename it",
         )
-
-
-def _json(value: object) -> bytes:
-    try:
-        return json.dumps(value, separators=(",", ":")).encode()
-    except (TypeError, ValueError) as error:
-        raise ArchiveError("extra must consist of JSON types", got=str(error), remedy="convert it") from error
-
-
-def _unsafe(what: str) -> ArchiveError:
-    return ArchiveError(
-        f"an exported model must consist of {', '.join(FILES)} and {MANIFEST}",
-        got=what,
-        remedy="load only folders that export wrote",
-    )

@@ -23,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from ..core import CheckpointError, FileError, open_regular, opened, read_json
-from .archives import MANIFEST, WEIGHTS, versions
+from .archive_folders import MANIFEST, WEIGHTS, versions
 from .checkpoint_root import describe
 from .checkpoints import CheckpointStore
 from .tensors import load_state_dict, require_storable
