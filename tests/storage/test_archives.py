@@ -181,6 +181,24 @@ def test_version_numbers_increase_and_unrelated_entries_are_ignored(tmp_path: Pa
     assert load(tmp_path / "1").version == 1
 
 
+class Merging(nn.Linear):
+    """Doubles its weights in evaluation mode, as a layer does that merges adapters into them."""
+
+    def train(self, mode: bool = True) -> Merging:
+        if mode != self.training:
+            with torch.no_grad():
+                self.weight *= 0.5 if mode else 2.0
+        return super().train(mode)
+
+
+def test_export_takes_merged_weights_apart_again(tmp_path: Path) -> None:
+    model = Merging(2, 1)
+    before = model.weight.detach().clone()
+    export(model, call, {"x": torch.ones(2, 2)}, tmp_path)
+    assert model.training
+    assert torch.equal(model.weight, before)
+
+
 RACE = """
 import os, sys
 from pathlib import Path

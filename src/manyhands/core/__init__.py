@@ -33,6 +33,7 @@ from .formatting import format_bytes, format_duration, format_rate, format_rough
 from .module_state import (
     Attributes,
     default_dtype,
+    evaluating,
     is_scripted,
     remember_buffers,
     remember_state,
@@ -159,6 +160,7 @@ __all__ = [
     "unsaved_buffers",
     "random_state",
     "default_dtype",
+    "evaluating",
     "remember_buffers",
     "is_scripted",
     "remember_state",

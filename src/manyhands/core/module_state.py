@@ -245,3 +245,17 @@ def _is_same(now: Any, value: Any, before: Any) -> bool:
         items = (now.values(), before.values()) if isinstance(now, dict) else (now, before)
         return len(now) == len(before) and all(a is b for a, b in zip(*items, strict=True))
     return True
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Put the network into evaluation mode; restore each layer's mode afterwards, as the user may have frozen some."""
+    modes = {layer: layer.training for layer in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        # Layers may override train(), for example to take adapters out of the weights that eval() merged them into.
+        model.train(modes[model])
+        for layer, mode in modes.items():
+            layer.training = mode

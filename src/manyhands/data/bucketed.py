@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..core import DataError
-from .order import Ids, Order
+from .order import Ids, Order, from_windows
 from .randomness import mix
 from .source import IndexedSource, as_ids
 
@@ -168,22 +168,15 @@ class BucketOrder:
         return len(self._inner)
 
     def __getitem__(self, positions: slice) -> Ids:
-        start, stop, step = positions.indices(len(self))
-        assert step == 1, "positions of a batch are contiguous"
-        pieces = []
-        while start < stop:
-            number = start // self._rows
-            first = number * self._rows
-            pieces.append(self._bucket(number)[start - first : stop - first])
-            start += len(pieces[-1])
-        return np.concatenate([np.empty(0, np.int64), *pieces])
+        return from_windows(positions, len(self), self._bucket_at)
 
-    def _bucket(self, number: int) -> Ids:
+    def _bucket_at(self, position: int) -> tuple[int, Ids]:
+        number = position // self._rows
         if self._sorted[0] != number:
             ids = self._inner[number * self._rows : (number + 1) * self._rows]
             ids = ids[np.argsort(self._lengths[ids], kind="stable")]
             self._sorted = number, ids if self._key is None else self._shuffled(ids, number, self._key)
-        return self._sorted[1]
+        return number * self._rows, self._sorted[1]
 
     def _shuffled(self, ids: Ids, number: int, key: int) -> Ids:
         """Shuffle whole batches; an incomplete batch stays last, so that all others stay whole."""

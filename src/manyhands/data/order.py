@@ -5,7 +5,7 @@ Rows stored in blocks have an order of their own, and the orders of many epochs 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -99,6 +99,21 @@ def _hashed(inputs: npt.NDArray[np.uint64], key: int, bits: int) -> Ids:
     return (z >> np.uint64(64 - bits)).astype(np.int64)
 
 
+def from_windows(positions: slice, length: int, window_at: Callable[[int], tuple[int, Ids]]) -> Ids:
+    """Return the rows at contiguous positions of an order that is made window by window.
+
+    `window_at` returns the first position of the window that holds a position, and the window's rows.
+    """
+    start, stop, step = positions.indices(length)
+    assert step == 1, "positions of a batch are contiguous"
+    pieces = []
+    while start < stop:
+        first, rows = window_at(start)
+        pieces.append(rows[start - first : stop - first])
+        start += len(pieces[-1])
+    return np.concatenate([np.empty(0, np.int64), *pieces])
+
+
 class BlockOrder:
     """A permutation of rows in which neighbors come from few blocks, so that a reader holds few blocks at a time.
 
@@ -124,23 +139,16 @@ class BlockOrder:
         return int(self._starts[-1])
 
     def __getitem__(self, positions: slice) -> Ids:
-        start, stop, step = positions.indices(len(self))
-        assert step == 1, "positions of a batch are contiguous"
-        pieces = []
-        while start < stop:
-            number = int(np.searchsorted(self._bounds, start, side="right")) - 1
-            first, rows = int(self._bounds[number]), self._rows(number)
-            pieces.append(rows[start - first : stop - first])
-            start += len(pieces[-1])
-        return np.concatenate([np.empty(0, np.int64), *pieces])
+        return from_windows(positions, len(self), self._window_at)
 
-    def _rows(self, number: int) -> Ids:
-        """Return the rows of a window, in their order."""
+    def _window_at(self, position: int) -> tuple[int, Ids]:
+        """Return the first position of the window that holds a position, and its rows in their order."""
+        number = int(np.searchsorted(self._bounds, position, side="right")) - 1
         if self._window[0] != number:
             blocks = self._blocks[number * self._per_window : (number + 1) * self._per_window]
             rows = np.concatenate([np.arange(self._starts[block], self._starts[block + 1]) for block in blocks])
             self._window = number, rows[Order(len(rows), mix(self._key, number), self._epoch, True)[:]]
-        return self._window[1]
+        return int(self._bounds[number]), self._window[1]
 
 
 class Orders:

@@ -90,8 +90,9 @@ class JointCalls:
         finally:
             self.hand.world.mark(f"{place} ({number})")
 
-    def mirror(self, model: Any) -> None:
-        """Broadcast the first replica's weights and optimizer state."""
+    def begin(self, doing: str, model: Any) -> None:
+        """Require all replicas, and broadcast the first one's weights and optimizer state."""
+        self.require_all(doing)
         for variable in variables_of(model):
             self.hand.replicas.broadcast(variable._value.data)
 

@@ -62,8 +62,7 @@ def fit(original: Callable[..., Any], strategy_of: StrategyOf) -> Callable[..., 
             (x, y, sample_weight), validation_data = array_slicing.train_validation_split(
                 (x, y, sample_weight), validation_split=validation_split
             )
-        strategy.joint.require_all("fit")
-        strategy.joint.mirror(self)
+        strategy.joint.begin("fit", self)
         trained_on = distributed(
             strategy, x, y, sample_weight, batch_size, steps_per_epoch, shuffle, class_weight,
             micros=strategy.spec.accumulate,
@@ -113,8 +112,7 @@ def evaluate(original: Callable[..., Any], strategy_of: StrategyOf) -> Callable[
         if strategy is None or kwargs.get("_use_cached_eval_dataset"):
             x = opened(x) if strategy is None else x
             return original(self, x, y, batch_size, verbose, sample_weight, steps, callbacks, return_dict, **kwargs)
-        strategy.joint.require_all("evaluate")
-        strategy.joint.mirror(self)
+        strategy.joint.begin("evaluate", self)
         held = distributed(strategy, x, y, sample_weight, batch_size, steps)
         once = OnceForAll(strategy, self, callbacks, verbose, epochs=1, steps=steps or held.num_batches)
         return original(self, held, verbose=verbose, steps=steps, callbacks=once, return_dict=return_dict, **kwargs)
@@ -137,8 +135,7 @@ def predict(original: Callable[..., Any], strategy_of: StrategyOf) -> Callable[.
         strategy = strategy_of(self)
         if strategy is None:
             return original(self, opened(x), batch_size, verbose, steps, callbacks)
-        strategy.joint.require_all("predict")
-        strategy.joint.mirror(self)
+        strategy.joint.begin("predict", self)
         held = distributed(strategy, x, None, None, batch_size, steps)
         once = OnceForAll(strategy, self, callbacks, verbose, epochs=1, steps=steps or held.num_batches)
         return original(self, held, verbose=verbose, steps=steps, callbacks=once)
@@ -154,8 +151,7 @@ def on_batch(original: Callable[..., Any], strategy_of: StrategyOf) -> Callable[
         strategy = strategy_of(self)
         if strategy is None:
             return original(self, x, *args, **kwargs)
-        strategy.joint.require_all(original.__name__)
-        strategy.joint.mirror(self)
+        strategy.joint.begin(original.__name__, self)
         # Arrays derived from handed-out ones, such as x / 255, have no known share.
         known = known_share([x, args, kwargs])
         share = known or strategy.share(num_rows(x))

@@ -289,10 +289,6 @@ class ParameterClient:
         """Gradients of the rows that the last backward used."""
         return [rows.grad for parts in self._touched for _, rows in parts if rows.grad is not None]
 
-    def forget_gradients(self) -> None:
-        """Drop the gradients of rows."""
-        self._touched = [[] for _ in self.tables]
-
     # -- waiting --------------------------------------------------------------------------------------------------
 
     def _await(self, link: _Link, kind: type[Message]) -> tuple[Any, list[Frame]]:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core import ArchiveError, CheckpointError, Predictor, Signature, TensorSpec, read_file
+from ..core import ArchiveError, CheckpointError, Predictor, Signature, TensorSpec, evaluating, read_file
 from .archive_folders import (
     FILES,
     FORMAT,
@@ -116,7 +116,7 @@ def export(
     """
     device = next((tensor.device for tensor in model.state_dict().values() if isinstance(tensor, Tensor)), None)
     examples = _examples(inputs, device or torch.device("cpu"))
-    with _evaluating(model), environment_kept():
+    with evaluating(model), environment_kept():
         network = _Network(model, predict, tuple(examples.values()))
         dims = {name: set(free.get(name, ())) if free else set() for name in examples}
         traced = trace(network, tuple(examples.values()), list(dims.values()))
@@ -210,17 +210,6 @@ def _examples(inputs: Mapping[str, Tensor], device: torch.device) -> dict[str, T
 
 def _two_rows(tensor: Tensor) -> Tensor:
     return tensor if len(tensor) > 1 else torch.cat([tensor, tensor])
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
 
 
 def _dense(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -14,7 +14,7 @@ from .check import (
     with_data,
 )
 from .embedding_tables import SavedRows
-from .evaluation import evaluate, evaluating, predict
+from .evaluation import evaluate, predict
 from .explain import can_explain, explain, without_values
 from .hand import SCRIPT_END, Hand, hand, holding, joined_world
 from .initial_weights import check_start, start_from
@@ -64,7 +64,6 @@ __all__ = [
     "compute",
     "gradient_squares",
     "evaluate",
-    "evaluating",
     "predict",
     "explain",
     "fit_in",

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ..core import DataError, Task
+from ..core import DataError, Task, evaluating
 from ..data import Batch, Cursor, Feed
 from .hand import Hand, whole_loss
 from .metrics import MetricSums, compute, parted
@@ -84,17 +84,3 @@ def _batches(hand: Hand, feed: Feed) -> Iterator[Batch]:
 def _full(tensor: Tensor) -> Tensor:
     """Convert half-precision outputs to fp32."""
     return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put the network into evaluation mode; restore each layer's mode afterwards, as the user may have frozen some."""
-    modes = {layer: layer.training for layer in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        # Layers may override train(), for example to take adapters out of the weights that eval() merged them into.
-        model.train(modes[model])
-        for layer, mode in modes.items():
-            layer.training = mode

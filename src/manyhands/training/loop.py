@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
-from ..core import LossNotFinite, ReplicasDiffer, RunError, StrategySpec, Task, event
+from ..core import LossNotFinite, ReplicasDiffer, RunError, StrategySpec, Task, evaluating, event
 from ..data import Batch, Feed, as_source, check_source, first_dim, source_of, tensors
 from ..distributed import World
 from ..launcher import regroup
@@ -28,7 +28,7 @@ from .callbacks import Callback
 from .check import Verdict
 from .checkpoint_pace import CheckpointPace
 from .error_hints import explain_mistake
-from .evaluation import evaluate, evaluating
+from .evaluation import evaluate
 from .hand import Hand
 from .initial_weights import start_from
 from .learning_rates import LearningRates, check_schedule

@@ -13,11 +13,10 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
-from ..core import EVENTS, CheckpointError, SettingsError, StrategySpec, Task, read_events
+from ..core import EVENTS, CheckpointError, SettingsError, StrategySpec, Task, evaluating, read_events
 from ..data import Batch, Cursor, Feed, check_source, source_of, split
 from ..distributed import Device, NullWorld
 from ..storage import CheckpointStore, weights
-from .evaluation import evaluating
 from .hand import Hand
 from .initial_weights import start_from
 from .learning_rates import LearningRates

@@ -14,9 +14,8 @@ from torch.func import functional_call, vmap
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from ..core import LayoutFree, Mean, StrategySpec, Task, TaskError, stacked_keys
+from ..core import LayoutFree, Mean, StrategySpec, Task, TaskError, evaluating, stacked_keys
 from ..training import answers as predicted
-from ..training import evaluating
 from .attention import Folded
 from .build import Built
 from .convolutions import GROUPED, Unfolded
