@@ -1,0 +1,77 @@
+"""The size of classes and files: a class has one job, and a file can be read at once."""
+
+from __future__ import annotations
+
+import ast
+
+from .test_layers import PACKAGE
+
+MAX_METHODS = 25
+MAX_LINES = 500
+REASON = "This file is long because"
+"""How the docstring of a longer file begins the sentence that says why it is not split."""
+CLASSES = {
+    "serving/batcher.py::Batcher": 27,
+    "serving/catalogue.py::Catalogue": 37,
+    "serving/http.py::Connection": 41,
+    "strategies/placed.py::PlacedReplica": 39,
+    "strategies/replica.py::Replica": 46,
+    "strategies/sharded.py::ShardedReplica": 37,
+    "strategies/sharded_pieces.py::HeldInParts": 30,
+    "strategies/tensor/glue.py::Glue": 31,
+    "training/hand.py::Hand": 67,
+    "training/loop.py::TrainingLoop": 37,
+}
+"""Classes that are still too large, with their number of methods; entries may only shrink and disappear."""
+FILES = {
+    "serving/catalogue.py",
+    "serving/grpc_process.py",
+    "serving/http.py",
+    "serving/protocols/open_inference_rest.py",
+    "serving/sandbox.py",
+    "strategies/build_replica.py",
+    "strategies/placement.py",
+    "strategies/tensor/glue.py",
+    "training/check.py",
+    "training/hand.py",
+    "training/loop.py",
+    "training/memory.py",
+}
+"""Files that are still too long without a reason; entries may only disappear."""
+
+
+def sources() -> dict[str, str]:
+    """Return the text of every file by its path in the package."""
+    return {
+        path.relative_to(PACKAGE).as_posix(): path.read_text(encoding="utf-8") for path in sorted(PACKAGE.rglob("*.py"))
+    }
+
+
+def classes(name: str, text: str) -> dict[str, int]:
+    """Return the number of methods of each class in a file."""
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
+    found = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ClassDef)]
+    return {f"{name}::{one.name}": sum(isinstance(node, kinds) for node in one.body) for one in found}
+
+
+def test_no_class_has_more_than_25_methods() -> None:
+    counts = {one: count for name, text in sources().items() for one, count in classes(name, text).items()}
+    large = {one: count for one, count in counts.items() if count > MAX_METHODS}
+    grown = {one: count for one, count in large.items() if count > CLASSES.get(one, MAX_METHODS)}
+    assert not grown, "split these classes by responsibility"
+    assert set(CLASSES) == set(large), "remove the entries of classes that are small now"
+
+
+def test_no_file_is_longer_than_500_lines_without_a_reason() -> None:
+    long = {
+        name
+        for name, text in sources().items()
+        if len(text.splitlines()) > MAX_LINES and REASON not in (ast.get_docstring(ast.parse(text)) or "")
+    }
+    assert not long - FILES, f'split these files, or begin a sentence of the docstring with "{REASON}"'
+    assert not FILES - long, "remove the entries of files that are short now"
+
+
+def test_check_finds_a_class_that_is_too_large() -> None:
+    body = "\n".join(f"    def m{number}(self): ..." for number in range(MAX_METHODS + 1))
+    assert classes("x.py", f"class Large:\n{body}\n") == {"x.py::Large": MAX_METHODS + 1}
