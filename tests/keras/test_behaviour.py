@@ -69,7 +69,7 @@ def test_fit_writes_a_run_for_the_dashboard(every: dict[str, Facts], folder: Pat
     losses = [loss for each in events if each["kind"] == "steps" for loss in each["losses"]["loss"]]
     # Of batches of 32, 32, 32 and 5 rows.
     assert np.average(losses[-4:], weights=[32, 32, 32, 5]) == pytest.approx(history["loss"][-1], rel=1e-5)
-    assert shown.metrics["val_loss"].last == pytest.approx(history["val_loss"][-1])
+    assert shown.curves.metrics["val_loss"].last == pytest.approx(history["val_loss"][-1])
 
 
 def test_saved_files_are_readable_by_plain_keras(every: dict[str, Facts], folder: Path) -> None:

@@ -60,9 +60,10 @@ class MemberConnections:
     """The coordinator's connections to the members that have joined."""
 
     def __init__(self, start: Start | ProcessRole, timeout: float) -> None:
-        is_placed = isinstance(start, ProcessRole)
-        self.token = start.token if is_placed else new_token()
-        listens = (resolve_host(start.chief.name), start.chief.port) if is_placed else ("127.0.0.1", 0)
+        listens = ("127.0.0.1", 0)
+        if isinstance(start, ProcessRole):
+            listens = resolve_host(start.chief.name), start.chief.port
+        self.token = start.token if isinstance(start, ProcessRole) else new_token()
         self.context = new_context()
         self._listener = MessageListener(self.context, self.token, timeout, *listens)
         self.address = self._listener.address
