@@ -238,9 +238,8 @@ def _may_change(value: Any) -> bool:
     """Return whether a value is a container, tensor, array, generator, module, or an object of the user's."""
     import numpy as np
     from torch import Tensor, nn
-    from torch.nn.parameter import UninitializedTensorMixin
 
-    if isinstance(value, UninitializedTensorMixin):
+    if isinstance(value, (nn.UninitializedParameter, nn.UninitializedBuffer)):
         return False
     if isinstance(value, (Tensor, np.ndarray, nn.Module, tuple, *CONTAINERS)) or _is_generator(value):
         return True
@@ -282,9 +281,10 @@ def _variables(value: Any) -> dict[str, Any]:
     """Return an object's attributes; of a module those that are not torch's own."""
     from torch import nn
 
+    own: dict[str, Any] = vars(value)
     if not isinstance(value, nn.Module):
-        return vars(value)
-    return {name: held for name, held in vars(value).items() if name not in vars(_plain_module())}
+        return own
+    return {name: held for name, held in own.items() if name not in vars(_plain_module())}
 
 
 @cache
