@@ -343,14 +343,19 @@ def _reductions(m: nn.Module, x: Tensor) -> Tensor:
         x.sum(-1), x.mean(-1), x.amax(-1), x.amin(-1), x.max(-1).values, x.min(-1).values, x.median(-1).values,
         x.mode(-1).values, x.var(-1), x.std(-1), x.std(-1, unbiased=False), x.prod(-1), x.norm(dim=-1), x.norm(1, -1),
         torch.linalg.vector_norm(x, dim=-1), x.logsumexp(-1), x.argmax(-1), x.argmin(-1), x.nansum(-1), x.nanmean(-1),
-        (x > 0).any(-1), (x > 0).all(-1), torch.count_nonzero(x, -1), x.quantile(0.3, -1), x.nanmedian(-1).values,
+        (x > 0).any(-1), (x > 0).all(-1), torch.count_nonzero(x, -1), x.nanmedian(-1).values,
         x.kthvalue(2, -1).values, torch.var_mean(x, -1)[0], torch.std_mean(x, -1)[1], torch.aminmax(x, dim=-1).min,
         x.sum((-1,)), y.log_softmax(-1).sum(-1), F.normalize(x, dim=-1).sum(-1), x.dist(y).expand(x.shape[:-1]),
         x.cumsum(-1)[..., -1], x.cumprod(-1)[..., -1], x.cummax(-1).values[..., 0], x.cummin(-1).values[..., 0],
-        x.logcumsumexp(-1)[..., -1], x.diff(dim=-1)[..., 0], torch.trapezoid(x, dim=-1), x.nanquantile(0.5, -1),
+        x.logcumsumexp(-1)[..., -1], x.diff(dim=-1)[..., 0], torch.trapezoid(x, dim=-1),
         x.max().expand(x.shape[:-1]), x.min().expand(x.shape[:-1]), x.sum().expand(x.shape[:-1]),
     ]  # fmt: skip
     return torch.stack([part.float() for part in parts]).movedim(0, 1)
+
+
+def _quantiles(m: nn.Module, x: Tensor) -> Tensor:
+    """Not with the other reductions: torch 2.11 cannot export them for batches of any size."""
+    return torch.stack([x.quantile(0.3, -1), x.nanquantile(0.5, -1)], 1)
 
 
 def _shapes(m: nn.Module, x: Tensor) -> Tensor:
@@ -507,6 +512,7 @@ FUNCTIONS: dict[str, tuple[Call, tuple[int, ...]]] = {
     "pointwise": (_pointwise, (4,)),
     "comparisons": (_comparisons, (4,)),
     "reductions": (_reductions, (4, 5)),
+    "quantiles": (_quantiles, (4, 5)),
     "shapes": (_shapes, (4, 4)),
     "indexing": (_indexing, (4, 4)),
     "products": (_products, (4, 4)),
