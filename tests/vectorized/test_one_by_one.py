@@ -142,7 +142,7 @@ MODELS: dict[str, tuple[Any, Any, str]] = {
     "unique values": (lambda: Network(listed), vectors, "torch.unique"),
     "writing into a new tensor": (lambda: Network(rewritten), vectors, r"room\[:, :4\] = x"),
     "a function of autograd": (lambda: Network(Sign.apply), vectors, "setup_context"),
-    "a checkpoint": (lambda: Network(again), vectors, "escaped from inside a function being vmapped"),
+    "a checkpoint": (lambda: Network(again), vectors, "escaped from inside a function|does not have vmap support"),
     "a layer that is computed again": (lambda: Network(Checkpointed()), vectors, r"out: Tensor = checkpoint\("),
     "a hook on a gradient": (hooked, vectors, "a hook on first.weight"),
     "weight norm": (lambda: Network(parametrizations.weight_norm(nn.Linear(8, 8))), vectors, ""),

@@ -79,7 +79,7 @@ def extras(installed: frozenset[str] | None = None) -> Finding:
 def inside(version: str, wanted: str) -> bool:
     """Return whether a version lies in a range of `>=`, `>`, `<=` and `<`.
 
-    >>> inside("2.13.0+cpu", ">=2.11,<2.14"), inside("2.14.0", ">=2.11,<2.14")
+    >>> inside("2.13.0+cpu", ">=2.11,<2.16"), inside("2.16.0", ">=2.11,<2.16")
     (True, False)
     """
     compare = {">=": tuple.__ge__, ">": tuple.__gt__, "<=": tuple.__le__, "<": tuple.__lt__}
