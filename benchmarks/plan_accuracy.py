@@ -15,7 +15,7 @@ import argparse
 import resource
 import time
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean
 
 import torch
 from rich.console import Console
@@ -39,7 +39,7 @@ def main() -> None:
     published(report, asked.published or plan_published.DATA, asked.quick)
     if asked.published is None:
         famous(report)
-        known(report)
+        plan_known.score(report)
         report.checks["text_understood"] = Check(value=plan_texts.share_understood(), at_least=1.0)
         vtrain(report, asked.quick)
         profiled(report, asked.quick)
@@ -99,26 +99,6 @@ def published(report: Report, path: Path, quick: bool) -> None:
         held, fitted = plan_published.left_out(found, plan_published.source_of)
         report.checks["published_leave_one_source_out_error"] = Check(value=held, at_most=0.08)
         report.notes["published_fitted_error"] = round(fitted, 4)
-
-
-def known(report: Report) -> None:
-    """Published throughput, predicted from the catalogue."""
-    table = Table(
-        "what", "strategy", "published", "predicted", "error", title="published throughput, samples per second"
-    )
-    found = plan_known.errors(plan_known.points())
-    for point, error in found:
-        speed = float(point.row["batch"]) / point.seconds
-        table.add_row(point.name, point.row["spec"], f"{speed:.4g}", f"{speed * (1 + error):.4g}", f"{error:+.1%}")
-        case = f"{point.name}, {point.row['spec']}, {point.row['runs']}"
-        report.add(case, {"measured": [point.seconds], "predicted": [point.seconds / (1 + error)]}, "measured")
-    Console(width=150).print(table)
-    errors = sorted(abs(error) for _, error in found)
-    report.checks["known_throughput_error"] = Check(value=median(errors), at_most=0.15)
-    report.checks["known_throughput_p90"] = Check(value=errors[round(0.9 * (len(errors) - 1))], at_most=0.35)
-    report.notes["known_throughput_points"] = len(errors)
-    report.notes["known_throughput_worst_error"] = round(errors[-1], 4)
-    report.notes["known_throughput_too_fast"] = sum(error > 0 for _, error in found)
 
 
 def famous(report: Report) -> None:

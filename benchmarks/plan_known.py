@@ -1,5 +1,7 @@
 """Published throughput: tokens, images or sequences per second predicted from the network and the catalogue alone.
 
+`python -m benchmarks.plan_known`; `benchmarks.plan_accuracy` has the same checks. Its result depends on no machine.
+
 `benchmarks/data/known_throughput.csv` has the points; nothing in the planner is fitted to them. Each row says what ran:
 the network, the cluster, the strategy, the rows of a micro-batch, the precision of weights (`bf16` as large models are
 trained, `amp` for autocast), the share of forward's products that are computed again beside what the strategy says
@@ -14,16 +16,21 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from rich.console import Console
+from rich.table import Table
 from torch import Tensor, nn
 
 import manyhands as mh
 from manyhands.core import StrategySpec
 from manyhands.costs import Network, NetworkPart, PassCost, chip, link, trace
 from manyhands.planning import Cluster, Workload, estimate
+
+from .report import Check, Report
 
 DATA = Path(__file__).parent / "data" / "known_throughput.csv"
 SOURCES = {
@@ -345,3 +352,37 @@ def points(path: Path = DATA) -> list[Known]:
 def errors(found: Iterable[Known]) -> list[tuple[Known, float]]:
     """Predicted over published throughput, less one, of each."""
     return [(known, known.seconds / known.predicted() - 1) for known in found]
+
+
+def score(report: Report) -> None:
+    """Rows, the checks, and notes."""
+    found = errors(points())
+    table = Table(
+        "what", "strategy", "published", "predicted", "error", title="published throughput, samples per second"
+    )
+    for known, error in found:
+        speed = float(known.row["batch"]) / known.seconds
+        table.add_row(known.name, known.row["spec"], f"{speed:.4g}", f"{speed * (1 + error):.4g}", f"{error:+.1%}")
+        case = f"{known.name}, {known.row['spec']}, {known.row['length']}, {known.row['runs']}"
+        report.add(case, {"measured": [known.seconds], "predicted": [known.seconds / (1 + error)]}, "measured")
+    Console(width=150).print(table)
+    sizes = sorted(abs(error) for _, error in found)
+    report.checks["known_throughput_error"] = Check(value=median(sizes), at_most=0.15)
+    report.checks["known_throughput_p90"] = Check(value=sizes[round(0.9 * (len(sizes) - 1))], at_most=0.35)
+    report.notes["known_throughput_points"] = len(sizes)
+    report.notes["known_throughput_worst_error"] = round(sizes[-1], 4)
+    report.notes["known_throughput_too_fast"] = sum(error > 0 for _, error in found)
+    for source in SOURCES:
+        own = [error for known, error in found if known.row["source"] == source]
+        report.notes[f"known_throughput_median_error, {source}"] = round(median(own), 4)
+
+
+def main() -> None:
+    """Scores all points."""
+    report = Report("plan_known", quick=False)
+    score(report)
+    report.finish()
+
+
+if __name__ == "__main__":
+    main()

@@ -276,3 +276,19 @@ def test_estimates_are_finite_for_any_reasonable_spec() -> None:
     work = timed(0.1, 1e7)
     for spec in (StrategySpec(replicas=4, tensor=2, stages=4, microbatches=4), StrategySpec(shards=4, replicas=8)):
         assert math.isfinite(estimate(work, cluster(32), spec).seconds)
+
+
+def test_sequence_parallelism_splits_what_tensor_parallelism_leaves_whole() -> None:
+    made = gpt_task(width=1024, layers=4, heads=16, words=1000, length=1024)
+    network = trace(made, torch.zeros(1, 1025).long(), rows=1)
+    work = Workload(networks={"fp32": network}, batch_size=8)
+    where = Cluster.parse("8 A100")
+    whole, split = (estimate(work, where, StrategySpec(tensor=8, layout=layout)) for layout in ("", "*norm*:sequence"))
+    assert split.compute < whole.compute
+    assert split.memory.activations < 0.7 * whole.memory.activations
+
+
+def test_several_kinds_of_hosts_in_a_line_share_the_network_that_follows_them() -> None:
+    together, first, second = as_clusters("2 hosts x 8 H100 + 4 hosts x 8 A100, 400Gb/s")
+    assert (together.num_devices, first.num_devices, second.num_devices) == (48, 16, 32)
+    assert {one.network.bandwidth for one in (together, first, second)} == {50e9}

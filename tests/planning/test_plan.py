@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from manyhands.planning import (
 from manyhands.planning.many_networks import One, many, stacking_gain
 from manyhands.planning.workload import best_batch
 
-from ..costs.networks import gpt_task
+from ..costs.networks import gpt_task, task
 from .test_estimate import cluster, timed
 
 WHOLE = Search(refuses=lambda spec: "not yet: stages" if spec.stages > 1 else "")
@@ -460,3 +461,21 @@ def test_band_follows_the_evidence_and_close_options_are_named() -> None:
     assert len(unknown.close()) >= len(known.close())
     calibrated = make_plan(work, replace(cluster(8), measured=True), Search())
     assert calibrated.band < known.band
+
+
+def test_plan_is_fitted_to_earlier_runs(tmp_path: Path) -> None:
+    made = task(lambda: torch.nn.Linear(64, 64), lambda model, batch: model(batch).square().mean(), torch.ones(8, 64))
+    for seconds in (1.0, 2.0):
+        folder = tmp_path / str(seconds)
+        folder.mkdir()
+        record = {"spec": StrategySpec().to_dict(), "batch_size": 8, "devices": ["cuda:0"]}
+        (folder / "run.json").write_text(json.dumps(record))
+        for index in range(4):
+            entry = {"v": 1, "kind": "steps", "t": index * 10 * seconds, "steps": [10 * index + 10], "losses": {}}
+            with (folder / "events.jsonl").open("a") as file:
+                file.write(json.dumps(entry) + "\n")
+        found = mh.plan(made, "1 A100", seen=[folder])
+        assert found.evidence == "calibrated"
+        assert found.best.seconds == pytest.approx(seconds, rel=0.1)
+    with pytest.raises(SettingsError, match="devices like those of the cluster, CPU"):
+        mh.plan(made, "8 CPU", seen=[folder])

@@ -137,9 +137,9 @@ def _observed(given: training.Run | str | Path, workload: Workload) -> tuple[Obs
     devices = [str(device) for device in run.record["devices"]]
     entries = [one for one in read_events(run.path / EVENTS) if one["kind"] == "steps" and one["steps"]]
     pairs = [
-        (after["time"] - before["time"]) / (after["steps"][-1] - before["steps"][-1])
+        (after["t"] - before["t"]) / (after["steps"][-1] - before["steps"][-1])
         for before, after in pairwise(entries)
-        if after["steps"][-1] > before["steps"][-1] and after["time"] > before["time"]
+        if after["steps"][-1] > before["steps"][-1] and after["t"] > before["t"]
     ]
     if not pairs:
         raise SettingsError(

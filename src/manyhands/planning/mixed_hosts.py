@@ -1,5 +1,5 @@
-"""Cluster files with several kinds of hosts. Together they run at the speed of the slowest, so each kind is also
-planned by itself."""
+"""Clusters with several kinds of hosts, in a file or a line of text. Together they run at the speed of the slowest, so
+each kind is also planned by itself."""
 
 from __future__ import annotations
 
@@ -9,18 +9,36 @@ from pathlib import Path
 from typing import Any
 
 from ..core import SettingsError
+from .cluster_text import parse_cluster
 from .clusters import Cluster, as_cluster, read_toml
 
 KIND = "kind"
 
 
 def as_clusters(given: Cluster | str | Path) -> list[Cluster]:
-    """Return one cluster, or for a file with several kinds of hosts all together and then each kind."""
+    """Return one cluster, or for several kinds of hosts all together and then each kind.
+
+    >>> [f"{one.num_devices} {one.chip.name}" for one in as_clusters("2 hosts x 8 H100 + 1 host x 8 A100, 9Gb/s")]
+    ['24 H100 and A100', '16 H100', '8 A100']
+    """
     if isinstance(given, Path) or (isinstance(given, str) and given.endswith(".toml")):
         values = read_toml(given)
         if KIND in values:
             return mixed(values)
+    elif isinstance(given, str) and "+" in given:
+        return mixed({KIND: [parse_cluster(text) for text in _texts(given)]})
     return [as_cluster(given)]
+
+
+def _texts(given: str) -> list[str]:
+    """Return a line for each kind; what follows the last kind's devices applies to all that say nothing themselves.
+
+    >>> _texts("2 hosts x 8 H100 + 4 hosts x 8 A100, 400Gb/s")
+    ['2 hosts x 8 H100, 400Gb/s', '4 hosts x 8 A100, 400Gb/s']
+    """
+    kinds = [text.strip() for text in given.split("+")]
+    rest = kinds[-1].partition(",")[2].strip()
+    return [text if "," in text or not rest else f"{text}, {rest}" for text in kinds]
 
 
 def mixed(values: Mapping[str, Any]) -> list[Cluster]:
