@@ -590,8 +590,8 @@ def Placed(
 
     `where` maps patterns of module names to devices: "cuda:1", "host2/cuda:0", or their index in `on=`. "*" matches all
     modules that no other pattern names; operations outside of these parts run where most of their inputs are. Without a
-    map, the `with mh.place_on(...):` blocks in which the network was built decide; if there are none, the network is
-    partitioned for equal time, balanced parameters and little communication.
+    map, the `with mh.strategies.place_on(...):` blocks in which the network was built decide; if there are none, the
+    network is partitioned for equal time, balanced parameters and little communication.
 
     >>> Placed({"tower_a.*": "cpu:0", "tower_b.*": "cpu:1"})
     StrategySpec(stages=2, place='tower_a.*@cpu:0;tower_b.*@cpu:1')
