@@ -69,8 +69,8 @@ def main() -> None:
 
 def throughput(report: Report, folder: Path, rounds: int) -> dict[str, Row]:
     """Our rows over the baseline's, by work; for texts the baseline is the better of two and of no workers."""
-    images = as_source(mh.files(folder / "images-*.tar", decode=image_of))
-    texts = as_source(mh.files(folder / "texts-*.parquet"))
+    images = as_source(mh.data.files(folder / "images-*.tar", decode=image_of))
+    texts = as_source(mh.data.files(folder / "texts-*.parquet"))
     image_baseline = image_loader(folder, WORKERS)
     times = interleaved(
         {
@@ -143,7 +143,7 @@ def wait_share(report: Report, folder: Path, num_steps: int) -> float:
         model=CNN.model,
         loss=image_loss,
         optimizer=CNN.make_optimizer,
-        data=mh.files(folder / "images-*.tar", decode=image_of),
+        data=mh.data.files(folder / "images-*.tar", decode=image_of),
         batch_size=IMAGES_PER_BATCH,
     )
     run = mh.fit(

@@ -211,7 +211,7 @@ class Recommender(nn.Module):
 
     def __init__(self, rows: int) -> None:
         super().__init__()
-        self.table = mh.Embedding(rows, DIM, optimizer="adagrad", std=0.1, seed=1)
+        self.table = mh.strategies.Embedding(rows, DIM, optimizer="adagrad", std=0.1, seed=1)
         self.out = nn.Sequential(nn.Linear(2 * DIM, 32), nn.ReLU(), nn.Linear(32, 1))
 
     def forward(self, ids: Tensor) -> Tensor:

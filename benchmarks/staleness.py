@@ -137,7 +137,7 @@ class Recommender(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.users, self.items = mh.Embedding(2000, 8, std=0.3), mh.Embedding(1000, 8, std=0.3)
+        self.users, self.items = mh.strategies.Embedding(2000, 8, std=0.3), mh.strategies.Embedding(1000, 8, std=0.3)
 
     def forward(self, ids: Tensor) -> Tensor:
         """The product of both rows."""

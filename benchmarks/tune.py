@@ -51,7 +51,7 @@ from .tune_works import (
     plain_trial,
 )
 
-SPACE = {"lr": mh.loguniform(LOW, HIGH)}
+SPACE = {"lr": mh.tuning.loguniform(LOW, HIGH)}
 EPOCHS = 8
 RAY_TRIALS = 20
 REQUIREMENTS = environment.ROOT / "requirements" / "tuning_peers.txt"
@@ -116,7 +116,7 @@ def tuned(
     seed: int = 0,
     execution: str | None = None,
     **arguments: Any,
-) -> tuple[float, mh.Study]:
+) -> tuple[float, mh.tuning.Study]:
     """Seconds of a study, and the study."""
     with tempfile.TemporaryDirectory() as folder:
         began = time.perf_counter()
@@ -207,7 +207,7 @@ def many(report: Report) -> None:
         return trivial(x, y)
 
     with tempfile.TemporaryDirectory() as folder:
-        space = {"x": mh.uniform(-5, 5), "y": mh.uniform(-5, 5)}
+        space = {"x": mh.tuning.uniform(-5, 5), "y": mh.tuning.uniform(-5, 5)}
         mh.tune(counted, space, trials=10_000, folder=folder, on="cpu", options=mh.options.Display(progress=False))
     marks = [mark for mark in seen if mark is not None]
     report.checks["memory_growth_10k"] = Check(value=marks[-1][1] / marks[0][1], at_most=1.05)

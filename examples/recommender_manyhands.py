@@ -3,7 +3,8 @@
     python recommender_manyhands.py
     manyhands fit recommender_manyhands.py --strategy ps,servers=2,workers=2 --on 'cpu*2'
 
-Shows `mh.Embedding`. With parameter servers no worker holds these tables: only rows that a batch uses are sent.
+Shows `mh.strategies.Embedding`. With parameter servers no worker holds these tables: only rows that a batch uses are
+sent.
 `recommender_torch.py` is the same program in plain PyTorch.
 
 Expect the training loss to fall from about 3 to about 1 within five epochs.
@@ -23,7 +24,7 @@ USERS, ITEMS = 2_000, 1_000
 class Recommender(nn.Module):
     def __init__(self):
         super().__init__()
-        self.users, self.items = mh.Embedding(USERS, 8, std=0.3), mh.Embedding(ITEMS, 8, std=0.3)
+        self.users, self.items = mh.strategies.Embedding(USERS, 8, std=0.3), mh.strategies.Embedding(ITEMS, 8, std=0.3)
 
     def forward(self, ids):
         return (self.users(ids[:, 0]) * self.items(ids[:, 1])).sum(1)

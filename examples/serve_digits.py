@@ -1,7 +1,7 @@
 """Serve a network while it is trained further; the new version takes over, and a rollback returns to the old one.
 
-Shows `run.export`, `mh.serve`, `mh.Client`, and how a client loads a version and rolls it back. No request is lost
-while versions change.
+Shows `run.export`, `mh.serve`, `mh.serving.Client`, and how a client loads a version and rolls it back. No request is
+lost while versions change.
 
     python serve_digits.py
 
@@ -36,7 +36,7 @@ def task(lr: float = 1e-2) -> mh.Task:
     )
 
 
-def accuracy(client: mh.Client) -> float:
+def accuracy(client: mh.serving.Client) -> float:
     scores = client("digits", images[1500:])
     return float(np.mean(scores.argmax(1) == labels[1500:].numpy()))
 
@@ -45,7 +45,7 @@ if __name__ == "__main__":
     run = mh.fit(task, epochs=1, name="digits", on="cpu")
     run.export("models/digits")
     with mh.serve("models", listen=mh.serving.Listen(http=0, grpc=0, manage=0)) as server:
-        client = mh.Client(server.url, manage=server.manage_url)
+        client = mh.serving.Client(server.url, manage=server.manage_url)
         print(f"version 1: {accuracy(client):.3f}")
         run = mh.fit(task, epochs=5, name="digits", resume=True, on="cpu")
         run.export("models/digits")

@@ -51,7 +51,7 @@ def task(lr: float = 1e-3, width: int = 64, seed: int = 0) -> mh.Task:
 
 
 if __name__ == "__main__":
-    space = {"lr": mh.loguniform(1e-4, 1e-1), "width": mh.choice(32, 64)}
+    space = {"lr": mh.tuning.loguniform(1e-4, 1e-1), "width": mh.tuning.choice(32, 64)}
     study = mh.tune(
         task,
         space,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
+from dataclasses import is_dataclass
 from typing import Any
 
 import pytest
@@ -15,15 +17,31 @@ from manyhands.cli.tune import GROUPS as TUNE
 from manyhands.core import SettingsError, options_of
 
 MAX_PARAMETERS = 10
-UNGROUPED = {"ParameterServer", "Pipeline"}
-"""Functions whose options are not grouped into classes yet; the set must only shrink."""
-FUNCTIONS = sorted(name for name in mh.__all__ if inspect.isfunction(getattr(mh, name)))
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_public_functions_have_at_most_ten_parameters(name: str) -> None:
-    is_small = len(inspect.signature(getattr(mh, name)).parameters) <= MAX_PARAMETERS
-    assert is_small is (name not in UNGROUPED)
+def public_functions() -> Iterator[Any]:
+    """Yield every public function, and every public method of the exported classes that are not frozen dataclasses."""
+    for exported in mh.__all__:
+        value = getattr(mh, exported)
+        if inspect.isfunction(value):
+            yield pytest.param(value, id=exported)
+        elif inspect.isclass(value) and not is_dataclass(value):
+            for name, method in inspect.getmembers(value, inspect.isfunction):
+                if name == "__init__" or not name.startswith("_"):
+                    yield pytest.param(method, id=f"{exported}.{name}")
+
+
+@pytest.mark.parametrize("function", [*public_functions()])
+def test_public_functions_and_methods_have_at_most_ten_parameters(function: Any) -> None:
+    parameters = [name for name in inspect.signature(function).parameters if name != "self"]
+    assert len(parameters) <= MAX_PARAMETERS
+
+
+def test_settings_that_a_strategy_does_not_take_are_combined_by_a_product() -> None:
+    servers = mh.ParameterServer(2, 4) * mh.Single(recompute="blocks")
+    assert servers == mh.StrategySpec(servers=2, replicas=4, recompute="blocks")
+    pipelines = mh.Pipeline(4) * mh.Mirrored(2, sync="bf16")
+    assert pipelines == mh.StrategySpec(stages=4, microbatches=8, replicas=2, sync="bf16")
 
 
 def test_options_of_serving_have_unique_names_and_helps() -> None:

@@ -33,7 +33,7 @@ from manyhands.training import Run
 from manyhands.tuning import Journal, Objective, Trial, read_journal
 from manyhands.tuning.journal import JOURNAL
 
-SPACE = {"lr": mh.loguniform(1e-4, 1.0)}
+SPACE = {"lr": mh.tuning.loguniform(1e-4, 1.0)}
 EVENTS = (
     {"kind": "start", "total": 4, "parameters": 3, "step": 0},
     {"kind": "steps", "steps": [1, 2], "losses": {"loss": [1.0, 0.5]}, "epoch": 0, "lr": {"": 0.1}},

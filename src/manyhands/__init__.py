@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from . import options, serving, sync
+    from . import data, distributed, ensembles, monitoring, options, serving, storage, strategies, sync, tuning
     from .api.check import check
     from .api.ensemble import ensemble
     from .api.evaluate import evaluate, predict
@@ -41,17 +41,11 @@ if TYPE_CHECKING:
         TorchScheduler,
         mean,
     )
-    from .data import bucketed, files
     from .diagnostics import doctor
-    from .distributed import Device, devices
-    from .ensembles import Ensemble, EnsemblePrediction, RemoteEnsemble
+    from .distributed import devices
     from .launcher import Join
-    from .monitoring import Sink
-    from .serving import Client
-    from .storage import load, weights
-    from .strategies import Embedding, place_on
+    from .storage import load
     from .training import Callback, Hand, Patience, Run, hand
-    from .tuning import ASHA, Hyperband, Median, Study, Trial, choice, integers, loguniform, uniform
 
 __version__ = "0.1.0"
 
@@ -67,19 +61,7 @@ __all__ = [
     "tune",
     "ensemble",
     "remote_ensemble",
-    "uniform",
-    "loguniform",
-    "integers",
-    "choice",
-    "ASHA",
-    "Hyperband",
-    "Median",
-    "Study",
-    "Trial",
     "profile",
-    "Ensemble",
-    "RemoteEnsemble",
-    "EnsemblePrediction",
     "check",
     "partition",
     "evaluate",
@@ -87,34 +69,33 @@ __all__ = [
     "predict",
     "serve",
     "route",
-    "Client",
     "replay",
     "load",
-    "weights",
-    "files",
-    "bucketed",
     "devices",
     "doctor",
     "Single",
     "Mirrored",
     "Sharded",
     "ParameterServer",
-    "Embedding",
     "TensorParallel",
     "Pipeline",
     "Placed",
-    "place_on",
     "StrategySpec",
+    "data",
+    "distributed",
+    "ensembles",
+    "monitoring",
     "options",
-    "sync",
     "serving",
+    "storage",
+    "strategies",
+    "sync",
+    "tuning",
     "Run",
     "Hand",
     "Predictor",
     "Callback",
     "Patience",
-    "Sink",
-    "Device",
     "Join",
 ]
 
@@ -148,19 +129,16 @@ _MODULES = {
         "StrategySpec",
         "Predictor",
     ],
-    "distributed": ["Device", "devices"],
+    "distributed": ["devices"],
     "launcher": ["Join"],
     "diagnostics": ["doctor"],
-    "ensembles": ["EnsemblePrediction", "Ensemble", "RemoteEnsemble"],
-    "tuning": ["ASHA", "Hyperband", "Median", "Study", "Trial", "choice", "integers", "loguniform", "uniform"],
-    "storage": ["load", "weights"],
-    "strategies": ["Embedding", "place_on"],
-    "data": ["files", "bucketed"],
+    "storage": ["load"],
     "training": ["Callback", "Hand", "Patience", "Run", "hand"],
-    "monitoring": ["Sink"],
-    "serving": ["Client"],
 }
-_SUBPACKAGES = ("options", "serving", "sync")
+_SUBPACKAGES = (
+    "data", "distributed", "ensembles", "monitoring", "options",
+    "serving", "storage", "strategies", "sync", "tuning",
+)  # fmt: skip
 """Subpackages that are part of the public interface: mh.sync.TopK(0.01)."""
 _STRATEGIES = ("Mirrored", "Sharded", "TensorParallel", "Pipeline", "Placed")
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}

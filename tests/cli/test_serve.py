@@ -46,7 +46,7 @@ def test_serve_manages_versions_and_shuts_down_cleanly(
     exported(2)
     process = start("serve", "models", "--http", 0, "--grpc", 0, "--manage", 0, "--versions", "all", "--log", "log")
     url, manage = addresses(process)
-    client = mh.Client(url, manage=manage)
+    client = mh.serving.Client(url, manage=manage)
     rows = torch.zeros(2, 3)
     np.testing.assert_array_equal(client("digits", rows), np.full((2, 3), 2.0, np.float32))
     np.testing.assert_array_equal(client("digits", {"x": rows}, version=1), np.ones((2, 3), np.float32))
@@ -91,7 +91,7 @@ def test_custom_predictor_from_a_file_is_served(start: Callable[..., subprocess.
     url, _ = addresses(process)
     # float32, and the types of numbers without a chosen type.
     for rows in (np.zeros((1, 3), np.float32), np.zeros((1, 3)), [[0, 0, 0]]):
-        assert mh.Client(url)("model", rows).tolist() == [[1.0, 1.0, 1.0]]
+        assert mh.serving.Client(url)("model", rows).tolist() == [[1.0, 1.0, 1.0]]
     process.send_signal(signal.SIGINT)
     assert process.wait(120) == 0
 

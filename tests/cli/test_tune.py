@@ -21,7 +21,7 @@ def test_study_is_summarized_and_resumed(invoke: Invoke, capsys: pytest.CaptureF
     assert "2 finished" in result.stdout
     assert "manyhands fit small_task.py width=" in result.stdout
     assert "to resume" not in result.stdout
-    show(mh.Study("studies/first", stopped=True), "small_task.py")
+    show(mh.tuning.Study("studies/first", stopped=True), "small_task.py")
     assert "the same command with --name first --resume true" in " ".join(capsys.readouterr().out.split())
     told = json.loads(invoke(*words, "--trials", "4", "--resume", "true", "--json").stdout)
     assert told["trials"] == {"finished": 4}

@@ -264,7 +264,7 @@ def test_every_page_loads_with_accessible_names(show: Callable[..., Page], tmp_p
     options: dict[str, Any] = {"on": "cpu", "options": mh.options.Display(progress=False)}
     study = mh.tune(
         make,
-        {"lr": mh.loguniform(1e-3, 1e-1), "kind": mh.choice("a", "b")},
+        {"lr": mh.tuning.loguniform(1e-3, 1e-1), "kind": mh.tuning.choice("a", "b")},
         trials=5,
         epochs=1,
         name="first",
@@ -405,7 +405,7 @@ def test_serving_page_shows_a_running_server(show: Callable[..., Page], tmp_path
     with mh.serve(
         {"adder": run.predictor()}, on="cpu", listen=mh.serving.Listen(http=0, grpc=0, manage=0), log=str(log)
     ) as server:
-        client = mh.Client(server.url)
+        client = mh.serving.Client(server.url)
         client("adder", torch.ones(2, 4))
         page = show("serving", servers=[server.url])
         row = page.get_by_role("region", name="Versions").locator("tbody tr")
@@ -422,7 +422,7 @@ def test_serving_page_shows_a_running_server(show: Callable[..., Page], tmp_path
         with mh.route(
             "127.0.0.1:{}/{}/{}".format(*ports), listen=mh.serving.Listen(http=0, grpc=0, manage=0), log=str(log)
         ) as router:
-            mh.Client(router.url)("adder", torch.ones(2, 4))
+            mh.serving.Client(router.url)("adder", torch.ones(2, 4))
             routed = show("serving", servers=[router.url])
             row = routed.get_by_role("region", name="Servers behind a router").locator("tbody tr")
             expect(row).to_contain_text(f"127.0.0.1:{server.grpc}serving")

@@ -245,7 +245,7 @@ def test_real_study_and_ensemble_are_read(tmp_path: Path) -> None:
         )
 
     folder, options = tmp_path / "studies", {"on": "cpu", "folder": tmp_path / "studies"}
-    study = mh.tune(task, {"lr": mh.loguniform(1e-3, 1.0)}, trials=4, epochs=1, name="first", **options)
+    study = mh.tune(task, {"lr": mh.tuning.loguniform(1e-3, 1.0)}, trials=4, epochs=1, name="first", **options)
     ensemble = mh.ensemble(task, members=2, epochs=1, name="ensemble", **options)
     library = Library([folder])
     read_all(library)

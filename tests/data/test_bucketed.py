@@ -43,7 +43,7 @@ class TestBucketed:
     @given(drawn=st.data())
     def test_changing_the_replica_count_neither_repeats_nor_skips_samples(self, drawn):
         batch_size, epoch = drawn.draw(st.integers(1, 9)), drawn.draw(st.integers(0, 3))
-        data = mh.bucketed(TEXTS, batch_size, length="tokens", window=drawn.draw(st.integers(1, 5)))
+        data = mh.data.bucketed(TEXTS, batch_size, length="tokens", window=drawn.draw(st.integers(1, 5)))
         whole = rows(data, batch_size=batch_size, cursor=Cursor(epoch), seed=1)
         assert Counter(chain(*whole)) == Counter(range(SIZE))
         seen, position = [], 0
@@ -61,32 +61,32 @@ class TestBucketed:
 
     def test_bucketing_reduces_padding_and_shuffles_batch_lengths(self):
         plain = rows(TEXTS, batch_size=4)
-        sorted_by_length = rows(mh.bucketed(TEXTS, 4, length="tokens"), batch_size=4)
+        sorted_by_length = rows(mh.data.bucketed(TEXTS, 4, length="tokens"), batch_size=4)
         assert padding(sorted_by_length) < 0.06 < 0.3 < padding(plain)
         longest = [LENGTHS[batch].max() for batch in sorted_by_length]
         assert longest != sorted(longest)
-        assert rows(mh.bucketed(TEXTS, 4, length="tokens"), batch_size=4, cursor=Cursor(1)) != sorted_by_length
+        assert rows(mh.data.bucketed(TEXTS, 4, length="tokens"), batch_size=4, cursor=Cursor(1)) != sorted_by_length
 
     def test_length_as_function_column_or_array_is_equivalent(self, tmp_path):
         table = pa.table({"tokens": [text["tokens"] for text in TEXTS], "i": list(range(SIZE))})
         pq.write_table(table, tmp_path / "a.parquet", row_group_size=10)
-        expected = rows(mh.bucketed(TEXTS, 4, length=LENGTHS), batch_size=4)
-        assert rows(mh.bucketed(TEXTS, 4, length=lambda text: len(text["tokens"])), batch_size=4) == expected
-        assert rows(mh.bucketed(TEXTS, 4, length="tokens"), batch_size=4) == expected
-        files = mh.files(tmp_path / "a.parquet")
+        expected = rows(mh.data.bucketed(TEXTS, 4, length=LENGTHS), batch_size=4)
+        assert rows(mh.data.bucketed(TEXTS, 4, length=lambda text: len(text["tokens"])), batch_size=4) == expected
+        assert rows(mh.data.bucketed(TEXTS, 4, length="tokens"), batch_size=4) == expected
+        files = mh.data.files(tmp_path / "a.parquet")
         for length in ("tokens", lambda row: len(row["tokens"])):
-            source = as_source(mh.bucketed(files, 4, length=length))
+            source = as_source(mh.data.bucketed(files, 4, length=length))
             assert source._lengths.tolist() == LENGTHS.tolist()
-        assert padding(rows(mh.bucketed(files, 4, length="tokens"), batch_size=4)) < 0.06
+        assert padding(rows(mh.data.bucketed(files, 4, length="tokens"), batch_size=4)) < 0.06
 
     def test_validation_is_sorted_within_windows_and_not_shuffled(self):
-        found = rows(mh.bucketed(TEXTS, 4, length="tokens"), batch_size=4, shuffle=False)
+        found = rows(mh.data.bucketed(TEXTS, 4, length="tokens"), batch_size=4, shuffle=False)
         assert list(chain(*found)) == np.argsort(LENGTHS, kind="stable").tolist()
 
     def test_batch_size_of_bucketed_is_used_and_a_conflicting_one_is_rejected(self):
-        source = as_source(mh.bucketed(TEXTS, 4, length="tokens"))
+        source = as_source(mh.data.bucketed(TEXTS, 4, length="tokens"))
         assert check_source(source, None) == 4
-        with pytest.raises(DataError, match="of its mh.bucketed must be equal, but got 8 and 4"):
+        with pytest.raises(DataError, match="of its mh.data.bucketed must be equal, but got 8 and 4"):
             check_source(source, 8)
 
     def test_lengths_are_computed_once_and_pickled_with_the_data(self):
@@ -97,7 +97,7 @@ class TestBucketed:
                 read.append(i)
                 return super().__getitem__(i)
 
-        data = mh.bucketed(Counted(TEXTS), 4, length="tokens")
+        data = mh.data.bucketed(Counted(TEXTS), 4, length="tokens")
         as_source(data)
         as_source(data)
         assert len(read) == SIZE
@@ -107,15 +107,24 @@ class TestBucketed:
         ("make", "text"),
         [
             (
-                lambda: mh.bucketed(TEXTS, 4),
+                lambda: mh.data.bucketed(TEXTS, 4),
                 r"different lengths, but got length 2 for every sample .measured by len.. Pass length=",
             ),
-            (lambda: mh.bucketed(TEXTS, 4, length=[1, 2]), r"one value for every sample.*2 lengths for 61 samples"),
-            (lambda: mh.bucketed(lambda: iter(TEXTS), 4), r"with random access, but got .*a stream"),
-            (lambda: mh.bucketed(torch.zeros(5), 4), r"single samples, but got arrays. Pass the lengths themselves"),
-            (lambda: mh.bucketed(TEXTS, 0), r"batch_size must be a whole number of at least 1, but got 0"),
-            (lambda: mh.bucketed(TEXTS, "8"), r"batch_size must be a whole number of at least 1, but got '8'"),
-            (lambda: mh.bucketed(TEXTS, 4, length="i"), r"whose values have a length, but got 'i' \(TypeError: object"),
+            (
+                lambda: mh.data.bucketed(TEXTS, 4, length=[1, 2]),
+                r"one value for every sample.*2 lengths for 61",
+            ),
+            (lambda: mh.data.bucketed(lambda: iter(TEXTS), 4), r"with random access, but got .*a stream"),
+            (
+                lambda: mh.data.bucketed(torch.zeros(5), 4),
+                r"single samples, but got arrays. Pass the lengths",
+            ),
+            (lambda: mh.data.bucketed(TEXTS, 0), r"batch_size must be a whole number of at least 1, but got 0"),
+            (lambda: mh.data.bucketed(TEXTS, "8"), r"batch_size must be a whole number of at least 1, but got '8'"),
+            (
+                lambda: mh.data.bucketed(TEXTS, 4, length="i"),
+                r"whose values have a length, but got 'i' \(TypeError",
+            ),
         ],
     )
     def test_invalid_arguments_raise_data_error(self, make, text):
@@ -129,14 +138,14 @@ class TestBucketed:
         pq.write_table(pa.Table.from_pylist(TEXTS), tmp_path / "a.parquet")
         text = "length must be one of the columns tokens, i, but got 'tokns'. Did you mean 'tokens'?"
         with pytest.raises(DataError, match=text):
-            mh.bucketed(TEXTS, 4, length="tokns")
-        for data in (Texts(), mh.files(tmp_path / "a.parquet")):
+            mh.data.bucketed(TEXTS, 4, length="tokns")
+        for data in (Texts(), mh.data.files(tmp_path / "a.parquet")):
             with pytest.raises(DataError, match=text):
-                as_source(mh.bucketed(data, 4, length="tokns"))
+                as_source(mh.data.bucketed(data, 4, length="tokns"))
 
     def test_repr_omits_the_data(self):
-        assert repr(mh.bucketed(TEXTS, 4)) == "bucketed(a list, 4, length=len, window=100)"
-        assert repr(mh.bucketed(TEXTS, 4, length=LENGTHS)) == "bucketed(a list, 4, length=61 numbers, window=100)"
+        assert repr(mh.data.bucketed(TEXTS, 4)) == "bucketed(a list, 4, length=len, window=100)"
+        assert repr(mh.data.bucketed(TEXTS, 4, length=LENGTHS)) == "bucketed(a list, 4, length=61 numbers, window=100)"
 
     def test_fit_on_two_replicas_has_the_same_losses_as_on_one(self, tmp_path):
         def loss(model, batch):
@@ -156,7 +165,7 @@ class TestBucketed:
             model=Weigh,
             loss=loss,
             optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
-            data=mh.bucketed(TEXTS, 4, length="tokens"),
+            data=mh.data.bucketed(TEXTS, 4, length="tokens"),
         )
         runs = [
             mh.fit(

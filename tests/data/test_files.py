@@ -44,7 +44,7 @@ def number_of(batch):
 @pytest.fixture(params=COLUMNS)
 def data(request, tmp_path):
     """Write equal rows to one file per format."""
-    return mh.files(shards.write(tmp_path, request.param), columns=COLUMNS[request.param], window=9)
+    return mh.data.files(shards.write(tmp_path, request.param), columns=COLUMNS[request.param], window=9)
 
 
 def numbers(data, *, replicas=1, cursor=Cursor(), **settings):  # noqa: B008 (frozen)
@@ -74,7 +74,7 @@ def test_batches_contain_the_rows_of_the_files(data):
 
 def test_string_columns_are_returned_as_strings(tmp_path):
     for format, text in (("csv", 'row\n{0}, said "{0}"'), ("parquet", "row {0}")):
-        data = mh.files(shards.write(tmp_path, format), columns=["name"])
+        data = mh.data.files(shards.write(tmp_path, format), columns=["name"])
         batch = as_source(data).fetch(np.array([20, 3]))
         assert batch == {"name": [text.format(20), text.format(3)]}
 
@@ -94,7 +94,7 @@ def test_changing_the_layout_neither_repeats_nor_skips_samples(data, drawn):
 
 
 def test_order_is_shuffled_across_files_and_differs_between_epochs(data):
-    data = mh.files(data.paths, columns=data.format.columns)
+    data = mh.data.files(data.paths, columns=data.format.columns)
     first, again, other = (numbers(data, batch_size=5, cursor=Cursor(epoch)) for epoch in (0, 0, 1))
     assert first == again != other
     assert first != sorted(first)
@@ -105,7 +105,7 @@ def test_order_is_shuffled_across_files_and_differs_between_epochs(data):
 def test_shuffle_window_limits_the_number_of_open_row_groups(tmp_path):
     table = pa.table({"number": np.arange(6000)})
     pq.write_table(table, tmp_path / "a.parquet", row_group_size=100)
-    data = mh.files(tmp_path / "a.parquet", window=500)
+    data = mh.data.files(tmp_path / "a.parquet", window=500)
     found = np.array(numbers(data, batch_size=100))
     assert [len(set(found[start : start + 500] // 100)) for start in range(0, 6000, 500)] == [5] * 12
     assert len(set(found[:100] // 100)) == 5
@@ -116,7 +116,7 @@ def test_workers_yield_the_same_rows_and_random_draws(data):
         noise = torch.rand(()) + np.random.rand() + random.random()
         return {"number": int(number_of(sample)), "noise": noise.item()}
 
-    noisy = mh.files(data.paths, columns=data.format.columns, decode=decode)
+    noisy = mh.data.files(data.paths, columns=data.format.columns, decode=decode)
     source = as_source(noisy)
     runs = [list(Feed(source, batch_size=8, workers=workers).epoch(Cursor(1, 8))) for workers in (0, 2)]
     for ours, theirs in zip(*runs, strict=True):
@@ -138,7 +138,7 @@ def test_index_is_pickled_with_the_description(data, tmp_path):
 def test_csv_types_are_inferred_from_the_first_file_with_rows(tmp_path):
     for name, rows in {"a": "", "b": "1,2.5\n", "c": "2,3.5\n"}.items():
         (tmp_path / f"{name}.csv").write_text(f"\nnumber,size\n{rows}")
-    batch = next(Feed(as_source(mh.files(tmp_path / "*.csv")), batch_size=4, shuffle=False).epoch(Cursor())).data
+    batch = next(Feed(as_source(mh.data.files(tmp_path / "*.csv")), batch_size=4, shuffle=False).epoch(Cursor())).data
     assert (batch["number"].tolist(), batch["size"].tolist()) == ([1, 2], [2.5, 3.5])
 
 
@@ -161,7 +161,7 @@ def test_csv_quotes_inside_unquoted_values_are_literal(tmp_path_factory, rows, m
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(delimited, "CHUNK", chunk)
         patch.setattr(delimited, "BLOCK_BYTES", 16)
-        source = as_source(mh.files(path, columns={"first": "str", "second": "str"}))
+        source = as_source(mh.data.files(path, columns={"first": "str", "second": "str"}))
         batch = source.fetch(np.arange(source.size))
     assert list(zip(batch["first"], batch["second"], strict=True)) == rows
 
@@ -169,13 +169,13 @@ def test_csv_quotes_inside_unquoted_values_are_literal(tmp_path_factory, rows, m
 def test_long_csv_row_gets_its_own_block(tmp_path):
     """One long row among short ones has a block of its own; pyarrow parses no more than 2 GiB at once."""
     (tmp_path / "a.csv").write_text("text\n" + "short\n" * 5000 + "long" * 2**19 + "\n" + "short\n" * 3)
-    (shard,) = mh.files(tmp_path / "a.csv").index().shards
+    (shard,) = mh.data.files(tmp_path / "a.csv").index().shards
     assert shard.blocks.tolist() == [0, 4096, 5000, 5001, 5004]
 
 
 def reads_of_an_epoch(pattern, window=None):
     """The most blocks that were kept at a time, how often a block was read, and the order."""
-    source = as_source(mh.files(pattern, window=window))
+    source = as_source(mh.data.files(pattern, window=window))
     most, reads, read = 0, 0, source._read
 
     def counted(block):
@@ -213,7 +213,7 @@ def test_large_row_groups_are_read_one_at_a_time(tmp_path, monkeypatch):
 @pytest.mark.parametrize("form", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
 def test_long_member_names_in_tar_files_are_read(tmp_path, form):
     shards.tar(tmp_path / "a.tar", 0, 15, form)
-    source = as_source(mh.files(tmp_path / "a.tar"))
+    source = as_source(mh.data.files(tmp_path / "a.tar"))
     keys = source.fetch(np.arange(15))["__key__"]
     assert keys == [shards.key_of(n) for n in range(15)]
 
@@ -249,7 +249,7 @@ class TestDamage:
         # The last sample of a tar file is followed by up to ten kilobytes of zeros.
         self.cut(path, 30 if format != "tar" else len(path.read_bytes()) - 16 * 512 - 100)
         with pytest.raises(DataError, match=rf"1\.{format} must be") as info:
-            as_source(mh.files(pattern))
+            as_source(mh.data.files(pattern))
         assert {"parquet": "whole Parquet file", "tfrecord": "at record 10", "tar": "at sample"}[format] in str(
             info.value
         )
@@ -261,7 +261,7 @@ class TestDamage:
         content[content.index(b"row 12")] ^= 1
         path.write_bytes(content)
         with pytest.raises(DataError, match=r"record of .*1\.tfrecord must be.*wrong checksum at record 3[.]"):
-            list(Feed(as_source(mh.files(pattern)), batch_size=4).epoch(Cursor()))
+            list(Feed(as_source(mh.data.files(pattern)), batch_size=4).epoch(Cursor()))
 
     @pytest.mark.timeout(20)
     def test_overlong_varint_in_a_tfrecord_is_rejected_without_reading_all_of_it(self):
@@ -277,7 +277,7 @@ class TestDamage:
         pattern = shards.write(tmp_path, format)
         os.mkfifo(tmp_path / f"0.{format}.{format}")
         with pytest.raises(DataError, match="data files must be regular files"):
-            mh.files(pattern)
+            mh.data.files(pattern)
 
     def test_tfrecord_length_with_wrong_checksum_is_rejected(self, tmp_path):
         shards.tfrecord(tmp_path / "a.tfrecord", 0, 5)
@@ -285,7 +285,7 @@ class TestDamage:
         content[len(shards.record(shards.example(0))) + 2] ^= 1
         (tmp_path / "a.tfrecord").write_bytes(content)
         with pytest.raises(DataError, match=r"length with a wrong checksum at record 1[.]"):
-            as_source(mh.files(tmp_path / "a.tfrecord"))
+            as_source(mh.data.files(tmp_path / "a.tfrecord"))
 
     @pytest.mark.parametrize(
         ("line", "text"),
@@ -294,7 +294,7 @@ class TestDamage:
     def test_csv_line_that_does_not_parse_is_rejected(self, tmp_path, line, text):
         good = [f"{n},{n / 2},a" for n in range(7)]
         (tmp_path / "a.csv").write_text("\n".join(["number,size,name", *good, line, *good]))
-        data = mh.files(tmp_path / "a.csv", columns={"number": "int64", "size": "float32"})
+        data = mh.data.files(tmp_path / "a.csv", columns={"number": "int64", "size": "float32"})
         with pytest.raises(DataError, match=rf"every row of .*a\.csv must be readable.*{text}"):
             as_source(data).fetch(np.array([0]))
 
@@ -302,7 +302,7 @@ class TestDamage:
         lines = [f"{n}" for n in range(9000)]
         lines[8500] = "much"
         (tmp_path / "a.csv").write_text("\n".join(["number", *lines]))
-        source = as_source(mh.files(tmp_path / "a.csv"))
+        source = as_source(mh.data.files(tmp_path / "a.csv"))
         assert source.fetch(np.array([0, 5000]))["number"].tolist() == [0, 5000]
         with pytest.raises(DataError, match=r"invalid value 'much' at row 8500[.]"):
             source.fetch(np.array([8499]))
@@ -310,7 +310,7 @@ class TestDamage:
     def test_unclosed_csv_quote_is_rejected(self, tmp_path):
         (tmp_path / "a.csv").write_text('a,b\n1,"x\n2,y\n')
         with pytest.raises(DataError, match=r"a\.csv must be a whole CSV file.*never closed"):
-            as_source(mh.files(tmp_path / "a.csv"))
+            as_source(mh.data.files(tmp_path / "a.csv"))
 
     @pytest.mark.parametrize(
         ("content", "text"),
@@ -324,7 +324,7 @@ class TestDamage:
     def test_ambiguous_csv_file_is_rejected(self, tmp_path, content, text):
         (tmp_path / "a.csv").write_bytes(content)
         with pytest.raises(DataError, match=rf"a\.csv must be a CSV file.*{text}"):
-            as_source(mh.files(tmp_path / "a.csv"))
+            as_source(mh.data.files(tmp_path / "a.csv"))
 
     def test_parquet_page_with_wrong_checksum_is_rejected(self, tmp_path):
         path = tmp_path / "a.parquet"
@@ -337,14 +337,14 @@ class TestDamage:
         with pytest.raises(
             DataError, match=r"every row of .*a\.parquet must be readable.*in the row group at row 0[.]"
         ):
-            as_source(mh.files(path)).fetch(np.array([50]))
+            as_source(mh.data.files(path)).fetch(np.array([50]))
 
     @pytest.mark.parametrize("break_it", [lambda tar: tar + tar, lambda tar: tar[:1536] + bytes(512) + tar[2048:]])
     def test_data_after_the_end_of_a_tar_file_is_rejected(self, tmp_path, break_it):
         shards.tar(tmp_path / "a.tar", 0, 5)
         (tmp_path / "a.tar").write_bytes(break_it((tmp_path / "a.tar").read_bytes()))
         with pytest.raises(DataError, match=r"every sample of .*a\.tar must be readable.*an empty header at byte"):
-            as_source(mh.files(tmp_path / "a.tar"))
+            as_source(mh.data.files(tmp_path / "a.tar"))
 
     @pytest.mark.parametrize(
         ("format", "columns", "text"),
@@ -366,19 +366,19 @@ class TestDamage:
     def test_column_type_that_would_change_values_is_rejected(self, tmp_path, format, columns, text):
         pattern = shards.write(tmp_path, format)
         with pytest.raises(DataError, match=text):
-            as_source(mh.files(pattern, columns=columns)).fetch(np.array([1]))
+            as_source(mh.data.files(pattern, columns=columns)).fetch(np.array([1]))
 
     def test_csv_row_above_the_size_limit_is_rejected(self, tmp_path, monkeypatch):
         monkeypatch.setattr(delimited, "MAX_ROW_BYTES", 8)
         (tmp_path / "a.csv").write_text("a\n1\n1234567890\n")
         with pytest.raises(DataError, match=r"got more than 8 bytes at row 1[.]"):
-            as_source(mh.files(tmp_path / "a.csv"))
+            as_source(mh.data.files(tmp_path / "a.csv"))
 
     @pytest.mark.parametrize("columns", [None, ["y"]])
     def test_null_value_error_names_column_and_row(self, tmp_path, columns):
         table = pa.table({"x": [[1], [2], [3]], "y": [1.0, 2.0, None]})
         pq.write_table(table, tmp_path / "a.parquet", row_group_size=2)
-        source = as_source(mh.files(tmp_path / "a.parquet", columns=columns))
+        source = as_source(mh.data.files(tmp_path / "a.parquet", columns=columns))
         assert source.fetch(np.array([1]))["y"].tolist() == [2.0]
         with pytest.raises(DataError, match=r"a\.parquet.*no value in column 'y' at row 2[.]"):
             source.fetch(np.array([2]))
@@ -388,7 +388,7 @@ class TestDamage:
         def decode(sample):
             return 1 // (int(number_of(sample)) - 23)
 
-        source = as_source(mh.files(data.paths, columns=data.format.columns, decode=decode))
+        source = as_source(mh.data.files(data.paths, columns=data.format.columns, decode=decode))
         with pytest.raises(DataError, match=r"3\.\w+ must be readable.*ZeroDivisionError.* in decode at row 2[.]"):
             list(Feed(source, batch_size=4, workers=workers).epoch(Cursor()))
 
@@ -409,7 +409,7 @@ class TestDamage:
             ),
         ):
             with pytest.raises(DataError, match=text):
-                as_source(mh.files(tmp_path / "a.tfrecord", columns=columns)).fetch(np.array([1]))
+                as_source(mh.data.files(tmp_path / "a.tfrecord", columns=columns)).fetch(np.array([1]))
 
 
 class TestDescription:
@@ -430,30 +430,30 @@ class TestDescription:
         for name in ("a.csv", "b.tar", "a.txt", "a.csv.gz"):
             (tmp_path / name).write_text("x\n1\n")
         with pytest.raises(DataError, match=text):
-            mh.files([tmp_path / name for name in names], **settings)
+            mh.data.files([tmp_path / name for name in names], **settings)
 
     @pytest.mark.parametrize("format", ["parquet", "csv"])
     def test_unknown_column_error_lists_the_available_columns(self, tmp_path, format):
         pattern = shards.write(tmp_path, format)
         with pytest.raises(DataError, match=r"columns of .*0\.\w+ must be among 'number', 'size'.*, but got 'weight'"):
-            as_source(mh.files(pattern, columns=["size", "weight"]))
+            as_source(mh.data.files(pattern, columns=["size", "weight"]))
 
     def test_format_is_inferred_from_the_file_name_or_given_by_name(self, tmp_path):
         shards.tfrecord(tmp_path / "train.tfrecord-00000-of-00002", 0, 3)
         shards.tfrecord(tmp_path / "train.tfrecord-00001-of-00002", 3, 5)
-        assert as_source(mh.files(tmp_path / "train*")).size == 5
+        assert as_source(mh.data.files(tmp_path / "train*")).size == 5
         shards.parquet(tmp_path / "data.bin", 0, 3)
-        assert as_source(mh.files(tmp_path / "data.bin", format="parquet")).size == 3
+        assert as_source(mh.data.files(tmp_path / "data.bin", format="parquet")).size == 3
 
     def test_requested_column_types_are_used(self, tmp_path):
         (tmp_path / "a.tsv").write_text("x\ty\n1\t2\n3\t4\n")
-        data = mh.files(tmp_path / "a.tsv", columns={"x": "float64", "y": "str"})
+        data = mh.data.files(tmp_path / "a.tsv", columns={"x": "float64", "y": "str"})
         batch = as_source(data).fetch(np.array([1]))
         assert (batch["x"].dtype, batch["y"]) == (torch.float64, ["4"])
 
     def test_decode_receives_parquet_rows_as_dicts(self, tmp_path):
         seen = []
-        data = mh.files(shards.write(tmp_path, "parquet"), decode=lambda row: seen.append(row) or row["number"])
+        data = mh.data.files(shards.write(tmp_path, "parquet"), decode=lambda row: seen.append(row) or row["number"])
         assert as_source(data).fetch(np.array([7, 30])).tolist() == [7, 30]
         assert [set(row) for row in seen] == [{"number", "size", "tokens", "name"}] * 2
         assert seen[1]["tokens"].tolist() == tokens_of(30)

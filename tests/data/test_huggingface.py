@@ -95,10 +95,10 @@ def test_images_are_decoded():
 
 def test_bucketing_by_a_column_groups_similar_lengths(data):
     for shown in (data, data.with_transform(lambda rows: rows)):
-        source = as_source(mh.bucketed(shown, 4, length="input_ids"))
+        source = as_source(mh.data.bucketed(shown, 4, length="input_ids"))
         lengths = [batch.data["input_ids"].shape[1] for batch in Feed(source, batch_size=4).epoch(Cursor())]
         assert lengths.count(4) <= 2
-        assert sorted(labels(mh.bucketed(shown, 5, length="input_ids"))) == list(range(SIZE))
+        assert sorted(labels(mh.data.bucketed(shown, 5, length="input_ids"))) == list(range(SIZE))
 
 
 def test_dataset_dict_is_rejected_with_a_hint_to_pass_one_split(data):

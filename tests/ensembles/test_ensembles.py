@@ -62,7 +62,7 @@ def regression() -> mh.Task:
 
 
 @pytest.fixture(scope="module")
-def study(tmp_path_factory: pytest.TempPathFactory) -> mh.Study:
+def study(tmp_path_factory: pytest.TempPathFactory) -> mh.tuning.Study:
     """Four members with seeds of their own."""
     folder = tmp_path_factory.mktemp("ensemble")
     space = {"seed": [0, 1, 2, 3]}
@@ -77,7 +77,7 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> mh.Study:
 
 
 @pytest.fixture(scope="module")
-def runs(study: mh.Study) -> list[mh.Run]:
+def runs(study: mh.tuning.Study) -> list[mh.Run]:
     return [study.run(trial) for trial in study.trials]
 
 
@@ -170,7 +170,7 @@ def test_members_differ_only_in_their_seed(tmp_path: Path) -> None:
     torch.testing.assert_close(ensemble.each(INPUTS)["output"][2], wanted, rtol=1e-4, atol=1e-5)
 
 
-def test_ensemble_of_a_study_uses_the_best_trials(study: mh.Study) -> None:
+def test_ensemble_of_a_study_uses_the_best_trials(study: mh.tuning.Study) -> None:
     ensemble = mh.ensemble(study, members=2)
     assert [member.name for member in ensemble.members] == [f"{trial.number:05d}" for trial in study.top(2)]
 
@@ -211,13 +211,13 @@ def test_members_on_several_devices_predict_the_same_and_export(runs: list[mh.Ru
 
 
 @pytest.fixture
-def remote(runs: list[mh.Run]) -> Iterator[mh.RemoteEnsemble]:
+def remote(runs: list[mh.Run]) -> Iterator[mh.ensembles.RemoteEnsemble]:
     with mh.remote_ensemble(mh.ensemble(runs[:3]), on="cpu*2", deadline=20.0, quorum=2) as ensemble:
         yield ensemble
 
 
 def test_killed_member_fails_no_query_and_degraded_answers_are_marked(
-    remote: mh.RemoteEnsemble, runs: list[mh.Run]
+    remote: mh.ensembles.RemoteEnsemble, runs: list[mh.Run]
 ) -> None:
     whole = by_hand(runs[:3]).softmax(-1)
     wanted = {members: whole[list(members)].mean(0) for members in ((0, 1, 2), (0, 2))}
@@ -255,7 +255,7 @@ def test_killed_member_fails_no_query_and_degraded_answers_are_marked(
     assert seen[-1] == (0, 1, 2)
 
 
-def test_query_below_the_quorum_is_rejected_with_the_reasons(remote: mh.RemoteEnsemble) -> None:
+def test_query_below_the_quorum_is_rejected_with_the_reasons(remote: mh.ensembles.RemoteEnsemble) -> None:
     for handle in remote.handles[:2]:
         assert isinstance(handle, ProcessMember)
         handle.close()
@@ -320,14 +320,16 @@ def test_ensemble_of_served_models(runs: list[mh.Run], tmp_path: Path) -> None:
 def test_ensemble_is_served_like_any_model(runs: list[mh.Run]) -> None:
     ensemble = mh.ensemble(runs, options=mh.options.Combining(uncertainty=True))
     with mh.serve({"ensemble": ensemble}, on="cpu", listen=mh.serving.Listen(http=0, grpc=0, manage=0)) as server:
-        told = mh.Client(server.url)("ensemble", INPUTS[:5])
+        told = mh.serving.Client(server.url)("ensemble", INPUTS[:5])
         torch.testing.assert_close(
             torch.as_tensor(told["output"]), ensemble(INPUTS[:5])["output"], rtol=1e-6, atol=1e-6
         )
         assert set(told) == {"output", "spread", "mutual_information"}
 
 
-def test_incompatible_members_and_settings_are_rejected(runs: list[mh.Run], study: mh.Study, tmp_path: Path) -> None:
+def test_incompatible_members_and_settings_are_rejected(
+    runs: list[mh.Run], study: mh.tuning.Study, tmp_path: Path
+) -> None:
     other = mh.fit(
         classifier(classes=4), "single", steps=1, on="cpu", folder=tmp_path, options=mh.options.Display(progress=False)
     )

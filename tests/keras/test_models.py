@@ -70,7 +70,7 @@ def test_exported_models_can_be_served_and_combined_in_ensembles(tmp_path: Path)
     wanted = np.mean([torch.softmax(torch.tensor(model.predict(X, verbose=0)), 1) for model in models], axis=0)
     np.testing.assert_allclose(torch.softmax(ensemble(X), 1), wanted, atol=1e-5)
     with mh.serve(tmp_path, listen=mh.serving.Listen(http=0, grpc=0, manage=0)) as server:
-        answers = mh.Client(server.url)("digits", X[:5])
+        answers = mh.serving.Client(server.url)("digits", X[:5])
     np.testing.assert_allclose(answers, models[1].predict(X[:5], verbose=0), rtol=1e-5, atol=1e-5)
 
 

@@ -54,7 +54,7 @@ def notices(run_folder: Path) -> list[str]:
     return [entry["text"] for entry in read_events(run_folder / "events.jsonl") if entry["kind"] == "notice"]
 
 
-class Faulty(mh.Sink):
+class Faulty(mh.monitoring.Sink):
     """A sink that stores events, and raises or hangs on request."""
 
     def __init__(self, raise_at: str = "", hang_at: str = "") -> None:

@@ -119,13 +119,13 @@ def test_an_optimizer_that_needs_all_tensors_at_once_is_refused() -> None:
 
 def test_embedding_rows_are_initialized_on_first_access() -> None:
     with served_tables():
-        declared = mh.Embedding(1 << 40, 4, seed=5)
+        declared = mh.strategies.Embedding(1 << 40, 4, seed=5)
     assert declared.weight.numel() == 0
     table = ServerTable(declared, "sgd", {}, torch.float32)
     ids = torch.tensor([3, 1 << 39, 3])
     assert torch.equal(table.rows(ids), first_rows(ids.numpy(), 4, 5))
     assert len(table.state()[0]) == 2
-    plain = mh.Embedding(100, 4, seed=5)
+    plain = mh.strategies.Embedding(100, 4, seed=5)
     assert torch.equal(plain.weight[3], table.rows(torch.tensor([3]))[0])
     values = first_rows(np.arange(20_000), 8, seed=1)
     assert abs(float(values.mean())) < 0.01
@@ -149,9 +149,9 @@ def test_server_table_update_equals_torch_optimizer_or_is_rejected(
     kind: str, settings: dict[str, Any], says: str
 ) -> None:
     """All rows are touched in every step, so even Adam must give the same."""
-    plain = nn.Sequential(mh.Embedding(6, 4, seed=5)).double()
+    plain = nn.Sequential(mh.strategies.Embedding(6, 4, seed=5)).double()
     with served_tables():
-        declared = nn.Sequential(mh.Embedding(6, 4, seed=5)).double()
+        declared = nn.Sequential(mh.strategies.Embedding(6, 4, seed=5)).double()
     make = getattr(torch.optim, kind)
     optimizer, theirs = (make(model.parameters(), lr=0.1, **settings) for model in (plain, declared))
     if says:

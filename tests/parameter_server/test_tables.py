@@ -23,7 +23,7 @@ BATCH = 5_000
 class Likes(nn.Module):
     def __init__(self, rows: int = ROWS) -> None:
         super().__init__()
-        self.things = mh.Embedding(rows, 8, std=0.1, seed=5)
+        self.things = mh.strategies.Embedding(rows, 8, std=0.1, seed=5)
         self.out = nn.Linear(8, 1)
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -82,4 +82,4 @@ def test_model_rebuilds_whole_table_from_saved_rows(tmp_path: Path, monkeypatch:
 
 def test_embedding_too_large_for_memory_is_rejected() -> None:
     with pytest.raises(TaskError, match=r"must fit into memory.*1000000000000 rows of 64, 2.56e\+05 GB. Train it with"):
-        mh.Embedding(10**12, 64)
+        mh.strategies.Embedding(10**12, 64)

@@ -48,8 +48,8 @@ def test_synchronous_parameter_servers_match_single_device(name: str, optimizer:
 class Recommender(nn.Module):
     def __init__(self, optimizer: str | None = None) -> None:
         super().__init__()
-        self.users = mh.Embedding(500, 4, std=0.1, optimizer=optimizer)
-        self.items = mh.Embedding(300, 4, std=0.1, optimizer=optimizer)
+        self.users = mh.strategies.Embedding(500, 4, std=0.1, optimizer=optimizer)
+        self.items = mh.strategies.Embedding(300, 4, std=0.1, optimizer=optimizer)
         self.out = nn.Linear(8, 1)
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -255,7 +255,7 @@ def test_unsupported_tasks_are_rejected_before_servers_start(tmp_path: Path) -> 
         mh.fit(problem("mlp").replace(data=Stream(), shuffle=False), spec, **fit_options(steps=3, **where))
     with pytest.raises(StrategyError, match="at most 4 servers, but got 9"):
         mh.fit(problem("mlp"), mh.ParameterServer(servers=9, workers=2), **fit_options(**where))
-    with pytest.raises(StrategyError, match=r"0, a Embedding with sparse=True. Use mh.Embedding"):
+    with pytest.raises(StrategyError, match=r"0, a Embedding with sparse=True. Use mh.strategies.Embedding"):
         mh.fit(
             problem("mlp").replace(model=lambda: nn.Sequential(nn.Embedding(9, 4, sparse=True))),
             spec,

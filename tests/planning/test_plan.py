@@ -154,7 +154,7 @@ class Clicks(torch.nn.Module):
 
     def __init__(self, by_rows: bool) -> None:
         super().__init__()
-        make: Any = mh.Embedding if by_rows else torch.nn.Embedding
+        make: Any = mh.strategies.Embedding if by_rows else torch.nn.Embedding
         self.table, self.out = make(1_000_000_000 if by_rows else 10_000_000, 64), torch.nn.Linear(64, 1)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
@@ -179,7 +179,7 @@ def test_parameter_servers_are_chosen_for_row_wise_embeddings() -> None:
     plain = mh.plan(task.replace(model=lambda: Clicks(by_rows=False)), "4 hosts x 4 A100, 25Gb/s")
     assert isinstance(plain, Plan)
     assert plain.best.spec.servers == 0
-    assert plain.curve.remedies[0].text.startswith("table as mh.Embedding on parameter servers")
+    assert plain.curve.remedies[0].text.startswith("table as mh.strategies.Embedding on parameter servers")
 
 
 def test_custom_step_is_not_planned_for_parameter_servers() -> None:

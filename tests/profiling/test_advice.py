@@ -48,7 +48,7 @@ def test_hot_parameter_is_diagnosed() -> None:
     text = named(found)["hot parameter"]
     assert "table.weight has 100% of the bytes" in text
     assert "of its rows" in text
-    assert "mh.Embedding(rows, dim)" in text
+    assert "mh.strategies.Embedding(rows, dim)" in text
 
 
 def test_oversubscribed_threads_are_measured() -> None:

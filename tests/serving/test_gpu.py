@@ -17,4 +17,4 @@ def test_replica_on_a_gpu_returns_predictions(adder: Path, tmp_path: Path, start
     publish(adder, tmp_path / "adder", 2)
     server = start(tmp_path, on="cuda:0")
     rows = np.arange(600, dtype=np.float32).reshape(200, 3)
-    np.testing.assert_array_equal(mh.Client(server.url)("adder", rows), rows + 2)
+    np.testing.assert_array_equal(mh.serving.Client(server.url)("adder", rows), rows + 2)

@@ -245,37 +245,6 @@ def test_server_unpickles_nothing_that_a_compromised_grpc_process_sends(engine: 
     assert not path.exists()
 
 
-class Payload:
-    """Makes a folder in the process that unpickles it."""
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, (self.path,)
-
-
-class Pickling(Frontend):
-    """A gRPC process that sends pickles to the server on every socket that it has; `key` is the folder to make."""
-
-    def _run(self) -> NoReturn:
-        for name in os.listdir("/proc/self/fd"):
-            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as sock:
-                for kind in (RESULT, FAILURE, SERVICE_ANSWER):
-                    send_frame(sock, kind, b'{"number": 1, "good": true}', [pack(Payload(self.key))])
-        os._exit(0)
-
-
-def test_server_unpickles_nothing_that_a_compromised_grpc_process_sends(engine: LocalEngine, tmp_path: Path) -> None:
-    path = tmp_path / "made-by-the-attack"
-    token, limits = AccessToken(None), Limits()
-    frontend = Pickling("", str(path), "127.0.0.1", 0, token, limits, None, {}, "")
-    service = engine.start_service(frontend, Device("cpu"))
-    with pytest.raises(WorkerFailed, match="exit code 0"):
-        service.ended.result(60)
-    assert not path.exists()
-
-
 def test_management_listener_can_unload_models() -> None:
     async def act(attacker: TakenOver) -> None:
         attacker.send(CALL, 1, head(UNLOAD), UNLOADING)

@@ -117,7 +117,7 @@ def test_common_prefixes_are_stripped_with_a_notice(change: Callable[[str], str]
     source = weights({change(name): tensor for name, tensor in state().items()})
     if said is None:
         with pytest.raises(
-            CheckpointError, match=r"rename with mh.weights\(path, rename=\{'net\.body\.0\.': 'body\.0\.'"
+            CheckpointError, match=r"rename with mh.storage.weights\(path, rename=\{'net\.body\.0\.': 'body\.0\.'"
         ):
             loaded(source)
         model, notices = loaded(weights(source.source, rename={"net.": ""}))
@@ -167,8 +167,8 @@ def test_mismatch_error_lists_missing_unexpected_and_reshaped_tensors() -> None:
     )
     assert "2 unexpected (extra.weight, top.bias)" in text
     assert "7 of another shape (body.0.weight is (4, 2) and should be (3, 2), " in text
-    assert "rename with mh.weights(path, rename={'top.': 'head.'})" in text
-    assert "take what fits with mh.weights(path, strict=False)" in text
+    assert "rename with mh.storage.weights(path, rename={'top.': 'head.'})" in text
+    assert "take what fits with mh.storage.weights(path, strict=False)" in text
 
 
 def test_rename_that_merges_two_names_is_rejected() -> None:

@@ -173,7 +173,7 @@ def test_divergence_without_a_majority_names_all_replicas() -> None:
     ("spec", "step"),
     [
         (mh.Sharded(2, replicas=2, sync="topk(0.02)"), 20),
-        (mh.Pipeline(2, replicas=2, sync="topk(0.02)"), 20),
+        (mh.Pipeline(2) * mh.Mirrored(2, sync="topk(0.02)"), 20),
         (mh.Sharded(2, replicas=2, sync="diloco(8,outer_lr=1.0,momentum=0.3)"), 16),
     ],
     ids=str,

@@ -158,7 +158,7 @@ def test_invalid_sync_argument_is_rejected_by_the_strategy_constructor(sync: obj
         (lambda: mh.sync.Auto(True), "but got Auto(True). Write for example auto(lossy=…)"),
         (lambda: mh.sync.Auto(lossy="yes"), "lossy must be True or False, but got 'yes'"),
         (
-            lambda: mh.Embedding(10, 4, padding_idx=0),
+            lambda: mh.strategies.Embedding(10, 4, padding_idx=0),
             "a table can only have rows, dim, optimizer, std and seed, but got padding",
         ),
     ],

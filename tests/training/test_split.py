@@ -194,9 +194,9 @@ def test_checkpoints_of_combined_layouts_resume_under_each_other(run_ranks: Any,
 
 def test_place_on_network_matches_single_device_in_fit_evaluate_and_predict(tmp_path: Path) -> None:
     def marked() -> nn.Module:
-        with mh.place_on("cpu:1"):
+        with mh.strategies.place_on("cpu:1"):
             first = nn.Sequential(nn.Linear(12, 16), nn.Tanh(), nn.BatchNorm1d(16))
-        with mh.place_on(0):
+        with mh.strategies.place_on(0):
             return nn.Sequential(first, nn.Linear(16, 5))
 
     made = task("deep", rows=24).replace(

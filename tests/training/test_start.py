@@ -91,7 +91,7 @@ def test_start_from_accepts_files_and_state_dicts(tmp_path: Path, monkeypatch: p
     model = mlp()
     torch.save({f"module.{name}": tensor for name, tensor in model.state_dict().items()}, tmp_path / "w.pt")
     monkeypatch.chdir(tmp_path)
-    for source in ("w.pt", tmp_path / "w.pt", model.state_dict(), mh.weights("w.pt")):
+    for source in ("w.pt", tmp_path / "w.pt", model.state_dict(), mh.storage.weights("w.pt")):
         run = fit(task(), tmp_path / "runs", "cpu*2", start_from=source, callbacks=[First(tmp_path)])
         assert same(torch.load(tmp_path / "rank-1.pt")["own"], dict(model.state_dict()))
         assert isinstance(source, dict) or any("without 'module.'" in text for text in notices(run))

@@ -15,7 +15,7 @@ from manyhands.tuning.journal import DAMAGED, JOURNAL
 from manyhands.tuning.searching.cma import CMA
 from manyhands.tuning.trial import FAILED, FINISHED, RUNNING
 
-SPACE = {"lr": mh.loguniform(1e-4, 1.0), "width": mh.uniform(0.0, 1.0)}
+SPACE = {"lr": mh.tuning.loguniform(1e-4, 1.0), "width": mh.tuning.uniform(0.0, 1.0)}
 LOSS = (Objective("valid_loss", "min"),)
 NUM = 4
 

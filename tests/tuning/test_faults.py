@@ -25,7 +25,7 @@ from manyhands.tuning.journal import JOURNAL, read_journal
 
 from . import networks
 
-SPACE = {"x": mh.uniform(-5.0, 5.0), "y": mh.loguniform(1e-3, 10.0)}
+SPACE = {"x": mh.tuning.uniform(-5.0, 5.0), "y": mh.tuning.loguniform(1e-3, 10.0)}
 TRIALS = 40
 
 
@@ -82,13 +82,13 @@ def test_study_resumes_after_driver_is_killed_repeatedly(tmp_path: Path, engine:
             done = study.result(60)
         except WorkerFailed:
             with contextlib.suppress(CheckpointError):  # killed before there was a study
-                now = {t.number: (t.params, t.values) for t in mh.Study(tmp_path / "study").trials if t.is_over}
+                now = {t.number: (t.params, t.values) for t in mh.tuning.Study(tmp_path / "study").trials if t.is_over}
                 assert all(now.get(number) == kept for number, kept in finished.items())
                 finished = now
         finally:
             service.kill()
     assert num_kills == 20
-    study = mh.Study(tmp_path / "study")
+    study = mh.tuning.Study(tmp_path / "study")
     assert done == len(study.trials) == TRIALS
     assert [(t.params, t.values) for t in study.trials] == [(t.params, t.values) for t in undisturbed.trials]
     over: set[int] = set()
@@ -182,10 +182,10 @@ def test_study_stopped_by_a_full_disk_resumes_when_space_is_free(small_disk: Pat
     stuffing = small_disk / "stuffing"
     stuffing.write_bytes(b"\0" * (440 << 10))
 
-    def study(resume: bool) -> mh.Study:
+    def study(resume: bool) -> mh.tuning.Study:
         return mh.tune(
             lambda x=0.0: x,
-            {"x": mh.uniform(0, 1)},
+            {"x": mh.tuning.uniform(0, 1)},
             trials=200,
             folder=small_disk,
             name="s",
@@ -196,7 +196,7 @@ def test_study_stopped_by_a_full_disk_resumes_when_space_is_free(small_disk: Pat
 
     with pytest.raises(RunError, match="journal .* cannot be written: No space left on device"):
         study(resume=False)
-    kept = {t.number: t.params for t in mh.Study(small_disk / "s").trials if t.is_over}
+    kept = {t.number: t.params for t in mh.tuning.Study(small_disk / "s").trials if t.is_over}
     assert kept
     stuffing.unlink()
     whole = study(resume=True)

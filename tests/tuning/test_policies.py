@@ -12,7 +12,7 @@ from manyhands.tuning import Objective, Range, Searcher, Trial, make_searcher
 from manyhands.tuning.searching import SEARCHERS
 
 LOSS = (Objective("valid_loss", "min"),)
-SPACE: dict[str, Range] = {"x": mh.uniform(-5.0, 5.0), "y": mh.loguniform(1e-3, 10.0)}
+SPACE: dict[str, Range] = {"x": mh.tuning.uniform(-5.0, 5.0), "y": mh.tuning.loguniform(1e-3, 10.0)}
 
 
 def bowl(params: Mapping[str, float]) -> float:
@@ -92,9 +92,12 @@ def test_cma_waits_until_its_generation_is_finished() -> None:
     ("make", "words"),
     [
         (lambda: make_searcher("luck", SPACE, LOSS, 0), "search must be one of tpe, random, grid, cma, but got 'luck'"),
-        (lambda: make_searcher("cma", {"a": mh.choice(1, 2), "b": mh.uniform(0, 1)}, LOSS, 0), "'a', a choice"),
-        (lambda: mh.ASHA(factor=1), "a factor of at least 2"),
-        (lambda: mh.Median(others=0), "at least 1"),
+        (
+            lambda: make_searcher("cma", {"a": mh.tuning.choice(1, 2), "b": mh.tuning.uniform(0, 1)}, LOSS, 0),
+            "'a', a choice",
+        ),
+        (lambda: mh.tuning.ASHA(factor=1), "a factor of at least 2"),
+        (lambda: mh.tuning.Median(others=0), "at least 1"),
     ],
 )
 def test_unsupported_search_settings_are_rejected(make: Callable[[], object], words: str) -> None:
@@ -107,7 +110,7 @@ def _there(values: list[float], rung: int = 1) -> list[Trial]:
 
 
 def test_asha_continues_the_best_third_and_resumes_paused_trials() -> None:
-    asha = mh.ASHA()
+    asha = mh.tuning.ASHA()
     trials = _there([0.5, 0.4])
     assert asha.judge(trials[1], trials, 9, float) == "pause"
     trials = _there([0.5, 0.4, 0.6])
@@ -121,7 +124,7 @@ def test_asha_continues_the_best_third_and_resumes_paused_trials() -> None:
 
 
 def test_median_stops_trials_worse_than_the_median() -> None:
-    median = mh.Median(others=3)
+    median = mh.tuning.Median(others=3)
     trials = _there([0.1, 0.2, 0.3, 0.9])
     assert median.judge(trials[3], trials, 5, float) == "stop"
     assert median.judge(trials[0], trials, 5, float) == "continue"

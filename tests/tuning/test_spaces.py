@@ -14,7 +14,7 @@ from manyhands.core import RunError, SettingsError
 from manyhands.tuning import Journal, Objective, Trial, as_objectives, as_space, parse_range, read_journal
 from manyhands.tuning.journal import JOURNAL
 
-SPACE = {"lr": mh.loguniform(1e-4, 1e-1), "width": mh.choice(32, 64), "depth": mh.integers(1, 3)}
+SPACE = {"lr": mh.tuning.loguniform(1e-4, 1e-1), "width": mh.tuning.choice(32, 64), "depth": mh.tuning.integers(1, 3)}
 LOSS = (Objective("valid_loss", "min"),)
 
 
@@ -27,20 +27,20 @@ def test_range_value_and_share_are_inverse(name: str) -> None:
 
 
 def test_integers_are_sampled_uniformly() -> None:
-    counts = np.bincount([mh.integers(0, 4).at((i + 0.5) / 1000) for i in range(1000)])
+    counts = np.bincount([mh.tuning.integers(0, 4).at((i + 0.5) / 1000) for i in range(1000)])
     assert counts.tolist() == [200] * 5
 
 
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: mh.uniform(3, 1), "uniform needs a lower and a higher bound, but got 3 and 1"),
-        (lambda: mh.loguniform(0, 1), "the lower bound of loguniform must be above 0, but got 0"),
-        (lambda: mh.integers(1, 2.5), "whole numbers, but got 2.5"),
-        (lambda: mh.choice(), "mh.choice needs at least one value"),
-        (lambda: mh.choice(1, 1), "values of mh.choice must be different"),
-        (lambda: mh.choice(1.0, float("nan")), "must be comparable, but got nan"),
-        (lambda: mh.choice([1]), "numbers, strings, bools or None, but got a list"),
+        (lambda: mh.tuning.uniform(3, 1), "uniform needs a lower and a higher bound, but got 3 and 1"),
+        (lambda: mh.tuning.loguniform(0, 1), "the lower bound of loguniform must be above 0, but got 0"),
+        (lambda: mh.tuning.integers(1, 2.5), "whole numbers, but got 2.5"),
+        (lambda: mh.tuning.choice(), "mh.tuning.choice needs at least one value"),
+        (lambda: mh.tuning.choice(1, 1), "values of mh.tuning.choice must be different"),
+        (lambda: mh.tuning.choice(1.0, float("nan")), "must be comparable, but got nan"),
+        (lambda: mh.tuning.choice([1]), "numbers, strings, bools or None, but got a list"),
         (lambda: parse_range("gauss:1..2"), "a range must be written uniform:LOW..HIGH"),
         (lambda: parse_range("uniform:2..1"), "needs a lower and a higher bound, but got 2.0 and 1.0"),
         (lambda: as_space({}), "a dict of the task's parameters"),

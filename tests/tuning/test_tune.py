@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +23,16 @@ from manyhands.tuning.trial_work import TrialWork
 from ..grouped_options import tune_options
 from . import networks
 
-SPACE = {"lr": mh.loguniform(1e-4, 1e-1), "width": mh.choice(4, 8)}
+SPACE = {"lr": mh.tuning.loguniform(1e-4, 1e-1), "width": mh.tuning.choice(4, 8)}
 
 
 def bowl(x: float = 0.0, y: float = 1.0, **kept: Any) -> float:
     return (x - 2) ** 2 + (y - 0.1) ** 2
 
 
-def tune(*args: Any, **options: Any) -> mh.Study:
-    return mh.tune(*args, **tune_options(**{"on": "cpu", "progress": False, **options}))
+def tune(task: Any, space: Any, params: Mapping[str, Any] | None = None, **options: Any) -> mh.tuning.Study:
+    task = functools.partial(task, **params) if params else task
+    return mh.tune(task, space, **tune_options(**{"on": "cpu", "progress": False, **options}))
 
 
 @pytest.mark.parametrize("on", ["cpu", "cpu*2"])
@@ -108,7 +111,7 @@ def test_study_with_several_objectives_has_a_pareto_front(tmp_path: Path) -> Non
 
     study = tune(
         measure,
-        {"x": mh.uniform(-3, 3), "y": mh.uniform(0, 2)},
+        {"x": mh.tuning.uniform(-3, 3), "y": mh.tuning.uniform(0, 2)},
         objective=["loss", "accuracy"],
         trials=60,
         constraint=lambda params: params["x"] + params["y"] < 2.5,
@@ -125,7 +128,7 @@ def test_study_with_several_objectives_has_a_pareto_front(tmp_path: Path) -> Non
 
 
 def test_study_resumes_by_name(tmp_path: Path) -> None:
-    space = {"x": mh.uniform(-5.0, 5.0), "y": mh.loguniform(1e-3, 10.0)}
+    space = {"x": mh.tuning.uniform(-5.0, 5.0), "y": mh.tuning.loguniform(1e-3, 10.0)}
     where = {"params": {"where": tmp_path, "also": (1, 2)}}  # nothing that JSON has
     whole = tune(bowl, space, trials=30, folder=tmp_path, name="whole", **where)
     part = tune(bowl, space, trials=12, folder=tmp_path, name="part", resume="auto", **where)
@@ -138,12 +141,12 @@ def test_study_resumes_by_name(tmp_path: Path) -> None:
         tune(bowl, space, trials=30, folder=tmp_path, name="part")
     with pytest.raises(SettingsError, match="resume needs the name of the run"):
         tune(bowl, space, trials=30, folder=tmp_path, resume="auto")
-    opened = mh.Study(tmp_path / "part")
+    opened = mh.tuning.Study(tmp_path / "part")
     assert opened.best.params == part.best.params
 
 
 def test_time_or_cost_limit_ends_a_study(tmp_path: Path) -> None:
-    space = {"x": mh.uniform(-5.0, 5.0)}
+    space = {"x": mh.tuning.uniform(-5.0, 5.0)}
     for options in ({"seconds": 0.2}, {"cost": 0.2, "price": 3600.0}):
         study = tune(bowl, space, search="random", folder=tmp_path, **options)
         assert len(study.trials) > 1
@@ -160,7 +163,7 @@ def test_failed_or_diverged_trial_does_not_affect_other_trials(tmp_path: Path) -
             raise ArithmeticError("below zero")
         return x
 
-    study = tune(sometimes, {"x": mh.uniform(-1.0, 3.0)}, trials=20, search="random", folder=tmp_path)
+    study = tune(sometimes, {"x": mh.tuning.uniform(-1.0, 3.0)}, trials=20, search="random", folder=tmp_path)
     failed = [trial for trial in study.trials if trial.state == "failed"]
     assert failed
     assert all(trial.params["x"] < 0 and trial.reason == "ArithmeticError: below zero" for trial in failed)
@@ -173,7 +176,7 @@ def test_trial_with_nan_objective_is_stopped_and_never_best(tmp_path: Path) -> N
     def partly(x: float = 0.0) -> float:
         return math.nan if x < 0.5 else x
 
-    study = tune(partly, {"x": mh.uniform(0, 1)}, trials=25, folder=tmp_path)
+    study = tune(partly, {"x": mh.tuning.uniform(0, 1)}, trials=25, folder=tmp_path)
     assert all(trial.state == ("stopped" if trial.params["x"] < 0.5 else "finished") for trial in study.trials)
     assert study.best.value == min(trial.params["x"] for trial in study.finished)
     assert "its valid_loss is nan" in next(trial.reason for trial in study.trials if trial.state == "stopped")
@@ -197,8 +200,8 @@ def test_three_identical_failures_end_a_study_with_the_traceback(tmp_path: Path,
     with pytest.raises(
         TrialsFailed, match=r"3 trials failed with the same error(.|\n)*in broken(.|\n)*ArithmeticError: always"
     ):
-        tune(broken, {"x": mh.uniform(0, 1)}, trials=50, folder=tmp_path, on=on, name="broken")
-    study = mh.Study(tmp_path / "broken")
+        tune(broken, {"x": mh.tuning.uniform(0, 1)}, trials=50, folder=tmp_path, on=on, name="broken")
+    study = mh.tuning.Study(tmp_path / "broken")
     assert len(study.trials) <= 6
     assert " failed" in repr(study)
 
@@ -206,8 +209,11 @@ def test_three_identical_failures_end_a_study_with_the_traceback(tmp_path: Path,
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"space": {"rate": mh.uniform(0, 1)}}, "parameters of the task, which has lr, width, seed, but got 'rate'"),
-        ({"space": {"lr": mh.uniform(0, 1)}, "params": {"lr": 1}}, "fixed or searched, but got 'lr' in both"),
+        (
+            {"space": {"rate": mh.tuning.uniform(0, 1)}},
+            "of the task, which has lr, width, seed, but got 'rate'",
+        ),
+        ({"space": {"lr": mh.tuning.uniform(0, 1)}, "params": {"lr": 1}}, "fixed or searched, but got 'lr' in both"),
         ({"objective": "valid_f1"}, "something that the task measures: loss, valid_loss, valid_accuracy, but got 'val"),
         ({"task": networks.task()}, "needs a function that returns a Task.*, but got Task"),
         ({"stop": "soon"}, "stop must be one of asha, hyperband, median, but got 'soon'"),
@@ -216,8 +222,8 @@ def test_three_identical_failures_end_a_study_with_the_traceback(tmp_path: Path,
         ({"constraint": lambda params: False}, "the constraint must accept some of the proposals"),
         ({"constraint": lambda params: False, "search": "grid"}, "must accept at least one combination of the grid"),
         (
-            {"space": {"width": mh.uniform(4, 9)}},
-            "width must be a whole number in the task, but got mh.uniform. Use mh.in",
+            {"space": {"width": mh.tuning.uniform(4, 9)}},
+            "width must be a whole number in the task, but got mh.tuning.uniform. Use mh.tuning.in",
         ),
         ({"space": {"width": [4, "wide"]}}, "width must be of type int, but got 'wide'"),
     ],
@@ -233,11 +239,11 @@ def test_invalid_study_settings_are_rejected_and_leave_no_files(
 
 def test_unmeasured_objective_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="a trial reports \\(error\\), but got 'valid_loss'"):
-        tune(lambda x=0.0: {"error": x}, {"x": mh.uniform(0, 1)}, trials=3, folder=tmp_path)
+        tune(lambda x=0.0: {"error": x}, {"x": mh.tuning.uniform(0, 1)}, trials=3, folder=tmp_path)
 
 
 def test_study_exports_dataframe_plots_and_json(tmp_path: Path) -> None:
-    study = tune(bowl, {"x": mh.uniform(-5, 5), "y": mh.uniform(0, 1)}, trials=12, folder=tmp_path)
+    study = tune(bowl, {"x": mh.tuning.uniform(-5, 5), "y": mh.tuning.uniform(0, 1)}, trials=12, folder=tmp_path)
     frame = study.dataframe()
     assert len(frame) == 12
     assert frame["valid_loss"].min() == study.best.value
@@ -252,7 +258,7 @@ def test_memory_and_journal_size_per_trial_are_bounded(tmp_path: Path) -> None:
     """What is kept of a trial is a few hundred bytes; time is the benchmark's matter."""
     import tracemalloc
 
-    space = {"x": mh.uniform(-5, 5)}
+    space = {"x": mh.tuning.uniform(-5, 5)}
     tune(bowl, space, trials=50, search="random", folder=tmp_path, name="many")
     tracemalloc.start()
     try:

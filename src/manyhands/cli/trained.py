@@ -24,7 +24,7 @@ Data = Annotated[
     str | None,
     typer.Option(
         metavar="FILE",
-        help="A .npy or .npz file of arrays, or files such as 'test-*.parquet' that mh.files reads.",
+        help="A .npy or .npz file of arrays, or files such as 'test-*.parquet' that mh.data.files reads.",
         show_default=False,
     ),
 ]
@@ -45,7 +45,7 @@ def open_run(name: str, folder: str, target: str) -> Run:
 
 
 def read_data(path: str) -> Any:
-    """Return arrays of a .npy or .npz file, or what `mh.files` reads."""
+    """Return arrays of a .npy or .npz file, or what `mh.data.files` reads."""
     if not path.endswith((".npy", ".npz")):
         from ..data import files
 

@@ -167,7 +167,6 @@ def ParameterServer(
     batch_stats: str = "sync",
     precision: str = "fp32",
     accumulate: int = 1,
-    recompute: str = "",
     deterministic: bool = False,
 ) -> StrategySpec:
     """Parameter servers hold and update the parameters; workers pull values, push gradients, and may come and go.
@@ -180,7 +179,8 @@ def ParameterServer(
       fails, so that no step is repeated. It doubles the servers' memory and computation. Without it, servers resume
       from the last checkpoint.
 
-    All but the plain `staleness=0` change the mathematics.
+    All but the plain `staleness=0` change the mathematics. Settings of one device are combined by a product:
+    `mh.ParameterServer(2, 4) * mh.Single(recompute="blocks")`.
 
     >>> ParameterServer(servers=2, workers=4)
     StrategySpec(replicas=4, servers=2)
@@ -198,7 +198,6 @@ def ParameterServer(
         batch_stats=batch_stats,
         precision=precision,
         accumulate=accumulate,
-        recompute=recompute,
         deterministic=deterministic,
     )
 
@@ -209,7 +208,6 @@ def Pipeline(
     microbatches: int = 8,
     schedule: str = "1f1b",
     replicas: int | None = 1,
-    sync: object = "allreduce",
     batch_stats: str = "sync",
     precision: str = "fp32",
     accumulate: int = 1,
@@ -219,7 +217,8 @@ def Pipeline(
 ) -> StrategySpec:
     """Pipeline parallel training: a stage of the network per device; the stages work on different microbatches.
 
-    Stages are balanced to take equally long. The loss is computed on the last stage for every microbatch.
+    Stages are balanced to take equally long. The loss is computed on the last stage for every microbatch. Several
+    pipelines with a sync policy are a product: `mh.Pipeline(4) * mh.Mirrored(2, sync="bf16")`.
 
     >>> Pipeline(4, microbatches=16)
     StrategySpec(stages=4, microbatches=16)
@@ -229,7 +228,6 @@ def Pipeline(
         stages=stages or 0,
         microbatches=microbatches,
         schedule=schedule,
-        sync=policy_text(sync),
         batch_stats=batch_stats,
         precision=precision,
         accumulate=accumulate,
@@ -256,8 +254,8 @@ def Placed(
 
     `where` maps patterns of module names to devices: "cuda:1", "host2/cuda:0", or their index in `on=`. "*" matches all
     modules that no other pattern names; operations outside of these parts run where most of their inputs are. Without a
-    map, the `with mh.place_on(...):` blocks in which the network was built decide; if there are none, the network is
-    partitioned for equal time, balanced parameters and little communication.
+    map, the `with mh.strategies.place_on(...):` blocks in which the network was built decide; if there are none, the
+    network is partitioned for equal time, balanced parameters and little communication.
 
     >>> Placed({"tower_a.*": "cpu:0", "tower_b.*": "cpu:1"})
     StrategySpec(stages=2, place='tower_a.*@cpu:0;tower_b.*@cpu:1')

@@ -119,10 +119,10 @@ class Task:
       together (such as Muon for matrices and AdamW for the rest); with `step` the keys of a dict name them for
       `hand.minimize`. Parameters that no optimizer holds stay fixed;
     - `data`: arrays or tensors (alone, in a tuple or a dict), a dataset, an iterable, a DataLoader, a Hugging Face
-      dataset, `mh.files(...)`, `mh.bucketed(...)`, or a function that creates one;
+      dataset, `mh.data.files(...)`, `mh.data.bucketed(...)`, or a function that creates one;
     - `loss`, `step`: what is minimized, one of the two;
     - `valid`: data that is evaluated after every epoch, of the same kinds;
-    - `batch_size`: global, the same on one device or a thousand; a DataLoader and `mh.bucketed` bring their own;
+    - `batch_size`: global, the same on one device or a thousand; a DataLoader and `mh.data.bucketed` bring their own;
     - `collate`: makes a batch of a list of samples; by default tensors are stacked and ragged fields padded;
     - `shuffle`: whether every epoch has a different order;
     - `drop_last`: whether an epoch leaves out a last batch that is smaller than `batch_size`;
@@ -142,7 +142,7 @@ class Task:
     - `ema`: decay of an exponential moving average of the weights, such as 0.999 for about 1000 steps: validation,
       `run.model()` and exports use the average, training continues with the weights themselves;
     - `weights`: initial weights instead of those that `model` creates: a file of weights, a folder of Hugging Face, an
-      exported model's or a run's, or `mh.weights(...)`; each device reads only the shards that it holds;
+      exported model's or a run's, or `mh.storage.weights(...)`; each device reads only the shards that it holds;
     - `seed`: seed of the initial weights, the order of the data and random numbers.
 
     >>> import torch

@@ -19,7 +19,7 @@ Length = str | Callable[[Any], int] | Sequence[int]
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Bucketed:
-    """Data and the lengths of its samples; created by `mh.bucketed`."""
+    """Data and the lengths of its samples; created by `mh.data.bucketed`."""
 
     data: Any
     batch_size: int
@@ -128,14 +128,14 @@ def _require_column(name: str, columns: list[str]) -> None:
 class BucketSource(IndexedSource):
     """Another source in the order of buckets."""
 
-    sized_by = "mh.bucketed"
+    sized_by = "mh.data.bucketed"
 
     def __init__(self, inner: Any, data: Bucketed) -> None:
         if not isinstance(inner, IndexedSource):
             raise DataError(
                 "bucketing needs a dataset with random access",
                 got=f"{inner.name}, a stream",
-                remedy="pass a dataset with __getitem__ and __len__, or mh.files(...)",
+                remedy="pass a dataset with __getitem__ and __len__, or mh.data.files(...)",
             )
         self.name, self.max_workers, self.size = inner.name, inner.max_workers, inner.size
         self.batch_size, self._inner, self._window = data.batch_size, inner, data.window

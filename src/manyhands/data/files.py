@@ -53,7 +53,7 @@ class Index:
 
 @dataclass(frozen=True)
 class Files:
-    """Data files and how to read them; created by `mh.files`."""
+    """Data files and how to read them; created by `mh.data.files`."""
 
     paths: tuple[str, ...]
     format: Format

@@ -26,9 +26,9 @@ def kind_of(table: Embedding, optimizer: Any) -> str:
     kind = table.optimizer or kind_of_optimizer(owner)
     if kind is None:
         raise TaskError(
-            "the rows of an mh.Embedding need an optimizer that can update single rows",
+            "the rows of an mh.strategies.Embedding need an optimizer that can update single rows",
             got=type(owner).__name__,
-            remedy='write mh.Embedding(rows, dim, optimizer="adagrad")',
+            remedy='write mh.strategies.Embedding(rows, dim, optimizer="adagrad")',
         )
     return kind
 
@@ -45,10 +45,10 @@ def settings_of(name: str, table: Embedding, optimizer: Any, model: nn.Module) -
     for setting in MOVING[kind]:
         if group.get(setting):
             raise TaskError(
-                "rows of an mh.Embedding on parameter servers must change only when a batch uses them",
+                "rows of an mh.strategies.Embedding on parameter servers must change only when a batch uses them",
                 got=f"{name}.weight with {setting}={group[setting]}, which changes all rows",
                 remedy=f"put {name}.weight into a parameter group without it, or write "
-                f'mh.Embedding(rows, dim, optimizer="{kind}")',
+                f'mh.strategies.Embedding(rows, dim, optimizer="{kind}")',
             )
     return group
 

@@ -170,7 +170,7 @@ class Curves:
         found = _by_rows(work)
         if found is not None and not spec.servers:
             name, by_rows = found
-            text = f"{name} as mh.Embedding on parameter servers, which sends only the rows of a batch"
+            text = f"{name} as mh.strategies.Embedding on parameter servers, which sends only the rows of a batch"
             changes.append((text, False, by_rows, cluster, {"servers": cluster.hosts, "sync": "allreduce"}))
         if work.feed:
             changes.append(("a feed twice as fast", False, replace(work, feed=2 * work.feed), cluster, {}))

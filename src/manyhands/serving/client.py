@@ -50,7 +50,7 @@ class Client:
     - `timeout`: seconds for an answer, within which requests to an overloaded or unreachable server are retried;
     - `ca`: CA of the server's certificate, if the system does not trust it; `cert`, `key`: the client's certificate.
 
-        client = mh.Client("http://127.0.0.1:8501")
+        client = mh.serving.Client("http://127.0.0.1:8501")
         client("digits", images)
     """
 

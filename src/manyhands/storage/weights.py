@@ -347,9 +347,9 @@ def _remedy(missing: list[str], unexpected: list[str], some_fit: bool) -> str:
         ends = [source_name for source_name in unexpected if source_name.rsplit(".", 1)[-1] == name.rsplit(".", 1)[-1]]
         for source_name in difflib.get_close_matches(name, ends, n=1, cutoff=0.3) or ends[:1]:
             end = len(name.rsplit(".", 1)[-1])
-            hints.append(f"rename with mh.weights(path, rename={{{source_name[:-end]!r}: {name[:-end]!r}}})")
+            hints.append(f"rename with mh.storage.weights(path, rename={{{source_name[:-end]!r}: {name[:-end]!r}}})")
     if some_fit:
-        hints.append("take what fits with mh.weights(path, strict=False)")
+        hints.append("take what fits with mh.storage.weights(path, strict=False)")
     return ", or ".join(hints)
 
 

@@ -42,7 +42,7 @@ def _require_trained(model: nn.Module, untrained: Mapping[str, Tensor]) -> None:
     for name, part in model.named_modules():
         if isinstance(part, Embedding) and any(part.weight is parameter for parameter in untrained.values()):
             raise TaskError(
-                "an mh.Embedding on parameter servers must be in one of the optimizer's parameter groups",
+                "an mh.strategies.Embedding on parameter servers must be in one of the optimizer's parameter groups",
                 got=f"{name}.weight in none",
                 remedy="pass it to the optimizer",
             )

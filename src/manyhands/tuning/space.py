@@ -44,7 +44,7 @@ class Uniform(Range):
             raise SettingsError(
                 "the lower bound of loguniform must be above 0",
                 got=self.low,
-                remedy="use mh.uniform, or a small positive bound",
+                remedy="use mh.tuning.uniform, or a small positive bound",
             )
 
     def at(self, share: float) -> float:
@@ -73,7 +73,9 @@ class Integers(Range):
     def __post_init__(self) -> None:
         for bound in (self.low, self.high):
             if isinstance(bound, bool) or not isinstance(bound, int):
-                raise SettingsError("the bounds of integers must be whole numbers", got=bound, remedy="use mh.uniform")
+                raise SettingsError(
+                    "the bounds of integers must be whole numbers", got=bound, remedy="use mh.tuning.uniform"
+                )
         _require_bounds(self.low, self.high, "integers")
         if self.log and self.low < 1:
             raise SettingsError(
@@ -110,19 +112,23 @@ class Choice(Range):
 
     def __post_init__(self) -> None:
         if len(self.values) < 1:
-            raise SettingsError("mh.choice needs at least one value", remedy="write for example mh.choice(128, 256)")
+            raise SettingsError(
+                "mh.tuning.choice needs at least one value", remedy="write for example mh.tuning.choice(128, 256)"
+            )
         for value in self.values:
             if not isinstance(value, float | int | str | bool | None):
                 raise SettingsError(
-                    "the values of mh.choice must be numbers, strings, bools or None",
+                    "the values of mh.tuning.choice must be numbers, strings, bools or None",
                     got=f"a {type(value).__name__}",
                     remedy="use a name, and look up the value in the task function",
                 )
             if value != value:
-                raise SettingsError("the values of mh.choice must be comparable", got=value, remedy="omit this value")
+                raise SettingsError(
+                    "the values of mh.tuning.choice must be comparable", got=value, remedy="omit this value"
+                )
         if len({(type(value), value) for value in self.values}) < len(self.values):
             raise SettingsError(
-                "the values of mh.choice must be different", got=self.values, remedy="omit the duplicates"
+                "the values of mh.tuning.choice must be different", got=self.values, remedy="omit the duplicates"
             )
 
     def at(self, share: float) -> Value:
@@ -209,7 +215,7 @@ def as_space(space: Any) -> dict[str, Range]:
         raise SettingsError(
             "a space must be a dict of the task's parameters and their ranges",
             got=type(space).__name__ if not isinstance(space, Mapping) else "an empty one",
-            remedy='pass for example {"lr": mh.loguniform(1e-4, 1e-1)}',
+            remedy='pass for example {"lr": mh.tuning.loguniform(1e-4, 1e-1)}',
         )
     made: dict[str, Range] = {}
     for name, one in space.items():
@@ -219,7 +225,7 @@ def as_space(space: Any) -> dict[str, Range]:
             one = Choice(tuple(one))
         if not isinstance(one, Range):
             raise SettingsError(
-                f"the range of {name!r} must be mh.uniform, mh.loguniform, mh.integers, mh.choice or a list",
+                f"the range of {name!r} must be mh.tuning.uniform, loguniform, integers, choice or a list",
                 got=repr(one),
                 remedy="use one of these",
             )
@@ -248,8 +254,8 @@ def check_space(space: Space, task: Task | Callable[..., Any], params: Mapping[s
             raise SettingsError(rule, got=repr(name), remedy="correct the name")
         # A float for an integer parameter would make every trial fail.
         if isinstance(one, Uniform) and name in known and known[name].annotation in (int, "int"):
-            got = f"mh.{'log' * one.log}uniform"
-            raise SettingsError(f"{name} must be a whole number in the task", got=got, remedy="use mh.integers")
+            got = f"mh.tuning.{'log' * one.log}uniform"
+            raise SettingsError(f"{name} must be a whole number in the task", got=got, remedy="use mh.tuning.integers")
     middle = {name: one.at(0.5) for name, one in space.items()}
     typed(task, {**params, **middle})
     for name, one in space.items():

@@ -46,7 +46,7 @@ def _made(asked: Any) -> Sink:
     close = difflib.get_close_matches(str(asked), SINKS, n=1)
     got = f"the class {asked.__name__}" if isinstance(asked, type) else repr(asked)
     raise SettingsError(
-        f"log_to must be one of {', '.join(SINKS)}, an mh.Sink, or a function of an event",
+        f"log_to must be one of {', '.join(SINKS)}, an mh.monitoring.Sink, or a function of an event",
         got=got,
         remedy=f"did you mean {close[0]!r}?" if close else 'pass for example log_to="csv"',
     )

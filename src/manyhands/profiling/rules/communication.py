@@ -63,7 +63,10 @@ def hot_parameter(profile: Profile) -> Advice | None:
     left = 0.5
     if hot.rows is not None and hot.rows < SPARSE:
         evidence += f"; a step touches {hot.rows:.1%} of its rows"
-        cure = "make it mh.Embedding(rows, dim) and train with mh.ParameterServer(): it sends only the rows of a batch"
+        cure = (
+            "make it mh.strategies.Embedding(rows, dim) and train with mh.ParameterServer(): "
+            "it sends only the rows of a batch"
+        )
         left = hot.rows
     saved = profile.transfer * share * (1 - left)
     return Advice(
@@ -101,6 +104,6 @@ def _exposed_to_servers(profile: Profile, share: float) -> Advice:
         name="exposed communication",
         evidence=f"{share:.0%} of a step, {format_duration(profile.transfer)}, is waiting for pulls, pushes and "
         "other workers",
-        cure=f"{cure}; mh.Embedding for large tables, and a larger batch, exchange less",
+        cure=f"{cure}; mh.strategies.Embedding for large tables, and a larger batch, exchange less",
         gain=1 / (1 - share / 2),
     )

@@ -26,9 +26,9 @@ class ASHA(Stopping):
     def __post_init__(self) -> None:
         if self.factor < 2 or self.first < 1:
             raise SettingsError(
-                "mh.ASHA needs a factor of at least 2 and a first rung of at least 1",
+                "mh.tuning.ASHA needs a factor of at least 2 and a first rung of at least 1",
                 got=f"factor={self.factor}, first={self.first}",
-                remedy="use the defaults: mh.ASHA()",
+                remedy="use the defaults: mh.tuning.ASHA()",
             )
 
     def rungs(self, number: int, epochs: int) -> list[int]:

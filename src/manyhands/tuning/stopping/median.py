@@ -26,7 +26,9 @@ class Median(Stopping):
         if self.first < 1 or self.others < 1:
             got = f"first={self.first}, others={self.others}"
             raise SettingsError(
-                "first and others of mh.Median must be at least 1", got=got, remedy="use the defaults: mh.Median()"
+                "first and others of mh.tuning.Median must be at least 1",
+                got=got,
+                remedy="use the defaults: mh.tuning.Median()",
             )
 
     def rungs(self, number: int, epochs: int) -> list[int]:
