@@ -126,7 +126,7 @@ def fit(
                 callbacks=_patience(length.patience, task),
                 options=[
                     mh.options.Display(progress=False if quiet else None),
-                    *(settings.of(kind) for kind in (Checkpoints, Logging, Resources, Recovery, Equality)),
+                    *settings.of_all((Checkpoints, Logging, Resources, Recovery, Equality)),
                 ],
             )
     if json:

@@ -80,7 +80,7 @@ def predict(
                 remedy=f"write manyhands predict {run} FILE.py --data {data}",
             )
         else:
-            model = mh.load(run)
+            model = mh.load(Path(run))
             found = mh.predict(model, read_data(data))
     outputs = found if isinstance(found, Mapping) else {"output": found}
     if out is not None:

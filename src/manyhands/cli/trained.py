@@ -92,7 +92,7 @@ def write_predictions(path: Path, outputs: Mapping[str, Any]) -> None:
     if path.suffix == ".npy":
         np.save(path, next(iter(arrays.values())))
     elif path.suffix == ".npz":
-        np.savez(path, **arrays)
+        np.savez(path, **arrays)  # type: ignore[arg-type]
     else:
         with path.open("w", newline="") as file:
             columns = {name: array.reshape(len(array), -1) for name, array in arrays.items()}

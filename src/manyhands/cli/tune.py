@@ -108,7 +108,7 @@ def tune(
                 resume=identity.resume,
                 options=[
                     mh.options.Display(progress=False if quiet or json else None),
-                    *(settings.of(kind) for kind in OPTIONS),
+                    *settings.of_all(OPTIONS),
                 ],
             )
     if json:

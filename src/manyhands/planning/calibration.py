@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -91,7 +92,7 @@ def _with(cluster: Cluster, logs: dict[str, float]) -> Cluster:
     """Return a cluster whose constants are shifted by these logarithms."""
     factors = {name: math.exp(log) for name, log in logs.items()}
     chip = cluster.chip
-    own = {
+    own: dict[str, Any] = {
         name: _bounded(name, getattr(chip, name) * factors[name])
         for name in ("reach", "ramp", "streaming", "operation")
         if name in factors

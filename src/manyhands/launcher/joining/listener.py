@@ -244,7 +244,7 @@ class HostsCoordinator(Coordinator):
                 self._on_host_lost(place, f"has sent nothing for {self._patience:.0f} s")
         self._beats.tick()
         self._exclude_unreachable()
-        if self._has_begun and self.is_complete:
+        if self._has_begun and self._ranks.is_complete:
             self._kill_excluded()
 
     def kill(self) -> None:
@@ -270,7 +270,7 @@ class HostsCoordinator(Coordinator):
             self._excluded.add(name)
             place = places[name]
             others = sorted({one for pair in pairs if name in pair for one in pair} - {name})
-            own = [member for member in (*self._members, *self._newcomers) if member.place is place]
+            own = [member for member in (*self._ranks.members, *self._ranks.newcomers) if member.place is place]
             place.facts = replace(place.facts, running=[member.slot for member in own if member.is_running])
             for slot in place.facts.running:
                 place.send_message(slot, {"lost": "hosts do not reach each other", "generation": self._generation})
