@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import manyhands as mh
-from manyhands.core import StrategySpec, TaskError, remember_state
+from manyhands.core import Attributes, StrategySpec, TaskError, remember_state
 from manyhands.training import left_alone
 
 from ..grouped_options import fit_options
@@ -282,6 +282,16 @@ def test_state_in_containers_arrays_and_objects_of_a_network_is_restored() -> No
     put_back()
     assert (len(net.earlier), float(net.counts["calls"][0])) == (1, 1.0)
     assert (net.sums.tolist(), net.history.losses) == ([1.0, 1.0], [1.0])
+
+
+def test_parameters_in_plain_lists_are_not_attributes_to_restore() -> None:
+    net = nn.Linear(6, 3)
+    net.again = [net.weight]  # type: ignore[assignment]
+    before = Attributes(net)
+    with torch.no_grad():
+        net.weight.fill_(2.0)
+    before.put_back()
+    assert net.weight.mean() == 2.0
 
 
 def test_modules_in_containers_of_a_loss_are_restored() -> None:

@@ -15,6 +15,8 @@ from torch.optim import lr_scheduler as schedulers
 
 import manyhands as mh
 from manyhands.core import SettingsError, TaskError, read_events
+from manyhands.distributed import NullWorld
+from manyhands.training import Hand, Job, RecoveryState, TrainingLoop
 
 from ..grouped_options import fit_options
 from .problems import classify, generator, mlp
@@ -171,3 +173,9 @@ def test_norms_of_clipped_gradients_are_logged(tmp_path: Path) -> None:
         classify(model, (IMAGES[:BATCH], LABELS[:BATCH])).backward()
         norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
         assert logged[-1]["gradient_norm"] == {"": pytest.approx(float(norm), rel=1e-9)}
+
+
+def test_state_is_available_to_ranks_whose_peers_fail_before_the_schedule_is_known() -> None:
+    job = Job(task=task(), spec=mh.Single(), folder=Path("runs"))
+    loop = TrainingLoop(Hand(NullWorld(), job.spec), job, RecoveryState())
+    assert loop.state()["rates"] == {}

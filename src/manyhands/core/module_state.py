@@ -160,7 +160,8 @@ class Attributes:
         # Lazy modules, whose class changes, get their sizes in the first forward.
         self._modules = [(name, module, type(module)) for name, module in model.named_modules()]
         self._held = [dict(self._own(module)) for _, module, _ in self._modules]
-        self._contents = Contents([held for own in self._held for held in own.values()], without=model.modules())
+        values = [held for own in self._held for held in own.values()]
+        self._contents = Contents(values, without=[*model.modules(), *model.parameters(), *model.buffers()])
 
     def changed(self) -> list[str]:
         """Return the paths of attributes that were set, changed or deleted since."""

@@ -183,6 +183,13 @@ class TrainingLoop:
         self.noticed: set[str] = set()
         self.limit = "compute"
         self.sampler: Sampler = NoSampler()
+        self._rates: LearningRates | None = None
+
+    @property
+    def rates(self) -> LearningRates:
+        """How learning rates follow the schedule; available after `prepare`."""
+        assert self._rates is not None
+        return self._rates
 
     def run(self) -> ReplicaResult:
         train_feed, valid_feed = self.prepare()
@@ -306,7 +313,7 @@ class TrainingLoop:
         steps = feed.num_steps()
         self.total = self.job.steps or (steps * self.job.epochs if steps is not None else None)
         check_schedule(task, self.total)
-        self.rates = LearningRates(hand, task, self.total)
+        self._rates = LearningRates(hand, task, self.total)
         if task.ema is not None and self.total is not None and self.total * (1 - task.ema) < 1:
             reach = f"ema={task.ema} looks back about {1 / (1 - task.ema):.0f} steps and the run has {self.total}"
             hand.notice(f"{reach}: the average stays near the initial weights; use a smaller ema")
@@ -443,7 +450,7 @@ class TrainingLoop:
             "measured_at": self.measured_at,
             "called_at": self.called_at,
             "patience": self.watch.state(),
-            "rates": self.rates.state(),
+            "rates": {} if self._rates is None else self._rates.state(),
             "sums": {name: list(sums) for name, sums in self.reporter.sums.items()},
         }
 
