@@ -57,7 +57,7 @@ def test_memory_limit_and_deterministic_options_are_applied(invoke: Invoke) -> N
     result = invoke("fit", TARGET, "--on", "cpu*2", "--deterministic", "--memory", "2GiB", "--name", "a")
     assert result.exit_code == 0, result.stderr
     assert Run("runs/a").record["spec"] == {"replicas": 2, "deterministic": True}
-    assert "--memory 2GiB --deterministic --epochs 1 --name a --resume true" in result.stdout
+    assert "--memory 2GiB --deterministic --epochs 2 --name a --resume true" in result.stdout
     refused = invoke("fit", TARGET, "--on", "cpu", "--memory", "plenty")
     assert refused.exit_code == 2
     assert "number of bytes above zero, but got 'plenty'" in refused.stderr

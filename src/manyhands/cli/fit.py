@@ -126,7 +126,11 @@ def fit(
                 callbacks=_patience(length.patience, task),
                 options=[
                     mh.options.Display(progress=False if quiet else None),
-                    *settings.of_all((Checkpoints, Logging, Resources, Recovery, Equality)),
+                    settings.of(Checkpoints),
+                    settings.of(Logging),
+                    settings.of(Resources),
+                    settings.of(Recovery),
+                    settings.of(Equality),
                 ],
             )
     if json:

@@ -80,10 +80,10 @@ def plan(
         task = load_task(target)
         import manyhands as mh
 
-        clusters = cluster[0] if cluster is not None and len(cluster) == 1 else cluster
+        hardware = cluster[0] if cluster is not None and len(cluster) == 1 else cluster
         words = parse_params(params or [])
         found = mh.plan(
-            task, clusters, on=on, params=words, precision=precision, lossy=lossy, tries=tries, networks=networks
+            task, hardware, on=on, params=words, precision=precision, lossy=lossy, tries=tries, networks=networks
         )
     if json:
         print_json(found.to_dict())

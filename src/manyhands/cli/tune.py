@@ -48,8 +48,7 @@ class StudyIdentity:
     )
 
 
-OPTIONS = (Algorithm, Budget, Selection, Execution)
-GROUPS = (Trials, Devices, StudyIdentity, *OPTIONS)
+GROUPS = (Trials, Devices, StudyIdentity, Algorithm, Budget, Selection, Execution)
 
 Space = Annotated[
     list[str] | None,
@@ -108,7 +107,10 @@ def tune(
                 resume=identity.resume,
                 options=[
                     mh.options.Display(progress=False if quiet or json else None),
-                    *settings.of_all(OPTIONS),
+                    settings.of(Algorithm),
+                    settings.of(Budget),
+                    settings.of(Selection),
+                    settings.of(Execution),
                 ],
             )
     if json:

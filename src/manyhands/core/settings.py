@@ -9,7 +9,7 @@ import dataclasses
 import os
 import tomllib
 import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
@@ -118,10 +118,6 @@ class ResolvedOptions(Resolved[Mapping[type, Any]]):
     def of(self, kind: type[T]) -> T:
         """Return the object of a class."""
         return cast(T, self.values[kind])
-
-    def of_all(self, kinds: Iterable[type]) -> list[Any]:
-        """Return the objects of several classes."""
-        return [self.values[kind] for kind in kinds]
 
     @property
     def flat(self) -> dict[str, Any]:
