@@ -32,8 +32,8 @@ def _choices(catalogue: Catalogue) -> Iterator[str]:
     for name, shares in catalogue.splits.items():
         total = sum(share.weight for share in shares)
         for share in shares:
-            number = share.version if share.version is not None else ""
-            labels = f'model="{share.model}",version="{number}",name="{name}"'
+            version = "" if share.version is None else share.version
+            labels = f'model="{share.model}",version="{version}",name="{name}"'
             yield f"manyhands_split_share{{{labels}}} {share.weight / total:.6g}"
     yield "# TYPE manyhands_failed gauge"
     for v in (v for model in models for v in model.versions.values() if v.error):
