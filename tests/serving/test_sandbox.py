@@ -77,15 +77,15 @@ ESCAPES: dict[str, Callable[[Escaping], Any]] = {
     ),
     "allocates ten times its limit": lambda self: torch.ones(10 * self.memory // 4).sum(),
     "allocates ten times its limit in parts": lambda self: [torch.ones(self.memory // 40) for _ in range(100)],
-    "inherits descriptors": lambda self: _more_than_four(os.listdir("/proc/self/fd")),
+    "inherits descriptors": lambda self: _unexpected(os.listdir("/proc/self/fd")),
     "has capabilities": lambda self: _more_than_reading(Path("/proc/self/status").read_text()),
     "may gain privileges": lambda self: _may_gain_privileges(Path("/proc/self/status").read_text()),
 }
 
 
-def _more_than_four(names: list[str]) -> list[str]:
-    """Standard streams, the socket to the server, and the list itself."""
-    if len(names) <= 5:
+def _unexpected(names: list[str]) -> list[str]:
+    """Standard streams, the socket to the server, the pipe that ends with the server, and the list itself."""
+    if len(names) <= 6:
         raise OSError("none")
     return names
 
