@@ -353,7 +353,7 @@ class _Counter(StorageWatch):
         if self._in_backward:
             sources = [tensor for tensor in sources if tuple(tensor.shape) not in self._shapes]
             outputs = [tensor for tensor in outputs if tuple(tensor.shape) not in self._shapes]
-        names = [(self._name(tensor), tensor.storage_offset(), nbytes(tensor)) for tensor in sources]
+        names = [(self._name(tensor), int(tensor.storage_offset()), nbytes(tensor)) for tensor in sources]
         if flops or packet in _UNFUSED:
             for name, _, size in names:
                 fusion.need(name, size)

@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,6 +49,7 @@ def calibrated(
 
     `loose` names the constants that may be moved, and how far.
     """
+    cluster = replace(cluster, measured=True)  # fitted as it is used: starting operations is measured, not assumed
     names = list(loose)
     start = np.zeros(len(names))
     target = np.log([one.seconds for one in observations])
@@ -59,7 +61,7 @@ def calibrated(
         return np.concatenate([_robust((seen - target) / NOISE), prior])
 
     found = _least_squares(residuals, start)
-    return replace(_with(cluster, dict(zip(names, found, strict=True))), measured=True)
+    return _with(cluster, dict(zip(names, found, strict=True)))
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,7 @@ def _with(cluster: Cluster, logs: dict[str, float]) -> Cluster:
     """Return a cluster whose constants are shifted by these logarithms."""
     factors = {name: math.exp(log) for name, log in logs.items()}
     chip = cluster.chip
-    own = {
+    own: dict[str, Any] = {
         name: _bounded(name, getattr(chip, name) * factors[name])
         for name in ("reach", "ramp", "streaming", "operation")
         if name in factors
