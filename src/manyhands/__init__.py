@@ -38,6 +38,7 @@ if TYPE_CHECKING:
         StrategySpec,
         Task,
         TensorParallel,
+        TorchScheduler,
         mean,
     )
     from .data import bucketed, files
@@ -56,6 +57,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Task",
+    "TorchScheduler",
     "mean",
     "fit",
     "launch",
@@ -133,6 +135,7 @@ _MODULES = {
     "api.tune": ["tune"],
     "core": [
         "Task",
+        "TorchScheduler",
         "mean",
         "Single",
         "Mirrored",

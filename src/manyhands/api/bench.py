@@ -15,7 +15,7 @@ import torch
 from .. import costs, planning, training
 from ..core import ManyhandsError, StrategyError, StrategySpec, Task
 from ..costs import CannotTrace, Chip, Link, Network, chip, link, make_chip
-from ..data import Cursor, Feed, as_source, check_source, first_dim
+from ..data import Cursor, Feed, check_source, first_dim, source_of
 from ..distributed import Device, NullWorld, World, num_cores, resolve
 from ..planning import Cluster, Correction, Observation, Workload
 from .runtime import On, runtime
@@ -133,7 +133,7 @@ class Bench:
 
     def _feed(self) -> float | None:
         """Return the samples per second of the feed alone."""
-        source = as_source(self._task.data, collate=self._task.collate)
+        source = source_of(self._task)
         size = check_source(source, self._task.batch_size)
         feed = Feed(source, batch_size=size, workers=self._task.workers)
         samples, began = 0, time.perf_counter()
@@ -161,7 +161,7 @@ class Bench:
 
 def workload_of(task: Task, name: str, bench: Bench) -> tuple[Workload, list[str]]:
     """Return the workload of a task: traced, or measured if its network cannot be traced."""
-    source = as_source(task.data, collate=task.collate)
+    source = source_of(task)
     batch_size = check_source(source, task.batch_size)
     feed = Feed(source, batch_size=batch_size, workers=0)
     try:

@@ -6,13 +6,13 @@ import inspect
 
 from .. import training
 from ..core import Task
-from ..data import as_source, check_source
+from ..data import check_source, source_of
 
 
 def check_data(task: Task, steps: int | None) -> None:
     """Check what is known about the data before any process starts; a function that makes data runs in the ranks."""
     if inspect.isfunction(task.data):
         return
-    source = as_source(task.data, collate=task.collate)
+    source = source_of(task)
     num_steps = source.num_steps(check_source(source, task.batch_size))
     training.check_schedule(task, num_steps if steps is None else steps)

@@ -26,14 +26,18 @@ def evaluate(
     *,
     on: On = None,
     timeout: float = DEFAULT_TIMEOUT,
+    best: bool = False,
 ) -> dict[str, float]:
-    """Return the loss and the metrics of a run over some data; by default over the validation data of its task."""
+    """Return the loss and the metrics of a run over some data; by default over the validation data of its task.
+
+    `best` takes the weights of the best checkpoint instead of the last one.
+    """
     task = run.require_task()
     held = task.valid if data is None else data
     if held is None:
         raise TaskError("mh.evaluate needs data", got="a task without valid=", remedy="pass mh.evaluate(run, data)")
     training.check_metrics(task, runtime.settle(strategy, on)[0].num_parts)
-    return _over_data(training.evaluate, run, task, held, strategy, on, timeout)  # type: ignore[no-any-return]
+    return _over_data(training.evaluate, run, task, held, strategy, on, timeout, best)  # type: ignore[no-any-return]
 
 
 def predict(
@@ -43,16 +47,18 @@ def predict(
     *,
     on: On = None,
     timeout: float = DEFAULT_TIMEOUT,
+    best: bool = False,
 ) -> Any:
     """Return the predictions of a run for every row of some data, in order; a dict if there are several outputs.
 
     Predictions of different shapes, such as those of padded texts, are returned as a list. Lists of numbers are rows.
+    `best` takes the weights of the best checkpoint instead of the last one.
     """
     if isinstance(run, Predictor):
         return run(data)
     if isinstance(data, list) and data and isinstance(data[0], list | Number):
         data = torch.tensor(data)
-    outputs: dict[str, Any] = _over_data(training.predict, run, run.require_task(), data, strategy, on, timeout)
+    outputs: dict[str, Any] = _over_data(training.predict, run, run.require_task(), data, strategy, on, timeout, best)
     return next(iter(outputs.values())) if len(outputs) == 1 else outputs
 
 
@@ -64,11 +70,12 @@ def _over_data(
     strategy: StrategySpec | str | None,
     on: On,
     timeout: float,
+    best: bool,
 ) -> Any:
     spec, devices, _ = runtime.settle(strategy, on)
     precision = run.record["spec"].get("precision", "fp32")
     spec = dataclasses.replace(spec, precision=precision)
-    work = functools.partial(_act, act=act, task=task, spec=spec, data=data, weights=run.state_dict())
+    work = functools.partial(_act, act=act, task=task, spec=spec, data=data, weights=run.state_dict(best=best))
     return runtime.call(work, devices, timeout, on=on)[0]
 
 

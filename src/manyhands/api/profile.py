@@ -24,7 +24,7 @@ from ..core import (
     read_events,
     task_name,
 )
-from ..data import Feed, as_source, check_source
+from ..data import Feed, as_source, check_source, source_of
 from ..distributed import DEFAULT_TIMEOUT, World
 from ..profiling import Profile, RankProfile
 from ..strategies import require_loss
@@ -99,7 +99,7 @@ def _of_task(
     training.check_pieces(made, spec, devices)
     work = functools.partial(_probed, task=made, spec=spec, steps=steps)
     ranks = runtime.call(work, devices, timeout, on=on)[0]
-    source = as_source(made.data, collate=made.collate)
+    source = source_of(made)
     batch_size = check_source(source, made.batch_size)
     valid = None if made.valid is None else as_source(made.valid, collate=made.collate)
     flops, notes = _flops(made, batch_size, spec)
@@ -158,7 +158,7 @@ def _probed(world: World, task: Task, spec: StrategySpec, steps: int) -> list[Ra
 def _flops(task: Task, batch_size: int, spec: StrategySpec) -> tuple[float | None, list[str]]:
     """Return the FLOPs of a step; None and the reason if the network cannot be traced."""
     precision = "bf16" if spec.precision == "bf16" else "fp32"
-    feed = Feed(as_source(task.data, collate=task.collate), batch_size=batch_size, workers=0)
+    feed = Feed(source_of(task), batch_size=batch_size, workers=0)
     try:
         batch = feed.peek(min(ROWS, batch_size))
     finally:

@@ -12,6 +12,7 @@ from ..core import SettingsError
 from .options import Json, On, Target, add_command
 from .screen import only_json, print_json, stdout
 from .target import load_task
+from .trained import RunsFolder, folder_of
 
 if TYPE_CHECKING:
     from ..training import Replay
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
 Which = Annotated[
     str, typer.Argument(metavar="RUN@STEP", help="Folder or name of a run, and a step.", show_default=False)
 ]
-Folder = Annotated[str, typer.Option(help="Folder of the runs.")]
 
 EXAMPLES = (
     "manyhands replay first@1200 digits.py",
@@ -32,13 +32,13 @@ def add(app: typer.Typer) -> None:
     add_command(app, replay, EXAMPLES)
 
 
-def replay(which: Which, target: Target, on: On = None, folder: Folder = "runs", json: Json = False) -> None:
+def replay(which: Which, target: Target, on: On = None, folder: RunsFolder = "runs", json: Json = False) -> None:
     """Repeat a committed step of a run on one device, from the nearest checkpoint, and compare its losses.
 
     Differing losses, replicas that reported other losses for their samples, and the samples with the largest losses are
     printed. The exit code is 1 if there is a difference.
     """
-    path, step = _split(which, Path(folder))
+    path, step = _split(which, folder)
     with only_json(json):
         task = load_task(target)
         import manyhands as mh
@@ -54,14 +54,13 @@ def replay(which: Which, target: Target, on: On = None, folder: Folder = "runs",
         raise typer.Exit(1)
 
 
-def _split(which: str, folder: Path) -> tuple[Path, int]:
+def _split(which: str, folder: str) -> tuple[Path, int]:
     name, at, step = which.rpartition("@")
     if not at or not name or not step.isdecimal():
         raise SettingsError(
             "the step of a run must be written RUN@STEP", got=repr(which), remedy="write for example runs/first@1200"
         )
-    path = Path(name)
-    return (path if path.is_dir() else folder / name), int(step)
+    return folder_of(name, folder), int(step)
 
 
 def _as_dict(found: Replay) -> dict[str, Any]:

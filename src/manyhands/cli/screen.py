@@ -60,7 +60,7 @@ def note(text: str) -> None:
 
 def print_json(value: Any) -> None:
     """Print one JSON value to stdout; numbers that JSON does not support become null."""
-    sys.stdout.write(json.dumps(_finite(value), default=str) + "\n")
+    sys.stdout.write(json.dumps(finite(value), default=str) + "\n")
     sys.stdout.flush()
 
 
@@ -80,11 +80,11 @@ def amount(num_bytes: int) -> str:
     return format_bytes(num_bytes) if num_bytes else ""
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {str(key): _finite(item) for key, item in value.items()}
+        return {str(key): finite(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
+        return [finite(item) for item in value]
     return value

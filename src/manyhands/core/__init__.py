@@ -57,7 +57,7 @@ from .spec import (
     check_policies_by,
     split_settings,
 )
-from .task import Mean, Task, as_task, convert, mean, task_name, typed
+from .task import Mean, Task, TorchScheduler, as_task, convert, mean, task_name, typed
 
 if TYPE_CHECKING:
     from .layout_free import LayoutFree, as_written, stacked_keys
@@ -113,6 +113,7 @@ __all__ = [
     "printable",
     "Attributes",
     "Task",
+    "TorchScheduler",
     "Mean",
     "mean",
     "as_task",

@@ -105,6 +105,7 @@ FIELDS: dict[str, Fields] = {
         "steps": lambda value: listed(step)(value) and bool(value),
         "losses": named(listed(maybe(number))),
         "lr": maybe(named(maybe(number))),
+        "gradient_norm": maybe(named(maybe(number))),
         "epoch": count,
     },
     "epoch": {"epoch": count, "step": step, "metrics": named(maybe(number))},

@@ -63,6 +63,43 @@ def mean(total: Tensor, count: Tensor | int) -> Mean:
     return Mean(total.reshape(()), counted.reshape(()))
 
 
+@dataclass(frozen=True)
+class TorchScheduler:
+    """A learning-rate scheduler of PyTorch or of transformers, as the `schedule` of a Task.
+
+    Args:
+        make: Function of the optimizer that returns the scheduler.
+        every: When the scheduler is stepped: after every "epoch", or after every "step" of the optimizer.
+        metric: Name of the value by which `torch.optim.lr_scheduler.ReduceLROnPlateau` decides after an epoch: "loss"
+            (the mean training loss), "valid_loss", or "valid_" and a metric's name.
+
+    >>> TorchScheduler(lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 10)).every
+    'epoch'
+    """
+
+    make: Callable[[Any], Any]
+    every: str = "epoch"
+    metric: str | None = None
+
+    def __post_init__(self) -> None:
+        if not callable(self.make) or hasattr(self.make, "optimizer"):
+            raise TaskError(
+                "the first argument of TorchScheduler must be a function of the optimizer that returns a scheduler",
+                got=type(self.make).__name__,
+                remedy="write for example mh.TorchScheduler(lambda optimizer: StepLR(optimizer, 10))",
+            )
+        if self.every not in ("epoch", "step"):
+            raise TaskError(
+                'every of TorchScheduler must be "epoch" or "step"', got=repr(self.every), remedy="choose one of them"
+            )
+        if self.metric is not None and self.every != "epoch":
+            raise TaskError(
+                "a scheduler that follows a metric is stepped after epochs, at which metrics are measured",
+                got=f"metric={self.metric!r} with every={self.every!r}",
+                remedy="omit every",
+            )
+
+
 Loss = Callable[[Any, Any], "Tensor | Mean"]
 Optimizers = Mapping[str, "Optimizer"] | Sequence["Optimizer"]
 _VARIADIC = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
@@ -86,6 +123,7 @@ class Task:
     - `batch_size`: global, the same on one device or a thousand; a DataLoader and `mh.bucketed` bring their own;
     - `collate`: makes a batch of a list of samples; by default tensors are stacked and ragged fields padded;
     - `shuffle`: whether every epoch has a different order;
+    - `drop_last`: whether an epoch leaves out a last batch that is smaller than `batch_size`;
     - `workers`: background processes that read the data, per replica; None chooses;
     - `predict`: `predict(model, *inputs)`, whose parameter names are the Predictor's inputs; by default the model on
       the batch's first element;
@@ -95,7 +133,7 @@ class Task:
       creates such an object; or a pair (object, function of (outputs, batch)), whose function returns the arguments of
       `update`, a tuple or a dict of names;
     - `clip`: maximum norm of an optimizer's whole gradient; None for none;
-    - `schedule`: `schedule(step, total)` multiplies the optimizer's own learning rate;
+    - `schedule`: `schedule(step, total)` multiplies the optimizer's own learning rate; or an `mh.TorchScheduler`;
     - `not_finite`: what happens if a gradient is not finite: "stop" the run, or "skip" the step and continue;
     - `max_skipped`: number of consecutive skipped steps after which the run returns to its last good state; if the same
       place fails again, the run ends;
@@ -126,11 +164,12 @@ class Task:
     batch_size: int | None = None
     collate: Callable[[list[Any]], Any] | None = None
     shuffle: bool = True
+    drop_last: bool = False
     workers: int | None = None
     predict: Callable[..., Any] | None = None
     metrics: Mapping[str, Any] = field(default_factory=dict)
     clip: float | None = None
-    schedule: Callable[[int, int], float] | None = None
+    schedule: Callable[[int, int], float] | TorchScheduler | None = None
     not_finite: str = "stop"
     max_skipped: int = 20
     ema: float | None = None
@@ -177,15 +216,17 @@ class Task:
                 _require_arguments(f"metrics[{name!r}]", metric, ("outputs", "batch"))
         for name, arguments in _ARGUMENTS.items():
             _require_arguments(name, getattr(self, name), arguments)
-        if inspect.isclass(self.schedule):
+        if inspect.isclass(self.schedule) or hasattr(self.schedule, "optimizer"):
+            name = getattr(self.schedule, "__name__", type(self.schedule).__name__)
             raise TaskError(
-                "schedule must be a function of (step, total) that returns a factor for the learning rate",
-                got=f"the class {self.schedule.__name__}",
-                remedy="write for example schedule=lambda step, total: 1 - step / total",
+                "schedule must be a function of (step, total) that returns a factor for the learning rate, or an "
+                "mh.TorchScheduler",
+                got=f"{'the class' if inspect.isclass(self.schedule) else 'a'} {name}",
+                remedy=f"write schedule=mh.TorchScheduler(lambda optimizer: {name}(optimizer, ...))",
             )
         for name in ("model", "optimizer", "loss", "step", "collate", "predict", "schedule"):
             value = getattr(self, name)
-            if value is not None and not callable(value):
+            if value is not None and not callable(value) and not isinstance(value, TorchScheduler):
                 raise TaskError(
                     f"{name} must be a function",
                     got=type(value).__name__,

@@ -164,6 +164,8 @@ class RunFolder(LogSource):
             self._curve(self.losses, name).extend(steps, values)
         for name, value in (entry.get("lr") or {}).items():
             self._curve(self.rates, name or "lr").add(steps[-1], value)
+        for name, value in (entry.get("gradient_norm") or {}).items():
+            self._curve(self.logged, f"gradient_norm {name}".rstrip()).add(steps[-1], value)
         self.step, self.epoch = steps[-1], entry["epoch"]
         self._time(entry["t"])
 

@@ -9,7 +9,7 @@ from .feed import Feed
 from .files import files
 from .order import Ids, Order, Orders
 from .source import IndexedSource, Source, Window, check_source
-from .sources import as_source, data_digest
+from .sources import as_source, data_digest, source_of
 
 __all__ = [
     "Feed",
@@ -27,6 +27,7 @@ __all__ = [
     "Ids",
     "part_of",
     "as_source",
+    "source_of",
     "is_arrays",
     "check_source",
     "data_digest",

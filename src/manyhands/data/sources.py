@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -10,7 +11,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset, default_collate
 
-from ..core import DataError, random_state, restore_random_state, seed_all
+from ..core import DataError, Task, random_state, restore_random_state, seed_all
 from .arrays import ArrayRows, ArraySource, SubsetSource, is_arrays
 from .batch import map_leaves
 from .bucketed import Bucketed, BucketSource
@@ -43,6 +44,16 @@ def as_source(data: Any, *, collate: Collate | None = None) -> Source:
         got=_described(data),
         remedy="a dataset has __getitem__ and __len__, or __iter__",
     )
+
+
+def source_of(task: Task) -> Source:
+    """Return the source of a task's training data."""
+    source = as_source(task.data, collate=task.collate)
+    if not task.drop_last or source.drop_last:
+        return source
+    dropping = copy.copy(source)  # the user may pass a source, which stays as it is
+    dropping.drop_last = True
+    return dropping
 
 
 def _from_loader(loader: DataLoader[Any], collate: Collate | None) -> Source:

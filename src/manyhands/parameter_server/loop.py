@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..core import StrategyError, StrategySpec, Task, TaskError, each_of, event
-from ..data import Batch, Cursor, Feed, IndexedSource, as_source
+from ..data import Batch, Cursor, Feed, IndexedSource, source_of
 from ..distributed import Device, World
 from ..strategies import MAIN, declaring, optimizers_of
 from ..training import (
@@ -78,7 +78,7 @@ def check_served(task: Task) -> None:
             got=f"ema={task.ema}",
             remedy="omit ema, or use mh.Mirrored()",
         )
-    if not callable(task.data) and not isinstance(as_source(task.data, collate=task.collate), IndexedSource):
+    if not callable(task.data) and not isinstance(source_of(task), IndexedSource):
         raise StrategyError(
             "parameter servers need data with random access",
             got="a stream, which can only be read from its beginning",

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..core import StrategySpec, Task, mix, seed_all
-from ..data import as_source, check_source
+from ..data import check_source, source_of
 from ..distributed import World
 from ..monitoring import PHASES, Spans, by_phase
 from ..strategies import MAIN, declaring
@@ -96,7 +96,7 @@ class _Worker:
         # Workers must draw different numbers; layout-free ones are derived from the step and the samples.
         hand.seed(self.task.seed)
         seed_all(mix(self.task.seed, 1 + member.number))
-        source = as_source(self.task.data, collate=self.task.collate)
+        source = source_of(self.task)
         self.feed = hand.make_feed(
             source,
             check_source(source, self.task.batch_size),

@@ -18,7 +18,8 @@ from .evaluation import evaluate, evaluating, predict
 from .explain import can_explain, explain, without_values
 from .hand import SCRIPT_END, Hand, hand, holding, joined_world
 from .initial_weights import check_start, start_from
-from .loop import CHECKPOINTS, Job, ReplicaResult, TrainingLoop, check_schedule, own_stream, train
+from .learning_rates import LearningRates, check_schedule
+from .loop import CHECKPOINTS, Job, ReplicaResult, TrainingLoop, own_stream, train
 from .memory import held_now, host_bytes, parse_bytes
 from .memory_fitting import fit_in
 from .metrics import Meter, check_metrics, parted
@@ -33,7 +34,7 @@ from .sample_randomness import learn_draws
 from .sampling import EVERY, Breakdown, NoSampler, Sample, Sampler, profile_event
 from .snapshot import restore_snapshot, take_snapshot
 from .step_capture import compute
-from .stepping import Stepper, follow_schedule, take_step
+from .stepping import Stepper, take_step
 from .timing import Steps, gradient_squares, time_steps
 from .verify import check_statistics, refuse, take_split_steps, with_micro_statistics
 
@@ -110,7 +111,7 @@ __all__ = [
     "differing",
     "number_slots",
     "numbers_of",
-    "follow_schedule",
+    "LearningRates",
     "take_snapshot",
     "restore_snapshot",
     "take_step",

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..core import DataError, LayoutFree, Mean, StrategySpec, Task, default_dtype, mix, seed_all, unsaved_buffers
-from ..data import as_source, check_source
+from ..data import check_source, source_of
 from ..distributed import NullWorld, World, culprit
 from .carried_numbers import Number, differing, nudge, number_slots, numbers_of
 from .cause import CallRecorder, ForwardChanges, Output, Outputs, first_difference, first_not_finite, first_other_output
@@ -171,7 +171,7 @@ class _TrialHand(Hand):
 
 def plan_of(task: Task, spec: StrategySpec, most: int = MOST_ROWS) -> Plan:
     """Return the rows on which a task is compared under a definite spec."""
-    source = as_source(task.data, collate=task.collate)
+    source = source_of(task)
     return choose_rows(source, check_source(source, task.batch_size), parts_of(spec), task.seed, most)
 
 
@@ -222,7 +222,7 @@ def take_steps(
         kept = _Kept(hand, shake, task.loss)
         # Only the whole network's weights are needed for the comparison.
         first = _copied(dict(hand.model.named_parameters())) if world.size == 1 else {}
-        source = as_source(task.data, collate=task.collate)
+        source = source_of(task)
         feed = hand.make_feed(source, check_source(source, task.batch_size), shuffle=task.shuffle, seed=task.seed)
         if draws:
             learn_draws(hand, task, feed, feed.peek(NUM_SAMPLES))

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..core import StrategySpec, Task, random_state, restore_random_state, set_training
-from ..data import as_source, check_source, first_dim, map_leaves
+from ..data import check_source, first_dim, map_leaves, source_of
 from ..distributed import FakeWorld, World, current_world
 from ..strategies import SplitTable, in_double, lay_out, optimizers_of, table_of
 from .hand import NUM_FOLLOWED
@@ -61,7 +61,7 @@ def without_values(task: Task) -> nn.Module | None:
 
 def few_samples(task: Task, spec: StrategySpec, count: int = NUM_FOLLOWED) -> tuple[Any, int]:
     """Return a few samples, and the batch size."""
-    source = as_source(task.data, collate=task.collate)
+    source = source_of(task)
     size = check_source(source, task.batch_size)
     window = next(source.windows(seed=0, epoch=0, shuffle=False, start=0, batch_size=min(count, size)))
     batch = window.fetch(window.ids[:count])

@@ -32,7 +32,7 @@ from ..core import (
     seeded,
     set_training,
 )
-from ..data import Batch, Cursor, Feed, Source, as_source, check_source
+from ..data import Batch, Cursor, Feed, Source, as_source, check_source, source_of
 from ..distributed import DEFAULT_TIMEOUT, DirectChannel, NullWorld, World, current_world, resolve
 from ..launcher import TRAINERS, join_launched
 from ..monitoring import Spans, make_view
@@ -137,6 +137,8 @@ class Hand:
         """Steps between two reads of losses and votes: on a GPU a read waits for the device."""
         self.losses: dict[Key, Tensor] = {}
         """The last step's losses over all replicas; under local SGD, this replica's until the next synchronization."""
+        self.norms: dict[Key, Tensor] = {}
+        """The norms of the last step's gradients before clipping, of optimizers whose gradients are clipped."""
         self._stores: dict[Path, CheckpointStore] = {}
         self.reports_steps = False
         """Whether to report the progress of a custom training loop."""
@@ -175,7 +177,7 @@ class Hand:
         if isinstance(model, nn.Module):
             require_tensor_state(model)
             set_training(model)
-        source = as_source(task.data, collate=task.collate)
+        source = source_of(task)
         probe = self.probe(task.loss, source, check_source(source, task.batch_size))
         with left_alone(task.loss):
             self.make_replica(model, task.make_optimizer, probe, look, None if deferred is None else deferred.fill)
@@ -523,6 +525,8 @@ class Hand:
             if self.averages is not None:
                 self.averages.update(key, flag)
         self.losses[key] = tally.loss
+        if norm is not None:
+            self.norms[key] = norm
         self._last_tally = tally
         if key == MAIN:
             self.num_steps += 1
@@ -601,10 +605,13 @@ class Hand:
         """Make these the loss totals of the current step."""
         self._tallies[MAIN] = tally
 
-    def follow(self, tally: Tally, losses: Mapping[Key, Tensor], good: Tensor | None) -> None:
+    def follow(
+        self, tally: Tally, losses: Mapping[Key, Tensor], norms: Mapping[Key, Tensor], good: Tensor | None
+    ) -> None:
         """Adopt the results of a captured step; they are copied, since its next replay overwrites them."""
         self._last_tally = tally
         self.losses = {key: loss.clone() for key, loss in losses.items()}
+        self.norms = {key: norm.clone() for key, norm in norms.items()}
         self.good = None if good is None else good.clone()
 
     def minimize(self, loss: Tensor | Mean | Callable[[Any], Tensor | Mean], key: Key = MAIN) -> Tensor:

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
-from ..core import LossNotFinite, ReplicasDiffer, RunError, StrategySpec, Task, TaskError, event
-from ..data import Batch, Feed, as_source, check_source, first_dim, tensors
+from ..core import LossNotFinite, ReplicasDiffer, RunError, StrategySpec, Task, event
+from ..data import Batch, Feed, as_source, check_source, first_dim, source_of, tensors
 from ..distributed import World
 from ..launcher import regroup
 from ..monitoring import Stopwatch
@@ -31,6 +31,7 @@ from .error_hints import explain_mistake
 from .evaluation import evaluate, evaluating
 from .hand import Hand
 from .initial_weights import start_from
+from .learning_rates import LearningRates, check_schedule
 from .memory import Guard, explain_memory, held_now, limited, used
 from .partial_state import COPY_EVERY, Copies, restore_part
 from .patience import Patience, PatienceState, check_patience
@@ -39,7 +40,7 @@ from .restored_objects import left_alone
 from .sample_randomness import guess_notice, learn_draws
 from .sampling import NoSampler, Sampler
 from .snapshot import restore_snapshot
-from .stepping import Stepper, follow_schedule
+from .stepping import Stepper
 from .trial import NUM_SAMPLES, try_halves, try_loss, try_metrics
 from .verify import is_split, refuse, require_whole_statistics, verdict_event, verify, why_not
 
@@ -49,7 +50,7 @@ if TYPE_CHECKING:
 CHECKPOINTS = "checkpoints"
 REPORT_SECONDS = 0.5
 MAX_RECENT = 10_000
-_GOOD, _PART = "\0good", "\0part"
+_GOOD, _PART, _NORM = "\0good", "\0part", "\0norm "
 MANY = 8
 """Up to this many replicas, every step's per-replica losses are reported; with more, only those of some steps."""
 INPUT_WAIT_WARNING_SECONDS = 1.0
@@ -141,16 +142,6 @@ def _train(world: World, job: Job, kept: RecoveryState) -> ReplicaResult:
             _tidy(world.device)
 
 
-def check_schedule(task: Task, num_steps: int | None) -> None:
-    """Raise `TaskError` where the task has a schedule but the number of steps is unknown."""
-    if task.schedule is not None and num_steps is None:
-        raise TaskError(
-            "a schedule needs to know the number of steps",
-            got="a stream of unknown length",
-            remedy="pass steps= to fit",
-        )
-
-
 class TrainingLoop:
     """The training loop of one replica; subclasses may let other processes compute the steps."""
 
@@ -184,7 +175,6 @@ class TrainingLoop:
         self.seconds_per_row = self.seconds_to_build = 0.0
         self.noticed: set[str] = set()
         self.limit = "compute"
-        self.factor: float | None = None
         self.sampler: Sampler = NoSampler()
 
     def run(self) -> ReplicaResult:
@@ -219,7 +209,7 @@ class TrainingLoop:
         while hand.epoch < job.epochs and not self.is_over:
             epoch = hand.epoch
             for batch in hand.one_epoch(train_feed):
-                self.set_learning_rate()
+                self.rates.set()
                 self.take_step(batch, stepper)
                 self.marker.mark()
                 self.copy_parts()
@@ -297,7 +287,7 @@ class TrainingLoop:
         hand.build(timed.replace(weights=None) if goes_on else timed, self.try_on)
         check_patience(self.job.stop, task, [key or "loss" for key in hand.optimizers])
         hand.seed(task.seed)
-        source = as_source(task.data, collate=task.collate)
+        source = source_of(task)
         batch_size = check_source(source, task.batch_size)
         self.ease(batch_size)
         feed = hand.make_feed(source, batch_size, shuffle=task.shuffle, seed=task.seed, workers=task.workers)
@@ -309,6 +299,7 @@ class TrainingLoop:
         steps = feed.num_steps()
         self.total = self.job.steps or (steps * self.job.epochs if steps is not None else None)
         check_schedule(task, self.total)
+        self.rates = LearningRates(hand, task, self.total)
         if task.ema is not None and self.total is not None and self.total * (1 - task.ema) < 1:
             reach = f"ema={task.ema} looks back about {1 / (1 - task.ema):.0f} steps and the run has {self.total}"
             hand.notice(f"{reach}: the average stays near the initial weights; use a smaller ema")
@@ -445,6 +436,7 @@ class TrainingLoop:
             "measured_at": self.measured_at,
             "called_at": self.called_at,
             "patience": self.watch.state(),
+            "rates": self.rates.state(),
             "sums": {name: list(sums) for name, sums in self.reporter.sums.items()},
         }
 
@@ -455,6 +447,7 @@ class TrainingLoop:
         self.measured_at = state.get("measured_at", 0)
         self.called_at = state.get("called_at", self.hand.num_steps)
         self.watch.restore(state.get("patience", []))
+        self.rates.restore(state.get("rates", {}))
         self.reporter.sums = state.get("sums", {})
         self.apply_patience()
 
@@ -486,7 +479,7 @@ class TrainingLoop:
         self.is_tried = True
         hand, task = self.hand, self.task
         if batch is None:
-            source = as_source(task.data, collate=task.collate)
+            source = source_of(task)
             batch = hand.peek(source, check_source(source, task.batch_size), NUM_SAMPLES)
         with evaluating(model):
             if task.loss is not None:
@@ -542,9 +535,6 @@ class TrainingLoop:
         left = "" if self.hand.epoch < self.job.epochs else f"; all {self.job.epochs} epochs are complete"
         self.hand.notice(f"resumed at step {self.hand.num_steps}, epoch {self.hand.epoch + 1}{left}")
         return True
-
-    def set_learning_rate(self) -> None:
-        self.factor = follow_schedule(self.hand, self.task, self.total, self.factor)
 
     def look(self, batch: Batch) -> None:
         """Record the step; periodically read losses, check stop votes and compare replicas."""
@@ -604,6 +594,7 @@ class TrainingLoop:
         self.reporter.epoch(epoch, self.metrics)
         self.measured = {**self.measured, **self.reporter.take_means(), **self.metrics}
         self.watch.look(hand.num_steps, self.measured)
+        self.rates.end_epoch(epoch, self.measured)
         self.apply_patience()
         for callback in self.job.callbacks:
             callback.on_epoch(hand, self.metrics)
@@ -713,6 +704,8 @@ class _Reporter:
         self._hand = hand
         self._unread: list[tuple[int, dict[str, Tensor], Tensor | None]] = []
         self._unsent: list[tuple[int, dict[str, float]]] = []
+        self._norms: dict[str, float] = {}
+        """The norms of the gradients in the latest step that was read."""
         self._stopwatch = Stopwatch()
         self._parts: list[tuple[int, float]] = []
         self._part_every = max(1, hand.size // MANY)
@@ -738,6 +731,7 @@ class _Reporter:
         self.num_samples += batch.global_samples
         self._report_pace()
         losses, step = dict(self._hand.losses), self._hand.num_steps
+        losses |= {_NORM + key: norm for key, norm in self._hand.norms.items()}
         part = self._hand.part_loss if step % self._part_every == 0 else None
         self._unread.append((step, losses if part is None else {**losses, _PART: part}, self._hand.good))
 
@@ -759,12 +753,14 @@ class _Reporter:
         unread, self._unread = self._unread, []
         for (step, _, _), values in zip(unread, _read_all(unread), strict=True):
             is_good, part = values.pop(_GOOD, 1.0) != 0.0, values.pop(_PART, math.nan)
+            norms = {name: values.pop(name) for name in list(values) if name.startswith(_NORM)}
             if not is_good:
                 self._skip(step, "" if alone else self._blame(step, values, part))
                 continue
             if math.isfinite(part):
                 self._parts.append((step, float(f"{part:.9g}")))
             self.num_skipped = 0
+            self._norms = {n.removeprefix(_NORM): norm for n, norm in norms.items() if math.isfinite(norm)}
             self._unsent.append((step, values))
             self.recent.append((step, values))
             for name, value in values.items():
@@ -841,6 +837,8 @@ class _Reporter:
             elapsed = self._sent_at - self._started_at
             rate = self.num_samples / elapsed if elapsed > 0 else 0.0
             fields = {"losses": losses, "epoch": hand.epoch, "samples_per_second": rate, "lr": _learning_rates(hand)}
+            if self._norms:
+                fields["gradient_norm"] = self._norms
             self.report(event("steps", steps=steps, **fields))
         self._unsent.clear()
         limit = self._feed.limit if self._feed is not None else ""

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ..core import StrategySpec, Task, random_state, restore_random_state
-from ..data import Feed, as_source, check_source
+from ..data import Feed, check_source, source_of
 from ..distributed import Device
 from ..strategies import Outline, check_partition, in_double, outline
 from .explain import layout_of, slots_of, without_values
@@ -59,7 +59,7 @@ def _probe(task: Task, spec: StrategySpec, rows: int) -> Probe | None:
     compute = task.loss
     if compute is None or inspect.isfunction(task.data):
         return None
-    source = as_source(task.data, collate=task.collate)
+    source = source_of(task)
     wide = torch.float64 if spec.precision == "fp64" else None
     feed = Feed(source, batch_size=check_source(source, task.batch_size), shuffle=False, dtype=wide)
     with contextlib.closing(feed):

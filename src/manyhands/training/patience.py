@@ -154,19 +154,22 @@ def as_patience(stop: Patience | Sequence[Patience] | None) -> tuple[Patience, .
 
 def check_patience(stop: Sequence[Patience], task: Task, losses: Sequence[str] | None = None) -> None:
     """Raise for names that are never measured. `losses` are the names of a custom step's losses (its optimizers')."""
+    for patience in stop:
+        check_measured(patience.name, task, "Patience", losses)
+
+
+def check_measured(name: str, task: Task, what: str, losses: Sequence[str] | None = None) -> None:
+    """Raise if a value that `what` follows is never measured at the end of an epoch."""
     known = ["loss"] if task.loss is not None else [*(losses or ())]
     if task.valid is not None:
         known += [f"valid_{name}" for name in (*(["loss"] if task.loss is not None else []), *task.metrics)]
     # A metric object may compute several values, whose names are not known here.
     several = tuple(f"valid_{name}_" for name, metric in task.metrics.items() if not is_function(metric))
-    for patience in stop:
-        name = patience.name
-        is_unknown = task.loss is None and losses is None and not name.startswith("valid_")
-        is_several = task.valid is not None and name.startswith(several)
-        if name not in known and not is_several and not is_unknown:
-            raise _never_measured(
-                name, known, "" if task.valid is not None else "; valid_ names need a Task with valid="
-            )
+    is_unknown = task.loss is None and losses is None and not name.startswith("valid_")
+    is_several = task.valid is not None and name.startswith(several)
+    if name not in known and not is_several and not is_unknown:
+        more = "" if task.valid is not None else "; valid_ names need a Task with valid="
+        raise _never_measured(name, known, more, what)
 
 
 def _value(patience: Patience, values: Mapping[str, float]) -> float:
@@ -178,10 +181,10 @@ def _value(patience: Patience, values: Mapping[str, float]) -> float:
     return values[patience.name]
 
 
-def _never_measured(name: str, known: Sequence[str], more: str = "") -> SettingsError:
+def _never_measured(name: str, known: Sequence[str], more: str = "", what: str = "Patience") -> SettingsError:
     close = difflib.get_close_matches(name, known, n=3)
     return SettingsError(
-        f"Patience needs the name of a measured value: {', '.join(known) or 'nothing yet'}{more}",
+        f"{what} needs the name of a measured value: {', '.join(known) or 'nothing yet'}{more}",
         got=repr(name),
         remedy=f"did you mean {' or '.join(close)}?" if close else "choose one of them",
     )

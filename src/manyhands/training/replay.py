@@ -14,18 +14,19 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
 from ..core import EVENTS, CheckpointError, SettingsError, StrategySpec, Task, read_events
-from ..data import Batch, Cursor, Feed, as_source, check_source, split
+from ..data import Batch, Cursor, Feed, check_source, source_of, split
 from ..distributed import Device, NullWorld
 from ..storage import CheckpointStore, weights
 from .evaluation import evaluating
 from .hand import Hand
 from .initial_weights import start_from
+from .learning_rates import LearningRates
 from .loop import CHECKPOINTS
 from .loss_totals import BatchShare, Tally
 from .run import Run
 from .sample_randomness import learn_draws
 from .snapshot import restore_snapshot
-from .stepping import follow_schedule, take_step
+from .stepping import take_step
 from .trial import NUM_SAMPLES
 
 CLOSE = {"fp64": 1e-6, "fp32": 1e-3, "bf16": 5e-2}
@@ -116,12 +117,13 @@ class _Again:
                                              deterministic=before.deterministic))  # fmt: skip
         self.hand.build(task)
         self.hand.seed(task.seed)
-        source = as_source(task.data, collate=task.collate)
+        source = source_of(task)
         self.batch_size = check_source(source, task.batch_size)
         self.source = source
         self.feed = self.hand.make_feed(source, self.batch_size, shuffle=task.shuffle, seed=task.seed)
         if self.hand.randomness is not None:
             learn_draws(self.hand, task, self.feed, self.feed.peek(NUM_SAMPLES))
+        self.rates = LearningRates(self.hand, task, self._total())
         self.parts = _parts(run)
         self.notes = list(self._notes(before))
         self.changed = _changed(before)
@@ -144,7 +146,7 @@ class _Again:
                 if number == step:
                     found.samples = self._worst(batch)
                 self._compare_parts(found, number, cursor)
-                follow_schedule(self.hand, self.task, self._total())
+                self.rates.set()
                 take_step(self.hand, self.task, batch)
                 self._compare(found, number)
                 if number == step:
@@ -166,7 +168,8 @@ class _Again:
             except CheckpointError as error:
                 self.notes.append(f"the checkpoint of step {saved} cannot be read: {error}")
                 continue
-            restore_snapshot(self.hand, dataclasses.replace(checkpoint, policy={}))
+            state = restore_snapshot(self.hand, dataclasses.replace(checkpoint, policy={}))
+            self.rates.restore(state.get("rates", {}))
             return saved
         begun = self.run.record.get("start_from")
         if begun is not None:

@@ -130,9 +130,13 @@ class Run:
         model.load_state_dict(checkpoint.averaged if averaged else checkpoint.model)
         return model.eval()
 
-    def state_dict(self, *, averaged: bool = True) -> dict[str, Tensor]:
-        """Return the last weights by the plain module's names, averaged where the task has `ema`; needs no task."""
-        checkpoint = self._store().load()
+    def state_dict(self, *, best: bool = False, averaged: bool = True) -> dict[str, Tensor]:
+        """Return the last or the best weights by the plain module's names, averaged where the task has `ema`.
+
+        This needs no task.
+        """
+        store = self._store()
+        checkpoint = store.load(store.best() if best else None)
         return checkpoint.averaged if averaged else checkpoint.model
 
     def predictor(self, *, best: bool = False) -> ModelPredictor:

@@ -68,6 +68,7 @@ class _Made:
     captured: CapturedGraphs
     tally: Tally
     losses: dict[str, Tensor]
+    norms: dict[str, Tensor]
     good: Tensor | None
     is_compiled: bool
     usage: Any
@@ -258,6 +259,7 @@ class StepCapture:
             captured=captured,
             tally=hand.recorded_tally(),
             losses=dict(hand.losses),
+            norms=dict(hand.norms),
             good=hand.good,
             is_compiled=self._variants.compiles(shape),
             usage=self._usage.get(shape),
@@ -285,9 +287,9 @@ class StepCapture:
                 self._in_parts(is_deferred=not hand.replica.records_exchange, usage=made.usage),
             ):
                 made.captured.replay()
-            made.losses, made.good = dict(hand.losses), hand.good
+            made.losses, made.norms, made.good = dict(hand.losses), dict(hand.norms), hand.good
         hand.num_steps = num_steps + 1
-        hand.follow(made.tally, made.losses, made.good)
+        hand.follow(made.tally, made.losses, made.norms, made.good)
         hand.note()
         hand.meet()
         if expected is not None:

@@ -1,4 +1,4 @@
-"""Take training steps, plainly or from CUDA graphs, in the fastest variant, with the scheduled learning rates."""
+"""Take training steps, plainly or from CUDA graphs, in the fastest variant."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ import time
 from collections.abc import Callable, Hashable
 from typing import Any
 
-from torch import Tensor
-
-from ..core import Task, groups_of
+from ..core import Task
 from ..data import Batch
 from ..strategies import MAIN
 from .hand import Hand
@@ -100,21 +98,3 @@ class Stepper:
             self._capture.forget()
         if self._variants is not None:
             self._variants.close()
-
-
-def follow_schedule(hand: Hand, task: Task, total: int | None, before: float | None = None) -> float | None:
-    """Set the learning rates of the next step, unless its factor equals `before`; return the factor."""
-    if task.schedule is None:
-        return None
-    assert total is not None
-    factor = task.schedule(hand.num_steps, total)
-    if factor == before:
-        return factor
-    for optimizer in hand.optimizers.values():
-        for group in groups_of(optimizer):
-            base = group.setdefault("initial_lr", float(group["lr"]))
-            if isinstance(group["lr"], Tensor):
-                group["lr"].fill_(base * factor)
-            else:
-                group["lr"] = base * factor
-    return factor

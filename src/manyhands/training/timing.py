@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..core import Mean, StrategySpec, Task
-from ..data import Batch, as_source, check_source, first_dim
+from ..data import Batch, check_source, first_dim, source_of
 from ..distributed import World
 from .hand import Hand
 from .loop import own_stream
@@ -35,7 +35,7 @@ def _time_steps(world: World, task: Task, spec: StrategySpec, batch_size: int | 
     try:
         hand.build(task)
         hand.seed(task.seed)
-        source = as_source(task.data, collate=task.collate)
+        source = source_of(task)
         size = check_source(source, task.batch_size) if batch_size is None else batch_size
         feed = hand.make_feed(source, size, shuffle=task.shuffle, seed=task.seed, workers=task.workers)
         stepper = Stepper(hand, task, WARMUP + MOST)
@@ -72,7 +72,7 @@ class Steps:
         self.hand, self._task = Hand(world, spec), task
         self.hand.build(task)
         self.hand.seed(task.seed)
-        source = as_source(task.data, collate=task.collate)
+        source = source_of(task)
         self.batch_size, self.num_samples = check_source(source, task.batch_size), source.size
         self.feed = self.hand.make_feed(
             source, self.batch_size, shuffle=task.shuffle, seed=task.seed, workers=task.workers
@@ -124,7 +124,7 @@ def gradient_squares(world: World, task: Task, sizes: tuple[int, int], rounds: i
     try:
         hand.build(task)
         hand.seed(task.seed)
-        source = as_source(task.data, collate=task.collate)
+        source = source_of(task)
         return [[_square(hand, task, data) for data in _some(hand, source, size, rounds)] for size in sizes]
     finally:
         hand.close()

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.func import vmap
 
 from ..core import Mean, Task
-from ..data import Cursor, Feed, as_source, check_source, map_leaves
+from ..data import Cursor, Feed, as_source, check_source, map_leaves, source_of
 from ..distributed import Device, NullWorld
 from ..training import Meter, parted
 from .program import Program
@@ -26,7 +26,7 @@ class Evaluation:
         self._task, self._program = task, program
         self._world = NullWorld(device)
         source = as_source(task.valid, collate=task.collate)
-        usual = task.batch_size or check_source(as_source(task.data, collate=task.collate), None)
+        usual = task.batch_size or check_source(source_of(task), None)
         self._feed = Feed(source, batch_size=usual, shuffle=False, device=device.torch, dtype=dtype)
 
     def measure(self, stack: Stack) -> list[dict[str, float]]:

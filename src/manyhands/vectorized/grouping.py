@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..core import Task, TaskError, UsageError
-from ..data import as_source, lies_in_memory
+from ..core import Task, TaskError, TorchScheduler, UsageError
+from ..data import lies_in_memory, source_of
 from .build import Built, build
 from .program_equality import difference, network_difference
 from .trial import try_stacked
@@ -73,7 +73,13 @@ def check_stackable(task: Task) -> None:
         raise TaskError(
             "a stacked task must start with the values of its model function", got="weights=", remedy="train it alone"
         )
-    source = as_source(task.data, collate=task.collate)
+    if isinstance(task.schedule, TorchScheduler):
+        raise TaskError(
+            "the schedule of a stacked task must be a function of (step, total)",
+            got="an mh.TorchScheduler",
+            remedy="train it alone",
+        )
+    source = source_of(task)
     if not lies_in_memory(source):
         raise TaskError(
             "the data of a stacked task must be arrays in memory",

@@ -9,15 +9,15 @@ from typing import Any
 
 from torch import Tensor
 
-from ..core import StrategySpec, Task, UsageError, random_state, restore_random_state
-from ..data import Cursor, as_source, check_source
+from ..core import StrategySpec, Task, TaskError, TorchScheduler, UsageError, random_state, restore_random_state
+from ..data import Cursor, as_source, check_source, source_of
 from ..distributed import Device, DirectChannel, NullWorld
 from ..storage import Checkpoint
 from ..training import (
     Hand,
     HeldState,
+    LearningRates,
     evaluate,
-    follow_schedule,
     learn_draws,
     restore_snapshot,
     take_snapshot,
@@ -39,7 +39,14 @@ class Alone:
                 notice(entry["text"])
 
         self._task = task
-        self._factor: float | None = None
+        if isinstance(task.schedule, TorchScheduler) and task.schedule.metric is not None:
+            raise TaskError(
+                "networks that are trained one after another in one process cannot follow a metric",
+                got=f"a scheduler that follows {task.schedule.metric}",
+                remedy="train the network with mh.fit",
+            )
+        self._rates: LearningRates | None = None
+        self._total = 0
         self._hand = Hand(NullWorld(device, DirectChannel(on_event)), replace(spec, deterministic=True))
         self._random = random_state(self._hand.device)
         self._held = HeldState(task.loss)
@@ -47,7 +54,7 @@ class Alone:
         with self._own_state():
             self._hand.build(task)
             self._hand.seed(task.seed)
-            source = as_source(task.data, collate=task.collate)
+            source = source_of(task)
             size = check_source(source, task.batch_size)
             settings: Any = {"seed": task.seed, "workers": task.workers}
             self._feed = self._hand.make_feed(source, size, shuffle=task.shuffle, **settings)
@@ -72,11 +79,13 @@ class Alone:
     def take(self, count: int, total: int) -> list[float]:
         """Take `count` steps; return their losses."""
         losses: list[float] = []
+        if self._rates is None or total != self._total:
+            self._rates, self._total = LearningRates(self._hand, self._task, total), total
         with self._own_state():
             while len(losses) < count:
                 with contextlib.closing(self._hand.one_epoch(self._feed)) as batches:  # type: ignore[type-var]
                     for batch in batches:
-                        self._factor = follow_schedule(self._hand, self._task, total, self._factor)
+                        self._rates.set()
                         take_step(self._hand, self._task, batch)
                         losses.append(self._hand.loss if self._hand.losses else 0.0)
                         if len(losses) == count:
@@ -106,7 +115,7 @@ class Alone:
     def load(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Resume from what `state` returned; return the saved state of the loop."""
         with self._own_state():
-            self._factor = None
+            self._rates = None
             return restore_snapshot(self._hand, Checkpoint(**state))
 
     @property

@@ -15,6 +15,7 @@ from ..core import (
     StrategySpec,
     Task,
     TaskError,
+    TorchScheduler,
     UsageError,
     random_state,
     remember_state,
@@ -201,6 +202,7 @@ class StackedTraining(MemberTraining):
             schedule = None if number is None else self.members[number].task.schedule
             if number is None or schedule is None:
                 continue
+            assert not isinstance(schedule, TorchScheduler)  # `check_stackable` refuses them
             for ahead in range(num_rounds):
                 step = self.members[number].step + ahead
                 key = (id(schedule), step)
