@@ -186,7 +186,7 @@ class FusedLoss(torch.autograd.Function):
         return logits.amax(-1).sum()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
         (logits,) = ctx.saved_tensors
         return logits * gradient  # type: ignore[no-any-return]
 
@@ -318,7 +318,7 @@ class Known:
         for change in row["changes"].split():
             name, value = change.split("=")
             new = {"flops": {**made.flops, name: float(value)}} if name in made.flops else {name: float(value)}
-            made = replace(made, **new)  # type: ignore[arg-type]
+            made = replace(made, **new)
         network = link("InfiniBand", float(row["gbits_per_device"]) * 1e9 / 8 * per_host) if hosts > 1 else None
         return Cluster(hosts=hosts, per_host=per_host, chip=made, inside=link(made.inside), network=network)
 

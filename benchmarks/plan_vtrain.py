@@ -107,13 +107,14 @@ def observations(path: Path = DATA) -> list[Observation]:
             number = {key.lstrip("# "): value for key, value in row.items()}
             batch, micro, replicas = (int(number[key]) for key in ("global batch", "micro batch", "data parallelism"))
             stages = int(number["pipeline parallelism"])
+            parts: dict[str, Any] = {"microbatches" if stages > 1 else "accumulate": batch // replicas // micro}
             spec = StrategySpec(
                 replicas=replicas,
                 tensor=int(number["tensor parallelism"]),
                 stages=stages,
                 precision="bf16",
                 recompute="blocks",  # vTrain's configurations say use_checkpoint: true
-                **{"microbatches" if stages > 1 else "accumulate": batch // replicas // micro},
+                **parts,
             )
             network = traced(int(number["hidden size"]), int(number["layers"]))
             workload = Workload(

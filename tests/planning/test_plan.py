@@ -465,13 +465,21 @@ def test_band_follows_the_evidence_and_close_options_are_named() -> None:
 
 def test_plan_is_fitted_to_earlier_runs(tmp_path: Path) -> None:
     made = task(lambda: torch.nn.Linear(64, 64), lambda model, batch: model(batch).square().mean(), torch.ones(8, 64))
-    for seconds in (1.0, 2.0):
-        folder = tmp_path / str(seconds)
+    predicted = mh.plan(made, "1 A100").best.seconds
+    for factor in (1.5, 2.5):
+        seconds, folder = factor * predicted, tmp_path / str(factor)
         folder.mkdir()
         record = {"spec": StrategySpec().to_dict(), "batch_size": 8, "devices": ["cuda:0"]}
         (folder / "run.json").write_text(json.dumps(record))
         for index in range(4):
-            entry = {"v": 1, "kind": "steps", "t": index * 10 * seconds, "steps": [10 * index + 10], "losses": {}}
+            entry = {
+                "v": 1,
+                "t": 1.7e9 + 10 * index * seconds,
+                "kind": "steps",
+                "steps": [10 * index + 10],
+                "losses": {},
+            }
+            entry |= {"epoch": 0, "samples_per_second": 8 / seconds, "lr": {}}
             with (folder / "events.jsonl").open("a") as file:
                 file.write(json.dumps(entry) + "\n")
         found = mh.plan(made, "1 A100", seen=[folder])

@@ -49,6 +49,7 @@ def calibrated(
 
     `loose` names the constants that may be moved, and how far.
     """
+    cluster = replace(cluster, measured=True)  # fitted as it is used: starting operations is measured, not assumed
     names = list(loose)
     start = np.zeros(len(names))
     target = np.log([one.seconds for one in observations])
@@ -60,7 +61,7 @@ def calibrated(
         return np.concatenate([_robust((seen - target) / NOISE), prior])
 
     found = _least_squares(residuals, start)
-    return replace(_with(cluster, dict(zip(names, found, strict=True))), measured=True)
+    return _with(cluster, dict(zip(names, found, strict=True)))
 
 
 @dataclass(frozen=True)
