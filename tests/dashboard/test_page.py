@@ -416,7 +416,7 @@ def test_serving_page_shows_a_running_server(show: Callable[..., Page], tmp_path
         assert page.evaluate(NAMELESS) == []
         page.get_by_role("link", name="logs/first").click()
         expect(page.locator("h1")).to_contain_text("serving")
-        expect(page.get_by_role("region", name="Versions").locator("tbody")).to_have_text("adder1available")
+        expect(page.get_by_role("region", name="Versions").locator("tbody")).to_have_text("adder1availablecurrent")
         ports = [server.grpc, *(url.rpartition(":")[2] for url in (server.url, server.manage_url))]
         log = tmp_path / "logs" / "router"
         with mh.route(

@@ -32,7 +32,7 @@ if __name__ == "__main__":
         batch_size=4,
     )
     join = mh.Join(address=sys.argv[1], hosts=2, on="cpu")
-    mh.fit(task, epochs=1, name="run", on=join, timeout=60)
+    mh.fit(task, epochs=1, name="run", on=join, options=mh.options.Recovery(timeout=60))
 """
 HELPER = "import torch\ndef made():\n    return torch.arange(48.0).view(12, 4) / {}, torch.ones(12, 1)\n"
 

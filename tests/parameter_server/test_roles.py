@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
+from typer.testing import CliRunner
 
 import manyhands as mh
-from manyhands.cli.cluster import cluster as show_cluster
-from manyhands.cli.launch import _with_task, launch
+from manyhands.cli.app import app
+from manyhands.cli.launch import _with_task
 from manyhands.core import SettingsError
 from manyhands.distributed import Device, World
 from manyhands.distributed import world as worlds
@@ -116,17 +116,13 @@ def test_unknown_role_or_index_is_rejected_with_valid_tasks(role: str, index: in
         _with_task(json.dumps({"cluster": HOSTS}), role, index)
 
 
-def test_index_needs_role_and_show_cluster_warns_without_task(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_index_needs_role_and_show_cluster_warns_without_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = tmp_path / "train.py"
     script.write_text("")
-    with pytest.raises(SettingsError, match="--index must be given together with --role, but got --index 1 alone"):
-        launch(str(script), index=1)
+    alone = CliRunner().invoke(app, ["launch", str(script), "--index", "1"])
+    assert "--index must be given together with --role, but got --index 1 alone" in " ".join(alone.stderr.split())
     monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": {"chief": ["127.0.0.1:9"], "ps": ["127.0.0.1:11"]}}))
-    with pytest.raises(typer.Exit):
-        show_cluster(as_json=True, timeout=0.2)
-    told = json.loads(capsys.readouterr().out)
+    told = json.loads(CliRunner().invoke(app, ["cluster", "--json", "--timeout", "0.2"]).stdout)
     assert [host["role"] for host in told["hosts"]] == ["chief", "ps"]
     assert any("does not say which task this is" in text for text in told["warnings"])
 

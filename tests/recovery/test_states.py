@@ -171,16 +171,11 @@ def test_transient_disk_error_is_logged_and_training_continues(engine: Any, tmp_
     assert CheckpointStore(run.path / "checkpoints").steps() == [3, 9, 12]
 
 
-def test_fenced_checkpoint_writer_does_not_prune_newer_checkpoints(tmp_path: Path) -> None:
+def test_fenced_checkpoint_writer_does_not_prune_newer_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One that sleeps between its last commit and its tidying, while another claims the folder and writes."""
     asleep, awake = threading.Event(), threading.Event()
-
-    class Sleepy(CheckpointStore):
-        def _prune(self, written: Any) -> None:
-            if written.step == 20:
-                asleep.set()
-                awake.wait(120)
-            super()._prune(written)
 
     class Slow(CheckpointStore):
         def _commit(self, target: Path, manifest: Any) -> None:
@@ -194,7 +189,16 @@ def test_fenced_checkpoint_writer_does_not_prune_newer_checkpoints(tmp_path: Pat
         for step in steps:
             store.save(Checkpoint(step=step, model={"w": torch.ones(1)}))
 
-    late = Sleepy(tmp_path)
+    late = CheckpointStore(tmp_path)
+    prune = late._folders.prune
+
+    def sleepy(written: Any, keep: int, claim: Any) -> None:
+        if written.step == 20:
+            asleep.set()
+            awake.wait(120)
+        prune(written, keep, claim)
+
+    monkeypatch.setattr(late._folders, "prune", sleepy)
     late.claim()
     saved(late, 18, 19, 20)
     assert asleep.wait(120)

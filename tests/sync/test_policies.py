@@ -145,7 +145,7 @@ def test_invalid_policy_is_rejected_before_launch(text: str, said: str) -> None:
     ],
 )
 def test_invalid_sync_argument_is_rejected_by_the_strategy_constructor(sync: object, said: str) -> None:
-    for make in (mh.Mirrored, mh.Sharded, mh.TensorParallel, mh.Pipeline):
+    for make in (mh.Mirrored, mh.Sharded, mh.TensorParallel):
         with pytest.raises(StrategyError) as raised:
             make(2, sync=sync)
         assert said in str(raised.value)

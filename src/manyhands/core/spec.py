@@ -230,7 +230,7 @@ class StrategySpec:
     def offloaded(self) -> tuple[str, ...]:
         """The parts of `offload`.
 
-        >>> Single(offload="optimizer+activations").offloaded
+        >>> StrategySpec(offload="optimizer+activations").offloaded
         ('optimizer', 'activations')
         """
         return tuple(filter(None, self.offload.split("+")))
@@ -243,7 +243,7 @@ class StrategySpec:
     def __mul__(self, other: StrategySpec) -> StrategySpec:
         """Combine two ways of splitting: axes are multiplied, settings of both are kept.
 
-        >>> Sharded(4) * Mirrored(2)
+        >>> StrategySpec(shards=4) * StrategySpec(replicas=2)
         StrategySpec(replicas=2, shards=4)
         """
         if not isinstance(other, StrategySpec):
