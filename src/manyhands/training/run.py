@@ -117,6 +117,9 @@ class Run:
     def model(self, *, best: bool = False, averaged: bool = True) -> nn.Module:
         """Return the trained network as a plain module on the CPU, in evaluation mode: the last one, or the best one.
 
+        The best one is that of the saved epoch with the lowest loss, or with the best value that `mh.Patience` watches.
+        Without patience, runs with short epochs do not save every epoch.
+
         Where the task has `ema`, it has the averaged weights; `averaged=False` returns the weights that were trained.
         """
         task = self.require_task()
