@@ -136,6 +136,10 @@ def test_schedulers_are_the_same_on_two_replicas_and_after_a_resume(make: Make, 
     ("schedule", "error"),
     [
         (lambda o: schedulers.OneCycleLR(o, 0.2, total_steps=16), "OneCycleLR, which changes momentum"),
+        (
+            lambda o: schedulers.OneCycleLR(o, 0.2, total_steps=2, cycle_momentum=False),
+            "must accept every step of the run",
+        ),
         (lambda o: None, "must return a torch.optim.lr_scheduler"),
         (plateau, "ReduceLROnPlateau with metric=None"),
     ],
@@ -148,6 +152,11 @@ def test_schedulers_that_cannot_be_followed_are_refused(schedule: Make, error: s
 def test_metric_that_is_never_measured_is_refused_before_training(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"TorchScheduler needs .*valid_loss.*Did you mean valid_loss"):
         fit(task(schedule=mh.TorchScheduler(plateau, metric="valid_los")), tmp_path)
+
+
+def test_function_of_the_optimizer_is_refused_with_the_way_to_pass_it() -> None:
+    with pytest.raises(TaskError, match=r"write mh\.TorchScheduler\(function\)"):
+        task(schedule=lambda optimizer: schedulers.StepLR(optimizer, 1))
 
 
 @pytest.mark.parametrize(

@@ -400,7 +400,8 @@ def _require_arguments(name: str, function: Any, arguments: tuple[str, ...]) -> 
         raise TaskError(
             f"{name} must accept the arguments ({', '.join(arguments)})",
             got=f"{function.__name__}{inspect.signature(function)}",
-            remedy="change its signature",
+            remedy="change its signature"
+            + (", or write mh.TorchScheduler(function) for a scheduler of torch" if name == "schedule" else ""),
         )
 
 

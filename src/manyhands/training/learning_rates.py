@@ -128,10 +128,17 @@ class _Stepped:
 
     def step(self, measured: float | None) -> None:
         """Step the scheduler; one that follows a metric only where there is a value."""
-        if not self._has_metric:
-            self._scheduler.step()
-        elif measured is not None:
-            self._scheduler.step(measured)
+        try:
+            if not self._has_metric:
+                self._scheduler.step()
+            elif measured is not None:
+                self._scheduler.step(measured)
+        except ValueError as error:  # OneCycleLR has a last step
+            raise TaskError(
+                "a scheduler must accept every step of the run",
+                got=f"{type(self._scheduler).__name__}, which raised: {error}",
+                remedy="give it the number of steps of the run, or of epochs where it is stepped by epoch",
+            ) from error
         self.count += 1
         self._check()
 
