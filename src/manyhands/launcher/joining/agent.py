@@ -107,7 +107,7 @@ class Agent(ProcessListener, RunningJob):
 
     def _listen(self) -> None:
         self._selector.register(self._channel, selectors.EVENT_READ, self._receive)
-        # A first host that was restarted has not been heard yet, and must not be reported for its absence.
+        # The other hosts may have to join again too, and must not be reported before they have.
         self._beats.introduce({}, "")
         self._unheard = []
         self._channel.send("peer", port=self._beats.port)

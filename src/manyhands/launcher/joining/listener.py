@@ -22,7 +22,7 @@ from ..rank_group import RankHost
 from ..rendezvous import RendezvousInfo
 from .channel import Channel, JoinTimeouts, Message, ProtocolError
 from .handshake import HostFacts, HostVerifier
-from .reachability import PeerBeats, excluded_hosts
+from .reachability import excluded_hosts
 from .tls import NoTls, NotTls
 from .token import JoinToken
 from .waiting import Wait
@@ -225,7 +225,6 @@ class HostsCoordinator(Coordinator):
         )
         self._join_listener = join_listener
         self._patience = JoinTimeouts(timeout).silence
-        self._beats = PeerBeats(here.host, address, join_listener.token, join_listener.selector)
         self._ports: dict[str, int] = {}
         self._salt = secrets.token_hex(16)
         self._unheard: dict[str, set[str]] = {}
@@ -242,7 +241,6 @@ class HostsCoordinator(Coordinator):
         for place in list(self._join_listener.present):
             if now - place.channel.received_at > self._patience:
                 self._on_host_lost(place, f"has sent nothing for {self._patience:.0f} s")
-        self._beats.tick()
         self._exclude_unreachable()
         if self._has_begun and self._ranks.is_complete:
             self._kill_excluded()
@@ -265,7 +263,7 @@ class HostsCoordinator(Coordinator):
         found = {(host, other) for host, others in self._unheard.items() for other in others}
         pairs = {tuple(sorted(pair)) for pair in found if here.issuperset(pair)}
         ranks = {name: len(place.devices) for name, place in places.items()}
-        wanted = excluded_hosts(pairs, ranks, self._here.host)
+        wanted = excluded_hosts(pairs, ranks)
         for name in sorted(wanted - self._excluded):
             self._excluded.add(name)
             place = places[name]
@@ -290,7 +288,6 @@ class HostsCoordinator(Coordinator):
         self.kill()
         self._here.processes.finish()
         reason = "" if failed is None and self._ranks.is_complete else str(failed or "the first host has ended the job")
-        self._beats.close()
         self._join_listener.close(reason.splitlines()[0] if reason else "")
         self._rendezvous.close()
 
@@ -342,14 +339,12 @@ class HostsCoordinator(Coordinator):
             raise ProtocolError(f"a joined host sent the unexpected message {kind}")
 
     def _introduce(self) -> None:
-        """Send every host the addresses of all."""
+        """Send every host the addresses of all that have joined; the first host's own channels show its silence."""
         hosts = {
             place.host: (place.channel.peer, self._ports[place.host])
             for place in self._join_listener.present
             if place.host in self._ports
         }
-        hosts[self._here.host] = (self._rendezvous.address, self._beats.port)
-        self._beats.introduce(hosts, self._salt)
         for place in self._join_listener.present:
             place.channel.send("peers", hosts=hosts, salt=self._salt)
 

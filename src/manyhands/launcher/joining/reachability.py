@@ -1,4 +1,4 @@
-"""Which hosts of a job hear each other: every host sends datagrams to all others, and reports whom it no longer hears.
+"""Which joined hosts hear each other: each sends datagrams to all others, and reports whom it no longer hears.
 
 Hosts keep a connection with the first host only, but ranks connect to each other. Two hosts that reach the first host
 and not each other would fail in every collective, with an error that does not name them.
@@ -12,6 +12,7 @@ import itertools
 import selectors
 import socket
 import time
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 
 from .token import JoinToken
@@ -26,7 +27,8 @@ MAX_DATAGRAM = 1024
 class PeerBeats:
     """Heartbeats between hosts, authenticated by the job's token.
 
-    A host that was never heard is not reported: a firewall may pass the ranks' connections and no datagrams.
+    A host that was never heard is not reported: a firewall may pass the ranks' connections and no datagrams. One that
+    was heard before it had to join again is: it has :data:`SILENT_SECONDS` from its introduction.
     """
 
     def __init__(self, host: str, address: str, token: JoinToken, selector: selectors.BaseSelector) -> None:
@@ -50,9 +52,12 @@ class PeerBeats:
 
     def introduce(self, peers: Mapping[str, tuple[str, int]], salt: str) -> None:
         """Send to these hosts from now on, given by name with their address and port."""
-        self._peers = {name: where for name, where in peers.items() if name != self._host}
+        before, self._peers = self._peers, {name: where for name, where in peers.items() if name != self._host}
         self._salt = salt
-        self._heard = {name: heard for name, heard in self._heard.items() if name in self._peers}
+        now = time.monotonic()
+        for name in self._heard:
+            if self._peers.get(name) != before.get(name):
+                self._heard[name] = now, self._heard[name][1]
 
     def tick(self) -> None:
         """Send a datagram to every host, if that is due."""
@@ -73,7 +78,7 @@ class PeerBeats:
     def unheard(self) -> list[str]:
         """Return the hosts that were heard before, but are not now."""
         since = time.monotonic() - SILENT_SECONDS
-        return sorted(name for name, (heard, _) in self._heard.items() if heard < since)
+        return sorted(name for name in self._peers if name in self._heard and self._heard[name][0] < since)
 
     def close(self) -> None:
         """Stop receiving."""
@@ -90,20 +95,20 @@ class PeerBeats:
                 self._heard[name] = time.monotonic(), int(number)
 
 
-def excluded_hosts(pairs: Iterable[Collection[str]], num_ranks: Mapping[str, int], first: str) -> set[str]:
-    """Return hosts without which all remaining ones reach each other, at the loss of few ranks; never the first host.
+def excluded_hosts(pairs: Iterable[Collection[str]], num_ranks: Mapping[str, int]) -> set[str]:
+    """Return hosts without which all remaining ones reach each other, at the loss of few ranks.
 
     Of each unreachable pair, the host that is in more pairs is excluded, or else the one with fewer ranks.
 
-    >>> sorted(excluded_hosts([("b", "c"), ("c", "d")], {"a": 1, "b": 1, "c": 1, "d": 1}, "a"))
+    >>> sorted(excluded_hosts([("b", "c"), ("c", "d")], {"b": 1, "c": 1, "d": 1}))
     ['c']
-    >>> sorted(excluded_hosts([("b", "c")], {"a": 1, "b": 2, "c": 1}, "a"))
+    >>> sorted(excluded_hosts([("b", "c")], {"b": 2, "c": 1}))
     ['c']
     """
     left = {frozenset(pair) for pair in pairs}
     found: set[str] = set()
     while left:
-        degree = {name: sum(name in pair for pair in left) for pair in left for name in pair if name != first}
+        degree = Counter(name for pair in left for name in pair)
         worst = min(degree, key=lambda name: (-degree[name], num_ranks.get(name, 0), name))
         found.add(worst)
         left = {pair for pair in left if worst not in pair}
