@@ -56,6 +56,12 @@ def _architectures() -> Registry:
     return ARCHITECTURES
 
 
+def _zoo() -> Registry:
+    from .zoo import ZOO
+
+    return ZOO
+
+
 KINDS: dict[str, Callable[[], Registry]] = {
     "classic": _classics,
     "research": _research,
@@ -65,6 +71,7 @@ KINDS: dict[str, Callable[[], Registry]] = {
     "optimizer": _optimizers,
     "module": _modules,
     "transformers": _architectures,
+    "zoo": _zoo,
 }
 
 

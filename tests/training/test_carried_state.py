@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import random
 import re
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -316,3 +318,59 @@ def test_servers_reject_a_loss_whose_calls_read_what_the_first_one_left(tmp_path
 
     with pytest.raises(TaskError, match="read what earlier ones left in what the loss refers to, every worker"):
         fit(lambda: nn.Linear(6, 3), mh.ParameterServer(servers=1, workers=2), tmp_path, loss=loss)
+
+
+DRAWS: dict[str, tuple[Any, Callable[[Any], Any]]] = {
+    "torch": (torch.Generator().manual_seed(3), lambda g: torch.randn(36, generator=g).tolist()),
+    "numpy": (np.random.default_rng(3), lambda g: g.standard_normal(36).tolist()),
+    "numpy, Mersenne Twister": (np.random.RandomState(3), lambda g: g.randn(36).tolist()),
+    "Python": (random.Random(3), lambda g: [g.gauss(0, 1) for _ in range(36)]),
+}
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_trial_restores_generators_that_a_network_holds(name: str) -> None:
+    """The states of large generators differ in a few of many numbers only."""
+    generator, draw = DRAWS[name]
+    net = nn.Linear(6, 3)
+    net.generator = generator  # type: ignore[assignment]
+    before, put_back = Attributes(net), remember_state(net)
+    assert before.changed() == []
+    first = draw(generator)
+    assert before.changed() == ["generator"]
+    put_back()
+    assert before.changed() == []
+    assert draw(generator) == first
+
+
+class WithTeacher(nn.Module):
+    """Keeps a network in a plain list, so that it is not saved with its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(9, 6), nn.Linear(6, 9)
+        self.teacher = [nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 9)).requires_grad_(False)]
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        teacher = self.teacher[0].to(self.head.weight.dtype)
+        return self.head(self.embed(x)), teacher(x)
+
+
+def test_tensor_parallelism_computes_networks_kept_in_a_list(tmp_path: Path) -> None:
+    def distil(net: Any, batch: tuple[Tensor]) -> Tensor:
+        student, teacher = net(batch[0])
+        picked = torch.masked_select(teacher, student > 0)
+        return (torch.masked_select(student, student > 0) - picked).square().sum() / len(batch[0])
+
+    task = mh.Task(
+        model=WithTeacher,
+        loss=distil,
+        optimizer=lambda net: torch.optim.SGD(net.parameters(), lr=0.1),
+        data=(torch.arange(102).view(17, 6) % 9,),
+        batch_size=6,
+        shuffle=False,
+    )
+    options = fit_options(folder=tmp_path, progress=False, timeout=60)
+    alone = mh.fit(task, mh.Single(precision="fp64"), on="cpu", **options)
+    split = mh.fit(task, mh.TensorParallel(2, precision="fp64"), on="cpu*2", **options)
+    assert split.losses == pytest.approx(alone.losses, rel=1e-9)

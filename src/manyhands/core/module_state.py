@@ -319,6 +319,22 @@ def _set_state(generator: Any, state: Any) -> None:
     generator.bit_generator.state = state
 
 
+def _is_same_state(now: Any, before: Any) -> bool:
+    """Return whether two states of a generator are equal: tensors, arrays, or numbers, in tuples and dicts."""
+    import numpy as np
+    import torch
+
+    if isinstance(now, torch.Tensor):
+        return torch.equal(now, before)
+    if isinstance(now, np.ndarray):
+        return np.array_equal(now, before)
+    if isinstance(now, dict):
+        return all(_is_same_state(now[name], before[name]) for name in now)
+    if isinstance(now, tuple):
+        return all(map(_is_same_state, now, before))
+    return bool(now == before)
+
+
 def _copy(value: Any) -> Any:
     import numpy as np
     from torch import Tensor
@@ -360,7 +376,7 @@ def _holds(value: Any, before: Any) -> bool:
     if isinstance(value, tuple):
         return True
     if _is_generator(value):
-        return str(_state(value)) == str(before)
+        return _is_same_state(_state(value), before)
     if isinstance(value, torch.Tensor):
         return value.shape == before.shape and torch.equal(value.detach(), before)
     if isinstance(value, np.ndarray):

@@ -20,14 +20,35 @@ from .restored_objects import left_alone
 if TYPE_CHECKING:
     from ..strategies import Layout
 
+MOST_BUILT = 10**9
+"""Parameters of a network up to which it is built with its values to find out how it is split."""
+
 
 def explain(task: Task, spec: StrategySpec) -> tuple[SplitTable, Layout | None]:
     """Return the split table of a task under a definite spec, and the layout that ranks can reuse."""
-    model = without_values(task) or task.model()
-    if spec.precision == "fp64":
-        model = in_double(model)
-    layout, rows = layout_of(task, model, spec)
-    return table_of(model, spec, layout=layout, slots=slots_of(task, model), rows=rows), layout
+
+    def found(model: nn.Module) -> tuple[SplitTable, Layout | None]:
+        if spec.precision == "fp64":
+            model = in_double(model)
+        layout, rows = layout_of(task, model, spec)
+        return table_of(model, spec, layout=layout, slots=slots_of(task, model), rows=rows), layout
+
+    return on_network(task, found)
+
+
+def on_network(task: Task, function: Callable[[nn.Module], Any]) -> Any:
+    """Call a function with the network without its values; where that fails, with its values unless they are many.
+
+    A module that the network keeps in a plain list, say, stays without values and cannot be computed.
+    """
+    model = without_values(task)
+    if model is not None:
+        try:
+            return function(model)
+        except Exception:
+            if sum(parameter.numel() for parameter in model.parameters()) > MOST_BUILT:
+                raise
+    return function(built(task))
 
 
 def layout_of(task: Task, model: nn.Module, spec: StrategySpec) -> tuple[Layout | None, float]:
@@ -43,6 +64,15 @@ def layout_of(task: Task, model: nn.Module, spec: StrategySpec) -> tuple[Layout 
 def can_explain(task: Task) -> bool:
     """Return whether the data can be read here; a function that makes data runs in the ranks."""
     return not inspect.isfunction(task.data)
+
+
+def built(task: Task) -> nn.Module:
+    """Return the task's network; random states are restored."""
+    states = random_state(torch.device("cpu"))
+    try:
+        return task.model()
+    finally:
+        restore_random_state(states, torch.device("cpu"))
 
 
 def without_values(task: Task) -> nn.Module | None:

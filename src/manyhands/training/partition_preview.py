@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..core import StrategySpec, Task, random_state, restore_random_state
+from ..core import StrategySpec, Task
 from ..data import Feed, check_source, source_of
 from ..distributed import Device
 from ..strategies import Outline, check_partition, in_double, outline
-from .explain import layout_of, slots_of, without_values
+from .explain import built, layout_of, on_network, slots_of
 from .restored_objects import left_alone
 
 NUM_ROWS = 4
@@ -25,9 +25,9 @@ def check_pieces(task: Task, spec: StrategySpec, devices: Sequence[Device]) -> N
     """Raise if a task's network cannot be partitioned into the spec's stages; do nothing without stages."""
     if spec.stages == 1:
         return
-    model = without_values(task) or _built(task)
+    probe = _probe(task, spec, NUM_ROWS)
     with left_alone(task.loss):
-        check_partition(spec, _as_wide(model, spec), devices, _probe(task, spec, NUM_ROWS))
+        on_network(task, lambda model: check_partition(spec, _as_wide(model, spec), devices, probe))
 
 
 def outline_of(task: Task, spec: StrategySpec, devices: Sequence[Device]) -> Outline:
@@ -35,19 +35,10 @@ def outline_of(task: Task, spec: StrategySpec, devices: Sequence[Device]) -> Out
     rows = (task.batch_size or 32) // (spec.num_parts * spec.accumulate * spec.microbatches)
     probe = _probe(task, spec, max(NUM_ROWS, min(64, rows)))
     assert probe is not None, "a task with a loss and data"
-    model = _as_wide(_built(task), spec)
+    model = _as_wide(built(task), spec)
     layout, times = layout_of(task, model, spec)
     with left_alone(task.loss):
         return outline(spec, model, devices, probe, layout=layout, slots=slots_of(task, model), rows=times)
-
-
-def _built(task: Task) -> nn.Module:
-    device = torch.device("cpu")
-    states = random_state(device)
-    try:
-        return task.model()
-    finally:
-        restore_random_state(states, device)
 
 
 def _as_wide(model: nn.Module, spec: StrategySpec) -> nn.Module:

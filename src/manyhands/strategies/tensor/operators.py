@@ -36,7 +36,6 @@ def missing_operator(error: Exception) -> str:
 def run_whole(names: Iterable[str]) -> None:
     """Let operators run on whole tensors on every rank: torch gathers sharded inputs first."""
     for name in set(names) - registered:
-        registered.add(name)
         operator = _operator(name)
         outputs = [Replicate() if "Tensor" in str(result.type) else None for result in operator._schema.returns]
 
@@ -45,6 +44,8 @@ def run_whole(names: Iterable[str]) -> None:
             return [(outputs, inputs)]
 
         register_sharding(operator)(whole)
+        # Only now: a process that is forked in between registers it again.
+        registered.add(name)
 
 
 def _operator(name: str) -> Any:
