@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 import re
+import weakref
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -373,4 +374,40 @@ def test_tensor_parallelism_computes_networks_kept_in_a_list(tmp_path: Path) -> 
     options = fit_options(folder=tmp_path, progress=False, timeout=60)
     alone = mh.fit(task, mh.Single(precision="fp64"), on="cpu", **options)
     split = mh.fit(task, mh.TensorParallel(2, precision="fp64"), on="cpu*2", **options)
+    assert split.losses == pytest.approx(alone.losses, rel=1e-9)
+
+
+class Gate(nn.Module):
+    """A part that refers to the module that contains it by a weak proxy, since a reference would be a cycle."""
+
+    def __init__(self, owner: nn.Module) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor(0.5))
+        self.__dict__["owner"] = weakref.proxy(owner)  # not a part: the owner contains this module
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight * self.owner.temperature
+
+
+class WithProxy(nn.Module):
+    """A network whose part reads a number of its owner."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = 0.7
+        self.gate, self.head = Gate(self), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.gate(x))
+
+
+def test_parts_may_hold_weak_proxies_of_their_owner(tmp_path: Path) -> None:
+    net = WithProxy()
+    before, put_back = Attributes(net), remember_state(net)
+    net.temperature = 0.9
+    assert before.changed() == ["temperature"]
+    put_back()
+    assert net.gate.owner.temperature == 0.7
+    alone = fit(WithProxy, mh.Single(precision="fp64"), tmp_path)
+    split = fit(WithProxy, mh.Mirrored(2, precision="fp64"), tmp_path)
     assert split.losses == pytest.approx(alone.losses, rel=1e-9)

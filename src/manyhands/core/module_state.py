@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import random
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -240,7 +241,8 @@ def _may_change(value: Any) -> bool:
     import numpy as np
     from torch import Tensor, nn
 
-    if isinstance(value, (nn.UninitializedParameter, nn.UninitializedBuffer)):
+    # A proxy passes for what it refers to, such as the module that contains the one that holds it.
+    if isinstance(value, (nn.UninitializedParameter, nn.UninitializedBuffer)) or type(value) in weakref.ProxyTypes:
         return False
     if isinstance(value, (Tensor, np.ndarray, nn.Module, tuple, *CONTAINERS)) or _is_generator(value):
         return True
