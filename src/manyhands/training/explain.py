@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
@@ -19,6 +19,8 @@ from .restored_objects import left_alone
 
 if TYPE_CHECKING:
     from ..strategies import Layout
+
+Result = TypeVar("Result")
 
 MOST_BUILT = 10**9
 """Parameters of a network up to which it is built with its values to find out how it is split."""
@@ -36,7 +38,7 @@ def explain(task: Task, spec: StrategySpec) -> tuple[SplitTable, Layout | None]:
     return on_network(task, found)
 
 
-def on_network(task: Task, function: Callable[[nn.Module], Any]) -> Any:
+def on_network(task: Task, function: Callable[[nn.Module], Result]) -> Result:
     """Call a function with the network without its values; where that fails, with its values unless they are many.
 
     A module that the network keeps in a plain list, say, stays without values and cannot be computed.
