@@ -206,4 +206,4 @@ def dies_and_is_started_again(job: Servers, words: tuple[str, ...]) -> None:
     went_on = job.events("recovered")[-1]
     assert went_on["source"] in ("the memory of rank 1", "the memory of rank 2")
     assert went_on["step"] >= step, "no reported step is lost"
-    assert went_on["size"] == 3
+    assert went_on["size"] == 3, job.said()

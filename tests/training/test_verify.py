@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import manyhands as mh
 from manyhands.core import DataError, LossNotFinite, StrategySpec, TaskError, as_spec, read_events
+from manyhands.data import as_source
 from manyhands.training import verify
 from manyhands.training.trial_rows import choose_rows
 
@@ -281,8 +282,6 @@ def test_nan_on_one_device_gives_verdict_not_verified() -> None:
 
 
 def test_verification_rows_span_the_data_and_separate_padded_rows() -> None:
-    from manyhands.data import as_source
-
     tokens = torch.randint(1, 20, (1000, 6), generator=generator(0))
     tokens[900:, 2:] = 0
     first, second = choose_rows(as_source(tokens), 32, parts=2, seed=0, most=16)
@@ -291,6 +290,13 @@ def test_verification_rows_span_the_data_and_separate_padded_rows() -> None:
     assert not any(padded[:8])
     assert all(padded[8:])
     assert max(second) - min(second) > 500
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_every_compared_step_has_a_row_that_counts_where_most_rows_are_padding(seed: int) -> None:
+    targets = torch.randint(0, 11, (41, 4)).masked_fill((torch.arange(41) % 10 > 0)[:, None], -100)
+    for rows in choose_rows(as_source(targets), 16, parts=2, seed=seed, most=64):
+        assert (targets[rows] != -100).any()
 
 
 # -- mistakes ---------------------------------------------------------------------------------------------------------

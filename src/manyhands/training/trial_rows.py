@@ -23,7 +23,8 @@ def choose_rows(source: Source, batch_size: int, parts: int, seed: int, most: in
     """Return the rows of two steps, of a full batch and of the smaller last one, from all over the data.
 
     In the first step the rows with the most repeated or extreme values, such as padding and ignored targets, are last,
-    so that they fall into different parts than the rest. Of a stream, the first rows are taken.
+    so that they fall into different parts than the rest. The row with the fewest is in both steps: a step in which
+    nothing counts has no mean. Of a stream, the first rows are taken.
 
     >>> from ..data import as_source
     >>> [len(rows) for rows in choose_rows(as_source(torch.arange(41)), 16, parts=2, seed=0, most=64)]
@@ -37,7 +38,7 @@ def choose_rows(source: Source, batch_size: int, parts: int, seed: int, most: in
     candidates = order[: NUM_CANDIDATES if source.max_workers == 0 else wanted]
     ranked = candidates[_ranks(source, seed, candidates)]
     chosen = [*ranked[: first - first // 2], *ranked[len(ranked) - first // 2 :]]
-    rest = [row for row in order[:wanted] if row not in set(chosen)] or list(order[:second])
+    rest = [ranked[0], *(row for row in order[:wanted] if row not in set(chosen))]
     return [[int(row) for row in rows] for rows in (chosen, (rest * second)[:second])]
 
 
