@@ -1,1 +1,1 @@
-"""Benchmarks: ours and the peers on the same work, by turns in one run."""
+"""Benchmarks: manyhands and its peers alternate on the same work in one run."""

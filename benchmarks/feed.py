@@ -120,7 +120,7 @@ def write_parquet(folder: Path) -> None:
 
 
 def peer(report: Report, folder: Path, work: str, rounds: int) -> float:
-    """WebDataset's time over a DataLoader's, the better settings of both, by turns in an environment of their own."""
+    """WebDataset's time over a DataLoader's, with the best settings of each, alternating in a separate environment."""
     environment.make()
     target = folder / f"{work}.json"
     asked = {"work": work, "folder": str(folder), "workers": WORKERS, "rounds": rounds, "target": str(target)}

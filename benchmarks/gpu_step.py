@@ -38,7 +38,7 @@ SHORT_EPOCHS, SHORT_EPOCHS_STEPS = "short_epochs", 3000
 MODES = ("default", "reduce-overhead", "max-autotune-no-cudagraphs")
 """torch.compile's modes."""
 LONG_RUN = 100_000
-"""Steps that `fit` is told of, as in real training; the measurement ends it after some."""
+"""Steps that `fit` is asked for, as in real training; the measurement ends it earlier."""
 Blocks = list[float]
 
 
@@ -179,7 +179,7 @@ def accelerate(work: GpuWork, clock: Clock) -> None:
 
 
 class Ticks(mh.Callback):
-    """Ends a run of ours when its blocks are timed."""
+    """Ends a manyhands run when its blocks are timed."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock

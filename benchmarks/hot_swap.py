@@ -131,11 +131,11 @@ def question(port: int, model: str) -> Ask:
     return Ask(port=port, path=f"/v1/models/{model}:predict", body=body)
 
 
-def asked(port: int, seconds: float, meanwhile: Callable[[], None] | None = None) -> dict[str, Outcome]:
+def asked(port: int, seconds: float, during: Callable[[], None] | None = None) -> dict[str, Outcome]:
     """What became of requests to both models, while something else happens."""
     running = {model: measuring(question(port, model), seconds=seconds, rate=RATE, alike=True) for model in MODELS}
-    if meanwhile is not None:
-        meanwhile()
+    if during is not None:
+        during()
     return {model: one.outcome() for model, one in running.items()}
 
 

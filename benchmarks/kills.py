@@ -35,7 +35,7 @@ def task() -> mh.Task:
 
 
 class Clock(mh.Callback):
-    """Writes when each step was taken; stops the run when a file says so."""
+    """Writes when each step was taken; stops the run when a file exists."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -123,7 +123,7 @@ def _taught_text() -> Data:
 
 
 class Recommender(nn.Module):
-    """How much a person likes a thing, from a vector of each."""
+    """The rating of an item by a user, from a vector of each."""
 
     def __init__(self, people: int = 300, things: int = 400, width: int = 16) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
 """A generator of load: closed loop (so many clients that wait for their answers) and open loop (so many a second).
 
 In the open loop a request's time counts from the moment at which it was due, whether or not a connection was free, so
-that a server which stalls cannot hide the requests that would have come meanwhile. It runs in a process of its own:
-`measure(...)` starts it, `python -m benchmarks.load` is it, and reads its job from where others type.
+that a server which stalls cannot hide the requests that would have arrived during the stall. `measure(...)` starts the
+generator in a separate process, `python -m benchmarks.load`, which reads its job from standard input.
 """
 
 from __future__ import annotations

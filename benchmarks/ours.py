@@ -38,7 +38,7 @@ class Timing:
     times: dict[str, list[float]]
     """Seconds per step of every turn, by contender."""
     of_rank: list[dict[str, list[float]]]
-    """The same on every rank."""
+    """Data that is equal on every rank."""
 
 
 class Watch(mh.Callback):

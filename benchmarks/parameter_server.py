@@ -97,7 +97,7 @@ def beside_tensorflow(report: Report, folder: Path, num_updates: int = 200) -> N
 
 
 def asynchronous(folder: Path, num_updates: int) -> float:
-    """Seconds per update of ours, in the middle of a run."""
+    """Seconds per update of manyhands, in the middle of a run."""
     layers: list[nn.Module] = []
     for before, after in pairwise(WIDTHS):
         layers += [nn.Linear(before, after), nn.ReLU()]

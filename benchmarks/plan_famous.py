@@ -1,7 +1,7 @@
 """Three famous points of saturation, under the assumptions of their time, and what would be reached there today.
 
 TensorFlow's first reports: neural translation 6 times as fast on 8 GPUs as on one, Inception 32 times on 50, RankBrain
-300 times on 500 machines. What they ran on is not published in full; what is assumed stands here.
+300 times on 500 machines. What they ran on is not published in full; what is assumed is listed here.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ BUSY = 0.2
 
 @dataclass(frozen=True)
 class Famous:
-    """One of them: what was said, and what is assumed."""
+    """A published run: what was published, and what is assumed."""
 
     name: str
     num_devices: int
@@ -39,7 +39,7 @@ class Famous:
         return self._speedup(self.cluster, self.seconds, self.servers)
 
     def nowadays(self) -> float:
-        """The speed-up with devices of one's own, ten times as fast, and sums that hide behind backward."""
+        """The speed-up on given devices, ten times as fast, with all-reduces overlapped by backward."""
         return self._speedup(self.today, self.seconds / 10, None)
 
     def _speedup(self, cluster: Cluster, seconds: float, servers: Servers | None) -> float:

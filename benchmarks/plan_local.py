@@ -2,7 +2,7 @@
 
 The planner calibrates itself as `mh.plan` does: two batch sizes, steps of all devices at once, a sweep of sums. Then
 every case is predicted, and its steps take turns with plain ones of a single device that tell how fast the machine is
-just now: one that does something else besides is another one a minute later. What counts is the median over rounds of
+just now: one that does other work is another one a minute later. What counts is the median over rounds of
 predicted over measured. Hosts are network namespaces whose links have a rate; they need root.
 """
 

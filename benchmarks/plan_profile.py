@@ -1,4 +1,4 @@
-"""What profiling costs a run: the same steps with `profile=True` and without, by turns.
+"""What profiling costs a run: the same steps with `profile=True` and without, alternately.
 
 Times are the processor's, of one thread, so that what else the machine does counts for neither.
 """
@@ -29,7 +29,7 @@ def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def task() -> mh.Task:
-    """A step of about a millisecond: whatever is done besides it weighs."""
+    """A step of about a millisecond, so that every overhead shows."""
     return mh.Task(
         model=lambda: nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 10)),
         loss=loss,

@@ -30,7 +30,7 @@ CLOCK = Chip(name="clock", flops={"fp32": 1.0}, memory=1e15, bandwidth=1e30, rea
 """A device on which an operation takes a second."""
 DEVICES = {"Pascal": "P100"}
 BLANK = ("", "-", "?", "n/a", "na", "none", "unknown", "unstated")
-"""What stands in a cell that says nothing."""
+"""The content of cells without a value."""
 OVERLAPS = True
 """Whether gradients are exchanged during backward where a row does not say; errors are reported with and without."""
 

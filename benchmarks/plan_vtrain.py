@@ -76,7 +76,7 @@ def next_token(model: nn.Module, ids: Tensor) -> Tensor:
 
 
 def gpt_task(width: int, layers: int, batch_size: int = 8) -> mh.Task:
-    """A GPT as a person would write it."""
+    """A GPT as it is commonly written."""
     return mh.Task(
         model=lambda: GPT(width, layers),
         loss=next_token,

@@ -1,4 +1,4 @@
-"""Recovery: kills in a row, how soon steps go on and how many are lost; goodput under a kill a minute; torchrun beside.
+"""Recovery after repeated kills: seconds until training continues, steps lost, and goodput, compared with torchrun.
 
 `python -m benchmarks.recovery [--quick]`, at most 22 minutes. Two ranks train on this machine; one of them, drawn by
 lot, is killed with SIGKILL again and again. torchrun does the same work with DDP and a checkpoint every ten steps, in
@@ -65,7 +65,7 @@ class Kill:
 
 
 class Killer:
-    """Kills a rank, waits until training goes on, and so on."""
+    """Kills a rank, waits until training continues, and repeats."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.lot = folder, random.Random(0)
@@ -96,7 +96,7 @@ class Killer:
         return sorted(((int(line[0]), float(line[1])) for line in lines if len(line) == 2), key=lambda pair: pair[1])
 
     def outcomes(self, run: mh.Run) -> list[Kill]:
-        """By kill: from the clock of the ranks, and from what the log says they went on from."""
+        """By kill: from the clock of the ranks, and from the step at which the log says they resumed."""
         events = [entry for entry in read_events(run.path / "events.jsonl") if entry["kind"] == "recovered"]
         steps, found = self.steps(), []
         for at in self.times:

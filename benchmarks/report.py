@@ -75,7 +75,7 @@ class Report:
     noise: dict[str, float] = field(default_factory=dict)
     """By case: how far a contender is from itself, or may be by chance, as a ratio less 1."""
     notes: dict[str, float | str] = field(default_factory=dict)
-    """Figures besides the times, by name."""
+    """Values other than times, by name."""
     picture: str = ""
     """An SVG, where bars of times would show nothing."""
     is_part: bool = False
@@ -137,7 +137,7 @@ class Report:
 
 
 def interleaved(contenders: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
-    """Measures every contender once per round, in an order that is drawn anew for each."""
+    """Measures every contender once per round, in a new random order each."""
     draw = random.Random(0)
     times: dict[str, list[float]] = {name: [] for name in contenders}
     for _ in range(rounds):

@@ -122,7 +122,7 @@ def convolutions(report: Report, models: Path, seconds: float, rounds: int) -> N
 
 
 def over_bare(report: Report, ask: Ask, seconds: float) -> None:
-    """What a request takes that waits for nobody, and the network's own part of it."""
+    """The time of a request without queueing, and the model's own part of it."""
     model, rows, times = WORKS["mlp"](), torch.from_numpy(ROWS), []
     with torch.inference_mode():
         for _ in range(2000):
@@ -135,7 +135,7 @@ def over_bare(report: Report, ask: Ask, seconds: float) -> None:
 
 
 def by_wrk(report: Report, asks: Mapping[str, Ask], seconds: int, rounds: int) -> None:
-    """The same closed loop from a generator that is not ours."""
+    """A closed loop from an independent load generator."""
     if shutil.which("wrk") is None:
         report.notes["by wrk"] = "left out: wrk is not installed (apt-get install wrk)"
         return
@@ -391,11 +391,11 @@ def wait_for(ask: Ask, seconds: float = 120.0) -> None:
             if measure(ask, seconds=0.5, connections=1).codes.get(200):
                 return
         time.sleep(1.0)
-    raise RuntimeError(f"nobody answers {ask.path} on port {ask.port}")
+    raise RuntimeError(f"no server answers {ask.path} on port {ask.port}")
 
 
 def free_port() -> int:
-    """A port that nobody uses."""
+    """A free port."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])

@@ -52,7 +52,7 @@ LONGEST = 1.6
 WINDOW = 10
 """Steps over which a loss is averaged."""
 
-Course = tuple[list[float], list[float]]
+LossCurve = tuple[list[float], list[float]]
 """Of every step its end, in seconds from the beginning, and its loss."""
 
 
@@ -71,16 +71,16 @@ def main() -> None:
     runtime.engine.close()
 
 
-def add(report: Report, link: str, rounds: list[dict[str, Course]]) -> None:
+def add(report: Report, link: str, rounds: list[dict[str, LossCurve]]) -> None:
     """The rows of a link and its check."""
     goal = means(rounds[0]["ddp"][1])[-1]
     times: dict[str, list[float]] = {}
     for name in rounds[0]:
-        courses = [courses[name] for courses in rounds if name in courses]
-        steps = [steps_to(course, goal) for course in courses]
+        curves = [by_name[name] for by_name in rounds if name in by_name]
+        steps = [steps_to(curve, goal) for curve in curves]
         report.notes[f"{link}: {name}: steps"] = float(steps[0])
         if all(steps):
-            times[name] = [course[0][count - 1] for course, count in zip(courses, steps, strict=True)]
+            times[name] = [curve[0][count - 1] for curve, count in zip(curves, steps, strict=True)]
     rows = report.add(link, times, "ddp")
     report.notes[f"{link}: loss"] = round(goal, 4)
     name, bar = BARS[link]
@@ -95,18 +95,18 @@ def means(losses: list[float]) -> list[float]:
     return [sum(losses[max(0, i - WINDOW) : i]) / min(i, WINDOW) for i in range(1, len(losses) + 1)]
 
 
-def steps_to(course: Course, goal: float) -> int:
+def steps_to(curve: LossCurve, goal: float) -> int:
     """Steps to a loss; 0 if it was not reached."""
-    found = (i + 1 for i, mean in enumerate(means(course[1])) if i >= WINDOW and mean <= goal * (1 + 1e-4))
+    found = (i + 1 for i, mean in enumerate(means(curve[1])) if i >= WINDOW and mean <= goal * (1 + 1e-4))
     return next(found, 0)
 
 
-def race(rate: str | None, num_steps: int, policies: list[str], num_rounds: int) -> list[dict[str, Course]]:
+def race(rate: str | None, num_steps: int, policies: list[str], num_rounds: int) -> list[dict[str, LossCurve]]:
     """Lets all contenders train over one link, one after another in the same two processes."""
     with NamespaceHosts(2, rate=rate) as hosts, tempfile.TemporaryDirectory() as folder:
         work = partial(contend, num_steps=num_steps, policies=policies, num_rounds=num_rounds, folder=folder)
         job = runtime.engine.start(hosts.joined(work, timeout=300), resolve("cpu*2")[0], timeout=300)
-        found: list[dict[str, Course]] = job.wait(lambda rank, entry: None, _show)[0]
+        found: list[dict[str, LossCurve]] = job.wait(lambda rank, entry: None, _show)[0]
     return found
 
 
@@ -115,7 +115,9 @@ def _show(*line: object) -> None:
         print(*line, flush=True)
 
 
-def contend(world: World, num_steps: int, policies: list[str], num_rounds: int, folder: str) -> list[dict[str, Course]]:
+def contend(
+    world: World, num_steps: int, policies: list[str], num_rounds: int, folder: str
+) -> list[dict[str, LossCurve]]:
     """All contenders on one rank, by rounds; from the second on only those that a check is about."""
     enter_world(world)
     torch.set_num_threads(1)
@@ -124,22 +126,22 @@ def contend(world: World, num_steps: int, policies: list[str], num_rounds: int, 
     count = WIDE.batch_size * (int(LONGEST * num_steps) + 1)
     for number in range(num_rounds):
         names = ["ddp", *(name for name in policies if number == 0 or name.startswith("auto"))]
-        courses: dict[str, Course] = {}
-        # Whoever comes first finds another machine than whoever comes last, so they take turns at that too.
+        curves: dict[str, LossCurve] = {}
+        # The machine changes during a round, so the first place rotates among the contenders.
         for name in names if number % 2 == 0 else reversed(names):
             world.barrier()
             allowed = int(SHARE.get(name, LONGEST) * num_steps)
             if name == "ddp":
-                courses[name] = ddp(WIDE, allowed, count)
+                curves[name] = ddp(WIDE, allowed, count)
             else:
-                courses[name] = ours(WIDE, allowed, count, POLICIES[name], folder)
+                curves[name] = ours(WIDE, allowed, count, POLICIES[name], folder)
             if world.is_first:
-                print(f"{name}: {courses[name][0][-1]:.1f} s for {allowed} steps", flush=True)
-        rounds.append({name: courses[name] for name in names})
+                print(f"{name}: {curves[name][0][-1]:.1f} s for {allowed} steps", flush=True)
+        rounds.append({name: curves[name] for name in names})
     return rounds
 
 
-def ddp(lesson: Lesson, num_steps: int, count: int) -> Course:
+def ddp(lesson: Lesson, num_steps: int, count: int) -> LossCurve:
     """Plain DDP, as one would write it."""
     model = DistributedDataParallel(lesson.model(), gradient_as_bucket_view=True)
     optimizer = lesson.make_optimizer(model)
@@ -181,7 +183,7 @@ class Clock(mh.Callback):
             self.path.write_text(json.dumps(self.ends))
 
 
-def ours(lesson: Lesson, num_steps: int, count: int, sync: str, folder: str) -> Course:
+def ours(lesson: Lesson, num_steps: int, count: int, sync: str, folder: str) -> LossCurve:
     """`fit` under a policy."""
     clock = Clock(Path(folder) / "ends.json")
     task = mh.Task(

@@ -239,7 +239,7 @@ def wrong(port: int) -> Callable[[], None]:
         (400, Ask(port=port, path=path, body=b'{"instances": [[1, 2]]}').message()),
         (400, Ask(port=port, path=path, body=b'{"instances": [').message()),
         (400, Ask(port=port, path=path, body=b"[" * 10000).message()),
-        (404, Ask(port=port, path="/v1/models/nobody:predict", body=b"{}").message()),
+        (404, Ask(port=port, path="/v1/models/unknown:predict", body=b"{}").message()),
         (400, Ask(port=port, path="/v2/models/swapped/infer", body=b'{"inputs": []}').message()),
         (413, b"POST /v1/models/swapped:predict HTTP/1.1\r\nHost: a\r\nContent-Length: 99999999999\r\n\r\n"),
         (400, b"this is not HTTP\r\n\r\n"),

@@ -1,8 +1,8 @@
 """One network cut over two processes: Pipeline and Placed against what two processes can do at all, and by hand.
 
-`python -m benchmarks.split [--quick]`. All contenders of a case train by turns in one pair of single-threaded
+`python -m benchmarks.split [--quick]`. All contenders of a case train alternately in one pair of single-threaded
 processes. The ceiling is what the two reach without each other: both train the whole network, each on batches of its
-own. Beside ours stand torch's own pipelining, `fully_shard` and DTensor, written by hand on the same work.
+own. Compared with torch's own pipelining, `fully_shard` and DTensor, written by hand on the same work.
 """
 
 from __future__ import annotations
@@ -201,7 +201,7 @@ class Together(nn.Module):
         return self.norms[1](x + self._summed(F.linear(inner, self.down.to_local())) + self.down_shift)
 
     def _shared(self, x: Tensor) -> Tensor:
-        """The same on both ranks; each has a term of its gradient."""
+        """Parameters that are equal on both ranks; each has a term of the gradient."""
         from torch.distributed.tensor import DTensor, Partial, Replicate
 
         return DTensor.from_local(x, self.mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
@@ -230,7 +230,7 @@ def tensor_parallel(world: World, data: Any, batch_size: int) -> Steps:
 
 
 def by_turns(hand: mh.Hand, contenders: Contenders, rounds: int, warm_up: int) -> dict[str, list[float]]:
-    """Seconds of a step of each contender, one after another in an order that is drawn anew for every round."""
+    """Seconds of a step of each contender, one after another in a new random order in every round."""
     torch.set_num_threads(1)
     draw = random.Random(0)
     steps = {name: make(hand.world) for name, make in contenders.items()}

@@ -1,6 +1,6 @@
 """The cost of a step: `fit` against hand-written loops, Lightning and Accelerate, on one and on two processes.
 
-`python -m benchmarks.step [--quick]`. Contenders of a case train by turns inside one process (or one pair of
+`python -m benchmarks.step [--quick]`. Contenders of a case train alternately inside one process (or one pair of
 processes), a block of steps each; the first steps do not count, so start-up is in no figure.
 """
 
@@ -57,7 +57,7 @@ def plans(quick: bool) -> dict[Work, Plan]:
     """How long a case trains, by work.
 
     Blocks are short, so that contenders meet the same noise, but a round is longer than the half second
-    after which `fit` reports: every block of ours has a report in it.
+    after which `fit` reports: every block of manyhands has a report in it.
     """
     if quick:
         return {CNN: Plan(block=1, rounds=4, warm_up=1), MLP: Plan(block=40, rounds=4, warm_up=40)}
@@ -95,7 +95,7 @@ def of_ceiling(of_rank: list[dict[str, list[float]]]) -> float:
 def checkpoints(report: Report) -> None:
     """Extra time of saving every 50 steps: each stretch of 50 with the save in it, against its own last part.
 
-    The writing in the background is over by then, so the two differ by the save alone, within a second of each other.
+    The writing in the background has ended, so the two differ by the save alone, within a second of each other.
     """
     num_stretches = 3 if report.quick else 60
     seconds = step_seconds(WIDE, SAVE_EVERY * (num_stretches + 1), mh.options.Checkpoints(save_every=SAVE_EVERY))
@@ -126,7 +126,7 @@ def seconds_of(code: str) -> float:
 
 
 def peers(report: Report) -> None:
-    """Other libraries, each by turns with the hand-written loop in its own environment."""
+    """Other libraries, each alternating with the hand-written loop in its own environment."""
     environment.make()
     for size, baseline in ((1, "plain"), (2, "ddp")):
         for work, plan in plans(report.quick).items():

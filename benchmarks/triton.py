@@ -49,14 +49,14 @@ DIFFERENCES = {
         "gRPC: one raw too many",
     ),
     "a mistake is named, and is the client's": (
-        "HTTP: a coding that nobody knows",
-        "gRPC: RepositoryModelUnload of nobody",
-        "gRPC: RepositoryModelLoad of nobody",
+        "HTTP: an unknown content coding",
+        "gRPC: RepositoryModelUnload of an unknown model",
+        "gRPC: RepositoryModelLoad of an unknown model",
     ),
-    "a model that somebody unloaded keeps no clients from the others": (
+    "a model that was unloaded does not affect clients of the others": (
         "gRPC: server ready after RepositoryModelUnload",
     ),
-    "the same status in words that say what was expected and what came": (
+    "the same status with a text that names what was expected and what was given": (
         "HTTP: no rows",
         "gRPC: no rows",
         "HTTP: rows that differ",
@@ -82,7 +82,7 @@ DIFFERENCES = {
 
 
 def main() -> None:
-    """Asks both, and tells what differs."""
+    """Asks both servers, and returns the differences."""
     make_environment(triton_server.FOLDER, triton_server.REQUIREMENTS)
     known = {name: reason for reason, names in DIFFERENCES.items() for name in names}
     num_same, num_form, num_wrong = 0, 0, 0
@@ -126,7 +126,7 @@ def is_form(ours: Seen, triton: Seen) -> bool:
 
 
 def alike(ours: Any, triton: Any) -> bool:
-    """The same values; of what is told about a model, ours may be a part."""
+    """Whether the values are equal; metadata of manyhands may be a subset."""
     if isinstance(ours, np.ndarray) and isinstance(triton, np.ndarray):
         if ours.dtype.kind != "f" or ours.shape != triton.shape:
             return ours.dtype == triton.dtype and np.array_equal(ours, triton)

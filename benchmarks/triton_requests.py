@@ -123,7 +123,7 @@ def ask_grpc(port: int, method: str, message: Any) -> Seen:
 
 
 def _described(value: Any) -> Any:
-    """What is told about a server, without who it is."""
+    """Metadata of a server without its name."""
     if isinstance(value, dict) and "extensions" in value:
         return {"extensions": dict.fromkeys(value["extensions"])}
     return value
@@ -200,7 +200,7 @@ def over_http() -> Iterator[tuple[str, Http]]:
     """All requests over HTTP, by name."""
     for path in ("/v2", "/v2/", "/v2/health/live", "/v2/health/ready"):
         yield f"GET {path}", Http("GET", path)
-    for model in ("echo", "adder", "adder/versions/1", "adder/versions/9", "adder/versions/one", "nobody"):
+    for model in ("echo", "adder", "adder/versions/1", "adder/versions/9", "adder/versions/one", "unknown"):
         for verb in ("", "/ready", "/config", "/stats"):
             yield f"GET {model}{verb}", Http("GET", f"/v2/models/{model}{verb}")
     yield "repository index", Http("POST", "/v2/repository/index")
@@ -301,7 +301,7 @@ def _mistakes() -> Iterator[tuple[str, Http]]:
     blob = np.array(X, np.float32).tobytes()
     one = tensor("x", "FP32", [1, 3], size=12)
     yield "bytes that end too early", as_bytes([one], blob[:8])
-    yield "bytes that go on", as_bytes([one], blob + b"1234")
+    yield "bytes after the end", as_bytes([one], blob + b"1234")
     yield "a size of another shape", as_bytes([tensor("x", "FP32", [1, 3], size=8)], blob[:8])
     yield "bytes and numbers at once", as_bytes([tensor("x", "FP32", [1, 3], X, size=12)], blob)
     good = as_bytes([one], blob)
@@ -315,12 +315,12 @@ def _mistakes() -> Iterator[tuple[str, Http]]:
     yield "another output", as_json(x(), outputs=[{"name": "nothing"}])
     yield "an output twice", as_json(x(), outputs=[{"name": "output"}, {"name": "output"}])
     yield "outputs that are no list", as_json(x(), outputs={"name": "output"})
-    yield "no such model", as_json(x(), path="/v2/models/nobody/infer")
+    yield "no such model", as_json(x(), path="/v2/models/unknown/infer")
     yield "no such version", as_json(x(), path="/v2/models/adder/versions/9/infer")
     yield "a version that is no number", as_json(x(), path="/v2/models/adder/versions/one/infer")
     yield "rows that differ", as_bytes(*_uneven(), ECHO)
     yield "a body that is no gzip", Http("POST", ADDER, b"12345", {"Content-Encoding": "gzip"})
-    yield "a coding that nobody knows", Http("POST", ADDER, as_json(x()).body, {"Content-Encoding": "br"})
+    yield "an unknown content coding", Http("POST", ADDER, as_json(x()).body, {"Content-Encoding": "br"})
     yield "a timeout of words", as_json(x(), parameters={"timeout": "soon"})
 
 
@@ -343,12 +343,12 @@ def over_grpc() -> Iterator[tuple[str, Grpc]]:
         ("adder", "1"),
         ("adder", "9"),
         ("adder", "one"),
-        ("nobody", ""),
+        ("unknown", ""),
     ):
         for method in ("ModelReady", "ModelMetadata", "ModelConfig"):
             asked = getattr(messages, f"{method}Request")(name=name, version=version)
             yield f"{method} {name} {version}".strip(), Grpc(method, asked)
-    for name, version in (("mlp", ""), ("adder", "1"), ("adder", "9"), ("adder", "one"), ("nobody", "")):
+    for name, version in (("mlp", ""), ("adder", "1"), ("adder", "9"), ("adder", "one"), ("unknown", "")):
         asked = messages.ModelStatisticsRequest(name=name, version=version)
         yield f"statistics {name} {version}".strip(), Grpc("ModelStatistics", asked)
     raw = np.array(X, np.float32).tobytes()
@@ -381,17 +381,17 @@ def over_grpc() -> Iterator[tuple[str, Grpc]]:
     yield "raw that ends too early", infer(raw=[raw[:8]])
     yield "one raw too many", infer(raw=[raw, raw])
     yield "another output", infer(outputs=["nothing"])
-    yield "no such model", infer("nobody")
+    yield "no such model", infer("unknown")
     yield "no such version", infer(version="9")
     yield "a version that is no number", infer(version="one")
     yield from _managing()
 
 
 def _managing() -> Iterator[tuple[str, Grpc]]:
-    """Unloads a model and loads it again, and says what is seen of it; unloading goes on behind the answer."""
+    """Unloads and reloads a model, and returns what a client sees of it; unloading continues after the response."""
     for method in ("RepositoryModelUnload", "RepositoryModelLoad"):
         asked = getattr(messages, f"{method}Request")
-        yield f"{method} of nobody", Grpc(method, asked(model_name="nobody"))
+        yield f"{method} of an unknown model", Grpc(method, asked(model_name="unknown"))
         yield method, Grpc(method, asked(model_name="numbers"))
         yield f"ready after {method}", Grpc("ModelReady", messages.ModelReadyRequest(name="numbers"))
         yield f"metadata after {method}", Grpc("ModelMetadata", messages.ModelMetadataRequest(name="numbers"))
@@ -483,16 +483,16 @@ CALLS: dict[str, Callable[[Any, Any], Any]] = {
     "live": lambda client, kit: client.is_server_live(),
     "ready": lambda client, kit: client.is_server_ready(),
     "a model ready": lambda client, kit: client.is_model_ready("adder", "2"),
-    "no such model ready": lambda client, kit: client.is_model_ready("nobody"),
+    "no such model ready": lambda client, kit: client.is_model_ready("unknown"),
     "no such version ready": lambda client, kit: client.is_model_ready("adder", "9"),
     "every kind": _infer,
     "one version and output": _one_output,
     "another shape": _wrong,
     "another datatype": partial(_wrong, shape=(1, 3), kind="FP64"),
-    "no such model": partial(_infer, model="nobody"),
+    "no such model": partial(_infer, model="unknown"),
     "no such version": partial(_infer, model_version="9"),
     "an input is missing": partial(_infer, num=12),
-    "metadata of no model": lambda client, kit: client.get_model_metadata("nobody"),
-    "statistics of no model": lambda client, kit: client.get_inference_statistics("nobody"),
+    "metadata of no model": lambda client, kit: client.get_model_metadata("unknown"),
+    "statistics of no model": lambda client, kit: client.get_inference_statistics("unknown"),
     "configuration of no version": lambda client, kit: client.get_model_config("adder", "9"),
 }

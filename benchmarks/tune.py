@@ -1,11 +1,11 @@
 """Tuning: what a study costs beside a plain loop over its trials, Optuna and Ray Tune, and whether it stays so.
 
-`python -m benchmarks.tune [--quick]`. The same small network everywhere. Ours is `mh.tune` as a person calls it, with
+`python -m benchmarks.tune [--quick]`. The same small network everywhere. manyhands is `mh.tune` as users call it, with
 its journal, its measurement of what stacking gains, and the best trial's network on disk; the plain loop keeps nothing.
 
 - `asha_steps_share`: the steps of ASHA over those of a search in which the same trials all come to their end, where its
   best is within 1% of that search's, else 1; the median over some seeds. The network is too narrow to learn its samples
-  by heart: where the end is decided by that, no early look tells who will be first.
+  by heart: where the end is decided by that, no early measurement shows which trial will be first.
 - `processes2_of_ceiling`: trials with a step of their own, which no stack takes, on two cores: the time of two
   independent processes that do half of the trials each by hand, over ours.
 - `memory_growth_10k`: the memory of the process after 10,000 trivial trials over that after 1,000.
@@ -72,7 +72,7 @@ def task(lr: float = 1e-3, width: int = SMALL) -> mh.Task:
 
 
 def narrow(lr: float = 1e-3) -> mh.Task:
-    """One that goes on learning for as long as it is let."""
+    """A trial that keeps improving until it is stopped."""
     inputs, labels = data(4 * NUM_ROWS, NUM_ROWS, noise=4.0)
     return task(lr, NARROW).replace(
         data=(inputs[: 4 * NUM_ROWS], labels[: 4 * NUM_ROWS]), valid=(inputs[4 * NUM_ROWS :], labels[4 * NUM_ROWS :])
@@ -80,7 +80,7 @@ def narrow(lr: float = 1e-3) -> mh.Task:
 
 
 def stepping(lr: float = 1e-3) -> mh.Task:
-    """The same with a step of its own, which no stack takes."""
+    """The task with a custom step, which cannot be vectorized."""
     return task(lr, LARGE).replace(loss=None, step=_step)
 
 

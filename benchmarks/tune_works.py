@@ -38,7 +38,7 @@ def loss(model: nn.Module, batch: Any) -> Tensor:
 
 
 def plain_trial(lr: float, width: int, epochs: int) -> float:
-    """What a person writes by hand: the loop, and the loss on the validation rows at the end of every epoch."""
+    """The hand-written loop: the loop, and the loss on the validation rows at the end of every epoch."""
     inputs, labels = data()
     torch.manual_seed(0)
     model = network(width)

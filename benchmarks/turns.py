@@ -31,7 +31,7 @@ class Plan:
 class Turns:
     """Called after every step of the host; when its block is over, the guests take theirs, in a random order.
 
-    The host's clock stands still meanwhile. Every rank draws the same order, so collectives stay matched.
+    The host's clock does not advance during it. Every rank draws the same order, so collectives stay matched.
     """
 
     def __init__(

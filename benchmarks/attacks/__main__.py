@@ -97,7 +97,7 @@ class Window:
 
     Attributes:
         answers: What the clients got.
-        outcomes: Of the attacks meanwhile.
+        outcomes: Of the attacks of this run.
         requests: How many requests the attackers sent.
         growth: Bytes by which the server's resident memory exceeded what it was at the start, at most.
     """
@@ -192,7 +192,7 @@ def shown(window: Window) -> str:
 
 
 def by_models(server: Served, quick: bool) -> tuple[list[Outcome], int]:
-    """Add hostile models to the server's folder; return the outcomes and how many honest requests failed meanwhile."""
+    """Add hostile models to the server's folder; return the outcomes and the number of honest requests that failed."""
     outcomes, failed = list[Outcome](), 0
     for name in ("raises",) if quick else HOSTILE:
         window = during(server, functools.partial(adding, name, server.folder), 4.0 if quick else SECONDS)
@@ -263,7 +263,7 @@ def conclude(report: Report) -> None:
 
 
 def during(server: Served, attack: Callable[[Target, float], tuple[list[Outcome], int]], seconds: float) -> Window:
-    """Let honest clients ask for some seconds, and an attacker in another process do something meanwhile."""
+    """Let honest clients send requests for some seconds while another process attacks."""
     honest = Ask(port=server.target.http, path="/v1/models/neighbour:predict", body=BODY, headers=HONEST)
     running = measuring(honest, seconds=seconds, rate=RATE)
     time.sleep(0.5)

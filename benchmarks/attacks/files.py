@@ -43,7 +43,7 @@ CONTENTS: dict[str, bytes] = {
 }
 """JSON files that harm a careless reader."""
 KINDS = ("fifo", "socket", "link", "link_to_device", "link_loop", "folder")
-"""What can stand in the place of a regular file."""
+"""What can take the place of a regular file."""
 LINES: dict[str, bytes] = {
     "infinite_time": b'{"v": 1, "t": Infinity, "kind": "notice", "text": ""}',
     "nan_time": b'{"v": 1, "t": NaN, "kind": "notice", "text": ""}',
@@ -126,7 +126,7 @@ def _attack_model(
 
 
 def attack_dashboard(root: Path, url: str) -> list[Outcome]:
-    """Add hostile runs to a folder that a dashboard shows; an honest run that grows meanwhile must be followed.
+    """Add hostile runs to a folder that a dashboard shows; an honest run that grows at the same time must be followed.
 
     Args:
         root: The folder of runs.
@@ -143,7 +143,7 @@ def attack_dashboard(root: Path, url: str) -> list[Outcome]:
         _plant_run(root / f"hostile-{name}", what)
     ids = {name: f"{root.name}/hostile-{name}" for name in attacks}
     reasons = {name: str(_until(lambda one=one: _told(url, one, "unreadable"))) for name, one in ids.items()}
-    # The honest run goes on after everything hostile was read.
+    # The honest run continues after everything hostile was read.
     with (honest / "events.jsonl").open("a") as log:
         log.write(json.dumps({"v": 1, "t": time.time(), "kind": "epoch", "epoch": 0, "step": 7, "metrics": {}}) + "\n")
     is_followed = _until(lambda: _told(url, f"{root.name}/honest", "step") == 7)

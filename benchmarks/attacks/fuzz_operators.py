@@ -1,14 +1,12 @@
-"""Calls every allowed operator with hostile arguments and reports those that crash, reach beyond their inputs or leak memory.
+"""Call every allowed operator with hostile arguments; report crashes, access beyond the inputs and leaks of memory.
 
-Inputs lie at the end, or at the beginning, of memory between two pages that nobody may touch, so that a kernel which
-reads or writes beyond them ends its process by a signal. Each call is made twice, with allocators that fill new memory
+Inputs lie at the end, or at the beginning, of memory between two protected pages, so that a kernel which reads or
+writes beyond them ends its process by a signal. Each call is made twice, with allocators that fill new memory
 with different bytes: a result that differs depends on memory that the kernel did not write, and would show a client
 what other requests left there. Each operator runs in forked children with limits of memory and time.
 
     python -m benchmarks.attacks.fuzz_operators --rounds 200
 """
-
-# ruff: noqa: E501
 
 from __future__ import annotations
 

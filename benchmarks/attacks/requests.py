@@ -1,7 +1,7 @@
 """Attacks on a running server by requests: each function sends one kind for a few seconds and reports what came of it.
 
 They need the ports of a server with a model `adder` of one input `x` (FP32, rows of 3), and its token where it has one.
-An attack has succeeded when the server took what it should refuse, or did not answer a health check meanwhile.
+An attack has succeeded when the server took what it should refuse, or did not answer a health check during it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from .http2 import (
 from .outcome import Outcome
 
 SECONDS = 2.0
-"""For each attack, and for the answer to a health check meanwhile."""
+"""For each attack, and for the answer to a health check during it."""
 MIB = 1 << 20
 INFER = "/v2/models/adder/infer"
 PREDICT = "/v1/models/adder:predict"

@@ -59,7 +59,7 @@ def join_message(data: bytes) -> None:
 def join_handshake(data: bytes) -> None:
     """Send bytes to the host that conducts a job, as the first that another one says.
 
-    An even first byte stands for a message with the right length before it, an odd one for the bytes as they are.
+    An even first byte means a message with the right length before it, an odd one the bytes as they are.
     """
     data = _framed(data[1:]) if data[:1] and data[0] % 2 == 0 else data[1:]
     ours, theirs = _pair()

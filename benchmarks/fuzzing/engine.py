@@ -177,7 +177,7 @@ def guided(target: Target, inputs: list[bytes], seconds: float, folder: Path) ->
         try:
             target(data)
         except Exception as error:
-            # The search goes on: one defect must not hide the others.
+            # The search continues: one defect must not hide the others.
             note(folder, data, error)
         if count % 256 == 1:
             (folder / "count").write_text(str(count))

@@ -1,4 +1,4 @@
-"""Networks at the edges of what PyTorch allows: state outside of buffers, methods besides forward, unusual outputs.
+"""Networks at the edges of what PyTorch allows: state outside of buffers, methods other than forward, unusual outputs.
 
 Each function contains its whole network.
 """

@@ -164,7 +164,7 @@ def _read(process: subprocess.Popen[str], lines: queue.Queue[str]) -> None:
 
 
 def _run_twice_if_it_crashes(worker: Worker, asked: Asked) -> Cell:
-    """Run a cell; one that crashes by chance, as on a busy machine, is told apart from one that always does."""
+    """Run a cell; a crash by chance, as on a busy machine, is distinguished from one that repeats."""
     cell = worker.run(asked)
     if cell.outcome != CRASHED:
         return cell

@@ -50,4 +50,4 @@ SAMPLE: list[tuple[str, str, str]] = [
     *((network, strategy, SAME) for network, strategies in _SAME.items() for strategy in strategies),
     *((network, strategy, REFUSED) for network, strategies in _REFUSED.items() for strategy in strategies),
 ]
-"""Network, strategy and outcome. What was found and mended is added here."""
+"""Network, strategy and outcome. Defects that were found and fixed are added here."""

@@ -35,7 +35,7 @@ def make() -> None:
 
 
 def measure(peer: str, work: Work, plan: Plan, size: int) -> Times:
-    """Seconds per step of a peer and of the hand-written loop, by turns in the peer's environment."""
+    """Seconds per step of a peer and of the hand-written loop, which alternate in the peer's environment."""
     with tempfile.TemporaryDirectory() as name:
         target = Path(name) / "times.json"
         asked = json.dumps({"work": work.name, "plan": asdict(plan), "size": size, "target": str(target)})

@@ -140,7 +140,7 @@ def _wait(program: subprocess.Popen[bytes], what: object, seconds: float) -> boo
 
 
 def work(folder: Path, timeout: str) -> None:
-    """A worker: goes on from the last checkpoint, and writes when it takes a step."""
+    """A worker: resumes from the last checkpoint, and writes when it takes a step."""
     import torch
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel

@@ -108,7 +108,7 @@ def write_model(models: Path, name: str, versions: int, inputs: Mapping[str, str
 
 
 def free_port() -> int:
-    """A port that nobody uses."""
+    """A free port."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])

@@ -1,4 +1,4 @@
-"""WebDataset reads the tar files, by turns with a plain DataLoader: `python -m benchmarks.peers.webdataset REQUEST`."""
+"""WebDataset and a plain DataLoader read the tar files alternately: `python -m benchmarks.peers.webdataset REQUEST`."""
 
 from __future__ import annotations
 

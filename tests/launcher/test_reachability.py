@@ -14,7 +14,7 @@ from manyhands.launcher.joining.token import JoinToken
 
 
 class Pair:
-    """Two hosts, a clock that only moves when it is told to, and a direction in which datagrams can be lost."""
+    """Two hosts, a clock that the test moves, and a direction in which datagrams can be lost."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, token: JoinToken) -> None:
         self.now = 1000.0

@@ -332,7 +332,7 @@ def test_hung_batch_is_retried_alone_and_only_the_request_that_hangs_is_refused(
         scripted.time = after
         return batcher.is_hung(batch, others, after, restart)
 
-    # There is time for two restarts before the deadlines of the others: a slow request may go on.
+    # There is time for two restarts before the deadlines of the others: a slow request may continue.
     assert [is_hung(seconds, *worker.batches) for seconds in (6.0, 19.0, 21.0, 27.0)] == [False, False, True, True]
     # It is too late for the others, or a replica takes too long to start.
     assert not is_hung(29.0, *worker.batches)

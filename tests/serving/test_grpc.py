@@ -290,7 +290,7 @@ def test_client_that_does_not_acknowledge_settings_is_disconnected(start: Start,
 
 @pytest.mark.parametrize("acknowledges", [False, True])
 def test_flood_of_indexed_headers_takes_no_memory_and_blocks_no_client(start: Start, acknowledges: bool) -> None:
-    """One byte stands for a header. Without the limits of the gate, each of these frames took 2 MB and 14 ms."""
+    """One byte encodes a header. Without the limits of the gate, each of these frames took 2 MB and 14 ms."""
     server = start({"moody": Moody()}, token="secret")
     messages, metadata = health_grpc.MESSAGES, [("authorization", "Bearer secret")]
     asked = "/grpc.health.v1.Health/Check", messages["HealthCheckRequest"](), messages["HealthCheckResponse"]

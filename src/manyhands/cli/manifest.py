@@ -206,7 +206,7 @@ def _secret(wanted: ManifestRequest) -> str:
     note = (
         ""
         if wanted.claim
-        else "# Without --claim a restarted job begins again, because checkpoints end with its pods.\n"
+        else "# Without --claim a restarted job starts from the beginning, because checkpoints end with its pods.\n"
     )
     return (
         f"{note}"

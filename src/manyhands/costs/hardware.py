@@ -45,7 +45,7 @@ class Chip:
     fill: float = 144.0
     """Elements of a product's inner dimension in whose time its kernel fills and drains, in half precision."""
     ramp: float = 4e-6
-    """Seconds that a product's kernel takes besides its work; another kernel takes half of it."""
+    """Overhead of a matrix product's kernel, in seconds; other kernels take half of it."""
     streaming: float = 0.8
     """The fraction of the memory bandwidth that operations reach."""
     operation: float = 25e-6

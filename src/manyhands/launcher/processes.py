@@ -314,7 +314,7 @@ class LocalProcesses:
         else:
             self._forget(process, process.exit_socket.fileno())
         if process.pid_fd < 0:
-            # It was never started, or cannot be told from others.
+            # It was never started, or cannot be distinguished from others.
             self._take_exit(process, UNKNOWN_CODE, last=last)
         elif not last:
             self._listen(process.pid_fd, lambda: self._end_orphan(process, last=False))
