@@ -330,9 +330,27 @@ class Router(nn.Module):
         return sum(chances[:, i, None] * expert(x) for i, expert in enumerate(self.experts))
 
 
+class BalancedRouter(nn.Module):
+    """A mixture balanced without an auxiliary loss: a bias follows the sign of each expert's missing load."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.experts = nn.Linear(WIDTH, 2), nn.ModuleList(nn.Linear(WIDTH, CLASSES) for _ in range(2))
+        self.register_buffer("bias", torch.zeros(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.gate(x).sigmoid()
+        chosen = F.one_hot((scores + self.bias).argmax(1), 2).to(x.dtype)
+        if self.training:
+            load = chosen.sum(0)
+            self.bias += 0.01 * (load.mean() - load).sign()
+        return sum((chosen * scores)[:, i, None] * expert(x) for i, expert in enumerate(self.experts))
+
+
 TASKS = {
     "experts": task(Experts),
     "router": task(Router),
+    "balanced_router": task(BalancedRouter),
     "penalty": task(plain, loss=penalised),
     "in_place": task(InPlace),
     "complex": task(Complex),

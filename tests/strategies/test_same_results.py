@@ -45,6 +45,7 @@ REFUSED = {
         {
             "codebook": "forward updates must be a mean or a sum over samples, but got codes of Codebook",
             "own_batch_norm": r"got variance of OwnBatchNorm",
+            "balanced_router": r"bias.*BalancedRouter",
         },
     ),
     "sharded": (

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -39,6 +40,8 @@ from .local_updates import own_part
 Probe = Callable[[nn.Module, Callable[[Any], Any]], Any]
 TOLERANCE = 1e-5
 """Maximum relative difference between the parts' combined value and the whole batch's."""
+MORE_TRIALS = 6
+"""How many further trials decide how a buffer that changes is updated."""
 
 
 @dataclass(frozen=True)
@@ -165,7 +168,7 @@ def find_rules(model: nn.Module, probe: Probe | None, scope: AbstractContextMana
     rows = _row_counts(probe)
     try:
         with scope, _as_in_training(model):
-            first, second = _two_trials(model, names, probe, device, (rows // 3, rows // 2))
+            trials = _trials(model, names, probe, device, rows)
     except UsageError:
         raise
     except Exception:
@@ -174,21 +177,30 @@ def find_rules(model: nn.Module, probe: Probe | None, scope: AbstractContextMana
     finally:
         put_back()
         restore_random_state(states, device)
-    return {name: _rule(model, name, (first, second)) for name in names if first.changes(name) or second.changes(name)}
+    return {name: _rule(model, name, trials) for name in names if any(trial.changes(name) for trial in trials)}
 
 
-def _two_trials(
-    model: nn.Module, names: Sequence[str], probe: Probe, device: torch.device, splits: Sequence[int]
-) -> tuple[_Trial, _Trial]:
-    """Try ways to split the samples until one works, because a part of one sample may be too small."""
+def _trials(model: nn.Module, names: Sequence[str], probe: Probe, device: torch.device, rows: int) -> list[_Trial]:
+    """Return two trials, or more if the forward changes buffers, each from the state that the last one left.
+
+    Further trials split the samples at random. In a few trials, updates that round or compare, such as
+    `bias += (load.mean() - load).sign()`, can look like means or counters.
+    """
+    # A part of one sample may be too small.
+    split = rows // 3
     try:
-        put_back = remember_buffers(model)
-        return _Trial.of(model, names, probe, device, splits[0]), _Trial.of(model, names, probe, device, splits[0])
+        trials = [_Trial.of(model, names, probe, device, np.arange(rows), split)]
     except ValueError:
-        if len(splits) == 1:
-            raise
-        put_back()
-        return _two_trials(model, names, probe, device, splits[1:])
+        split = rows // 2
+        trials = [_Trial.of(model, names, probe, device, np.arange(rows), split)]
+    trials.append(_Trial.of(model, names, probe, device, np.arange(rows), split))
+    if not any(trial.changes(name) for trial in trials for name in names):
+        return trials
+    generator = np.random.default_rng(0)
+    for _ in range(MORE_TRIALS):
+        order = generator.permutation(rows)
+        trials.append(_Trial.of(model, names, probe, device, order, int(generator.integers(split, rows - split + 1))))
+    return trials
 
 
 @dataclass
@@ -201,30 +213,36 @@ class _Trial:
     sizes: tuple[int, int]
 
     @classmethod
-    def of(cls, model: nn.Module, names: Sequence[str], probe: Probe, device: torch.device, split: int) -> _Trial:
-        rows = _row_counts(probe)
+    def of(
+        cls,
+        model: nn.Module,
+        names: Sequence[str],
+        probe: Probe,
+        device: torch.device,
+        order: NDArray[np.int64],
+        split: int,
+    ) -> _Trial:
+        """Run a forward on all samples, on the first ones in an order of the samples, and on the others."""
+        rows = len(order)
         draws = LayoutFree(device)
 
         def values() -> dict[str, Tensor]:
             held = dict(model.named_buffers())
             return {name: _wide(own_part(held[name])).clone() for name in names}
 
-        def after(begin: int, end: int) -> dict[str, Tensor]:
-            draws.load(0, 0, np.arange(begin, end))
-            put_back = remember_buffers(model)
+        def after(part: NDArray[np.int64]) -> dict[str, Tensor]:
+            draws.load(0, 0, part)
+            with draws.drawing():
+                probe(model, lambda batch: _rows_of(batch, rows, part))
+            return values()
+
+        old, put_back, parts = values(), remember_buffers(model), []
+        for part in (order[:split], order[split:]):
             try:
-                with draws.drawing():
-                    probe(model, lambda batch: _rows_of(batch, rows, begin, end))
-                return values()
+                parts.append(after(part))
             finally:
                 put_back()
-
-        old = values()
-        parts = [after(0, split), after(split, rows)]
-        made = cls(old, after(0, rows), parts, (split, rows - split))
-        with draws.drawing():
-            probe(model, lambda batch: batch)
-        return made
+        return cls(old, after(np.arange(rows)), parts, (split, rows - split))
 
     def changes(self, name: str) -> bool:
         return any(not torch.equal(self.old[name], after[name]) for after in (self.whole, *self.parts))
@@ -310,8 +328,9 @@ class _Seen(Exception):
     """Raised to stop after the batch was seen."""
 
 
-def _rows_of(batch: Any, rows: int, begin: int, end: int) -> Any:
-    return tree_map_only(Tensor, lambda t: t[begin:end] if t.dim() and len(t) == rows else t, batch)
+def _rows_of(batch: Any, rows: int, part: NDArray[np.int64]) -> Any:
+    chosen = torch.from_numpy(part)
+    return tree_map_only(Tensor, lambda t: t[chosen.to(t.device)] if t.dim() and len(t) == rows else t, batch)
 
 
 def _close(a: Tensor, b: Tensor) -> bool:
