@@ -181,7 +181,7 @@ def _checked(task: mh.Task, spec: Any) -> dict[str, Any]:
         said = {"check": getattr(verdict, "outcome", "equal" if verdict else "different"), "check_text": str(verdict)}
     except UsageError as error:
         # The verb does not take parameter servers at all, which says nothing about the network.
-        is_silent = "parameter servers can only be used by mh.fit" in str(error)
+        is_silent = "parameter servers need a call of mh.fit" in str(error)
         said = {"check": "" if is_silent else "refused", "check_text": str(error)}
     except Exception as error:
         said = {"check": "crashed", "check_text": _told(error)}

@@ -150,7 +150,7 @@ def test_kubernetes_expands_no_variable_in_the_words_of_the_command(invoke: Invo
     ("words", "said"),
     [
         (("nomad", *COMMAND), "the scheduler must be one of kubernetes, jobset, slurm"),
-        (("slurm",), "a manifest needs the command to run"),
+        (("slurm",), "no command was given for the job"),
         (("slurm", "--hosts", "0", *COMMAND), "--hosts must be at least 1"),
         (("jobset", "--name", "My_Job", *COMMAND), "--name must consist of lowercase letters"),
         (("jobset", "--name", "a\nkind", *COMMAND), "--name must consist of lowercase letters"),

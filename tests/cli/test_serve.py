@@ -70,7 +70,7 @@ def test_serve_manages_versions_and_shuts_down_cleanly(
     assert "digits" in invoke("models", "list", "--server", manage).stdout
     assert models("load", "digits", 2) == {"current": 2}
     assert invoke("models", "load", "nothing", "--server", manage).exit_code == 1
-    assert "names the port of management" in " ".join(invoke("models", "list", "--server", url).output.split())
+    assert "the address of the management port" in " ".join(invoke("models", "list", "--server", url).output.split())
     taken = invoke("serve", "models", "--http", url.rpartition(":")[2])
     assert "the port must be free" in taken.output
     assert ".pyx" not in taken.output

@@ -50,7 +50,7 @@ GOOD: dict[str, Any] = {
     [
         ({"loss": None}, "either a loss or a step, but got neither"),
         ({"step": lambda hand, batch: None}, "either a loss or a step, but got both"),
-        ({"model": nn.Linear(1, 1)}, "builds a new network each time, but got a Linear. Write model=lambda: Linear"),
+        ({"model": nn.Linear(1, 1)}, "builds a new network each time, but got Linear. Write model=lambda: Linear"),
         ({"optimizer": "adam"}, "optimizer must be a function, but got str"),
         ({"batch_size": 0}, "batch_size must be a whole number of at least 1, but got 0"),
         ({"clip": 0.0}, "clip must be a positive norm, or None"),

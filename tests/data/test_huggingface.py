@@ -102,7 +102,7 @@ def test_bucketing_by_a_column_groups_similar_lengths(data):
 
 
 def test_dataset_dict_is_rejected_with_a_hint_to_pass_one_split(data):
-    text = r"one dataset, but got a DatasetDict of test, train. Pass data\['train'\]"
+    text = r"one dataset, but got DatasetDict of test, train. Pass data\['train'\]"
     with pytest.raises(DataError, match=text):
         as_source(datasets.DatasetDict(test=data, train=data))
 

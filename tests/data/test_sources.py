@@ -168,7 +168,7 @@ class TestStreams:
         assert as_source(Countdown()).fetch(IDS).tolist() == [3, 10, 7]
 
     def test_one_shot_iterators_are_rejected(self):
-        with pytest.raises(DataError, match=r"more than once.*a generator.*Pass a function that creates it"):
+        with pytest.raises(DataError, match=r"more than once.*generator.*Pass a function that creates it"):
             as_source(i for i in range(3))
 
     def test_failing_sample_is_named_in_the_error(self):

@@ -99,7 +99,7 @@ def test_callback_exception_is_raised_on_all_replicas(every: dict[str, Facts]) -
     assert first[:2] == ["OwnError: one and another"] * 2
     assert "no_such_attribute" in first[2]
     assert "head, another Dense" in first[3]
-    assert "file, a TextIOWrapper that cannot be sent" in first[4]
+    assert "file, of type TextIOWrapper, which cannot be sent" in first[4]
     assert "NotADirectoryError" in first[5]
     assert len({fact["steps"] for fact in facts}) == 1
     same(facts, "weights")

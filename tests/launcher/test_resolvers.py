@@ -81,7 +81,7 @@ def test_tf_config_roles_are_ordered_and_master_becomes_chief() -> None:
         ({**PYTORCHJOB, "PET_NODE_RANK": "3"}, "must number the 3 hosts from 0, but got number 3"),
         ({**PYTORCHJOB, "PET_MASTER_ADDR": "other"}, "one master, but got MASTER_ADDR=digits-master-0 and"),
         ({**PYTORCHJOB, "PET_NNODES": "1:4"}, "number of pods, but got '1:4'"),
-        ({k: v for k, v in JOBSET.items() if k != "MASTER_ADDR"}, "pods need MASTER_ADDR for the rendezvous"),
+        ({k: v for k, v in JOBSET.items() if k != "MASTER_ADDR"}, "the pods have no rendezvous address"),
         ({k: v for k, v in OPEN_MPI.items() if k != "MASTER_ADDR"}, "mpirun -x MASTER_ADDR"),
     ],
 )  # fmt: skip

@@ -179,7 +179,7 @@ def test_strategy_from_a_plan_file_is_profiled(tmp_path: Path) -> None:
 
 
 def test_profile_of_zero_steps_is_rejected() -> None:
-    with pytest.raises(SettingsError, match="steps must be the number of steps to time, but got 0"):
+    with pytest.raises(SettingsError, match="steps must be a whole number of at least 1, but got 0"):
         mh.profile(programs.healthy(), steps=0)
 
 

@@ -205,7 +205,7 @@ class Danger:
         ),
         ("w.pt", lambda path: path.write_bytes(b"nothing"), "w.pt"),
         ("w.pth", lambda path: path.write_bytes(b""), "must be a complete file of torch.save"),
-        ("w.bin", lambda path: torch.save([1, 2], path), "must contain a state dict, but got a list without tensors"),
+        ("w.bin", lambda path: torch.save([1, 2], path), "must contain a state dict, but got list without tensors"),
         ("w.safetensors", lambda path: path.write_bytes(b"nothing"), "must be a complete safetensors file"),
         ("w.onnx", lambda path: path.write_bytes(b"nothing"), "which is another kind of file"),
         ("w.pt", lambda path: None, "which does not exist"),

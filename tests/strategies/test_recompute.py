@@ -201,7 +201,7 @@ def test_recompute_updates_late_changing_buffer_once_per_step(size: int) -> None
 @pytest.mark.parametrize(
     ("way", "message"),
     [
-        ("blocks", r"needs blocks that are repeated .* got 'blocks' for a Sequential with the modules 0, 1, 2"),
+        ("blocks", r"needs blocks that are repeated .* got 'blocks' for Sequential with the modules 0, 1, 2"),
         ("*.attention", r"must match the name of a module, but got '\*\.attention' .*. Name them by a pattern"),
     ],
 )

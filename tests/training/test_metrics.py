@@ -193,9 +193,9 @@ def test_unmergeable_metric_is_rejected_before_work_starts(metric: Any, message:
         ({"metrics": {"it": (BinaryAUROC(),)}}, "or a pair \\(object, function\\), but got a tuple"),
         (
             {"metrics": {"it": (lambda outputs, batch: 1.0, lambda outputs, batch: ())}},
-            "but got a pair with a function",
+            "but got a pair whose object is of type function",
         ),
-        ({"metrics": {"it": dict}}, "or return an object with update and compute, but got a dict"),
+        ({"metrics": {"it": dict}}, "or return an object with update and compute, but got dict"),
         (
             {"metrics": {"it": (MulticlassAccuracy(2, average=None), lambda o, b: ((o > 0).long(), b[1]))}},
             "must compute a number, or a dict of numbers, but got a tensor of shape \\(2,\\)",
@@ -207,7 +207,7 @@ def test_unmergeable_metric_is_rejected_before_work_starts(metric: Any, message:
                 "loss": lambda model, batch: model(batch["x"]).mean(),
                 "predict": None,
             },
-            "predictions and targets.*but got a batch that is a dict. Pass a function that selects them",
+            "predictions and targets.*but got a batch of type dict. Pass a function that selects them",
         ),
     ],
 )

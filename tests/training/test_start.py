@@ -249,10 +249,10 @@ def test_save_pretrained_finds_the_one_wrapped_hugging_face_model(tmp_path: Path
     assert same(dict(again.state_dict()), dict(run.model().inner[0].state_dict()))  # type: ignore[index, union-attr]
     several = fit(wrapped(2), tmp_path / "runs")
     with pytest.raises(
-        TaskError, match=r"one Hugging Face model in the network, but got a Wrapped with inner.0, inner.1"
+        TaskError, match=r"one Hugging Face model in the network, but got Wrapped with inner.0, inner.1"
     ):
         several.save_pretrained(tmp_path / "no")
-    with pytest.raises(TaskError, match="but got a Sequential with none. Use run.export"):
+    with pytest.raises(TaskError, match="but got Sequential with none. Use run.export"):
         fit(task(), tmp_path / "runs").save_pretrained(tmp_path / "no")
     assert not (tmp_path / "no").exists()
 

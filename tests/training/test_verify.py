@@ -180,7 +180,7 @@ def test_check_compares_complex_weights() -> None:
 def test_micro_batch_statistics_need_explicit_batch_stats_setting(tmp_path: Path) -> None:
     made = problem("cnn", "adamw")
     for strategy in (mh.Single(accumulate=2), mh.Pipeline(2, microbatches=2)):
-        with pytest.raises(TaskError, match=r'norm, a BatchNorm2d, whose statistics.*batch_stats="micro"'):
+        with pytest.raises(TaskError, match=r'norm, of type BatchNorm2d, whose statistics.*batch_stats="micro"'):
             fit(made, tmp_path, strategy)
     assert fit(made, tmp_path, mh.Single(accumulate=2, batch_stats="micro")).verdict == "equal"
     with pytest.raises(TaskError, match=r"of a worker's part\. batch_stats=\"local\""):

@@ -55,7 +55,10 @@ def test_closures_created_per_task_are_compared_by_value() -> None:
         (task(optimizer=adamw(amsgrad=True)), "AdamW has amsgrad in one only"),
         (task(ema=0.9), "moving average"),
         (task(metrics={}), "metrics has accuracy in one only"),
-        (task().replace(model=lambda: nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, 3))), "1 is a ReLU"),
+        (
+            task().replace(model=lambda: nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, 3))),
+            "1 is of type ReLU",
+        ),
     ],
 )
 def test_reason_for_separate_groups_is_reported(other: mh.Task, words: str) -> None:

@@ -207,7 +207,7 @@ def pairs(signature: Signature, data: Any) -> Batches:
         raise DataError(
             "data must be a pair (inputs, labels) for exported models",
             got=type(data).__name__,
-            remedy="pass for example data=(inputs, labels)",
+            remedy="pass for example options=mh.options.Combining(data=(inputs, labels))",
         )
     return [({next(iter(signature.inputs)): torch.as_tensor(data[0])}, torch.as_tensor(data[1]))]
 
@@ -224,6 +224,6 @@ def _labels(batch: Any) -> Tensor | None:
 def num_members(members: int | None, default: int) -> int:
     if members is not None and (isinstance(members, bool) or not isinstance(members, int) or members < 1):
         raise SettingsError(
-            "members must be a whole number of at least 1", got=members, remedy="pass for example members=5"
+            "members must be a whole number of at least 1", got=repr(members), remedy="pass for example members=5"
         )
     return default if members is None else members

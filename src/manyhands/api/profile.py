@@ -75,7 +75,7 @@ def profile(
         return _of_run(task)
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise SettingsError(
-            "steps must be the number of steps to time", got=repr(steps), remedy="pass for example steps=20"
+            "steps must be a whole number of at least 1", got=repr(steps), remedy="pass for example steps=20"
         )
     with runtime.joined(on, strategy, timeout, None) as on:
         return _of_task(task, strategy, on=on, params=params, steps=steps, timeout=timeout)

@@ -55,16 +55,19 @@ class Runtime:
         require_built(spec)
         if isinstance(on, Join):
             raise SettingsError(
-                "only mh.fit and mh.launch can run on several hosts", got=repr(on.address), remedy="use one of them"
+                "only mh.fit, mh.launch and mh.profile accept mh.Join",
+                got=f"mh.Join(address={on.address!r}) in another function",
+                remedy="use one of them, or devices of this machine",
             )
         role = parameter_server.find_role() if spec.servers and with_servers and current_world() is None else None
         if role is not None and not isinstance(on, JoinedHosts):
             return role.fitted(spec), [resolve(on, 1)[0][0]] * role.num_workers, []
         world = None if isinstance(on, JoinedHosts) else training.joined_world(on, timeout)
         if spec.servers and (world is not None or isinstance(on, JoinedHosts) or not with_servers):
+            where = "in a rank" if world is not None else "with mh.Join"
             raise StrategyError(
-                "parameter servers can only be used by mh.fit in a separate program",
-                got=f"{spec} {'in a rank' if with_servers else 'for another function'}",
+                "parameter servers need a call of mh.fit that starts their processes",
+                got=f"{spec} {where if with_servers else 'in a function other than mh.fit'}",
                 remedy="use mh.Mirrored() here",
             )
         if isinstance(on, JoinedHosts):

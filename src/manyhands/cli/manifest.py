@@ -260,7 +260,7 @@ def _indented(lines: list[str], spaces: int) -> str:
 def _check(wanted: ManifestRequest) -> None:
     if not wanted.command:
         raise SettingsError(
-            "a manifest needs the command to run", remedy="write it after --, for example -- manyhands fit train.py"
+            "no command was given for the job", remedy="write it after --, for example -- manyhands fit train.py"
         )
     for what, value, least in (("--hosts", wanted.hosts, 1), ("--gpus", wanted.gpus, 0)):
         if value < least:

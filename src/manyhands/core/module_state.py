@@ -101,8 +101,7 @@ def require_tensor_state(model: nn.Module) -> None:
         if not isinstance(state, Tensor):
             raise TaskError(
                 "the state of a network must consist of tensors, which checkpoints store",
-                got=f"a {type(state).__name__} from get_extra_state of {name or 'the network'} "
-                f"({type(module).__name__})",
+                got=f"{type(state).__name__} from get_extra_state of {name or 'the network'} ({type(module).__name__})",
                 remedy="register its values as buffers, or return a tensor",
             )
 

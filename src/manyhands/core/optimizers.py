@@ -147,7 +147,7 @@ def joined(optimizers: Sequence[Any]) -> Optimizer:
     if odd is not None or not optimizers:
         raise TaskError(
             "the optimizer function must return a torch optimizer, or a list or a dict of them",
-            got="an empty list or dict" if odd is None else f"a {type(odd).__name__} among them",
+            got="an empty list or dict" if odd is None else f"{type(odd).__name__} among them",
             remedy="return [torch.optim.Muon(matrices), torch.optim.AdamW(others)]",
         )
     return optimizers[0] if len(optimizers) == 1 else Joined(optimizers)

@@ -189,7 +189,7 @@ class Task:
         if _is_a(self.model, "torch.nn", "Module"):
             raise TaskError(
                 "model must be a function that builds a new network each time",
-                got=f"a {type(self.model).__name__}",
+                got=type(self.model).__name__,
                 remedy=f"write model=lambda: {type(self.model).__name__}(...)",
             )
         if isinstance(self.optimizer, type) and any(base.__name__ == "Optimizer" for base in self.optimizer.__mro__):

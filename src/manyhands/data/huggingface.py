@@ -40,7 +40,7 @@ def refuse_splits(data: Any, collate: Collate | None) -> Source:
     first = "train" if "train" in data else next(iter(data), "train")
     raise DataError(
         "data must be one dataset",
-        got=f"a {type(data).__name__} of {', '.join(map(str, data)) or 'none'}",
+        got=f"{type(data).__name__} of {', '.join(map(str, data)) or 'none'}",
         remedy=f"pass data[{first!r}]",
     )
 

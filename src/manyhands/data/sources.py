@@ -91,7 +91,7 @@ def _from_iterable(data: Iterable[Any], collate: Collate | None) -> Source:
     if _is_one_shot(data):
         raise DataError(
             "data must be readable more than once",
-            got=f"a {type(data).__name__}, which can be read only once",
+            got=f"{type(data).__name__}, which can be read only once",
             remedy="pass a function that creates it",
         )
     return StreamSource(lambda: data, type(data).__name__, collate)
@@ -122,7 +122,7 @@ def _is_one_shot(data: Any) -> bool:
 def _described(data: Any) -> str:
     if isinstance(data, dict):
         return f"a dict with {', '.join(f'{key}: {type(value).__name__}' for key, value in data.items())}"
-    return f"a {type(data).__name__}"
+    return type(data).__name__
 
 
 KINDS: list[Kind] = [

@@ -114,9 +114,9 @@ def encode(value: Any) -> bytes:
         body = _pack(encoder.plain(value))
     except RecursionError:
         raise SendError(
-            "values that ranks exchange must not contain themselves",
-            got=f"a {type(value).__name__} that does",
-            remedy="send it without the circular reference",
+            "values that ranks exchange must not contain themselves, or be nested hundreds of levels deep",
+            got=f"{type(value).__name__} with too many levels",
+            remedy="send it in a flat form, without circular references",
         ) from None
     return b"".join((_HEAD.pack(len(body)), body, bytes(-len(body) % _ALIGNMENT), *encoder.buffers))
 

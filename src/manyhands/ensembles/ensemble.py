@@ -41,7 +41,8 @@ class CombinationRule:
                 if labels is None:
                     raise DataError(
                         f"combine={name!r} is fitted to validation data with labels, but there are none",
-                        remedy="pass valid= to the task, pass data=, or use combine='mean'",
+                        remedy="pass valid= to the task, or options=mh.options.Combining(data=...), or use "
+                        "combine='mean'",
                     )
                 made[output].fit(values, labels)
         return cls(made, uncertainty)
@@ -127,7 +128,7 @@ class Ensemble(Predictor):
         if labels is None or form == NUMBERS:
             raise DataError(
                 "calibration needs class labels, but the validation data have none",
-                remedy="pass valid= with labels to the task",
+                remedy="pass valid= with labels to the task, or options=mh.options.Combining(data=...)",
             )
         together = as_probabilities(self.rule.combinations[first](answers[first]), form)
         return calibration(together, labels), [calibration(as_probabilities(a, form), labels) for a in answers[first]]
@@ -156,7 +157,11 @@ class Ensemble(Predictor):
         """Return all members' predictions for some batches, and the labels."""
         parts = [self._program.answer(*self._ordered(inputs)) for inputs, _ in batches if inputs]
         if not parts:
-            raise DataError("an ensemble needs an example of its inputs", remedy="pass data=")
+            raise DataError(
+                "an ensemble needs validation data, or members that have an example of their inputs; exported models "
+                "have none",
+                remedy="pass options=mh.options.Combining(data=...), for exported models data=(inputs, labels)",
+            )
         labels = [label for _, label in batches]
         joined = {name: torch.cat([part[name] for part in parts], 1) for name in parts[0]}
         return joined, None if any(one is None for one in labels) else torch.cat(labels)  # type: ignore[arg-type]

@@ -182,7 +182,7 @@ def _packed(key: Key, value: Any, before: Any) -> Any:
             return _sendable(value)
     except Exception as error:
         if _can_be_sent(before):
-            raise _refused(f"{name}, a {type(value).__name__} that cannot be sent") from error
+            raise _refused(f"{name}, of type {type(value).__name__}, which cannot be sent") from error
         return _NOTHING
     raise _refused(f"{name}, another {type(state).__name__}")
 

@@ -244,11 +244,11 @@ def _introduced(store: dist.Store, rank_info: RankInfo, names: Sequence[str]) ->
     signed.set(keys[rank_info.rank], f"{secrets.token_hex(16)} {rank_info.host}/{rank_info.device.torch}")
     try:
         every = [signed.get(key).decode().partition(" ")[::2] for key in keys]
-    except NotAuthentic as error:
+    except NotAuthentic:
         raise SettingsError(
             f"all ranks must have the same {TOKEN_VARIABLE}, or none of them may have one",
-            got=str(error),
-            remedy="set the same value for every rank",
+            got="a rank whose devices are not signed with the token of this rank",
+            remedy="set the same value for every rank, and check that no other program uses this port",
         ) from None
     except RuntimeError:
         missing = [rank for rank, key in enumerate(keys) if not store.check([key])]

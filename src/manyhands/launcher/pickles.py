@@ -146,7 +146,7 @@ def _unsendable(obj: Any, what: str, error: Exception) -> SendError:
     path, culprit = _culprit(obj, what) or (what, obj)
     return SendError(
         "objects that are sent to a worker process must be picklable",
-        got=f"{path}, a {type(culprit).__name__} ({error})",
+        got=f"{path}, of type {type(culprit).__name__} ({error})",
         remedy="create it inside the function that uses it, or pass plain data",
     )
 

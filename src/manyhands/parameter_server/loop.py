@@ -110,7 +110,7 @@ def _require_dense(model: nn.Module) -> None:
         if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse:
             raise StrategyError(
                 "gradients that are sent to parameter servers must be dense",
-                got=f"{name}, a {type(layer).__name__} with sparse=True",
+                got=f"{name} ({type(layer).__name__}) with sparse=True",
                 remedy="use mh.strategies.Embedding(rows, dim), which sends only the rows of a batch, or sparse=False",
             )
 

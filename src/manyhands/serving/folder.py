@@ -223,9 +223,13 @@ def _print_of(folder: Path) -> Print | str:
     except FileNotFoundError:
         return f"the version is incomplete: {name} is missing"
     except OSError as error:
-        raise FileError("files must be readable", got=error.strerror) from None
+        raise FileError("files must be readable", got=error.strerror, remedy="correct their permissions") from None
     if irregular := [name for name, found in stats.items() if not stat.S_ISREG(found.st_mode)]:
-        raise FileError("files must be regular files", got=f"{irregular[0]}, which is a link or a folder")
+        raise FileError(
+            "files must be regular files",
+            got=f"{irregular[0]}, which is a link or a folder",
+            remedy="copy the file itself",
+        )
     for name, size in files.items():
         if stats[name].st_size != size:
             return f"the version is incomplete: {name} has {stats[name].st_size} bytes, but the manifest lists {size}"
@@ -249,7 +253,11 @@ def _files(manifest: Any) -> dict[str, int]:
     """Return the files of a manifest with their sizes."""
     listed: Any = manifest.get("files") if isinstance(manifest, dict) else None
     if not fields.named(fields.having(size=fields.count))(listed) or not all(FILE.fullmatch(name) for name in listed):
-        raise FileError("the manifest must list the files of a version with their sizes", got="other contents")
+        raise FileError(
+            "the manifest must list the files of a version with their sizes",
+            got="other contents",
+            remedy="copy or export the version again",
+        )
     return {name: about["size"] for name, about in listed.items()}
 
 

@@ -93,7 +93,7 @@ class ServingTls:
                 context.load_cert_chain(self.cert, self.key, password=_no_password)
         except (ssl.SSLError, OSError, ValueError) as error:
             raise SettingsError(
-                "cert and key must be matching PEM files, with a key without a password",
+                "cert and key must be matching PEM files, and the key must not be encrypted",
                 got=f"{self.cert.name if self.cert else ''}: {getattr(error, 'reason', None) or error}",
                 remedy="pass the server's certificate, followed by those of its authorities, and its own key",
             ) from None

@@ -85,7 +85,11 @@ def require_outputs(
     for name, spec in signature.outputs.items():
         answer = answers.get(name)
         if not isinstance(answer, Tensor):
-            raise OutputMismatch(f"output {name!r} must be {spec}", got=type(answer).__name__)
+            raise OutputMismatch(
+                f"output {name!r} must be {spec}",
+                got=type(answer).__name__ if name in answers else "no output with this name",
+                remedy="export the model again",
+            )
         given_spec = TensorSpec(str(answer.dtype).removeprefix("torch."), tuple(answer.shape))
         wanted = TensorSpec(given_spec.dtype, spec.shape) if any_dtype else spec
         if not wanted.accepts(answer) or (rows is not None and answer.shape[:1] != (rows,)):
@@ -198,8 +202,12 @@ def _examples(inputs: Mapping[str, Tensor], device: torch.device) -> dict[str, T
     for name, tensor in inputs.items():
         _require_name(name)
         if not isinstance(tensor, Tensor) or tensor.dim() < 1 or tensor.shape[0] < 1:
-            shape = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
-            raise ArchiveError(f"the example {name!r} must be a tensor with rows", got=shape, remedy="pass a batch")
+            is_tensor = isinstance(tensor, Tensor)
+            raise ArchiveError(
+                f"the example {name!r} must be a tensor with rows",
+                got=f"a tensor of shape {tuple(tensor.shape)}" if is_tensor else type(tensor).__name__,
+                remedy="pass a batch of at least one row",
+            )
         sizes[name] = tensor.shape[0]
     if len(set(sizes.values())) != 1:
         raise ArchiveError(
@@ -315,7 +323,9 @@ def _parsed(name: str, text: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ArchiveError(f"{name} must be JSON", got=str(error)[:200], remedy="copy the model again") from error
     if not isinstance(value, dict):
-        raise ArchiveError(f"{name} must contain a JSON object", got=type(value).__name__)
+        raise ArchiveError(
+            f"{name} must contain a JSON object", got=type(value).__name__, remedy="copy the model again"
+        )
     _require_shallow(name, value)
     return value
 

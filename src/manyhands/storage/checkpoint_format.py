@@ -149,7 +149,9 @@ def split_optimizers(optimizers: Mapping[str, Mapping[str, Any]]) -> tuple[dict[
             for slot, value in slots.items():
                 if "/" in key or "/" in slot:
                     raise CheckpointError(
-                        "keys of optimizers and slots must not contain a slash", got=f"{key!r}, {slot!r}"
+                        "keys of optimizers and slots must not contain a slash",
+                        got=f"{key!r}, {slot!r}",
+                        remedy="rename the optimizer or the entry of its state",
                     )
                 if isinstance(value, Tensor):
                     tensors[f"{key}/{parameter}/{slot}"] = value

@@ -244,7 +244,11 @@ def _require_numbers(model: Mapping[str, Tensor]) -> None:
     """Raise if the model contains NaN, so that it does not become the newest checkpoint; masks may hold infinity."""
     for name, tensor in model.items():
         if tensor.is_floating_point() and bool(tensor.isnan().any()):
-            raise CheckpointError("a checkpoint must not contain NaN", got=f"NaN in {name}")
+            raise CheckpointError(
+                "a checkpoint must not contain NaN",
+                got=f"NaN in {name}",
+                remedy="lower the learning rate, or clip gradients",
+            )
 
 
 def check_matches(checkpoint: Checkpoint, model: nn.Module) -> None:

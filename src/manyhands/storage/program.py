@@ -126,7 +126,11 @@ def _require_pure(exported: ExportedProgram) -> None:
     signature = exported.graph_signature
     changed = [spec.target or spec.arg.name for spec in signature.output_specs if spec.kind != OutputKind.USER_OUTPUT]
     if changed:
-        raise ArchiveError("predict must not change the model", got=f"changes of {', '.join(map(str, changed[:5]))}")
+        raise ArchiveError(
+            "predict must not change the model",
+            got=f"changes of {', '.join(map(str, changed[:5]))}",
+            remedy="compute the outputs without assigning to buffers or parameters",
+        )
 
 
 class _Encoder:
@@ -152,14 +156,22 @@ class _Encoder:
             elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR):
                 found.append({"weight": self._weight(str(spec.target))})
             else:
-                raise ArchiveError("a network must consist of tensors", got=f"{spec.kind.name} {spec.target}")
+                raise ArchiveError(
+                    "a network must consist of tensors",
+                    got=f"{spec.kind.name} {spec.target}",
+                    remedy="replace the object by tensors, for example with register_buffer",
+                )
         return found
 
     def _weight(self, target: str) -> str:
         held: Mapping[str, Any] = {**self.exported.constants, **self.exported.state_dict}
         tensor = held[target]
         if not isinstance(tensor, Tensor):
-            raise ArchiveError("constants of a network must be tensors", got=f"{target}: {type(tensor).__name__}")
+            raise ArchiveError(
+                "constants of a network must be tensors",
+                got=f"{target}, of type {type(tensor).__name__}",
+                remedy="store the value as a tensor, for example with register_buffer",
+            )
         # Tied weights are one tensor under two names, and are stored once.
         same = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype) if tensor.numel() else target
         if same not in self._keys:
@@ -219,7 +231,11 @@ class _Encoder:
         for kind in SINGLETONS:
             if isinstance(value, getattr(torch, kind)):
                 return {kind: str(value).removeprefix("torch.")}
-        raise ArchiveError("arguments in a program must be numbers and tensors", got=f"{type(value).__name__} {value}")
+        raise ArchiveError(
+            "arguments in a program must be numbers and tensors",
+            got=f"{type(value).__name__} {value}",
+            remedy="replace the operation that takes this argument",
+        )
 
     def _grad(self, args: Any, places: dict[fx.Node, int], nested: dict[fx.Node, fx.GraphModule]) -> Json:
         """Encode a grad-mode region as a plain call, because inference does not differentiate."""
@@ -254,7 +270,9 @@ class _Encoder:
         for node in output.args[0]:
             value = node.meta.get("val") if isinstance(node, fx.Node) else None
             if not isinstance(value, Tensor):
-                raise ArchiveError("a prediction must consist of tensors", got=str(node))
+                raise ArchiveError(
+                    "a prediction must consist of tensors", got=str(node), remedy="return only tensors from predict"
+                )
             shape = tuple(size if isinstance(size, int) else None for size in value.shape)
             found.append((str(value.dtype).removeprefix("torch."), shape))
         return found

@@ -70,7 +70,11 @@ class Purity:
             # The loader accepts only literal exponents.
             grown = bits[0] * int(str(node.args[1]))
         if grown > MAX_BITS:
-            raise ArchiveError("numbers in a program must be sizes", got=f"{name} with a result of up to {grown} bits")
+            raise ArchiveError(
+                f"numbers that a program computes must have at most {MAX_BITS} bits",
+                got=f"{name} with a result of up to {grown} bits",
+                remedy="export a model that computes smaller numbers",
+            )
         self._bits[node] = grown
 
     def _bits_of(self, value: Any) -> int:

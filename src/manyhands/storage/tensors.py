@@ -73,7 +73,11 @@ def encoded(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     if len(text) > HEADER_CAP:
-        raise CheckpointError(f"the header of a tensor file must be smaller than {HEADER_CAP} bytes", got=len(text))
+        raise CheckpointError(
+            f"the header of a tensor file must be smaller than {HEADER_CAP} bytes",
+            got=len(text),
+            remedy="save fewer tensors, or give them shorter names",
+        )
     yield len(text).to_bytes(8, "little") + text
     for name in order:
         if tensors[name].numel():

@@ -207,7 +207,9 @@ def _listed(index: Path) -> list[Path]:
         names = sorted(set(read_json(index, INDEX_LIMIT, follow_links=True)["weight_map"].values()))
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise CheckpointError(
-            f"{index} must list the files of the weights", got=f"{type(error).__name__}: {error}"
+            f"{index} must list the files of the weights",
+            got=f"{type(error).__name__}: {error}",
+            remedy="copy or download the folder again",
         ) from None
     for name in names:
         if not isinstance(name, str) or Path(name).name != name or not os.path.isfile(index.parent / name):
@@ -223,7 +225,9 @@ def _header(path: Path) -> Shapes:
         with opened(path, follow_links=True) as found, safe_open(found, "pt") as file:
             return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError, ValueError) as error:
-        raise CheckpointError(f"{path} must be a complete safetensors file", got=str(error)) from error
+        raise CheckpointError(
+            f"{path} must be a complete safetensors file", got=str(error), remedy="copy or download it again"
+        ) from error
 
 
 def _unpickled(path: Path) -> dict[str, Tensor]:
@@ -243,7 +247,7 @@ def _unpickled(path: Path) -> dict[str, Tensor]:
             return {name: require_storable(name, tensor) for name, tensor in tensors.items()}
     raise CheckpointError(
         f"{path} must contain a state dict",
-        got=f"a {type(loaded).__name__} without tensors",
+        got=f"{type(loaded).__name__} without tensors",
         remedy="save model.state_dict()",
     )
 

@@ -145,7 +145,7 @@ def _require_own_forward(name: str, layer: _BatchNorm) -> None:
     if type(layer).forward not in (_BatchNorm.forward, nn.SyncBatchNorm.forward):
         raise StrategyError(
             "batch statistics can only be synchronized for the BatchNorm layers of torch",
-            got=f"{name}, a {type(layer).__name__} with its own forward",
+            got=f"{name} ({type(layer).__name__}), which has its own forward",
             remedy='use a BatchNorm and a separate activation, or batch_stats="local"',
         )
 

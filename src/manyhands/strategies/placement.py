@@ -538,12 +538,16 @@ def placed_homes(
 def require_partitionable(model: nn.Module) -> None:
     """Raise for networks without a forward to trace, or with hooks that a trace does not contain."""
     if isinstance(model, nn.ModuleList | nn.ModuleDict):
-        raise StrategyError("a network must have a forward", got=type(model).__name__, remedy="wrap it in a module")
+        raise StrategyError(
+            "a network must have a forward method",
+            got=type(model).__name__,
+            remedy="wrap it in an nn.Module whose forward calls its layers",
+        )
     for name, module in model.named_modules():
         if is_scripted(module):
             raise StrategyError(
                 "a partitioned network is traced, and TorchScript cannot be",
-                got=f"{name or 'the network'}, a {type(module).__name__}",
+                got=f"{name or 'the network'}, of type {type(module).__name__}",
                 remedy="return the module without torch.jit.script or torch.jit.trace, or use mh.Mirrored()",
             )
         if module._backward_hooks or module._backward_pre_hooks:

@@ -55,7 +55,7 @@ def _chosen(model: nn.Module, what: str) -> dict[str, nn.Module]:
             "recompute needs blocks that are repeated in a ModuleList or a Sequential"
             if what in (BLOCKS, SELECTIVE)
             else "recompute must match the name of a module",
-            got=f"{what!r} for a {type(model).__name__} with {_some_names(model)}",
+            got=f"{what!r} for {type(model).__name__} with {_some_names(model)}",
             remedy='name them by a pattern, such as recompute="*.mlp", or write recompute="blocks"',
         )
     return chosen

@@ -45,7 +45,11 @@ def shard(model: nn.Module, spec: StrategySpec, world: World, *, apart: bool = F
         compares: Let the ranks check that they run the same blocks.
     """
     if isinstance(model, CONTAINERS) and not apart:
-        raise StrategyError("a network must have a forward", got=type(model).__name__, remedy="wrap it in a module")
+        raise StrategyError(
+            "a network must have a forward method",
+            got=type(model).__name__,
+            remedy="wrap it in an nn.Module whose forward calls its layers",
+        )
     require_dense(model)
     mesh = world.mesh(spec.axes)["shards"]
     again = spec.sharding == "full"

@@ -171,7 +171,7 @@ class Hand:
         if model in _built:
             raise TaskError(
                 "the model function must build a new network each time",
-                got=f"a {type(model).__name__} that was trained before",
+                got=f"{type(model).__name__} that was trained before",
                 remedy=f"write model=lambda: {type(model).__name__}(...)",
             )
         if isinstance(model, nn.Module):

@@ -135,7 +135,7 @@ class DeclaredMeter(Meter):
             return outputs, batch[1]
         raise TaskError(
             f"the metric {self.name!r} needs predictions and targets, which are outputs and batch[1] of (x, y) batches",
-            got=f"a batch that is a {type(batch).__name__}",
+            got=f"a batch of type {type(batch).__name__}",
             remedy="pass a function that selects them: "
             f'metrics={{"{self.name}": (metric, lambda outputs, batch: (outputs, ...))}}',
         )
@@ -279,7 +279,7 @@ def _meters(name: str, given: Any, device: torch.device) -> Iterator[Meter]:
     if not _is_object(metric):
         raise TaskError(
             f"the metric {name!r} must be a function of (outputs, batch), or return an object with update and compute",
-            got=f"{'a pair with ' if arguments else ''}a {type(metric).__name__}",
+            got=f"{'a pair whose object is of type ' if arguments else ''}{type(metric).__name__}",
             remedy="return such an object from it, or accept two arguments",
         )
     kind = DeclaredMeter if hasattr(metric, "_reductions") else OwnMeter

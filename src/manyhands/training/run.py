@@ -173,7 +173,7 @@ class Run:
         found = {name: part for name, part in model.named_modules() if _is_pretrained(part)}
         outer = [name for name in found if not any(name.startswith(f"{o}." if o else "") and name != o for o in found)]
         if len(outer) != 1:
-            have = f"a {type(model).__name__} with {', '.join(outer) or 'none'}"
+            have = f"{type(model).__name__} with {', '.join(outer) or 'none'}"
             raise TaskError(
                 "save_pretrained needs one Hugging Face model in the network",
                 got=have,
@@ -249,7 +249,9 @@ def read_record(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"{folder / RECORD} must be readable", got=str(error)) from None
     if not fields.holds(record, fields.RECORD_FIELDS):
         raise CheckpointError(
-            f"{folder / RECORD} must be a record of a run", got="missing fields, or fields of other types"
+            f"{folder / RECORD} must be a record of a run",
+            got="missing fields, or fields of other types",
+            remedy="copy the run again, or pass another one",
         )
     return record
 

@@ -90,7 +90,7 @@ def require_whole_statistics(model: nn.Module, spec: StrategySpec) -> None:
             whose = "a worker's part" if spec.servers else "a micro-batch"
             raise TaskError(
                 "batch statistics must be those of the whole batch, as on one device",
-                got=f"{name or 'the network'}, a {type(part).__name__}, whose statistics under {spec} are those "
+                got=f"{name or 'the network'}, of type {type(part).__name__}, whose statistics under {spec} are those "
                 f"of {whose}",
                 remedy=_LOCAL if spec.servers else MICRO,
             )

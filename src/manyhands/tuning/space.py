@@ -119,7 +119,7 @@ class Choice(Range):
             if not isinstance(value, float | int | str | bool | None):
                 raise SettingsError(
                     "the values of mh.tuning.choice must be numbers, strings, bools or None",
-                    got=f"a {type(value).__name__}",
+                    got=type(value).__name__,
                     remedy="use a name, and look up the value in the task function",
                 )
             if value != value:

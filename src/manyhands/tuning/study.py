@@ -96,9 +96,9 @@ class Study:
         folder = self.path / TRIALS / f"{chosen.number:05d}"
         if not folder.exists():
             raise CheckpointError(
-                "only the runs of a study's best trials are kept",
-                got=f"trial {chosen.number}, which is not among them",
-                remedy="tune with a larger keep=",
+                f"a study keeps only the runs of its best trials, and trial {chosen.number} is not one of them",
+                remedy="choose one of study.top(), or tune with options=mh.options.Selection(keep=...) and a larger "
+                "number",
             )
         task = self.task(**{**self._params, **chosen.params}) if self.task is not None else None
         return Run(folder, task if isinstance(task, Task) else None)

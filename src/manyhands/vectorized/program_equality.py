@@ -51,7 +51,7 @@ def _layer_difference(path: str, layer: nn.Module, other: nn.Module, free: Set[s
     # torch creates a separate class for every layer with parametrized weights.
     mine, theirs = type_before_parametrizations(layer), type_before_parametrizations(other)
     if mine is not theirs or is_parametrized(layer) is not is_parametrized(other):
-        return f"{path or 'the network'} is a {type(layer).__name__} in one and a {type(other).__name__} in another"
+        return f"{path or 'the network'} is of type {type(layer).__name__} in one and {type(other).__name__} in another"
     for own, its in ((layer._parameters, other._parameters), (layer._buffers, other._buffers)):
         if list(own) != list(its):
             return f"{path or 'the network'} has {_some(set(own) ^ set(its))} in one only"
@@ -85,7 +85,7 @@ def _difference(first: Any, second: Any, seen: Seen) -> str:
         return ""
     seen[id(first), id(second)] = first, second
     if type(first) is not type(second):
-        return f"is a {type(first).__name__} in one and a {type(second).__name__} in another"
+        return f"is of type {type(first).__name__} in one and {type(second).__name__} in another"
     if isinstance(first, _PLAIN):
         same = first == second or (first != first and second != second)
         return "" if same else f"is {first!r} in one and {second!r} in another"
@@ -144,7 +144,7 @@ def _object_difference(first: Any, second: Any, seen: Seen) -> str:
         same = bool(first == second)
     except Exception:
         same = False
-    return "" if same else f"is a {type(first).__name__} that differs between them"
+    return "" if same else f"is of type {type(first).__name__} and differs between them"
 
 
 def _attributes(layer: nn.Module) -> dict[str, Any]:

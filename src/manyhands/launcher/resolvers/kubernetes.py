@@ -22,7 +22,7 @@ class Kubernetes(Resolver):
         address = environ.get("PET_MASTER_ADDR") or environ.get("MASTER_ADDR", "")
         if not address:
             raise SettingsError(
-                "pods need MASTER_ADDR for the rendezvous",
+                "neither PET_MASTER_ADDR nor MASTER_ADDR is set, so the pods have no rendezvous address",
                 remedy="give the job a Master replica" if is_kubeflow else "set MASTER_ADDR to the first pod",
             )
         _require_one_master(environ)

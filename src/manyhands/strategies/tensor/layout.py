@@ -165,7 +165,9 @@ def _requested_layouts(model: nn.Module, asked: Mapping[str, str]) -> dict[str, 
                 if names
                 else "a pattern of layout= must match the name of a module",
                 got=f"{pattern!r}" + (f", which matches {', '.join(names[:3])}" if names else ""),
-                remedy="see the names in dict(model.named_modules())",
+                remedy="choose another layer or another kind of split"
+                if names
+                else "see the names in dict(model.named_modules())",
             )
         found |= fitting
     return found
