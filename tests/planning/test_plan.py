@@ -309,7 +309,7 @@ def test_plan_recommends_how_to_train_many_networks(capsys: pytest.CaptureFixtur
         timed(0.01, 1e6), replace(cluster(2), chip=replace(cluster(2).chip, name="CPU")), WHOLE, networks=8
     )
     assert next(way for way in on_cores.ways if way.name == "packed").together == 1
-    with pytest.raises(SettingsError, match="networks must be the number"):
+    with pytest.raises(SettingsError, match="networks must be a whole number"):
         mh.plan(small_task, "1 H200", networks=0)
 
 
@@ -424,7 +424,7 @@ def test_untraceable_network_is_measured_as_one_piece(engine: Any) -> None:
     ("more", "rule"),
     [
         ({"precision": "fp8"}, "fp32 or bf16"),
-        ({"tries": -1}, "tries must be a number"),
+        ({"tries": -1}, "tries must be a whole number"),
         ({"cluster": []}, "at least one cluster is required"),
         ({"cluster": "2 hosts x 8 H100"}, "the speed of its network"),
         ({"cluster": 8}, "a cluster must be a string"),

@@ -222,7 +222,7 @@ def test_sampling_does_not_change_the_training_result(tmp_path: Path) -> None:
     assert plain.losses == sampled.losses
     assert plain.profile == ()
     assert not [entry for entry in read_events(plain.path / "events.jsonl") if entry["kind"] == "profile"]
-    with pytest.raises(UsageError, match="without samples"):
+    with pytest.raises(UsageError, match="must have profiled steps"):
         mh.profile(plain)
 
 

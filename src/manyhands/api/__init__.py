@@ -1,4 +1,5 @@
-"""The public functions, a file each, and what they share; only this package and the command line join the others.
+"""The public functions, one file each, and the code that they share.
 
-The names are those of `import manyhands as mh`: `mh.fit` is `api.fit.fit`.
+`import manyhands as mh` exports them under the same names: `mh.fit` is `api.fit.fit`. Only this package and the command
+line import packages that must not import each other.
 """

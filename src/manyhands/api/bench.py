@@ -1,4 +1,4 @@
-"""Bench: measure a task on the devices at hand, to calibrate a plan."""
+"""Measure a task on the devices of this machine, to calibrate a plan."""
 
 from __future__ import annotations
 
@@ -21,39 +21,46 @@ from ..planning import Cluster, Correction, Observation, Workload
 from .runtime import On, runtime
 
 ROWS = 8
-"""Samples that a network is traced with; costs grow in proportion."""
+"""Number of samples with which a network is traced; its costs are proportional to the number of samples."""
 
 
 WIDE = {"reach": 3.0, "streaming": 3.0, "operation": 3.0}
-"""How far a device's constants may be from the catalogue's where it is at hand and measured."""
+"""How far fitted constants of measured devices may be from the catalogue's: standard deviations of their logarithms."""
 
 
 SWEEP = (1 << 14, 1 << 22, 1 << 24)
-"""Bytes of the sums that are timed."""
+"""Bytes of the tensors whose all-reduce is timed."""
 
 
 FEED_SECONDS = 0.3
+"""Seconds for which the data feed alone is timed."""
 
 
 class Bench:
-    """Measures a task on the devices at hand."""
+    """Measure a task on devices of this machine.
+
+    Args:
+        task: The task.
+        on: Devices, as for `mh.fit`.
+        timeout: Seconds within which a healthy operation completes.
+    """
 
     def __init__(self, task: Task, on: On, timeout: float) -> None:
         self._task, self._timeout = task, timeout
         self._on = on
         self.correction: Correction | None = None
-        """What measured steps differ by from the model, for steps of as many rows; known once it is calibrated."""
+        """Ratio of measured to estimated step time, by spec and rows; None until `calibrated` was called."""
 
     @functools.cached_property
     def devices(self) -> list[Device]:
-        """The devices that were named; by default, on a machine without accelerators, its cores."""
+        """The devices of `on`; if `on` is None on a machine without accelerators, one CPU device per core."""
         found, _ = resolve(self._on)
         if self._on is None and [device.kind for device in found] == ["cpu"] and num_cores() > 1:
             found, _ = resolve(f"cpu*{num_cores()}")
         return found
 
     def cluster(self) -> Cluster:
-        """Return the devices with the constants of the catalogue."""
+        """Return a cluster of the devices, with constants from the hardware catalogue."""
         first = self.devices[0]
         made = _chip_of(first)
         return Cluster(
@@ -65,7 +72,11 @@ class Bench:
         )
 
     def calibrated(self, workload: Workload, cluster: Cluster, precision: str) -> tuple[Workload, Cluster]:
-        """Return both, calibrated with two batch sizes, an all-reduce sweep, the feed and the gradient noise."""
+        """Return the workload with measured feed and gradient noise, and the cluster with fitted constants.
+
+        The constants are fitted to steps at two batch sizes and, with several devices, to simultaneous steps and
+        all-reduces.
+        """
         spec = StrategySpec(precision=precision)
         seen = []
         for size in _sizes(workload.batch_size):
@@ -80,7 +91,11 @@ class Bench:
         return replace(workload, feed=self._feed(), noise=self._noise(workload.batch_size)), cluster
 
     def _crowded(self, cluster: Cluster, workload: Workload, spec: StrategySpec) -> Cluster:
-        """With how far devices differ; and, where they are parts of one, what each is while all of them work."""
+        """Return the cluster with the spread of step times over its devices while all of them compute.
+
+        Devices that share hardware also get the constants that each has under this load. If the steps cannot run, the
+        cluster is returned unchanged.
+        """
         size = max(1, workload.batch_size // len(self.devices))
         each = functools.partial(_apart, task=self._task, spec=spec, batch_size=size)
         try:
@@ -97,7 +112,7 @@ class Bench:
         return replace(cluster, part=planning.calibrated(one, [seen], WIDE).chip)
 
     def measure(self, spec: StrategySpec) -> float | str:
-        """Return the seconds of a step, or why it could not run."""
+        """Return the seconds of a step under a strategy, or the reason as text if the step could not run."""
         return self._seconds(spec)
 
     def steps(self, batch_size: int) -> float:
@@ -132,7 +147,7 @@ class Bench:
         return replace(cluster, inside=way, exchange=first)
 
     def _feed(self) -> float | None:
-        """Return the samples per second of the feed alone."""
+        """Return the samples per second that the data feed delivers without training; None if it delivers none."""
         source = source_of(self._task)
         size = check_source(source, self._task.batch_size)
         feed = Feed(source, batch_size=size, workers=self._task.workers)
@@ -147,7 +162,7 @@ class Bench:
         return samples / max(1e-9, time.perf_counter() - began) if samples else None
 
     def _noise(self, batch_size: int) -> float | None:
-        """Return the gradient noise scale at the initial weights, if the loss allows to compute it."""
+        """Return the gradient noise scale at the initial weights; None if it cannot be computed."""
         small, large = max(1, batch_size // 4), batch_size
         if self._task.loss is None or small == large:
             return None
@@ -160,7 +175,10 @@ class Bench:
 
 
 def workload_of(task: Task, name: str, bench: Bench) -> tuple[Workload, list[str]]:
-    """Return the workload of a task: traced, or measured if its network cannot be traced."""
+    """Return the workload of a task, and notices.
+
+    If the network cannot be traced, whole steps are measured instead, and a notice gives the reason.
+    """
     source = source_of(task)
     batch_size = check_source(source, task.batch_size)
     feed = Feed(source, batch_size=batch_size, workers=0)
@@ -177,7 +195,7 @@ def workload_of(task: Task, name: str, bench: Bench) -> tuple[Workload, list[str
 
 
 def _measured(task: Task, batch_size: int, bench: Bench, rows: int) -> Network:
-    """Return a network as one part whose time is that of measured whole steps."""
+    """Return a network that cannot be traced as a single part, with the step time measured at two batch sizes."""
     small, large = _sizes(batch_size)
     first, second = bench.steps(small), bench.steps(large)
     each = max(1e-9, (second - first) / (large - small))
@@ -187,7 +205,7 @@ def _measured(task: Task, batch_size: int, bench: Bench, rows: int) -> Network:
 
 
 def _sizes(batch_size: int) -> tuple[int, int]:
-    """Two batch sizes to measure: the task's own and a quarter of it, or twice where it is one."""
+    """Return two batch sizes to measure: a quarter of the task's batch size and that size; 1 and 2 for a size of 1."""
     return (max(1, batch_size // 4), batch_size) if batch_size > 1 else (1, 2)
 
 
@@ -207,16 +225,17 @@ def _chip_of(device: Device) -> Chip:
 
 
 def _left_over(cluster: Cluster, seen: Sequence[Observation], workload: Workload) -> Correction:
-    """Return the measured slowdown of a full cache, which makes a step more than twice as long as half of its batch.
+    """Return the correction of estimated step times by the measured ones.
 
-    Devices that share a machine are calibrated while all of them work, which has it already.
+    It covers for example full caches, with which twice the batch takes more than twice the time. Several devices that
+    share a machine get no correction, because their constants were fitted while all of them computed.
     """
     left = planning.Residuals.of(cluster, seen).correction(workload)
     return lambda spec, rows: left(spec, rows) if spec.num_devices == 1 or not cluster.shared else 1.0
 
 
 def steady(times: Sequence[float]) -> float:
-    """Return a step's usual time: the lower quartile, because other load on the machine only adds to it.
+    """Return the typical step time: the lower quartile, because other load on the machine can only add time.
 
     >>> steady([1.0, 1.1, 1.2, 9.0, 1.0])
     1.0
@@ -225,21 +244,21 @@ def steady(times: Sequence[float]) -> float:
 
 
 def _spread(found: Sequence[Sequence[float]]) -> float:
-    """Return the relative standard deviation of a step over devices and time, without outliers."""
+    """Return the relative standard deviation of step times over all devices, estimated robustly from the median."""
     every = [seconds for times in found for seconds in times]
     middle = median(every)
     return min(0.5, 1.48 * median(abs(seconds - middle) for seconds in every) / middle)
 
 
 def _apart(world: World, task: Task, spec: StrategySpec, batch_size: int) -> list[float]:
-    """Measure independent steps on every rank at the same time."""
+    """Return the times of steps that this rank takes alone, while the other ranks take theirs at the same time."""
     world.barrier()
     alone = NullWorld(world.rank_info.device, world.channel)
     return training.time_steps(alone, task, spec, batch_size=batch_size)
 
 
 def _sweep(world: World) -> list[float]:
-    """Return the seconds of all-reduces of some sizes, each the median of a few."""
+    """Return the seconds of an all-reduce for each size in `SWEEP`, each as the median of five."""
     times = []
     for size in SWEEP:
         tensor = torch.zeros(size // 4, device=world.device)

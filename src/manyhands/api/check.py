@@ -26,10 +26,22 @@ def check(
     params: Mapping[str, Any] | None = None,
     timeout: float = DEFAULT_TIMEOUT,
 ) -> Verdict:
-    """Compare two steps in float64 under a strategy with those on one device, and return where they differ.
+    """Compare two steps under a strategy with the same steps on one device, in float64.
 
-    Compares losses, gradients, buffers and the weights after each update, in training mode, on rows from all over the
-    data. Random numbers are layout-free in both, as with deterministic=True, so that dropout is compared too.
+    Losses, gradients, buffers and the weights after each update are compared, in training mode, on rows from all over
+    the data. In both cases random numbers depend on the sample and the step, as with deterministic=True, so that
+    dropout is compared too.
+
+    Args:
+        task: A Task, or a function that returns one.
+        strategy: Strategy, as for `mh.fit`.
+        on: Devices, as for `mh.fit`.
+        params: Parameters of the task function.
+        timeout: Seconds within which a healthy operation completes.
+
+    Returns:
+        A Verdict, which is true if the steps are equal. Printed, it names the first tensor that differs, the operation
+        that causes the difference, and a remedy.
     """
     made = training.with_data(as_task(task, params))
     spec, devices, _ = runtime.settle(strategy, on, with_servers=True)
@@ -51,6 +63,6 @@ def check(
         with own_randomness():
             verdict = training.judge(made, spec, plan, whole, parts)
         if verdict:
-            # The rows of a trial may be too few for micro-batches, which training has.
+            # The compared steps may have too few rows for the micro-batches of training.
             training.check_statistics(made, spec)
     return dataclasses.replace(verdict, notes=(*verdict.notes, *explain_mathematics(spec)))

@@ -1,4 +1,4 @@
-"""Checks of arguments that several functions of the API make before any process starts."""
+"""Checks of arguments that several public functions make before any process starts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,14 @@ from ..data import check_source, source_of
 
 
 def check_data(task: Task, steps: int | None) -> None:
-    """Check what is known about the data before any process starts; a function that makes data runs in the ranks."""
+    """Raise for invalid data, an invalid batch size, or a schedule that does not fit the number of steps.
+
+    If `task.data` is a function, nothing is checked, because it is called in the ranks.
+
+    Args:
+        task: The task.
+        steps: Number of steps of the run; None for whole epochs.
+    """
     if inspect.isfunction(task.data):
         return
     source = source_of(task)

@@ -23,7 +23,7 @@ from .runtime import On, runtime
 from .tune import tune
 
 MAX_ROWS = 10_000
-"""Rows of validation data that weights are fitted on, at most."""
+"""Maximum number of rows of validation data, to which weights are fitted and on which calibration is measured."""
 
 
 OPTIONS = (Combining, Execution, Display)
@@ -43,7 +43,7 @@ def ensemble(
     resume: bool | str = False,
     options: EnsembleOptions | Sequence[EnsembleOptions] | None = None,
 ) -> Ensemble:
-    """Train or collect several networks and combine them into one model.
+    """Train several networks, or take trained ones, and combine them into one model.
 
     Args:
         source: A task, of which `members` networks are trained with different seeds; a list of runs or exported models;
@@ -60,7 +60,7 @@ def ensemble(
         resume: True to resume the study of that name; "auto" starts it if it does not exist.
         options: An object, or a list of several, of the following classes.
             `mh.options.Combining(uncertainty=, data=)`: whether predictions include the members' spread and mutual
-            information, and other data with labels than the task's validation data.
+            information, and data with labels that replace the task's validation data.
             `mh.options.Execution(execution=, per_device=)`: how members are trained, as for `mh.tune`.
             `mh.options.Display(progress=False)`: no output.
 
@@ -110,7 +110,7 @@ def ensemble(
 
 
 def _homes(on: On) -> list[torch.device]:
-    """Return the devices of this machine that members are pinned to; none if they stay on the CPU."""
+    """Return the devices of this machine on which the members are placed; an empty list for the CPU or a cluster."""
     if on is None:
         return []
     engine, devices, _ = runtime.find_devices(on)
@@ -119,7 +119,7 @@ def _homes(on: On) -> list[torch.device]:
 
 
 def _best_of(study: Study, members: int | None) -> list[Trial]:
-    """Return the best trials of a study, as many as requested."""
+    """Return the best `members` trials of a study, by default 5; raise SettingsError if a given number is too large."""
     best = study.top(num_members(members, 5))
     if members is not None and len(best) < members:
         raise SettingsError(
@@ -131,7 +131,10 @@ def _best_of(study: Study, members: int | None) -> list[Trial]:
 
 
 def summary_of(ensemble: Ensemble) -> dict[str, Any]:
-    """Return an ensemble as JSON-ready data: its members, and its calibration if the validation data have labels."""
+    """Return an ensemble's members, combination and calibration as JSON-ready data.
+
+    The calibration is omitted if the validation data have no class labels.
+    """
     known = {
         "members": [one.name for one in ensemble.members],
         "combine": ensemble.combine,
@@ -147,7 +150,7 @@ def summary_of(ensemble: Ensemble) -> dict[str, Any]:
 def _trained(
     source: Task | Callable[..., Task], members: int, *, options: Sequence[Execution | Display], **others: Any
 ) -> Study:
-    """Return a study of the same task with different seeds, whose trials are the members."""
+    """Train a task with `members` different seeds and return the study, whose trials are the ensemble's members."""
     if isinstance(source, Task):
         base, seed = source, source.seed
 
@@ -179,7 +182,11 @@ def _trained(
 
 
 def _batches(chosen: Sequence[Any], data: Any) -> Batches:
-    """Yield inputs and labels of the validation data, as the first member's task uses them."""
+    """Return batches of inputs and labels of `data`, or else of the validation data of the first run in `chosen`.
+
+    They are prepared as the task of that run prepares them, up to about `MAX_ROWS` rows. For exported models only
+    `data` is used; without any data the result is empty.
+    """
     run = next((one for one in chosen if isinstance(one, Run)), None)
     if run is None:
         return pairs(chosen[0].signature, data) if data is not None and isinstance(chosen[0], Archive) else ()
@@ -202,7 +209,7 @@ def _batches(chosen: Sequence[Any], data: Any) -> Batches:
 
 
 def pairs(signature: Signature, data: Any) -> Batches:
-    """Yield batches of the arrays (inputs, labels), for members with one input."""
+    """Return the arrays (inputs, labels) as one batch, for members with one input; raise DataError for other data."""
     if not isinstance(data, (tuple, list)) or len(data) != 2 or len(signature.inputs) != 1:
         raise DataError(
             "data must be a pair (inputs, labels) for exported models",
@@ -213,7 +220,7 @@ def pairs(signature: Signature, data: Any) -> Batches:
 
 
 def _labels(batch: Any) -> Tensor | None:
-    """Return the labels of a batch: the second element, or the entry of a dict with that name."""
+    """Return the labels of a batch: the second element, or a dict's entry such as "label" or "y"; None without any."""
     if isinstance(batch, Mapping):
         found = next((batch[name] for name in ("label", "labels", "target", "targets", "y") if name in batch), None)
     else:
@@ -222,6 +229,7 @@ def _labels(batch: Any) -> Tensor | None:
 
 
 def num_members(members: int | None, default: int) -> int:
+    """Return the number of members, or the default for None; raise SettingsError if it is not a positive integer."""
     if members is not None and (isinstance(members, bool) or not isinstance(members, int) or members < 1):
         raise SettingsError(
             "members must be a whole number of at least 1", got=repr(members), remedy="pass for example members=5"

@@ -28,9 +28,15 @@ def evaluate(
     timeout: float = DEFAULT_TIMEOUT,
     best: bool = False,
 ) -> dict[str, float]:
-    """Return the loss and the metrics of a run over some data; by default over the validation data of its task.
+    """Return the loss and the metrics of a trained network by name.
 
-    `best` takes the weights of the best checkpoint instead of the last one.
+    Args:
+        run: The run; it needs its task, as in `mh.Run(path, task)`.
+        data: Data in any form that a task accepts; by default the validation data of the run's task.
+        strategy: Strategy under which the network is computed.
+        on: Devices, as for `mh.fit`.
+        timeout: Seconds within which a healthy operation completes.
+        best: Use the weights of the best checkpoint instead of the last one.
     """
     task = run.require_task()
     held = task.valid if data is None else data
@@ -49,10 +55,19 @@ def predict(
     timeout: float = DEFAULT_TIMEOUT,
     best: bool = False,
 ) -> Any:
-    """Return the predictions of a run for every row of some data, in order; a dict if there are several outputs.
+    """Return the predictions of a trained network for every row of some data, in the order of the rows.
 
-    Predictions of different shapes, such as those of padded texts, are returned as a list. Lists of numbers are rows.
-    `best` takes the weights of the best checkpoint instead of the last one.
+    Args:
+        run: The run, with its task; or an exported model, which is called in this process.
+        data: Data in any form that a task accepts, or a list of numbers or of rows of numbers.
+        strategy: Strategy under which the network is computed.
+        on: Devices, as for `mh.fit`.
+        timeout: Seconds within which a healthy operation completes.
+        best: Use the weights of the best checkpoint instead of the last one.
+
+    Returns:
+        A tensor; a dict of tensors by name if there are several outputs. Outputs whose shapes differ between rows, such
+        as those of texts of different lengths, are lists.
     """
     if isinstance(run, Predictor):
         return run(data)
@@ -72,6 +87,7 @@ def _over_data(
     timeout: float,
     best: bool,
 ) -> Any:
+    """Run `act` with the weights of a run on every rank, and return the result of the first rank."""
     spec, devices, _ = runtime.settle(strategy, on)
     precision = run.record["spec"].get("precision", "fp32")
     spec = dataclasses.replace(spec, precision=precision)
@@ -87,8 +103,9 @@ def _act(
     data: Any,
     weights: dict[str, Tensor],
 ) -> Any:
+    """Build a replica with given weights on this rank, and return what `act` returns for it and the data."""
     hand = Hand(world, spec)
-    # Arrays passed by the user are rows already; collate is for the samples of datasets.
+    # Arrays are batches of rows already; collate is only for samples of datasets.
     source = as_source(data, collate=None if is_arrays(data) else task.collate)
     rows = source.size if source.size is not None else task.batch_size or 32
     size = min(source.batch_size or task.batch_size or 32, max(1, rows))

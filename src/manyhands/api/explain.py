@@ -1,4 +1,4 @@
-"""Public function `explain`: where layers are placed, and what each device holds and sends."""
+"""Public function `explain`: preview how a strategy splits a network, and what each device holds and sends."""
 
 from __future__ import annotations
 
@@ -18,9 +18,19 @@ def explain(
     on: On = None,
     params: Mapping[str, Any] | None = None,
 ) -> SplitTable | Outline:
-    """Return where layers are placed, and what each device holds and sends in a step, without training.
+    """Return how a strategy splits the layers, and what each device holds and sends in a step, without training.
 
-    For a strategy that partitions the network, the result is that of `mh.partition`.
+    Print the result to see it as a table.
+
+    Args:
+        task: A Task, or a function that returns one.
+        strategy: Strategy, as for `mh.fit`.
+        on: Devices, as for `mh.fit`; they are needed only if the strategy does not state their number.
+        params: Parameters of the task function.
+
+    Returns:
+        A table of the layers. For a strategy that partitions the network (`mh.Pipeline`, `mh.Placed`), the partition
+        that `mh.partition` returns.
 
     >>> import torch, manyhands as mh
     >>> task = mh.Task(

@@ -49,21 +49,22 @@ def fit(
 ) -> Run:
     """Train a task, distributed over devices by a strategy.
 
-    With one device, and no limit of a CPU's memory, training runs in this process. Ctrl-C stops the run after the
-    current step and returns it. A SIGTERM does the same, and then exits the program.
+    With one device, training runs in this process, except if a memory limit is set for a CPU. On Ctrl-C the run stops
+    after the current step, is saved and returned. On SIGTERM the same happens, and then the program exits.
 
     Args:
         task: A Task, or a function with defaults that returns one; `functools.partial(task, lr=0.1)` sets parameters,
             which the run records.
         strategy: `mh.Single()`, `mh.Mirrored(2)`, or a string such as "mirrored,accumulate=4". By default one replica
-            on every device. "auto" plans and uses the best strategy; "plan.toml" is a saved plan.
+            on every device. "auto" plans and uses the best strategy; "plan.toml" names the file of a saved plan.
         epochs: Number of passes over the data.
         steps: Number of steps after which training ends, even within an epoch.
         on: Devices, such as "cuda:0,1", "cpu*2" or "ray://head:10001"; by default those of this machine.
         name: Name of the run; by default the name of the task and the time.
         folder: Folder of the runs; the run is saved in folder/name.
-        resume: True (with a name), a Run, or the path of a run: resume from its last checkpoint, on any number of
-            devices. "auto" (with a name) starts the run if it does not exist, for programs that are restarted.
+        resume: Whether to resume from the last checkpoint, on any number of devices: True (with a name), a Run, or the
+            path of a run. "auto" (with a name) resumes the run, or starts it if it does not exist, for programs that
+            are restarted.
         callbacks: `mh.Callback` objects, and `mh.Patience("valid_loss", 5)` to stop when a metric does not improve.
         options: An object, or a list of several, of the following classes.
             `mh.options.Checkpoints(start_from=, save_every=, keep=)`: the initial weights, and what is saved.
@@ -71,19 +72,21 @@ def fit(
             function, and steps profiled for `run.profile`.
             `mh.options.Display(progress=False)`: no output.
             `mh.options.Resources(memory=, fit_in=)`: limits of memory.
-            `mh.options.Recovery(timeout=, copy_every=)`: when an operation counts as hanging.
+            `mh.options.Recovery(timeout=, copy_every=)`: seconds after which an operation counts as hanging, and steps
+            between copies of shards to the memory of another rank.
             `mh.options.Equality(deterministic=, verify=, allow_different=)`: the same random numbers on any number of
-            devices, the comparison with one device before training, whose outcome is `run.verdict`, and whether hosts
+            devices; the comparison with one device before training, whose outcome is `run.verdict`; and whether hosts
             may have different code or data.
 
     Returns:
         The trained run.
 
-    An event, as passed to a function in `log_to`, and written to events.jsonl, is a dict with its `kind`, its time `t`
-    and its values: {"kind": "steps", "t": 1767225600.0, "steps": [1, 2], "losses": {"loss": [0.9, 0.8]}, ...} a few
-    times per second, {"kind": "epoch", "epoch": 0, "step": 2, "losses": {...}, "metrics": {"valid_loss": 0.7}, ...},
-    and "start", "plan", "partition", "verdict", "log", "notice", "skipped", "waits", "parts", "pace", "profile",
-    "straggler", "lost", "recovered", "hang", "checkpoint", "end" or "failed". `manyhands dashboard` displays them.
+    Events are written to events.jsonl and passed to a function in `log_to`. An event is a dict with its `kind`, its
+    time `t` and its values. A "steps" event comes a few times per second: {"kind": "steps", "t": 1767225600.0,
+    "steps": [1, 2], "losses": {"loss": [0.9, 0.8]}, ...}; an "epoch" event after each epoch: {"kind": "epoch",
+    "epoch": 0, "step": 2, "losses": {...}, "metrics": {"valid_loss": 0.7}, ...}. The other kinds are "start", "plan",
+    "partition", "verdict", "log", "notice", "skipped", "waits", "parts", "pace", "profile", "straggler", "lost",
+    "recovered", "hang", "checkpoint", "end" and "failed". `manyhands dashboard` displays events.
 
     >>> import tempfile, torch, manyhands as mh
     >>> task = mh.Task(
@@ -127,17 +130,17 @@ def fit(
         if spec.servers:
             parameter_server.check_served(made)
             if verify and role is None and parameter_server.has_own_optimizer(made):
-                # What a copy computes here does not show how servers update their pieces.
+                # A copy in this process does not show how servers update their parts of the parameters.
                 training.refuse(check_served(made, spec, devices, timeout))
         if role is not None and logging.profile:
             raise StrategyError(
                 "profile=True needs workers that mh.fit has started",
                 got=f"{spec} in an existing cluster",
-                remedy="omit profile, or profile the task on one host",
+                remedy="omit it, or profile the task on one host",
             )
         if role is not None and not role.is_chief:
             parameter_server.run_member(role, made, spec, devices[0], timeout)
-            # What follows in the program is for the coordinator, which has the run.
+            # The rest of the program uses the run, which only the coordinator has.
             raise SystemExit(0)
         training.check_metrics(made, spec.num_parts)
         training.check_patience(stop, made)
@@ -209,13 +212,17 @@ def fit(
                 record = json.loads((path / training.RECORD).read_text())
                 put_record(job, {**record, "servers": end.servers})
             on_event(0, event("end", step=end.num_steps, stopped=end.stopped, seconds=end.seconds))
-        # A rank on another host, whose disk does not have the run, still knows what was asked for.
+        # The disk of another host may not have the run, so its record is made from the job.
         here = (path / training.RECORD).exists()
         return Run(path, made, outcomes[0], None if here else record_of(job, devices, shown))
 
 
 def _fitted(task: Task, spec: StrategySpec, memory: int, devices: Sequence[Device]) -> tuple[StrategySpec, list[str]]:
-    """Return the least costly spec that fits into memory, with notices; raise where `fit_in` cannot choose."""
+    """Return the least costly spec whose step fits into `memory` bytes per device, and notices about it.
+
+    Raises:
+        StrategyError: `fit_in` cannot be used with this task or strategy.
+    """
     if task.loss is None or spec.tensor * spec.stages != 1 or spec.servers or not training.can_explain(task):
         raise StrategyError(
             "fit_in needs a task with loss=, on replicas or shards",
@@ -230,11 +237,14 @@ def _fitted(task: Task, spec: StrategySpec, memory: int, devices: Sequence[Devic
 
 
 def _explained(task: Task, spec: StrategySpec) -> tuple[SplitTable | None, Layout | None]:
-    """Return the table and the layout of a run that splits its network; None for what does not apply."""
+    """Return the table of layers to log and the tensor-parallel layout of a run that splits its network.
+
+    Both are None if the network is not split or cannot be traced; the table is also None for pipelines.
+    """
     splits = spec.shards != 1 or spec.tensor > 1
     if not splits or not training.can_explain(task):
         return None, None
     with own_randomness():
         table, layout = training.explain(task, spec)
-    # The contents of pipeline stages are measured in the ranks and reported from there.
+    # Ranks of a pipeline measure and report the contents of their stages.
     return (table if spec.stages == 1 else None), layout

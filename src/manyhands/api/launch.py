@@ -25,13 +25,14 @@ def launch(
     timeout: float = DEFAULT_TIMEOUT,
     deterministic: bool = False,
 ) -> list[Any]:
-    """Run `fn(hand)` once per replica, and return the results in rank order.
+    """Run `fn(hand)` once per rank, and return the results in rank order.
 
-    If a rank or its host fails, all ranks restart `fn`; `hand.restore` resumes from the last `hand.save`, and `fit`
-    resumes its run. After three restarts without a new step the job fails. An exception that `fn` raises ends the job.
+    If a rank or its host fails, all ranks restart `fn`. In it `hand.restore` resumes from the last `hand.save`, and
+    `mh.fit` resumes its run. After three restarts without a new step the job fails. An exception that `fn` raises ends
+    the job.
 
     Args:
-        fn: Function of a Hand.
+        fn: Function of a Hand, the handle of the rank's replica.
         strategy: Strategy, as for `mh.fit`.
         on: Devices, as for `mh.fit`.
         progress: False to display nothing.
@@ -56,7 +57,7 @@ def launch(
 
 
 def _with_hand(world: World, fn: Callable[[Hand], Any], spec: StrategySpec, launch: str) -> Any:
-    """Call a training function on a rank, with its hand."""
+    """Call a training function on this rank with a new `Hand`, and close the hand at the end."""
     hand = Hand(world, spec)
     hand.reports_steps = True
     launch_names[:] = [launch]

@@ -21,24 +21,26 @@ def map(
 ) -> list[Any]:
     """Call a function on many inputs, in processes on all devices, and return the results in the order of the inputs.
 
-    Ctrl-C stops all processes. In a process on a GPU, that GPU is the current device.
+    With one device and `per_device=1` the function is called in this process. Ctrl-C stops all processes. In a process
+    on a GPU, that GPU is the current device.
 
     Args:
-        fn: Function of one input.
-        items: Inputs.
+        fn: Function of one input. The function and its results are sent to other processes, so they must be picklable.
+        items: Inputs, which must be picklable too.
         on: Devices, such as "cuda:0,1", "cpu*2" or "ray://head:10001"; by default those of this machine.
         per_device: Processes per device; by default the number with the highest throughput, by measurement.
         progress: False to display nothing.
 
     Raises:
-        ItemsFailed: Some inputs failed; raised after all others are done. An input whose process dies is retried once.
+        ItemsFailed: The function failed for some inputs; raised after all others are done. An input whose process dies
+            is retried once.
 
     >>> import manyhands as mh
     >>> mh.map(lambda n: n * n, [1, 2, 3], on="cpu", per_device=1)
     [1, 4, 9]
     """
     if not callable(fn):
-        raise SettingsError("mh.map needs a function", got=type(fn).__name__, remedy="pass a function of one item")
+        raise SettingsError("mh.map needs a function", got=type(fn).__name__, remedy="pass a function of one input")
     require_positive(per_device=per_device)
     todo = list(items)
     if not todo:
@@ -54,7 +56,7 @@ def map(
 
 
 def _mapped_here(fn: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
-    """Map the items in this process, so that a debugger works."""
+    """Call the function on the items in this process, so that a debugger works."""
     results: list[Any] = []
     failures: dict[int, BaseException] = {}
     for place, item in enumerate(items):

@@ -18,13 +18,13 @@ def partition(
     on: On = None,
     params: Mapping[str, Any] | None = None,
 ) -> Outline:
-    """Return how `mh.Placed` or `mh.Pipeline` partitions a task's network.
+    """Return how `mh.Placed` or `mh.Pipeline` would partition a task's network, without starting a process.
 
     Print the result, or draw it with `show("partition.svg")`.
 
     Args:
-        task: A task, or a function that returns one.
-        strategy: A strategy with stages.
+        task: A Task, or a function that returns one.
+        strategy: `mh.Placed(...)` or `mh.Pipeline(...)`, possibly combined with others.
         on: Devices, as for `mh.fit`.
         params: Parameters of the task function.
 

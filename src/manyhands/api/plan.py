@@ -1,4 +1,4 @@
-"""Public function `plan`: rank the strategies for a task on hardware by their cost."""
+"""Public function `plan`: rank the strategies for a task by their predicted cost on given hardware."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ from .bench import Bench, workload_of
 from .runtime import On, TaskLike
 
 AUTO = "auto"
+"""The strategy that is replaced by the planner's choice."""
 
 
 ClusterLike = Cluster | str | Path
@@ -49,15 +50,25 @@ def plan(
     seen: Sequence[training.Run | str | Path] = (),
     timeout: float = DEFAULT_TIMEOUT,
 ) -> Plan | Comparison:
-    """Rank the strategies for a task by their cost: step time by part, memory, and speed by number of devices.
+    """Rank the strategies for a task by predicted step time, with their memory and the speed by number of devices.
 
-    - `cluster`: hardware that need not be here, "8 hosts x 8 H100, 400Gb/s" or a TOML file; several are compared, and
-      so are the kinds of hosts in a file. By default the devices of this machine (or `on`), which are measured first;
-    - `precision`: "fp32" or "bf16", in which the network is to be computed;
-    - `lossy`: whether ways that change the mathematics may be picked;
-    - `tries`: how many of the best are tried here for a few steps; data parallel is always among them; 0 tries none;
-    - `networks`: how many such networks are to be trained, for a search or an ensemble: `plan.ways` says how;
-    - `seen`: earlier runs of this task on such devices, or their folders, to which the constants are fitted.
+    Args:
+        task: A Task, or a function that returns one.
+        cluster: Description of other hardware, such as "8 hosts x 8 H100, 400Gb/s", or a TOML file. Several clusters,
+            or several kinds of hosts in one, are compared. By default the devices of this machine, which are measured.
+        on: Devices of this machine, as for `mh.fit`, if `cluster` is None.
+        params: Parameters of the task function.
+        precision: Precision of the computation, "fp32" or "bf16".
+        lossy: Whether policies that change the mathematics may be chosen.
+        tries: Number of best strategies that are measured for a few steps on this machine, in addition to data
+            parallelism; 0 measures none.
+        networks: Number of networks to train, for a search or an ensemble; `plan.ways` compares how to train them.
+        seen: Earlier runs of this task on devices like those of `cluster`, or their folders. The constants of the cost
+            model are fitted to them.
+        timeout: Seconds within which a healthy operation completes.
+
+    Returns:
+        A Plan; a Comparison of plans for several clusters.
 
     >>> import torch, manyhands as mh
     >>> task = mh.Task(
@@ -75,13 +86,13 @@ def plan(
         raise SettingsError("precision must be fp32 or bf16", got=repr(precision), remedy='pass precision="bf16"')
     if isinstance(tries, bool) or not isinstance(tries, int) or tries < 0:
         raise SettingsError(
-            "tries must be a number of plans to measure",
+            "tries must be a whole number of at least 0",
             got=repr(tries),
-            remedy="pass for example tries=3, or 0 to measure none",
+            remedy="pass for example tries=3, or 0 to measure no strategy",
         )
     if isinstance(networks, bool) or not isinstance(networks, int) or networks < 1:
         raise SettingsError(
-            "networks must be the number of networks to train", got=repr(networks), remedy="pass 1 or more"
+            "networks must be a whole number of at least 1", got=repr(networks), remedy="pass for example networks=100"
         )
     made = as_task(task, params)
     clusters = _listed(cluster)
@@ -95,7 +106,7 @@ def plan(
     if clusters is None:
         if seen:
             raise SettingsError(
-                "seen is for hardware that is not here", got="no cluster", remedy="pass cluster=, or omit seen"
+                "seen= needs the cluster on which the runs were trained", remedy="pass cluster=, or omit seen"
             )
         here = bench.cluster()
         workload, here = bench.calibrated(workload, here, precision)
@@ -114,7 +125,7 @@ def _fitted(
     search: Search,
     seen: Sequence[tuple[Observation, str]],
 ) -> Plan:
-    """Return the plan for a cluster, whose constants are fitted to earlier runs on its kind of devices."""
+    """Return the plan for a cluster, after its constants are fitted to earlier runs on devices of the same kind."""
     if not seen:
         return finish(workload, cluster)
     for _, device in seen:
@@ -131,7 +142,7 @@ def _fitted(
 
 
 def _observed(given: training.Run | str | Path, workload: Workload) -> tuple[Observation, str]:
-    """Return the usual time of a run's steps as an observation, and the kind of its devices."""
+    """Return the median step time of a run as an observation, and the kind of its devices, such as "cuda"."""
     run = given if isinstance(given, training.Run) else training.Run(given)
     spec = StrategySpec.from_dict(run.record["spec"])
     devices = [str(device) for device in run.record["devices"]]
@@ -143,14 +154,14 @@ def _observed(given: training.Run | str | Path, workload: Workload) -> tuple[Obs
     ]
     if not pairs:
         raise SettingsError(
-            "a seen run must have logged its steps at least twice", got=str(run.path), remedy="pass a longer run"
+            "a run in seen= must have logged its steps at least twice", got=str(run.path), remedy="pass a longer run"
         )
     load = replace(workload, batch_size=run.record["batch_size"] or workload.batch_size)
     return Observation(load, spec, median(pairs)), devices[0].partition(":")[0]
 
 
 def strategy_of_plan(strategy: str | Path, task: Task, on: On, name: str) -> tuple[StrategySpec, list[Event]]:
-    """Return the strategy for "auto" or from a plan file, and the events that describe it in the run's log."""
+    """Return the strategy for "auto" or from a plan file, and events about the plan for the run's log."""
     if strategy != AUTO:
         spec, planned = planning.read_plan(strategy)
         planning.require_same(strategy, planned, costs.fingerprint(task))
@@ -180,7 +191,7 @@ def _listed(cluster: ClusterLike | Sequence[ClusterLike] | None) -> list[Cluster
 
 
 def _refused(spec: StrategySpec, task: Task) -> str:
-    """Why a spec cannot be run, or not with this task."""
+    """Return why a spec cannot be run, or not with this task; empty if it can."""
     try:
         require_built(spec)
     except StrategyError as error:

@@ -12,7 +12,10 @@ from .runtime import Where, is_planned
 def planned(
     strategy: StrategySpec | str | None, task: Task, on: Where, name: str
 ) -> tuple[StrategySpec | str | None, list[Event]]:
-    """Return the strategy with "auto" planned or a plan file read, and the events that describe the plan."""
+    """Replace "auto" or the name of a plan file by a strategy, and return it with events about the plan.
+
+    Any other strategy is returned unchanged, without events.
+    """
     if not isinstance(strategy, str | Path) or not is_planned(strategy):
         return strategy, []
     if isinstance(on, Join | JoinedHosts):
@@ -21,6 +24,6 @@ def planned(
             got=repr(strategy),
             remedy="pass the strategy that mh.plan chooses",
         )
-    from .plan import strategy_of_plan  # the planner, which few runs need
+    from .plan import strategy_of_plan  # imports the planner, which few runs need
 
     return strategy_of_plan(strategy, task, on, name)

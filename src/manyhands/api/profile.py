@@ -1,4 +1,4 @@
-"""Public function `profile`: time some steps of a task on its ranks, or read the samples of a run."""
+"""Public function `profile`: time some steps of a task on its ranks, or read the profiled steps of a run."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ from .planned import planned
 from .runtime import TaskLike, Where, own_randomness, runtime
 
 WARMUP = 3
-"""Steps before the first counted one, if all steps are reported."""
+"""Number of first steps that are not counted, under parameter servers, whose workers report every step."""
 
 
 ROWS = 8
-"""Samples that a network is traced with; operations grow in proportion."""
+"""Number of samples with which a network is traced; its operations are proportional to the number of samples."""
 
 
 def profile(
@@ -50,12 +50,19 @@ def profile(
     steps: int = 20,
     timeout: float = DEFAULT_TIMEOUT,
 ) -> Profile:
-    """Profile the time and memory of a step by rank and by module, with advice.
+    """Measure the time and memory of a training step by rank, module and operation, and give advice.
 
-    - `task`: a task, of which some steps are taken and forgotten; or a run, or its folder, that was trained with
-      `fit(profile=True)`, whose samples are read;
-    - `strategy`, `on`, `params`: as for `fit`; many hosts and the ranks of a launch all get the whole profile;
-    - `steps`: how many are timed; a few more are watched closely.
+    Args:
+        task: A Task, or a function that returns one: some of its steps are run, and their result is discarded. Or a
+            run, or its folder, that was trained with `mh.options.Logging(profile=True)`: its profiled steps are read.
+        strategy: Strategy, as for `mh.fit`.
+        on: Devices or hosts, as for `mh.fit`.
+        params: Parameters of the task function.
+        steps: Number of steps to time; a few more run under torch's profiler.
+        timeout: Seconds within which a healthy operation completes.
+
+    Returns:
+        The profile of all ranks, on every host and on every rank that calls this function.
 
     >>> import torch, manyhands as mh
     >>> task = mh.Task(
@@ -90,7 +97,7 @@ def _of_task(
     steps: int,
     timeout: float,
 ) -> Profile:
-    """Return the profile of steps that are run now."""
+    """Run some steps of a task and return their profile."""
     made = as_task(task, params)
     strategy, picked = planned(strategy, made, on, task_name(task))
     spec, devices, notices = runtime.settle(strategy, on, timeout=timeout, with_servers=True)
@@ -118,7 +125,7 @@ def _of_task(
 
 
 def _of_served(task: Task, spec: StrategySpec, on: Where, steps: int, timeout: float, name: str) -> Profile:
-    """Return the profile of a short run with parameter servers, in which workers time every step."""
+    """Train with parameter servers for a short time, in which workers time every step, and return the profile."""
     with tempfile.TemporaryDirectory() as folder:
         run = fit(
             task.replace(valid=None),
@@ -138,7 +145,12 @@ def _of_served(task: Task, spec: StrategySpec, on: Where, steps: int, timeout: f
 
 
 def _hottest(sizes: Sequence[int], num_steps: int) -> list[str]:
-    """Return a note on the server that exchanges most with the workers."""
+    """Return a note on the server that exchanges most bytes with the workers; empty if there was no traffic.
+
+    Args:
+        sizes: Bytes that each server has exchanged.
+        num_steps: Number of steps of the run.
+    """
     if not sum(sizes):
         return []
     hot = max(range(len(sizes)), key=lambda number: sizes[number])
@@ -150,7 +162,10 @@ def _hottest(sizes: Sequence[int], num_steps: int) -> list[str]:
 
 
 def _probed(world: World, task: Task, spec: StrategySpec, steps: int) -> list[RankProfile]:
-    """Return the results of all ranks on every rank, because a host only gets the results of its own ranks."""
+    """Profile some steps on this rank, and return the profiles of all ranks.
+
+    They are gathered because a host only gets the results of its own ranks.
+    """
     return world.gather_objects(profiling.probe(world, task, spec, steps))
 
 
@@ -169,18 +184,19 @@ def _flops(task: Task, batch_size: int, spec: StrategySpec) -> tuple[float | Non
     except ManyhandsError as error:
         return None, [f"operations are not counted: {error}"]
     finally:
-        # A network may set this when it is built, which is for its ranks and not for this program.
+        # The model function may set the number of threads for its ranks, but must not change it in this program.
         torch.set_num_threads(threads)
 
 
 def _of_run(run: training.Run) -> Profile:
-    """Return the profile of a sampled run."""
+    """Return the profile of a run whose steps were profiled; raise UsageError if none were."""
     taken = run.profile
     if not taken:
         raise UsageError(
-            "the run must have been sampled to be profiled",
-            got=f"{run.path} without samples",
-            remedy="train it with fit(..., profile=True) for more than fifty steps, or profile the task",
+            "the run must have profiled steps",
+            got=f"{run.path} without any",
+            remedy="train it with options=mh.options.Logging(profile=True) for more than fifty steps, or profile the "
+            "task",
         )
     spent: dict[int, dict[str, float]] = {}
     for entry in read_events(run.path / EVENTS):

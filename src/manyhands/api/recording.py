@@ -37,7 +37,7 @@ from ..training import Job
 from .runtime import TaskLike
 
 launch_names: list[str] = []
-"""In a rank of a launch: the launch's name, then one entry for every run that its script has started."""
+"""In a rank of a launch, the launch's name, followed by one name for every run that the script has started."""
 
 
 @contextlib.contextmanager
@@ -51,7 +51,20 @@ def recording(
     *,
     writes: bool = True,
 ) -> Iterator[tuple[View, Callable[[int, Event], None]]]:
-    """Write a run's record and events and display them; inside a launch only the first rank does."""
+    """Write the record of a run; yield its progress view, and a function that takes the events of ranks.
+
+    That function writes an event to the event log, displays it, and passes it to the sinks. Inside a launch only the
+    first rank writes and displays; on other ranks, and without `writes`, the view and the function do nothing.
+
+    Args:
+        job: The run.
+        devices: The devices of all ranks.
+        params: Parameters of the task function, for the record.
+        progress: False to display nothing; None to display progress.
+        sinks: Other destinations of the events.
+        task: The task or task function, whose name is recorded.
+        writes: Whether this host writes the run.
+    """
     world = current_world()
     if not writes:
         yield View(), lambda rank, entry: None
@@ -90,7 +103,7 @@ def recording(
         yield view, on_event
     except BaseException as error:
         on_event(0, event("failed", reason=f"{type(error).__name__}: {error}"))
-        dispatcher.close(notice)  # before `_explain`: sinks write to the folder, which it may remove
+        dispatcher.close(notice)  # before `_explain`, which may remove the folder that sinks write to
         _explain(error, job)
         raise
     finally:
@@ -107,7 +120,10 @@ def recording(
 
 
 def _locked(folder: Path) -> IO[str]:
-    """Lock a run's folder for one program at a time; the kernel releases the lock when the program ends."""
+    """Lock a run's folder for this program and return the lock file; raise SettingsError if another one has the lock.
+
+    The kernel releases the lock when the file is closed or the program ends.
+    """
     # Never through a link: the folder may be a copy of one that another user made.
     file = os.fdopen(open_regular(folder / ".lock", os.O_RDWR | os.O_CREAT), "r+")
     try:
@@ -135,7 +151,10 @@ def _explain(error: BaseException, job: Job) -> None:
 
 
 def started_before(folder: str | Path) -> Path | None:
-    """Return the run that this position of a script had started before its ranks were restarted; None without one."""
+    """Return the folder of the run that this call of `fit` in a launched script had started before a restart, or None.
+
+    Runs are matched by the launch and by the number of runs that the script has started so far.
+    """
     world = current_world()
     if not launch_names or world is None:
         return None
@@ -151,7 +170,7 @@ def started_before(folder: str | Path) -> Path | None:
 
 
 def record_of(job: Job, devices: Sequence[Device], params: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the run's record: versions, strategy, devices and options."""
+    """Return the contents of a run's record: versions, strategy, devices and options."""
     return {
         "manyhands": __version__,
         "torch": torch.__version__,
@@ -178,12 +197,12 @@ def _write_record(job: Job, devices: Sequence[Device], params: Mapping[str, Any]
 
 
 def put_record(job: Job, record: Mapping[str, Any]) -> None:
-    """Write a record to the folder of its run, in place of an earlier one."""
+    """Write a record to the folder of a job's run, replacing an earlier one."""
     replace_text(job.folder / training.RECORD, json.dumps(record, indent=2, default=str) + "\n")
 
 
 def explain_mathematics(spec: StrategySpec) -> list[str]:
-    """Return how a strategy or its sync policy changes the mathematics; an empty list if it does not."""
+    """Return notices about how a strategy or its sync policy changes the mathematics; empty if it does not."""
     if spec.changes_mathematics:
         return [f"{spec} changes the mathematics: {spec.changes_mathematics}; results differ from one device's"]
     policy = make_policy(spec.sync)
@@ -196,7 +215,7 @@ def explain_mathematics(spec: StrategySpec) -> list[str]:
 
 
 def describe_devices(devices: Sequence[Device]) -> str:
-    """Return the devices as text, such as "cpu*2", with equal ones counted."""
+    """Return devices as text, such as "cuda:0, cuda:1" or "cpu*2" for two processes on one device."""
     kinds = {str(dataclasses.replace(device, share=1.0, slot=0)): 0 for device in devices}
     for device in devices:
         kinds[str(dataclasses.replace(device, share=1.0, slot=0))] += 1

@@ -26,17 +26,18 @@ def remote_ensemble(
     data: Any = None,
     token: str | None = None,
 ) -> RemoteEnsemble:
-    """Run every member of an ensemble in its own process, or use models that servers already provide.
+    """Return an ensemble whose members run in separate processes, or are models on servers.
 
     Args:
         ensemble: An Ensemble, or the addresses of served models such as "http://host:8501/digits".
-        on: Devices for the processes, in turn.
+        on: Devices to which the processes of an Ensemble's members are assigned in turn.
         deadline: Seconds within which members must answer a query.
         quorum: Number of members that must have answered by the deadline; by default more than half of them.
-        combine: How predictions of served models are combined; an Ensemble has its own combination.
-        data: A pair (inputs, labels) for served models. Labels show that outputs are classes, and the combinations
-            "weighted" and "stacked" are fitted to them.
-        token: Access token of the servers.
+        combine: How predictions of served models are combined, as for `mh.ensemble`; for an Ensemble its own
+            combination is used.
+        data: A pair (inputs, labels), for served models only. The labels decide whether outputs are class scores, and
+            the combinations "weighted" and "stacked" are fitted to them.
+        token: Access token of the servers of served models.
 
     Example:
         with mh.remote_ensemble(ensemble, on="cpu*2", deadline=0.5, quorum=3) as remote:
@@ -64,12 +65,14 @@ def remote_ensemble(
 def _served(
     urls: Sequence[str], deadline: float, quorum: int | None, combine: str, data: Any, token: str | None
 ) -> RemoteEnsemble:
-    """Return an ensemble of served models."""
+    """Return an ensemble of the models at the given addresses, such as "http://host:8501/digits"."""
     from ..serving import Client
 
     if not urls or not all(isinstance(url, str) for url in urls):
         raise SettingsError(
-            "remote_ensemble needs an Ensemble, or a list of addresses", got=repr(urls)[:80], remedy="pass one of these"
+            "remote_ensemble needs an Ensemble, or a list of addresses",
+            got=repr(urls)[:80],
+            remedy='pass the result of mh.ensemble, or for example ["http://host:8501/digits"]',
         )
     signatures, asking = [], []
     for url in urls:
@@ -91,7 +94,7 @@ def _served(
 
 
 def _zeros(signature: Signature) -> dict[str, Tensor]:
-    """Two rows of zeros, to see what answers look like."""
+    """Return two rows of zeros for each input, to find out the shapes and types of a model's outputs."""
     return {
         name: torch.zeros([2 if size is None else size for size in spec.shape], dtype=getattr(torch, spec.dtype))
         for name, spec in signature.inputs.items()
@@ -99,7 +102,7 @@ def _zeros(signature: Signature) -> dict[str, Tensor]:
 
 
 class _Asking:
-    """Asks a server for one model."""
+    """Function that sends inputs to one model on a server and returns its outputs by name."""
 
     def __init__(self, client: Any, model: str) -> None:
         self._client, self.model = client, model

@@ -11,9 +11,14 @@ from .runtime import current_device, own_randomness
 
 
 def replay(run: Run, step: int, *, on: str | Sequence[Device] | None = None) -> Replay:
-    """Repeat a committed step of a run on one device and compare its losses, to find corrupt replicas and bad samples.
+    """Repeat a step of a run on one device and compare its losses, to find corrupt replicas and bad samples.
 
-    It starts from the nearest checkpoint before that step, or from the beginning. `mh.Run(path, task)` opens a run.
+    The repetition starts from the nearest checkpoint before that step, or from the beginning of the run.
+
+    Args:
+        run: The run with its task, as in `mh.Run(path, task)`.
+        step: Number of a step that the run has completed.
+        on: The device, such as "cuda:0"; by default one of this machine.
     """
     devices, _ = resolve(on, 1)
     with own_randomness(), current_device(devices[0].torch):

@@ -26,10 +26,11 @@ def route(
     Args:
         backends: Servers such as "a:8500,b:8500", with their gRPC ports; HTTP and management use the next two ports
             ("a:8500/8601/8602" for other ports). A name may resolve to several hosts, and is resolved repeatedly.
-        backend_ca: Certificate authority of the backends, if they use TLS; the router presents its own certificate.
-        listen: Addresses, ports, tokens, TLS and limits, as for `mh.serve`. The backends must accept the router's
-            tokens too.
-        log: Folder for the event log and the access log.
+        backend_ca: File with the certificate authority of the backends, if they use TLS. The router presents its own
+            certificate to them.
+        listen: Addresses, ports, tokens, TLS and limits, as for `mh.serve`. The backends must have the same tokens as
+            the router.
+        log: Folder for the event log and the access log, or `mh.serving.ServingLog(log=...)`.
 
     Example:
         router = mh.route("a:8500,b:8500", listen=mh.serving.Listen(token=token))
@@ -41,7 +42,7 @@ def route(
     for name, value in (("manage_grpc", listen.manage_grpc), ("traces", log.traces or None)):
         if value is not None:
             raise SettingsError(
-                f"a router does not have {name}", got=f"{name}={value}", remedy="pass it to the servers"
+                f"a router does not have the option {name}", got=f"{name}={value}", remedy="pass it to the servers"
             )
     return Router(
         RouteSettings(

@@ -1,4 +1,4 @@
-"""What the functions of the API share: the engine, devices, hosts that join, and running a function on them."""
+"""Code that the public functions share: finding devices, gathering hosts, and running a function on them."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from .signals import interruptible
 TaskLike = Task | Callable[..., Task]
 On = str | Sequence[Device] | Sequence[str] | None
 Where = On | Join | JoinedHosts
-"""Devices of this host, a hosts file, or many hosts that join; while a function runs, those that have joined."""
+"""Devices of this host, a hosts file, `mh.Join` for several hosts, or the hosts that have joined."""
 
 
 class Runtime:
-    """The engine of this program, and what runs on it."""
+    """The engine of this program: resolves strategies and devices, and runs functions on them."""
 
     def __init__(self, engine: LocalEngine) -> None:
         self.engine = engine
@@ -34,7 +34,13 @@ class Runtime:
     def find_devices(
         self, on: On, num_wanted: int | None = None, arithmetic: str = ""
     ) -> tuple[Engine, list[Device], list[str]]:
-        """Return the engine that `on` names, its devices, and notices about them; as for `Engine.devices`."""
+        """Return the engine that `on` names, its devices, and notices about them.
+
+        Args:
+            on: Devices, as for `mh.fit`.
+            num_wanted: Number of devices that the strategy needs; None for any number.
+            arithmetic: How that number was computed, for an error.
+        """
         engine = engine_for(on, self.engine)
         devices, notices = engine.devices(on, num_wanted, arithmetic)
         return engine, devices, notices
@@ -48,7 +54,18 @@ class Runtime:
         timeout: float = DEFAULT_TIMEOUT,
         with_servers: bool = False,
     ) -> tuple[StrategySpec, list[Device], list[str]]:
-        """Return a complete spec, its devices, and notices; raise for everything that is not supported."""
+        """Return the spec with its number of devices, the devices, and notices.
+
+        Args:
+            strategy: Strategy, as for `mh.fit`.
+            on: Devices or joined hosts; in a rank the devices of its job are used.
+            deterministic: Whether random numbers must not depend on the number of devices.
+            timeout: Seconds within which a healthy operation completes.
+            with_servers: Whether the caller supports parameter servers.
+
+        Raises:
+            UsageError: The strategy, the devices or their combination is not supported.
+        """
         spec = as_spec(strategy)
         if deterministic:
             spec = dataclasses.replace(spec, deterministic=True)
@@ -84,10 +101,15 @@ class Runtime:
     def joined(
         self, on: Where, strategy: StrategySpec | str | None, timeout: float, progress: bool | None
     ) -> Iterator[Where]:
-        """Gather the hosts of `on=Join(...)`, yield them in place of it, and release them at the end.
+        """Replace `on=Join(...)` by the hosts that have joined, and release them at the end of the context.
 
-        A cluster in which a scheduler has started one process per host is handled the same way. Any other `on` is
-        yielded as it is.
+        If a scheduler has started one process per host, its hosts join too. Any other `on` is yielded unchanged.
+
+        Args:
+            on: Devices or hosts, as for `mh.fit`.
+            strategy: Strategy; the number of its devices is compared with that of the hosts.
+            timeout: Seconds to wait for the hosts.
+            progress: False to display nothing.
         """
         if not isinstance(on, Join | JoinedHosts) and current_world() is None and not _has_servers(strategy):
             on = whole_host(on) or on
@@ -119,10 +141,23 @@ class Runtime:
         unit: int = 1,
         checks_stop: bool = True,
     ) -> list[Any]:
-        """Run a function on the devices, and return the results of its ranks.
+        """Run a function once per device, and return its results in rank order.
 
-        In a rank, and for one device unless `separate`, it runs in this process; otherwise in new processes. Without
-        `checks_stop` the function cannot stop after a step, so the first Ctrl-C interrupts it.
+        In a rank, and for one device unless `separate`, the function runs in this process; otherwise in new processes.
+        On several hosts, only the results of this host's ranks are returned.
+
+        Args:
+            fn: Function of a World.
+            devices: The devices of all ranks.
+            timeout: Seconds within which a healthy operation completes.
+            on_event: Called with the rank and the event for every event that a rank reports.
+            view: View that displays the output of ranks and messages.
+            on: Devices or joined hosts, which decide the engine.
+            separate: Whether a single rank must run in a new process.
+            after_loss: What the coordinator does after a rank fails.
+            unit: Number of ranks that are removed together.
+            checks_stop: Whether the function stops after its current step on request; if not, the first Ctrl-C
+                interrupts it.
         """
         world = current_world()
         if world is not None:
@@ -146,7 +181,10 @@ class Runtime:
     def call(
         self, fn: Callable[[World], Any], devices: Sequence[Device], timeout: float, *, on: Where = None
     ) -> list[Any]:
-        """Run a function on the devices and return its results, without progress output; Ctrl-C interrupts it."""
+        """Run a function once per device without output, and return its results in rank order.
+
+        The first Ctrl-C interrupts it.
+        """
         return self.start(fn, devices, timeout, lambda rank, entry: None, View(), on=on, checks_stop=False)
 
 
@@ -156,17 +194,17 @@ runtime = Runtime(
 
 
 def is_planned(strategy: StrategySpec | str | Path | None) -> bool:
-    """Return whether a strategy comes from a plan: "auto", or the file of one."""
+    """Return whether a strategy is "auto" or names the file of a saved plan (.toml)."""
     return isinstance(strategy, str | Path) and (strategy == "auto" or str(strategy).endswith(".toml"))
 
 
 def _has_servers(strategy: StrategySpec | str | None) -> bool:
-    """Return whether a strategy uses parameter servers, so that cluster roles are coordinator, server and worker."""
+    """Return whether a strategy uses parameter servers; their processes join as coordinator, server and worker."""
     return not is_planned(strategy) and bool(as_spec(strategy).servers)
 
 
 def _ask_to_stop(channel: DirectChannel, after_loss: AfterLoss) -> None:
-    """Request a stop after the current step; a script that never checks for it is interrupted at once."""
+    """Request a stop after the current step; raise KeyboardInterrupt if a launched script does not check for stops."""
     channel.handle_message({"stop": True})
     if after_loss == "restart" and not channel.checks_stop:
         raise KeyboardInterrupt
@@ -175,19 +213,28 @@ def _ask_to_stop(channel: DirectChannel, after_loss: AfterLoss) -> None:
 def lease(
     on: Where, devices: Sequence[Device], run: str, notify: Callable[[str], None]
 ) -> contextlib.AbstractContextManager[None]:
-    """Lease this host's devices for a long job; inside a rank the launching program already holds the lease."""
+    """Return a context that holds a lease on this host's devices.
+
+    In a rank it does nothing, because the program that started the rank holds the lease.
+
+    Args:
+        on: Devices or joined hosts.
+        devices: The devices of the job.
+        run: Name of the run, which other programs see if they wait for the lease.
+        notify: Called with a message if this program has to wait.
+    """
     candidates = on.here if isinstance(on, JoinedHosts) else devices
     here = [device for device in candidates if not device.host]
     return leased(here, run, notify) if current_world() is None else contextlib.nullcontext()
 
 
 def is_first_host(on: Where) -> bool:
-    """Return whether this host reports for all hosts."""
+    """Return whether this host is the first one, which writes the run and displays progress."""
     return not isinstance(on, JoinedHosts) or on.is_first
 
 
 def from_first(make: Callable[[], Path], on: Where) -> Path:
-    """Run `make` on the first rank or host and return its result on all of them."""
+    """Call `make` on the first rank or host only, and return its result on all ranks or hosts."""
     if isinstance(on, JoinedHosts):
         return Path(on.agree(lambda: str(make())))
     world = current_world()
@@ -198,7 +245,7 @@ def from_first(make: Callable[[], Path], on: Where) -> Path:
 
 @contextlib.contextmanager
 def own_randomness() -> Iterator[None]:
-    """Restore the caller's random generators at the end of the enclosed block."""
+    """Restore the states of the caller's random generators at the end of the context."""
     device = torch.device("cpu")
     states = random_state(device)
     try:

@@ -38,9 +38,9 @@ def serve(
     Args:
         models: A folder that is watched for new versions, a dict of Predictors by name, or one Predictor, which is
             served as "model".
-        on: Devices, such as "cuda:0,1" or "cpu*2", each with a replica of every version. On "ray" or
-            "ray://head:10001" servers of one device each run on the hosts of the cluster, behind a router in this
-            process; the folder and the token must be the same on all hosts.
+        on: Devices, such as "cuda:0,1" or "cpu*2". Each has at least one replica of every version. With "ray" or
+            "ray://head:10001", servers with one device each run on the hosts of the cluster, behind a router in this
+            process; the folder must have the same path on all hosts.
         servers: Number of servers in a Ray cluster, or a range such as "1..4" that follows the load.
         listen: Addresses, ports, tokens, TLS and limits: `mh.serving.Listen(http=9000, token=...)`. Addresses other
             than loopback need a token.
@@ -49,9 +49,12 @@ def serve(
         replicas: How networks are computed: `mh.serving.Replicas(precision="bf16", compile=True)`.
         log: Folder for the event log and the access log, or `mh.serving.ServingLog(log=..., traces=True)`.
 
+    Returns:
+        The running server, or the router in front of the servers of a Ray cluster.
+
     Example:
         server = mh.serve("models")
-        server.wait()            # until Ctrl-C; server.stop() lets every request finish
+        server.wait()            # until Ctrl-C; server.stop() finishes the in-flight requests
     """
     from ..serving import Scaling, Server, ServeSettings
 
@@ -78,22 +81,22 @@ def serve(
 
 
 def as_log(log: ServingLog | str | Path | None) -> ServingLog:
-    """Return the options of logging; a text or a path is the folder."""
+    """Return logging options; a string or a path is the folder of the logs, None stands for the defaults."""
     return as_options(ServingLog, ServingLog(log=Path(log)) if isinstance(log, str | Path) else log)
 
 
 def as_options(kind: type[Options], given: Options | None) -> Options:
-    """Return the given options, or the defaults for None; raise SettingsError for an object of another class."""
+    """Return `given`, or the defaults of its class for None; raise SettingsError for an object of another class."""
     if given is not None and not isinstance(given, kind):
         name = f"mh.serving.{kind.__name__}"
-        raise SettingsError(f"this argument must be an {name}", got=repr(given), remedy=f"pass {name}(...)")
+        raise SettingsError(f"this argument must be an object of {name}", got=repr(given), remedy=f"pass {name}(...)")
     return kind() if given is None else given
 
 
 def _serve_placed(
     engine: Engine, models: Path | Mapping[str, Predictor], kind: str, settings: ServeSettings, scaling: Scaling
 ) -> Router:
-    """Start servers where the engine has capacity, and a router here with the settings' listening options."""
+    """Start servers on devices that the engine chooses, and a router in this process that listens as `settings` say."""
     from ..serving import PlacedServer, RouteSettings, ScaledRouter
 
     listen = settings.listen

@@ -1,4 +1,4 @@
-"""Training and checking with parameter servers."""
+"""Training with parameter servers, and the comparison of its first steps with one device."""
 
 from __future__ import annotations
 
@@ -28,7 +28,17 @@ def train_served(
     view: View,
     role: parameter_server.ProcessRole | None,
 ) -> ReplicaResult:
-    """Train with parameter servers: the coordinator runs here, every server and worker is a separate job."""
+    """Train with parameter servers, and return the result of the coordinator, which runs in this process.
+
+    Args:
+        job: The run.
+        devices: The devices of the workers.
+        timeout: Seconds within which a healthy operation completes.
+        on_event: Called with a rank and an event for every event.
+        view: View that displays the output of servers and workers.
+        role: The role of this process if a launcher has started servers and workers; None if they are started here,
+            each as a separate job.
+    """
     channel = DirectChannel(lambda entry: on_event(0, entry))
     here = NullWorld(devices[0], channel)
     with (
@@ -48,7 +58,11 @@ def train_served(
 
 
 def check_served(task: Task, spec: StrategySpec, devices: Sequence[Device], timeout: float) -> Verdict:
-    """Verify parameter servers: first the workers' parts one after another here, then on real servers and workers."""
+    """Compare two steps with parameter servers with one device.
+
+    First the workers' parts of the batches are computed one after another in this process, then two steps run on real
+    servers and workers.
+    """
     parameter_server.check_served(task)
     tables = parameter_server.tables_in(task)
     if tables:
@@ -56,7 +70,7 @@ def check_served(task: Task, spec: StrategySpec, devices: Sequence[Device], time
     with own_randomness():
         plan = training.plan_of(task, spec)
         rows = Subset(task.data, [row for part in plan for row in part])
-        # Trials do not follow the schedule, which is the same under every strategy.
+        # The compared steps do not follow the schedule, which is the same under every strategy.
         task = task.replace(data=rows, shuffle=False, batch_size=len(plan[0]), valid=None, metrics={}, schedule=None)
         plan = [[*range(len(plan[0]))], [*range(len(plan[0]), len(rows))]]
         whole = training.take_steps(NullWorld(), task, StrategySpec(), plan)

@@ -1,4 +1,4 @@
-"""Signals while a function of the API runs: Ctrl-C and SIGTERM stop after the current step."""
+"""Handling of Ctrl-C and SIGTERM while a public function runs: the first signal stops it after the current step."""
 
 from __future__ import annotations
 
@@ -19,9 +19,15 @@ _STOPPING: dict[int, str] = {
 
 @contextlib.contextmanager
 def interruptible(stop: Callable[[], None], view: View, checks_stop: bool = True) -> Iterator[None]:
-    """Let the first Ctrl-C or SIGTERM request a stop after the current step; the second one interrupts.
+    """Call `stop` on the first Ctrl-C or SIGTERM in this context, and raise KeyboardInterrupt on the second one.
 
-    A SIGTERM is meant for the whole program, so the previous handler is called afterwards.
+    After a SIGTERM, the previous handler is called at the end, because the signal is meant for the whole program. In
+    other threads than the main thread, and without `checks_stop`, signals are not handled.
+
+    Args:
+        stop: Requests a stop after the current step.
+        view: View that displays that the stop was requested.
+        checks_stop: Whether what runs in the context can stop on request.
     """
     if not checks_stop or threading.current_thread() is not threading.main_thread():
         yield
@@ -48,7 +54,10 @@ def interruptible(stop: Callable[[], None], view: View, checks_stop: bool = True
 
 @contextlib.contextmanager
 def defer_sigterm() -> Iterator[None]:
-    """Defer a SIGTERM that was handled inside the enclosed block until the block has ended."""
+    """Delay the previous SIGTERM handler to the end of this context if `interruptible` inside handles the signal.
+
+    `interruptible` calls the handler that this context installs; any other SIGTERM is passed on at once.
+    """
     if threading.current_thread() is not threading.main_thread() or current_world() is not None:
         yield
         return
@@ -71,7 +80,10 @@ def defer_sigterm() -> Iterator[None]:
 
 
 def _pass_on(handler: Any, frame: Any = None) -> None:
-    """Call the previous SIGTERM handler, with `frame=None` once the stop was handled; by default exit the program."""
+    """Call a SIGTERM handler; for the default handler exit the program.
+
+    `frame` is None if the run was stopped before, so that handlers can tell this from a signal that arrives now.
+    """
     if callable(handler):
         handler(signal.SIGTERM, frame)
     elif handler != signal.SIG_IGN:

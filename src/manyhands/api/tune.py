@@ -39,7 +39,7 @@ def tune(
 ) -> Study:
     """Search for the best parameters of a task.
 
-    Ctrl-C stops the study and returns it; it can be resumed.
+    On Ctrl-C the study stops and is returned. It can be resumed.
 
     Args:
         task: A function of parameters that returns a Task, or that returns a measured number or a dict of them;
@@ -58,7 +58,8 @@ def tune(
             `mh.options.Budget(seconds=, cost=, price=)`: limits of the study's time and cost.
             `mh.options.Selection(constraint=, limits=, keep=)`: which parameters may be tried, upper limits of
             metrics, and how many of the best networks are kept.
-            `mh.options.Execution(execution=, per_device=)`: whether trials are trained as one program.
+            `mh.options.Execution(execution=, per_device=)`: whether trials are trained as one program, and the number
+            of processes per device.
             `mh.options.Display(progress=False)`: no output.
 
     >>> import tempfile, manyhands as mh
@@ -120,7 +121,9 @@ def tune(
                 stack = _stack(runner, searcher, selection.constraint, devices[0], limit, must, view)
             elif must and not is_alone:
                 raise SettingsError(
-                    "execution='stacked' needs one device of this machine", got=repr(on), remedy="pass one device"
+                    "execution='stacked' needs one device of this machine, without per_device=",
+                    got=f"on={on!r}",
+                    remedy='pass for example on="cuda:0"',
                 )
             if not before:
                 journal.begin(path.name, objectives, {**record, "stack": stack})
@@ -139,7 +142,7 @@ def tune(
 
 
 def _resumed(folder: str | Path, name: str | None, resume: bool | str) -> bool:
-    """Return whether to resume a study; "auto" resumes it if it exists."""
+    """Return whether to resume a study; for "auto", whether the study of that name exists."""
     if isinstance(resume, str) and resume != "auto":
         raise SettingsError('resume must be True, False or "auto"', got=repr(resume), remedy="choose one of them")
     return (Path(folder) / name).is_dir() if resume == "auto" and name is not None else bool(resume)
@@ -147,7 +150,7 @@ def _resumed(folder: str | Path, name: str | None, resume: bool | str) -> bool:
 
 @contextlib.contextmanager
 def _removed_on_failure(path: Path, resume: bool) -> Iterator[None]:
-    """Remove the folder of a new study that failed before anything was measured."""
+    """Remove the folder of a new study if a UsageError ends it before any trial has ended."""
     try:
         yield
     except UsageError:
@@ -165,7 +168,19 @@ def _stack(
     must: bool,
     view: tuning.StudyView,
 ) -> int:
-    """Return how many trials are trained as one program, measured on the first task; 1 for no stacking."""
+    """Return how many trials are trained as one program; 1 if they are trained one after another.
+
+    The number is measured with the task of the first trial, and a line about it is displayed.
+
+    Args:
+        runner: Creates the task of a trial from its parameters.
+        searcher: Proposes the parameters of the first trial.
+        constraint: Function that rejects parameters, or None.
+        device: Device of the trials.
+        limit: Maximum number of trials, or None.
+        must: Whether `execution="stacked"` was requested, so that an error is raised if trials cannot be stacked.
+        view: View of the study.
+    """
     try:
         made = runner.look(tuning.proposed(searcher, constraint, 0, []))
     except SettingsError:
@@ -181,7 +196,7 @@ def _stack(
 
 
 class _StudyLines(View):
-    """Prints lines through the study's view."""
+    """View that displays lines through the view of a study."""
 
     def __init__(self, view: tuning.StudyView) -> None:
         self._view = view
