@@ -1,4 +1,4 @@
-"""The command line: one file per command. Nothing heavy is imported until a command needs it."""
+"""The command line, one file per command. Commands import slow packages such as torch only when they need them."""
 
 import sys
 

@@ -32,7 +32,7 @@ COMMANDS = (
     "dashboard",
     "models",
 )
-"""Commands in the order of the help. A new one is a file of that name with `add(app)`, and one line here."""
+"""Commands in the order of the help. To add one, add a file of its name with a function `add(app)`, and a line here."""
 
 EPILOG = (
     "Every command has its own help, with examples: [bold]manyhands fit --help[/].\n\n"
@@ -41,7 +41,7 @@ EPILOG = (
 
 
 class Commands(TyperGroup):
-    """The group of commands; the options that install shell completion are hidden from the help."""
+    """The group of all commands. Its help omits the options that install shell completion."""
 
     def get_params(self, ctx: Any) -> list[Any]:
         params = super().get_params(ctx)

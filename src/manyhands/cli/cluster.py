@@ -87,7 +87,11 @@ def cluster(
 
 
 def _with_any_task(environ: Mapping[str, str]) -> tuple[Mapping[str, str], list[str]]:
-    """Return the environment with a task in TF_CONFIG, so that a cluster can be inspected from outside of it."""
+    """Return the environment with a task added to TF_CONFIG if that names none, and a warning about it.
+
+    A cluster can thereby be inspected from a machine that is not one of its members. Any other environment is returned
+    unchanged, without a warning.
+    """
     try:
         config = json.loads(environ.get("TF_CONFIG", ""))
         if "task" in config:
@@ -105,7 +109,10 @@ def _with_any_task(environ: Mapping[str, str]) -> tuple[Mapping[str, str], list[
 def _joining(
     on: str | None, environ: Mapping[str, str], found: ResolvedCluster | None
 ) -> tuple[dict[str, str], list[str]]:
-    """Return how the hosts of a scheduler would authenticate, and problems with it."""
+    """Return how hosts on which a scheduler starts one process each would authenticate, and problems with that.
+
+    Both are empty if hosts do not join in this way.
+    """
     from ..launcher import CHIEF, TOKEN_VARIABLE, WORKER, tls_here, whole_host
 
     if found is None or found.standing is not None or found.host.role not in (CHIEF, WORKER):
@@ -121,6 +128,7 @@ def _joining(
 
 
 def _digest(target: str, params: list[str] | None) -> str:
+    """Return a digest of the data of a task, which hosts compare."""
     from ..data import as_source, data_digest
 
     task = as_task(load_task(target), parse_params(params or []))
@@ -128,6 +136,7 @@ def _digest(target: str, params: list[str] | None) -> str:
 
 
 def _meet(on: str | None, data: str, timeout: float) -> Survey:
+    """Connect to the ranks of the launched job, and return the comparison of the hosts and the measured links."""
     from ..distributed import survey
     from ..launcher import join_launched
 

@@ -15,7 +15,7 @@ from .options import add_command
 from .screen import note
 
 FOLDERS = ("runs", "studies", "plans", "profiles", "logs")
-"""Those of these that are here are shown where none is named."""
+"""Folders that are shown if the command names none; those that do not exist are skipped until they are created."""
 PORT = 8600
 EXAMPLES = (
     "manyhands dashboard",

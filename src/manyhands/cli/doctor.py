@@ -30,8 +30,8 @@ def add(app: typer.Typer) -> None:
 def doctor(folder: Folder = "runs", json: Json = False) -> None:
     """Check this machine for problems that prevent manyhands from working or make it slow, with remedies.
 
-    It checks drivers, shared memory, limits, threads, the clock, the network and disks. The exit code is 1 if there
-    is an error.
+    It checks drivers, shared memory, limits, threads, the clock, the network and disks. The exit code is 1 if a check
+    finds something broken.
     """
     from .. import diagnostics
 

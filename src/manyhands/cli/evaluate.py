@@ -1,4 +1,4 @@
-"""Command `manyhands evaluate`: the loss and the metrics of a run over some data."""
+"""Command `manyhands evaluate`: print the loss and the metrics of a run over some data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`manyhands explain`: which layers go where, before anything is trained."""
+"""Command `manyhands explain`: show how a strategy splits a network, without training."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def add(app: typer.Typer) -> None:
 def explain(
     target: Target, params: Params = None, draw: Draw = None, json: Json = False, *, given: dict[str, Any]
 ) -> None:
-    """Show how a strategy would split a network: layers, bytes on each device, and what is sent; nothing is trained."""
+    """Show how a strategy would split a network, without training: layers, bytes on each device, and bytes sent."""
     settings = resolve_options((Distribution, Devices), given)
     with only_json(json):
         task = load_task(target)

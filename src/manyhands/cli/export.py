@@ -38,7 +38,7 @@ def export(
     folder: RunsFolder = "runs",
     json: Json = False,
 ) -> None:
-    """Export the network of a run as the next version of a model, which `manyhands serve` serves."""
+    """Export the network of a run as the next version of a model, which `manyhands serve` can serve."""
     with only_json(json):
         path = open_run(run, folder, target).export(into, best=best, weights_only=weights_only)
     if json:

@@ -26,12 +26,12 @@ _debug = [False]
 
 
 def debug(wanted: bool) -> None:
-    """Return whether errors are shown with the whole traceback."""
+    """Set whether errors are printed with the whole traceback."""
     _debug[0] = wanted
 
 
 def guarded(command: Callable[P, R]) -> Callable[P, R]:
-    """Wrap a command so that errors are printed and become an exit code."""
+    """Wrap a command so that its errors are printed to stderr and it exits with the error's exit code."""
 
     @functools.wraps(command)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -47,7 +47,10 @@ def guarded(command: Callable[P, R]) -> Callable[P, R]:
 
 
 def exit_code(error: BaseException) -> int:
-    """Return 2 for errors that the user can correct, 130 for Ctrl-C, 143 for a SIGTERM, a script's own code, else 1."""
+    """Return the exit code for an error: 2 if the user can correct it, 130 for Ctrl-C, else 1.
+
+    An error with an attribute `exit_code`, such as that of a script or 143 for a SIGTERM, exits with that code.
+    """
     usual = INTERRUPTED if isinstance(error, KeyboardInterrupt) else 2 if isinstance(error, UsageError) else 1
     return int(getattr(error, "exit_code", usual))
 
@@ -90,13 +93,14 @@ def short_traceback(error: BaseException) -> str:
 
 
 def _where(error: BaseException) -> str:
-    """Return the innermost line of user code in an error's traceback, in this process or in a worker."""
-    # Compiled libraries name sources that are not installed: uvloop/loop.pyx.
+    """Return file and line of the innermost user code in an error's traceback, in this process or a worker; else ""."""
+    # Frames of compiled libraries name sources that are not installed, such as uvloop/loop.pyx.
     theirs = [place for place in _places(error) if not place.startswith(_LIBRARIES) and ".pyx:" not in place]
     return theirs[-1] if theirs else ""
 
 
 def _places(error: BaseException) -> Iterator[str]:
+    """Yield file and line of each frame of an error's traceback, and of the worker's traceback that caused it."""
     for frame in traceback.extract_tb(error.__traceback__):
         yield f"{frame.filename}:{frame.lineno}"
     text = getattr(error.__cause__, "traceback", "")

@@ -148,7 +148,7 @@ def _patience(texts: str | None, task: TaskLike) -> list[Patience]:
 
 
 def _one_patience(text: str, make: Callable[[], Task]) -> Patience:
-    """Parse patience. The error for an unknown metric takes precedence over that for an unknown direction."""
+    """Parse an option such as "valid_loss:5"; raise for an unknown metric before an unknown direction of a metric."""
     from ..training import Patience, check_patience
 
     name, _, epochs = text.partition(":")
@@ -202,7 +202,7 @@ def _show(run: Run, command: str) -> None:
 
 
 def rows(run: Run) -> dict[str, str]:
-    """Return the rows of the final table: metrics, time, and the folder."""
+    """Return the rows of the table that is printed after training: metrics, steps, time, and the run's folder."""
     shown = {name.replace("_", " "): f"{value:.4g}" for name, value in run.metrics.items()}
     total = run.seconds.get("total", 0.0)
     return {
@@ -215,7 +215,7 @@ def rows(run: Run) -> dict[str, str]:
 
 
 def shares(seconds: dict[str, float]) -> str:
-    """Return the shares of the first replica's time, the largest first.
+    """Return the shares of a run's time by activity as text, the largest first; shares below 0.5% are omitted.
 
     >>> shares({"total": 4.0, "compute": 3.0, "input": 1.0, "save": 0.0})
     'compute 75%, input 25%'
@@ -226,11 +226,11 @@ def shares(seconds: dict[str, float]) -> str:
 
 
 CHANGED = ("start_from", "epochs", "steps", "name", "resume")
-"""Options that differ in the command that resumes a run."""
+"""Options that the command for resuming a run omits or sets to other values."""
 
 
 def _next_command(target: str, words: Sequence[str], config: Path | None, run: Run, settings: ResolvedOptions) -> str:
-    """Return the command that resumes this run: to its end if it was stopped, else for as many epochs again."""
+    """Return the command that resumes a run: up to its end if it was stopped, else for twice as many epochs."""
     times = 1 if run.stopped else 2
     length = settings.of(Length)
     given = {name: value for name, (value, source) in settings.chosen().items() if source == "argument"}

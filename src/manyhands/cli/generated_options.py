@@ -1,4 +1,4 @@
-"""Command line options that are made from options classes, grouped in the help by class."""
+"""Command-line options that are generated from the fields of options classes, grouped in the help by class."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from ..core import convert, options_of
 from .options import TAKES_VALUE
 
 GIVEN = "given"
-"""The parameter of a command that receives the values of generated options by name, None where not given."""
+"""The parameter of a command that receives the values of generated options by name; None for options not given."""
 
 
 def with_options(*kinds: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command an option for every field of options classes; its parameter `given` receives their values.
+    """Decorate a command so that every field of the options classes `kinds` becomes one of its command-line options.
 
-    The first word of a class's docstring, up to the colon, is the heading of its options in the help. Secrets are no
-    options, because command lines are visible to other users.
+    The command receives their values in its parameter `given`. The help groups options by class; the heading of a group
+    is the text of the class's docstring before the first colon. Secret fields get no option, because other users of the
+    machine can see command lines.
     """
     generated = [parameter for kind in kinds for parameter in _parameters(kind)]
 
@@ -49,6 +50,7 @@ def with_options(*kinds: type) -> Callable[[Callable[..., None]], Callable[..., 
 
 
 def _parameters(kind: type) -> list[inspect.Parameter]:
+    """Return a keyword parameter for every field of an options class that may be given on the command line."""
     heading = (kind.__doc__ or kind.__name__).partition(":")[0]
     hints = typing.get_type_hints(kind)
     return [
@@ -64,7 +66,7 @@ def _parameters(kind: type) -> list[inspect.Parameter]:
 
 
 def _annotation(name: str, hint: Any, metadata: typing.Mapping[str, Any], heading: str) -> Any:
-    """Return the annotation by which typer makes an option; sequences are texts separated by commas."""
+    """Return the annotation from which typer creates an option; a sequence is given as text separated by commas."""
     kinds = [one for one in typing.get_args(hint) if one is not type(None)] or [hint]
     is_flag = kinds in ([bool], [bool, int])
     kind = bool if is_flag else str if typing.get_origin(hint) is tuple or len(kinds) > 1 else kinds[0]
@@ -79,13 +81,13 @@ def _annotation(name: str, hint: Any, metadata: typing.Mapping[str, Any], headin
 
 
 def typed_values(kinds: Sequence[type], given: dict[str, Any]) -> dict[str, Any]:
-    """Return the given values in the types of their classes; texts of sequences are split at commas."""
+    """Return the values that were given, converted to the types of their fields; texts are split into sequences."""
     hints = {name: hint for kind in kinds for name, hint in typing.get_type_hints(kind).items()}
     return {name: convert(_flag(name), value, hints[name]) for name, value in given.items() if value is not None}
 
 
 def as_words(name: str, value: Any) -> list[str]:
-    """Return the words of a command line that set an option.
+    """Return the words of a command line that set the option of a field to a value.
 
     >>> as_words("save_every", 5), as_words("verify", False), as_words("resume", True)
     (['--save-every', '5'], ['--no-verify'], ['--resume', 'true'])
@@ -96,4 +98,5 @@ def as_words(name: str, value: Any) -> list[str]:
 
 
 def _flag(name: str) -> str:
+    """Return the name of a field as a command-line option: `--save-every` for "save_every"."""
     return f"--{name.replace('_', '-')}"

@@ -12,9 +12,10 @@ from typing import Any, Self
 
 
 class Interrupts:
-    """Detects Ctrl-C and SIGTERM, also while a command has installed its own handlers.
+    """Context that detects Ctrl-C and SIGTERM, also while the code inside has installed its own handlers.
 
-    A run can also stop early by itself, so an early end does not show that the user interrupted it.
+    A command needs this for its exit code: a run can also stop early by itself, so that it was stopped does not show
+    that there was a signal.
     """
 
     def __init__(self) -> None:
@@ -50,7 +51,7 @@ class Interrupts:
         raise KeyboardInterrupt
 
     def _end(self, number: int, frame: FrameType | None) -> None:
-        # Without a frame a command has handled it, and its result is still to be reported.
+        # `frame` is None if the command has handled the signal, and will report its result.
         if frame is not None:
             raise SystemExit(128 + number)
 
@@ -64,7 +65,7 @@ class Interrupts:
 
 @contextlib.contextmanager
 def until_ended() -> Iterator[threading.Event]:
-    """Set by Ctrl-C and by a SIGTERM; a second one ends the program as usual."""
+    """Yield an event that Ctrl-C or SIGTERM sets; a second signal has its previous effect, such as to exit."""
     ending = threading.Event()
     before: dict[signal.Signals, Any] = {}
 

@@ -111,7 +111,11 @@ def launch(
 
 
 def _with_task(config: str, role: str, index: int) -> str:
-    """Return TF_CONFIG with the task of this process."""
+    """Return the TF_CONFIG `config` with this process's task, which `role` and `index` name.
+
+    Raises:
+        SettingsError: `config` describes no cluster, or the cluster has no such task.
+    """
     try:
         cluster = json.loads(config)["cluster"]
     except (ValueError, KeyError, TypeError):
@@ -132,7 +136,7 @@ def _with_task(config: str, role: str, index: int) -> str:
 
 
 def _require_compiles(path: Path) -> None:
-    """Raise SettingsError for syntax errors before any process is started."""
+    """Raise SettingsError if a script has a syntax error; called before processes are started."""
     try:
         compile(path.read_bytes(), str(path), "exec")
     except (SyntaxError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""Command `manyhands manifest`: print the manifest of a scheduler for a command."""
+"""Command `manyhands manifest`: print a job file for SLURM or Kubernetes that runs a command on several hosts."""
 
 from __future__ import annotations
 
@@ -19,12 +19,22 @@ PORT = 29500
 MAX_RESTARTS = 10
 """Number of times that a scheduler restarts a job whose pods fail or are evicted."""
 YAML_WORDS = frozenset({"y", "n", "yes", "no", "on", "off", "true", "false", "null"})
-"""Names that YAML reads as another type than a string."""
+"""Names that YAML parses as booleans or null instead of strings."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ManifestRequest:
-    """A command and its resources."""
+    """The command of a job, and the resources that the job requests.
+
+    Attributes:
+        command: The words of the command; every host runs it.
+        name: Name of the job.
+        hosts: Number of hosts.
+        gpus: GPUs per host; 0 for the CPU.
+        image: Container image (Kubernetes).
+        claim: Volume claim for the runs (Kubernetes); empty for none.
+        time: Time limit (SLURM), as HH:MM:SS.
+    """
 
     command: tuple[str, ...]
     name: str
@@ -36,7 +46,7 @@ class ManifestRequest:
 
     @property
     def ranks(self) -> int:
-        """Ranks per host: one per GPU, or one on the CPU."""
+        """Number of ranks per host: one per GPU, or one for the CPU."""
         return max(1, self.gpus)
 
 
@@ -116,7 +126,7 @@ def manifest(
 
 
 def slurm(wanted: ManifestRequest) -> str:
-    """Return a script for sbatch: a task per device, started by srun."""
+    """Return a script for sbatch, in which srun starts one task per device."""
     gpus = f"#SBATCH --gpus-per-node={wanted.gpus}\n" if wanted.gpus else ""
     return (
         "#!/bin/bash\n"
@@ -138,7 +148,7 @@ def slurm(wanted: ManifestRequest) -> str:
 
 
 def pytorchjob(wanted: ManifestRequest) -> str:
-    """Kubeflow's PyTorchJob: a master and workers, which differ only in their number."""
+    """Return a PyTorchJob of Kubeflow: a master and workers with the same pod template."""
     template = _indented(_pod(wanted, _launched(wanted)), 10)
     replicas = [("Master", 1), ("Worker", wanted.hosts - 1)]
     parts = "".join(
@@ -162,7 +172,7 @@ def pytorchjob(wanted: ManifestRequest) -> str:
 
 
 def jobset(wanted: ManifestRequest) -> str:
-    """Return a Kubernetes JobSet: one indexed job whose pods reach each other by name."""
+    """Return a Kubernetes JobSet with one indexed job, whose pods reach each other by name."""
     first = f"{wanted.name}-workers-0-0.{wanted.name}"
     command = _launched(
         wanted,
@@ -196,13 +206,14 @@ MANIFESTS: dict[str, Callable[[ManifestRequest], str]] = {"kubernetes": pytorchj
 
 
 def _launched(wanted: ManifestRequest, *options: str) -> tuple[str, ...]:
-    """Return the command itself if a pod has one device, else a torchrun command that starts it once per device."""
+    """Return the command of a pod: the requested one, or torchrun, which starts that one once per device of a pod."""
     # Kubernetes replaces $(NAME) in a command by the variable, and $$ by $.
     command = tuple(word.replace("$", "$$") for word in wanted.command)
     return command if wanted.ranks == 1 else ("torchrun", *options, "--no-python", *command)
 
 
 def _secret(wanted: ManifestRequest) -> str:
+    """Return comments for the head of a manifest: how to create the secret, and a note if there is no volume."""
     note = (
         ""
         if wanted.claim
@@ -219,7 +230,7 @@ def _pod(
     wanted: ManifestRequest, command: tuple[str, ...], environ: dict[str, str] | None = None, restart: str = ""
 ) -> list[str]:
     """Return the lines of a pod template; strings are written as JSON, which is valid YAML."""
-    # A restarted job resumes the run of its name.
+    # With a volume, a restarted job resumes the run that has the name of the job.
     kept = {"MANYHANDS_FOLDER": "/runs", "MANYHANDS_NAME": wanted.name, "MANYHANDS_RESUME": "auto"}
     variables = {**(environ or {}), **(kept if wanted.claim else {})}
     lines = ["spec:"]
@@ -258,6 +269,7 @@ def _indented(lines: list[str], spaces: int) -> str:
 
 
 def _check(wanted: ManifestRequest) -> None:
+    """Raise SettingsError for an invalid request, so that no part of it can change the meaning of the job file."""
     if not wanted.command:
         raise SettingsError(
             "no command was given for the job", remedy="write it after --, for example -- manyhands fit train.py"

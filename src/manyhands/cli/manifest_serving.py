@@ -6,14 +6,24 @@ import json
 from dataclasses import dataclass
 
 DRAIN_SECONDS = 25
-"""Maximum seconds that a server takes to shut down, as in `mh.serving.ServeSettings`."""
+"""Maximum seconds that a server takes to shut down, as in `mh.serving.Listen.drain`."""
 LEAVING_SECONDS = 5
-"""Seconds until a terminating pod gets no more requests."""
+"""Seconds after which a terminating pod receives no more requests."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Served:
-    """The models to serve, and the number of pods."""
+    """The models to serve, and the resources of the deployment.
+
+    Attributes:
+        name: Name of the deployment.
+        image: Container image.
+        claim: Volume claim with the models.
+        pods: Minimum number of pods.
+        max_pods: Maximum number of pods.
+        gpus: GPUs per pod.
+        queue_rows: Average number of rows that wait in a pod, above which pods are added.
+    """
 
     name: str
     image: str

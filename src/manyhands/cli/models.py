@@ -34,15 +34,15 @@ Cert = Annotated[str | None, typer.Option(metavar="FILE", help="Client certifica
 Key = Annotated[str | None, typer.Option(metavar="FILE", help="Key of the client certificate (PEM).")]
 
 REACH_SECONDS, ACT_SECONDS = 2.0, 60.0
-"""Seconds within which a server must be reachable, and must complete a request."""
+"""Seconds within which a server must be reachable, and those within which it must complete a request."""
 LOOK_SECONDS = 1.0
-"""Between two looks, because a rate has two ends."""
+"""Seconds between two queries of a server's counters, from which the rate of requests is computed."""
 _REMEDIES = {
     "UNAVAILABLE": "start it with manyhands serve, or name another one with --server; under TLS it is https://",
-    "UNAUTHENTICATED": "set MANYHANDS_MANAGE_TOKEN to the server's",
-    "NOT_FOUND": "--server names the port of management, 8502 by default, not that of answers",
+    "UNAUTHENTICATED": "set MANYHANDS_MANAGE_TOKEN to the management token of the server",
+    "NOT_FOUND": "pass the address of the management port with --server (8502 by default), not that for requests",
 }
-"""Remedy if a server does not report its models."""
+"""Remedies by the code of a refusal, if a server does not report its models."""
 
 EXAMPLES = (
     "manyhands models list",
@@ -97,7 +97,7 @@ def models(
 
 
 def _reached(client: Client) -> Any:
-    """Return the models of a server; raise soon if it is unreachable, although a client would wait for it."""
+    """Return the models of a server; if it refuses or is unreachable, raise RequestRefused with a remedy."""
     try:
         return client.models()
     except RequestRefused as refusal:
@@ -171,7 +171,7 @@ def _number(text: str) -> int:
 
 
 def _share(word: str) -> dict[str, Any]:
-    """Parse a part of a split: VERSION=WEIGHT, MODEL=WEIGHT or MODEL/VERSION=WEIGHT."""
+    """Return one share of a traffic split, from VERSION=WEIGHT, MODEL=WEIGHT or MODEL/VERSION=WEIGHT."""
     target, _, weight = word.partition("=")
     model, _, version = target.rpartition("/")
     try:

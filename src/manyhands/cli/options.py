@@ -91,7 +91,16 @@ class SeveralHosts:
     )
 
     def place(self, on: str | None, file: Path, *work: str) -> str | Join | None:
-        """Return the value of `on=`; `work` and the file must be the same on every host."""
+        """Return the value of `on=` for `mh.fit`: `mh.Join` if options for several hosts were given, else `on`.
+
+        Args:
+            on: The devices of this host.
+            file: The Python file of the command, which must be the same on every host.
+            *work: Other parts of the command that must be the same on every host.
+
+        Raises:
+            SettingsError: Some of the options are missing.
+        """
         from ..launcher import TLS_VARIABLE, TOKEN_VARIABLE, Join
 
         given = {"--hosts": self.hosts, "--join": self.join, "--token-file": self.token_file}
@@ -118,7 +127,7 @@ class SeveralHosts:
 
 
 def add_command(app: typer.Typer, function: Callable[..., None], examples: Sequence[str], **context: Any) -> None:
-    """Register a command: its docstring is the help, followed by examples, and its errors become exit codes."""
+    """Add a function as a command, whose help is its docstring followed by examples; errors become exit codes."""
     paragraphs = cleandoc(function.__doc__ or "").split("\n\n")
     text = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
     epilog = "\n\n".join(["[bold]Examples[/]", *examples])
@@ -126,7 +135,10 @@ def add_command(app: typer.Typer, function: Callable[..., None], examples: Seque
 
 
 def require_places(**files: Path | None) -> None:
-    """Raise SettingsError for options with files that cannot be written, before the work starts."""
+    """Raise SettingsError for a file that cannot be written; the keyword is the name of its option.
+
+    Commands call this before they start long work.
+    """
     for name, path in files.items():
         if path is not None and (path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK)):
             raise SettingsError(
@@ -137,12 +149,12 @@ def require_places(**files: Path | None) -> None:
 
 
 TAKES_VALUE = ("resume",)
-"""Options for which True is written as a value, because they accept other values than true and false."""
+"""Options for which True is written as the value "true", because they also accept other values than true and false."""
 
 
 @contextlib.contextmanager
 def in_options(*settings: type[Any]) -> Iterator[None]:
-    """Reword errors that are raised inside: the fields of the `settings` are options of the command."""
+    """Context that rewords errors: names of fields of the options classes become command-line options, as --epochs."""
     names = [field.name for kind in settings for field in dataclasses.fields(kind)]
     try:
         yield
@@ -153,7 +165,7 @@ def in_options(*settings: type[Any]) -> Iterator[None]:
 
 
 def reworded(text: str, names: list[str]) -> str:
-    """Return a text with options in place of arguments; ambiguous words are kept.
+    """Return a text in which Python arguments are replaced by command-line options; words that may mean both are kept.
 
     >>> reworded('pass profile=True, or name="..."', ["profile", "name"])
     'pass --profile, or --name ...'

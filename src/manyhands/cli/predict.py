@@ -1,4 +1,4 @@
-"""Command `manyhands predict`: the predictions of a run or an exported model for the rows of a file."""
+"""Command `manyhands predict`: compute the predictions of a run or an exported model for the rows of a file."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def predict(
 ) -> None:
     """Compute the predictions of a run or an exported model for every row of some data, in order."""
     if data is None:
-        raise SettingsError("predict needs --data", got="none", remedy="write for example --data images.npy")
+        raise SettingsError("predict needs --data", remedy="write for example --data images.npy")
     check_output(out)
     with only_json(json):
         import manyhands as mh

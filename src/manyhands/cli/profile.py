@@ -1,4 +1,4 @@
-"""Command `manyhands profile`: time and memory of a step, with advice."""
+"""Command `manyhands profile`: print the time and memory of a step, with advice."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ def profile(
 ) -> None:
     """Print the time and memory of a step by rank, module and operation, with advice.
 
-    For a task, some steps are run on its ranks and discarded. For a run, the samples are read that were taken while it
-    was trained. With several hosts, every host prints all results.
+    For a task, some steps are run on its ranks, and their result is discarded. For a run that was trained with
+    --profile, its profiled steps are read. With several hosts, every host prints all results.
     """
     settings = resolve_options((Distribution, Devices, SeveralHosts), given)
     require_places(html=html, trace=trace)

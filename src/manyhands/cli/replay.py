@@ -1,4 +1,4 @@
-"""Command `manyhands replay`: repeat a committed step of a run on one device."""
+"""Command `manyhands replay`: repeat a step of a run on one device and compare its losses."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ def add(app: typer.Typer) -> None:
 def replay(
     which: Which, target: Target, folder: RunsFolder = "runs", json: Json = False, *, given: dict[str, Any]
 ) -> None:
-    """Repeat a committed step of a run on one device, from the nearest checkpoint, and compare its losses.
+    """Repeat a step of a run on one device, from the nearest checkpoint, and compare its losses.
 
-    Differing losses, replicas that reported other losses for their samples, and the samples with the largest losses are
-    printed. The exit code is 1 if there is a difference.
+    Losses that differ, replicas that reported other losses for their samples, and the samples with the largest losses
+    are printed. The exit code is 1 if there is a difference.
     """
     path, step = _split(which, folder)
     with only_json(json):
@@ -59,6 +59,7 @@ def replay(
 
 
 def _split(which: str, folder: str) -> tuple[Path, int]:
+    """Return the folder and the step that "RUN@STEP" names."""
     name, at, step = which.rpartition("@")
     if not at or not name or not step.isdecimal():
         raise SettingsError(

@@ -1,4 +1,4 @@
-"""Output: results go to stdout, everything else to stderr; colours only in a terminal."""
+"""Output of commands: results go to stdout, everything else to stderr, with colours only in a terminal."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType
 
 PIPE_WIDTH = 160
-"""Columns without a terminal, so that tables are not truncated in logs."""
+"""Width of the output in columns if it is not a terminal, so that tables are not truncated in logs."""
 
 
 def stdout() -> Console:
@@ -37,9 +37,10 @@ def _console(*, stderr: bool) -> Console:
 
 @functools.cache
 def _console_class() -> type[Console]:
-    """Return rich's console, which is imported late, with control characters of texts made visible.
+    """Return a subclass of rich's Console that escapes control characters in texts.
 
-    Names and errors may come from a server, a peer or a file of others, and could otherwise control the terminal.
+    Names and errors may come from a server, another host or another user's file, and could otherwise control the
+    terminal. rich is imported on the first call only.
     """
     from rich.console import Console
     from rich.segment import Segment
@@ -47,7 +48,7 @@ def _console_class() -> type[Console]:
     class PrintableConsole(Console):
         def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
             for segment in super().render(renderable, options):
-                # Control segments are rich's own, such as cursor movements of live displays.
+                # rich itself makes control segments, such as cursor movements of live displays.
                 yield segment if segment.control else Segment(printable(segment.text, keep="\n\t"), segment.style)
 
     return PrintableConsole
@@ -59,20 +60,20 @@ def note(text: str) -> None:
 
 
 def print_json(value: Any) -> None:
-    """Print one JSON value to stdout; numbers that JSON does not support become null."""
+    """Print a value to stdout as one line of JSON; NaN and infinities become null."""
     sys.stdout.write(json.dumps(finite(value), default=str) + "\n")
     sys.stdout.flush()
 
 
 @contextlib.contextmanager
 def only_json(wanted: bool) -> Iterator[None]:
-    """Redirect output of the user's code away from stdout, which is for the JSON result."""
+    """Context that redirects stdout to stderr if `wanted`, so that stdout contains only the JSON result."""
     with contextlib.redirect_stdout(sys.stderr) if wanted else contextlib.nullcontext():
         yield
 
 
 def amount(num_bytes: int) -> str:
-    """Return a number of bytes in a readable unit.
+    """Return a number of bytes as text with a unit; empty for 0, which stands for an unknown number.
 
     >>> amount(150_000_000_000)
     '139.7 GiB'
@@ -81,6 +82,7 @@ def amount(num_bytes: int) -> str:
 
 
 def finite(value: Any) -> Any:
+    """Return JSON-ready data in which NaN and infinities are replaced by None."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):

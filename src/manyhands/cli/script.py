@@ -1,4 +1,4 @@
-"""Running a user's script as the main program of a rank."""
+"""Run a user's script as the main program of a rank."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class ScriptExit(RunError):
-    """A script that ended itself with an exit code other than 0."""
+    """Raised if a script has exited with a code other than 0."""
 
     def __init__(self, exit_code: int, text: str = "") -> None:
         super().__init__(text)
@@ -30,12 +30,16 @@ class ScriptExit(RunError):
 
 
 def run_script(hand: Hand, script: str, args: Sequence[str]) -> None:
-    """Run a script as `__main__` in this rank; tracebacks of its errors contain only its own lines."""
+    """Run a script as `__main__` in this rank; tracebacks of its errors begin at the script's first frame."""
     run_main(script, args, hand.world.size)
 
 
 def run_main(script: str, args: Sequence[str], num_ranks: int = 1) -> None:
-    """Run a script as `__main__` in this process, which is one of several ranks."""
+    """Run a script as `__main__` in this process, which is one of `num_ranks` ranks.
+
+    Raises:
+        ScriptExit: The script has exited with a code other than 0.
+    """
     try:
         with _as_main_program(script, args), _default_signals(num_ranks):
             runpy.run_path(script, run_name="__main__")
@@ -46,7 +50,7 @@ def run_main(script: str, args: Sequence[str], num_ranks: int = 1) -> None:
 
 
 def _end(code: object) -> None:
-    """Exit as Python does for the value of a SystemExit."""
+    """Raise ScriptExit for the value of a SystemExit, except for 0 and None; a text means exit code 1, as in Python."""
     if isinstance(code, int) or code is None:
         if code:
             raise ScriptExit(code)
@@ -56,7 +60,7 @@ def _end(code: object) -> None:
 
 @contextlib.contextmanager
 def _as_main_program(script: str, args: Sequence[str]) -> Iterator[None]:
-    """Set the arguments and the folder as `python script.py` would, and flush its output after every line."""
+    """Set sys.argv and sys.path as `python script.py` would within the context, and flush output after every line."""
     argv, path = list(sys.argv), list(sys.path)
     sys.argv[:] = [script, *args]
     sys.path.insert(0, str(Path(script).resolve().parent))
@@ -71,7 +75,7 @@ def _as_main_program(script: str, args: Sequence[str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _default_signals(size: int) -> Iterator[None]:
-    """Restore Python's handling of Ctrl-C for a script that is alone in the user's process."""
+    """Restore Python's handling of Ctrl-C within the context if there is one rank, which runs in the user's process."""
     if size > 1 or threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -83,6 +87,7 @@ def _default_signals(size: int) -> Iterator[None]:
 
 
 def _own_part(trace: TracebackType | None, script: str) -> TracebackType | None:
+    """Return a traceback from the script's first frame on; the whole one if it has no frame of the script."""
     part = trace
     while part is not None and part.tb_frame.f_code.co_filename != script:
         part = part.tb_next

@@ -1,4 +1,4 @@
-"""Command `manyhands serve`: serve the models of a folder, or a predictor of a Python file."""
+"""Command `manyhands serve`: serve the models in a folder or a predictor in a Python file, or start a router."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class ServerPlacement:
 
 @dataclass(frozen=True, kw_only=True)
 class Backends:
-    """Router: the servers behind it."""
+    """Router: the servers to which a router forwards requests."""
 
     backends: str = option(
         "",
@@ -55,7 +55,7 @@ class Backends:
 SHARED = (Listen, ServingLog)
 SERVER = (ServerPlacement, Batching, Rollout, Replicas)
 SERVER_ONLY = ("manage_grpc", "traces")
-"""Options of the shared classes that only servers have."""
+"""Options of the classes in `SHARED` that a router does not have."""
 
 Models = Annotated[
     str | None,
@@ -136,7 +136,7 @@ def serve(
 
 
 def _require_none(rule: str, remedy: str, options: Mapping[str, Any]) -> None:
-    """Raise SettingsError for options that would have no effect."""
+    """Raise SettingsError with the given rule and remedy if one of the options, which would have no effect, is set."""
     given = {name: value for name, value in options.items() if value is not None}
     wrong = [str(value) if name == "FOLDER" else f"--{name.replace('_', '-')}" for name, value in given.items()]
     if wrong:
@@ -151,7 +151,7 @@ def _show(server: Server | Router, ending: threading.Event, quiet: bool) -> None
 
 
 def _target(text: str) -> Path | Predictor:
-    """Return a folder, or the predictor of a Python file."""
+    """Return the folder that a text names, or the predictor for "FILE.py" or "FILE.py:name"; a function is called."""
     path, name = split_target(text)
     if path.suffix != ".py":
         return Path(text)
@@ -160,9 +160,9 @@ def _target(text: str) -> Path | Predictor:
         found = found()
     if not isinstance(found, Predictor):
         raise SettingsError(
-            f"{path} must define an mh.Predictor of the given name",
-            got=repr(name or "predictor"),
-            remedy="write predictor = ..., or a function that returns one",
+            f"{path} must define an mh.Predictor with the name {name or 'predictor'}",
+            got=type(found).__name__ if found is not None else "no object with this name",
+            remedy=f"write {name or 'predictor'} = ..., or a function of this name that returns an mh.Predictor",
         )
     return found
 
@@ -173,7 +173,7 @@ def _print_event(entry: Mapping[str, Any]) -> None:
 
 
 def _watch(server: Server | Router, ending: threading.Event, quiet: bool) -> None:
-    """Display the state of the server in a terminal, until it is stopped."""
+    """Wait until the command is ended; in a terminal, display the state of the server every second."""
     if quiet or not sys.stderr.isatty():
         ending.wait()
         return

@@ -1,4 +1,4 @@
-"""Live view of a server: requests per second, percentiles, batch sizes and queues, by version and replica."""
+"""Live view of a server in the terminal: request rate, latency percentiles, batch sizes and queues of each version."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ TITLES = (
 
 @dataclass(frozen=True)
 class VersionRow:
-    """The recent activity of a version."""
+    """A row of the table: the state of a model version and its activity since the previous query."""
 
     model: str
     version: str
     routing: str
-    """Whether it is the current version, its labels, and its shares of traffic splits."""
+    """Text with "current" for the current version, the version's labels, and its shares of traffic splits."""
     state: str
     rate: float
     p50: float
@@ -60,14 +60,14 @@ class VersionRow:
 
 
 class ServingView:
-    """Compares the metrics of a server with those of the previous query."""
+    """Compute the rows of a table from a server's metrics and those of the previous query."""
 
     def __init__(self) -> None:
         self._before: dict[tuple[str, int], Mapping[str, Any]] = {}
         self._time = time.monotonic()
 
     def rows(self, state: Mapping[str, Any]) -> list[VersionRow]:
-        """Return a row for every version, from a server's state."""
+        """Return a row for every version in a server's state, as `Server.state` returns it."""
         now = time.monotonic()
         seconds, self._time = max(now - self._time, 1e-6), now
         found, seen = [], {}
@@ -80,7 +80,7 @@ class ServingView:
         return found
 
     def table(self, state: Mapping[str, Any]) -> Table:
-        """Return the rows as a table for the terminal."""
+        """Return the rows for a server's state as a table for the terminal."""
         from rich.box import SIMPLE_HEAD
         from rich.table import Table
 

@@ -21,7 +21,7 @@ DEFAULT_NAME = "task"
 
 
 class BrokenFile(SettingsError):
-    """A file that raised while it was loaded; carries the traceback from its own first line on."""
+    """Raised if a user's file raises an exception while it is imported; the text contains the user's traceback."""
 
     def __init__(self, path: Path, error: BaseException) -> None:
         super().__init__(
@@ -36,9 +36,10 @@ class BrokenFile(SettingsError):
 
 
 def load_task(target: str) -> TaskLike:
-    """Load the given task.
+    """Import the file of a target `FILE.py[:name]` and return its task or task function.
 
-    Functions and classes of the file can be sent to worker processes, which need not be able to import it.
+    Without a name, it is the object called `task`, or else the only task in the file. Functions and classes of the file
+    are pickled by value, so that worker processes need not import it.
     """
     path, name = split_target(target)
     module = load_module(path)
@@ -46,7 +47,7 @@ def load_task(target: str) -> TaskLike:
 
 
 def split_target(target: str) -> tuple[Path, str]:
-    """Return the file and the name in it, which is empty if none was given.
+    """Split a target `FILE.py[:name]` into the file and the name, which is empty if the target has none.
 
     >>> split_target("digits.py:big")
     (PosixPath('digits.py'), 'big')
@@ -56,7 +57,7 @@ def split_target(target: str) -> tuple[Path, str]:
 
 
 def parse_params(words: Sequence[str], written: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return the task's parameters: those of the configuration file, overridden by `key=value` arguments.
+    """Return a task's parameters: those written in the configuration file, overridden by `key=value` words.
 
     >>> parse_params(["lr=3e-4"], {"lr": 0.1, "width": 8})
     {'lr': '3e-4', 'width': '8'}
@@ -73,7 +74,10 @@ def parse_params(words: Sequence[str], written: Mapping[str, Any] | None = None)
 
 
 def with_params(task: TaskLike, words: Sequence[str], written: Mapping[str, Any] | None = None) -> TaskLike:
-    """Return the task function with its parameters; a Task has none."""
+    """Return the task function with its parameters bound; without parameters, return `task` unchanged.
+
+    A Task has no parameters, so `as_task` raises if some are given for one.
+    """
     params = parse_params(words, written)
     if not params:
         return task
@@ -81,24 +85,24 @@ def with_params(task: TaskLike, words: Sequence[str], written: Mapping[str, Any]
 
 
 def _as_text(value: Any) -> Any:
-    """Return numbers as strings, so that the signature decides their type, as for command line arguments."""
+    """Return numbers and booleans as strings, so that the task function's signature decides their type."""
     return str(value) if isinstance(value, (bool, int, float)) else value
 
 
 def require_file(path: Path) -> None:
-    """Raise unless the path is a Python file; the error names existing Python files."""
+    """Raise SettingsError unless the path is a Python file; the error names Python files in the same folder."""
     if path.is_file() and path.suffix == ".py":
         return
     folder = path if path.is_dir() else path.parent
     there = sorted(item.name for item in folder.glob("*.py")) if folder.is_dir() else []
-    there.sort(key=lambda name: difflib.SequenceMatcher(None, path.name, name).ratio() < 0.6)  # what is alike first
+    there.sort(key=lambda name: difflib.SequenceMatcher(None, path.name, name).ratio() < 0.6)  # similar names first
     remedy = f"here are {', '.join(there[:8])}" if there else "give the path to a .py file"
     what = f"{path}, which " + ("does not exist" if not path.exists() else "is not one")
     raise SettingsError("the first argument must be a Python file", got=what, remedy=remedy)
 
 
 def load_module(path: Path) -> ModuleType:
-    """Import a file as a module named after it, with its folder on the path."""
+    """Import a Python file as a module, and put its folder first in sys.path; raise BrokenFile if it raises."""
     import cloudpickle
 
     require_file(path)
@@ -121,7 +125,7 @@ def load_module(path: Path) -> ModuleType:
 
 
 def _module_name(stem: str) -> str:
-    """Return the name of the file, unless it would hide another module."""
+    """Return a module name for a file; with a prefix if the file's own name would hide another module."""
     if stem.isidentifier() and stem not in sys.modules and stem not in sys.stdlib_module_names:
         return stem
     return "file_" + re.sub(r"\W", "_", stem)
@@ -152,7 +156,7 @@ def _not_there(module: ModuleType, path: Path, got: str) -> SettingsError:
 
 
 def _candidates(module: ModuleType) -> list[str]:
-    """Return the tasks of a module, and its functions that are annotated to return one."""
+    """Return the names of a module's tasks, and of its functions that are annotated to return a Task."""
     return [
         name
         for name, value in vars(module).items()

@@ -1,4 +1,4 @@
-"""Command `manyhands token`: create the secret by which the hosts of a job authenticate each other."""
+"""Command `manyhands token`: create the secret with which the hosts of a job authenticate each other."""
 
 from __future__ import annotations
 

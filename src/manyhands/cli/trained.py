@@ -1,4 +1,4 @@
-"""Trained networks of commands: runs by name, exported models, and files of inputs and predictions."""
+"""Options and functions of commands that use trained networks: open a run, read its data, write its predictions."""
 
 from __future__ import annotations
 
@@ -29,23 +29,26 @@ Data = Annotated[
     ),
 ]
 WRITTEN = (".npy", ".npz", ".csv", ".json")
-"""Kinds of files that predictions are written to."""
+"""Suffixes of the files to which predictions can be written."""
 
 
 def folder_of(name: str, folder: str) -> Path:
-    """Return the folder of a run that is given by its folder or its name."""
+    """Return the folder of a run: `name` if that is a folder, else the folder of this name in `folder`."""
     return Path(name) if Path(name).is_dir() else Path(folder) / name
 
 
 def open_run(name: str, folder: str, target: str) -> Run:
-    """Open a run with the task that it trained."""
+    """Return the run with a folder or name, with the task that `FILE.py[:name]` names."""
     from ..training import Run
 
     return Run(folder_of(name, folder), load_task(target))
 
 
 def read_data(path: str) -> Any:
-    """Return arrays of a .npy or .npz file, or what `mh.data.files` reads."""
+    """Return the array of a .npy file, the arrays of a .npz file, or other files as `mh.data.files` reads them.
+
+    Arrays of a .npz file are a dict by name, or a tuple if they were saved without names.
+    """
     if not path.endswith((".npy", ".npz")):
         from ..data import files
 
@@ -61,12 +64,12 @@ def read_data(path: str) -> Any:
         return tuple(named.values()) if is_tuple else named
     except (OSError, ValueError, EOFError) as error:
         raise DataError(
-            "the data must be a file of arrays", got=f"{path} ({error})", remedy="write it with numpy.save"
+            "the data must be a file of arrays", got=f"{path} ({error})", remedy="write the file with numpy.save"
         ) from error
 
 
 def check_output(path: Path | None) -> None:
-    """Raise for a file that predictions cannot be written to, before they are computed."""
+    """Raise SettingsError if predictions cannot be written to this file; called before they are computed."""
     if path is not None and (path.suffix not in WRITTEN or not path.parent.is_dir()):
         reason = "" if path.parent.is_dir() else ", whose folder does not exist"
         raise SettingsError(
@@ -77,7 +80,7 @@ def check_output(path: Path | None) -> None:
 
 
 def write_predictions(path: Path, outputs: Mapping[str, Any]) -> None:
-    """Write predictions by name to a file whose suffix decides the format."""
+    """Write outputs by name to a .npy, .npz, .csv or .json file; raise SettingsError if its format cannot hold them."""
     import numpy as np
 
     if path.suffix == ".json":
@@ -88,7 +91,9 @@ def write_predictions(path: Path, outputs: Mapping[str, Any]) -> None:
     if ragged or (path.suffix == ".npy" and len(arrays) > 1):
         what = f"rows of different shapes in {ragged[0]}" if ragged else f"{len(arrays)} outputs"
         remedy = "write them to a .json file" if ragged else "write them to a .npz file"
-        raise SettingsError(f"a {path.suffix} file holds arrays, one of them in a .npy file", got=what, remedy=remedy)
+        raise SettingsError(
+            f"a {path.suffix} file can only hold arrays, and a .npy file only one", got=what, remedy=remedy
+        )
     if path.suffix == ".npy":
         np.save(path, next(iter(arrays.values())))
     elif path.suffix == ".npz":
@@ -106,5 +111,5 @@ def write_predictions(path: Path, outputs: Mapping[str, Any]) -> None:
 
 
 def as_lists(outputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return predictions by name as nested lists of numbers."""
+    """Return outputs by name as nested lists of numbers."""
     return {n: [row.tolist() for row in v] if isinstance(v, list) else v.tolist() for n, v in outputs.items()}

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Trials:
-    """Trials: how many there are, and what they optimize."""
+    """Trials: the number of trials, and the metrics that they optimize."""
 
     trials: int | None = option(None, "Number of trials.")
     objective: tuple[str, ...] = option(
@@ -122,7 +122,7 @@ def tune(
 
 
 def _space(words: list[str], written: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the ranges of the configuration file, overridden by those of the command line."""
+    """Return the ranges of parameters by name: those of the configuration file, overridden by --space options."""
     ranges = dict(written)
     for word in words:
         key, equals, text = word.partition("=")
@@ -135,13 +135,14 @@ def _space(words: list[str], written: Mapping[str, Any]) -> dict[str, Any]:
         ranges[key] = text
     if not ranges:
         raise SettingsError(
-            "a search needs at least one parameter to vary", remedy="pass for example --space lr=loguniform:1e-4..1e-1"
+            "a study needs the range of at least one parameter",
+            remedy="pass for example --space lr=loguniform:1e-4..1e-1",
         )
     return ranges
 
 
 def show(study: Study, target: str) -> None:
-    """Print the closing table: how trials ended, the best one, and how to resume."""
+    """Print a table of a study: how its trials ended, the best trial, and the commands to resume and to train it."""
     from rich.table import Table
     from rich.text import Text
 
