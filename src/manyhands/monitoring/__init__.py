@@ -1,4 +1,4 @@
-"""Visibility of a run: progress on the terminal, sinks for its events, phases of a step, and stragglers."""
+"""Monitoring of a run: progress in the terminal, sinks for its events, phases of a step, and stragglers."""
 
 from .progress import View, make_view, sparkline
 from .sinks import DROPPED, About, LogTo, Sink, SinkDispatcher, make_sinks

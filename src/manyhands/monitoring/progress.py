@@ -1,4 +1,4 @@
-"""Progress display of a run: live in a terminal, one line per epoch elsewhere."""
+"""Progress display of a run: a live display in a terminal, otherwise one line per epoch."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ _COLOURS = {
     "validation": "cyan",
 }
 REFRESH_SECONDS = 0.5
+"""Minimum seconds between two refreshes of the live display."""
 
 
 def sparkline(values: Sequence[float], width: int = 40) -> str:
-    """Return a small curve drawn with block characters.
+    """Return a curve of at most `width` block characters that shows the values; empty without values.
 
     >>> sparkline([0, 1, 2, 3], width=4)
     '▁▃▆█'
@@ -43,7 +44,12 @@ def sparkline(values: Sequence[float], width: int = 40) -> str:
 
 
 def share_bar(seconds: dict[str, float], width: int = 30) -> Text:
-    """Return a coloured bar of how a replica's time was spent."""
+    """Return a coloured bar and text that show on which activities a replica has spent its time.
+
+    Args:
+        seconds: Seconds by activity, and the sum as "total".
+        width: Width of a full bar in characters.
+    """
     total = seconds.get("total", 0.0) or 1e-9
     text = Text()
     for name, colour in _COLOURS.items():
@@ -57,24 +63,24 @@ def share_bar(seconds: dict[str, float], width: int = 30) -> Text:
 
 
 class View:
-    """Receives a run's events and displays them. This base class displays nothing but the ranks' output."""
+    """Display of a run's events. This base class displays only what ranks print."""
 
     def show(self, rank: int, entry: Event) -> None:
         """Handle an event of one rank."""
 
     def line(self, text: str) -> None:
-        """Show a line of text."""
+        """Display a line of text."""
 
     def output(self, rank: int, text: str, stream: str) -> None:
-        """Print a line that a rank printed, to the same stream; also with `progress=False`."""
+        """Print a line that a rank has printed, to the same stream ("stdout" or "stderr")."""
         print(f"[rank {rank}] {text}", file=getattr(sys, stream), flush=True)
 
     def close(self) -> None:
-        """Draw the final state and stop updating the screen."""
+        """Draw the final state, and stop updating the terminal."""
 
 
 class LineView(View):
-    """Prints one line per epoch, for logs and pipes."""
+    """View that prints one line per epoch or notice, for logs and pipes."""
 
     def __init__(self, console: Console, title: str) -> None:
         self._console, self._title = console, title
@@ -88,7 +94,7 @@ class LineView(View):
 
 
 class LiveView(LineView):
-    """Shows a progress bar, the loss curve, samples per second, and what each replica waits for."""
+    """View that shows a progress bar, the loss curve, samples per second, and how each replica spends its time."""
 
     def __init__(self, console: Console, title: str) -> None:
         super().__init__(console, title)
@@ -106,7 +112,7 @@ class LiveView(LineView):
         self._waits: dict[int, dict[str, float]] = {}
         self._limits: dict[int, str] = {}
         self._drawn_at = 0.0
-        # Refreshed explicitly: a refresh thread would take time from training in the same process.
+        # No automatic refresh, because its thread would take time from training in the same process.
         self._live = Live(self._draw(), console=console, auto_refresh=False)
         self._live.start()
 
@@ -154,14 +160,17 @@ class LiveView(LineView):
 
 
 def _limit(limit: str, seconds: Mapping[str, float]) -> str:
-    """Return what limits the speed; a fast feed cannot tell compute from waiting for other replicas."""
+    """Return a text that names what limits the speed of a replica; empty if that is unknown.
+
+    `limit` is "compute" also if the replica waits for other replicas, so that case is detected from its times.
+    """
     if limit == "compute" and seconds.get("sync", 0.0) > seconds.get("compute", 0.0):
         limit = "sync"
     return f"  limit: {limit}" if limit else ""
 
 
 def event_text(entry: Event) -> str:
-    """Return an event as a line of text; empty for events that only update the bar."""
+    """Return an event as text; empty for events that are not displayed as text."""
     if entry["kind"] == "epoch":
         return f"epoch {entry['epoch'] + 1}  step {entry['step']}  {_values(entry)}"
     if entry["kind"] == "log":
@@ -182,7 +191,13 @@ def event_text(entry: Event) -> str:
 
 
 def make_view(title: str, progress: bool | None, *, live: bool = True) -> View:
-    """Return the view for this terminal; `progress=False` shows nothing, None decides by the terminal."""
+    """Return a view of a run.
+
+    Args:
+        title: Title of the progress bar and of the lines.
+        progress: False for a view that displays only what ranks print.
+        live: Whether to use a live display if stderr is a terminal; otherwise lines are printed.
+    """
     if progress is False:
         return View()
     console = Console(stderr=True)

@@ -15,12 +15,12 @@ from ..distributed import message
 
 IDLE = "idle"
 PHASES = ("input", "copy", "forward", "backward", "communication", "optimizer", IDLE)
-"""The phases of a step; idle is the rest: host work between phases, or no work."""
+"""The phases of a step. Idle is the time outside of the other phases, such as host work between them."""
 
 
 @message
 class Span(NamedTuple):
-    """An interval of a step in one phase, in seconds from the step's beginning."""
+    """An interval of a step that belongs to one phase; start and end are seconds since the step's beginning."""
 
     name: str
     start: float
@@ -28,9 +28,9 @@ class Span(NamedTuple):
 
 
 class Spans:
-    """Records every change of a rank's phase; a phase that begins within another one interrupts it.
+    """Record the phases of a step on one rank; a phase that begins within another one interrupts it.
 
-    On a GPU, times are device times from CUDA events, and the host synchronizes only at the end.
+    On a GPU, times are measured with CUDA events, and the host synchronizes only at the beginning and in `end`.
 
     >>> spans = Spans(torch.device("cpu"))
     >>> with spans.during("backward"):
@@ -50,7 +50,7 @@ class Spans:
 
     @contextmanager
     def during(self, name: str) -> Iterator[None]:
-        """Attribute the enclosed block to a phase, except for phases that interrupt it."""
+        """Attribute the time in this context to a phase, except for that of phases that interrupt it."""
         self.begin(name)
         try:
             yield
@@ -58,7 +58,7 @@ class Spans:
             self.leave()
 
     def begin(self, name: str) -> None:
-        """Begin a phase, interrupting the current one."""
+        """Begin a phase, which interrupts the current one until `leave` is called."""
         self._open.append(name)
         self._mark(name)
 
@@ -73,7 +73,7 @@ class Spans:
         return self._open[-1] if self._open else IDLE
 
     def end(self) -> list[Span]:
-        """Return all spans up to now; on a GPU after synchronizing with the device."""
+        """Return all spans since the beginning of the step; on a GPU, wait for the device first."""
         self._mark(IDLE)
         moments = self._moments()
         names = [name for name, _ in self._marks]
@@ -84,7 +84,7 @@ class Spans:
             self._marks.append((name, time.perf_counter()))
             return
         if torch.cuda.is_current_stream_capturing():
-            return  # captured operations run later
+            return  # captured operations run later, so their time cannot be measured here
         moment = torch.cuda.Event(enable_timing=True)
         moment.record()
         self._marks.append((name, moment))
@@ -99,7 +99,7 @@ class Spans:
 
 
 def by_phase(spans: list[Span]) -> dict[str, float]:
-    """Return the seconds by phase.
+    """Return the total seconds of each phase.
 
     >>> by_phase([Span("idle", 0.0, 1.0), Span("forward", 1.0, 3.0), Span("idle", 3.0, 3.5)])
     {'idle': 1.5, 'forward': 2.0}

@@ -1,4 +1,4 @@
-"""Stragglers: replicas that compute more slowly than the others, so that all wait for them."""
+"""Detection of stragglers: replicas that compute more slowly than the others, so that all wait for them."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from ..core import Event, event, format_duration
 
 WINDOW_STEPS = 20
 WINDOW_SECONDS = 0.5
-"""Minimum number of steps and seconds of a window."""
+"""Minimum number of steps of a window, and its minimum duration in seconds."""
 SLOW = 0.75
-"""A replica is slow in a window if its speed is below this share of the median."""
+"""A replica is slow in a window if its speed is below this share of the median speed of all replicas."""
 NUM_WINDOWS = 3
 """Number of consecutive slow windows after which a replica is reported."""
 
 
 class Stopwatch:
-    """Measures a replica's own work: the time of its steps without waiting for others.
+    """Measure a replica's own work: the time of its steps without the time that it waits for other replicas.
 
-    A window counts by its median, so that occasional work such as a checkpoint does not make a replica slow.
+    The median of a window is reported, so that occasional work such as a checkpoint does not make a replica slow.
     """
 
     def __init__(self) -> None:
@@ -29,7 +29,11 @@ class Stopwatch:
         self._busy: list[float] = []
 
     def step(self, waited: float) -> float | None:
-        """Record a step; `waited` is the total waiting time. Return the median at the end of a window, else None."""
+        """Record the end of a step, and return the median seconds of own work if a window ends here, else None.
+
+        Args:
+            waited: Seconds that the replica has waited for others since the start of training.
+        """
         now = time.perf_counter()
         self._busy.append(max(0.0, now - self._at - (waited - self._waited)))
         self._at, self._waited = now, waited
@@ -41,6 +45,8 @@ class Stopwatch:
 
 @dataclass
 class _Replica:
+    """The latest window of a replica, and the number of its consecutive slow windows."""
+
     host: str = ""
     seconds: float = 0.0
     num_slow: int = 0
@@ -49,7 +55,7 @@ class _Replica:
 
 @dataclass
 class Stragglers:
-    """Compares the windows of all replicas, and reports slow ones.
+    """Compare the "pace" events of all replicas, one per window, and report slow replicas.
 
     >>> stragglers = Stragglers(size=3)
     >>> for window in range(3):
@@ -64,9 +70,9 @@ class Stragglers:
     _replicas: dict[int, _Replica] = field(default_factory=dict)
 
     def handle_event(self, entry: Event) -> list[Event]:
-        """Handle an event; return the events to report."""
+        """Handle an event of the run, and return events that report stragglers or their recovery."""
         if entry["kind"] == "recovered":
-            # Ranks may be numbered differently now.
+            # After a recovery, ranks may have other numbers.
             self._replicas, self.size = {}, entry["size"]
         if entry["kind"] != "pace":
             return []

@@ -1,4 +1,4 @@
-"""Destinations of a run's events in addition to its own log: files and experiment trackers."""
+"""Sinks: destinations of a run's events in addition to its event log, such as files and experiment trackers."""
 
 from .dispatcher import DROPPED, SinkDispatcher
 from .registry import SINKS, LogTo, make_sinks

@@ -15,7 +15,10 @@ COLUMNS = ("time", "step", "name", "value")
 
 
 class CsvSink(NumberSink):
-    """Writes a CSV file in long format: new metrics need no new column, and a resumed run is appended."""
+    """Write numbers to a CSV file with one line per number, so that new metrics need no column.
+
+    A resumed run appends to the file.
+    """
 
     name = "csv"
 

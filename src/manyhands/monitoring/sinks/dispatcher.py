@@ -1,4 +1,4 @@
-"""A queue and a thread for every sink, so that no sink can block training."""
+"""Dispatcher of a run's events to its sinks: each sink has a queue and a thread, so that it cannot block training."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from ...core import Event
 from .sink import FAILED, FINISHED, STOPPED, About, Sink
 
 MAX_WAITING = 1000
-"""Events queued for a sink before it is dropped: at a few events per second, it has then been stuck for minutes."""
+"""Maximum number of events queued for a sink. One with more, which has hung for minutes, is dropped."""
 CLOSE_SECONDS = 30.0
 """Seconds that all sinks together have to finish at the end of a run."""
 QUIET_SECONDS = 2.0
 """Seconds after which a notice names the sinks that the end of a run waits for."""
 
 DROPPED = "was dropped, and the run continues without it"
-"""The part of a notice that is printed even where progress is not shown."""
+"""Text in the notice about a dropped sink, by which callers recognise that the notice must always be printed."""
 
 
 class SinkDispatcher:
-    """Passes a run's events to its sinks and reports each dropped sink once."""
+    """Pass a run's events to its sinks; a sink that fails or hangs is dropped and reported once."""
 
     def __init__(self, sinks: Sequence[Sink], about: About) -> None:
         self._outlets = [_Outlet(sink, about) for sink in sinks]
@@ -31,7 +31,7 @@ class SinkDispatcher:
         self._closed = False
 
     def take(self, entry: Event) -> Iterator[str]:
-        """Queue an event for every sink and yield notices about sinks; never blocks."""
+        """Queue an event for every sink without blocking, and return the notices about sinks."""
         if entry["kind"] == "end":
             self._status = STOPPED if entry["stopped"] else FINISHED
         for outlet in self._outlets:
@@ -40,7 +40,7 @@ class SinkDispatcher:
         return self._news()
 
     def close(self, notify: Callable[[str], None]) -> None:
-        """Let the sinks finish within a deadline, and report those that could not."""
+        """End all sinks within `CLOSE_SECONDS`, and pass notices about those that fail to `notify`."""
         if self._closed:
             return
         self._closed = True
@@ -99,7 +99,7 @@ class _Outlet:
             self.drop(f"it is too slow, {MAX_WAITING} events wait for it")
 
     def finish(self, status: str) -> None:
-        """Queue the end of the run; a sink whose thread never started is skipped."""
+        """Queue the end of the run with its status, unless the sink has had no event."""
         if self.has_begun:
             self.put(status)
 

@@ -10,7 +10,7 @@ from .sink import Sink
 
 
 class FunctionSink(Sink):
-    """Calls a function with every event."""
+    """Sink that calls a function with every event."""
 
     def __init__(self, function: Callable[[Event], Any]) -> None:
         self._function = function

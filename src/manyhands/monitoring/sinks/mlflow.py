@@ -1,4 +1,4 @@
-"""The mlflow sink: a run of MLflow, configured by its own variables (MLFLOW_TRACKING_URI, ...)."""
+"""The mlflow sink: a run of MLflow, configured by MLflow's variables (MLFLOW_TRACKING_URI, ...)."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from .sink import FAILED, FINISHED, STOPPED, About, NumberSink
 
 _STATUS = {FINISHED: "FINISHED", STOPPED: "KILLED", FAILED: "FAILED"}
 _MAX_METRICS, _MAX_PARAMS, _MAX_TEXT = 1000, 100, 5000
-"""Limits of MLflow's API per call and per value."""
+"""Limits of MLflow's API: metrics per call, parameters per call, and characters per value."""
 
 
 class MlflowSink(NumberSink):
-    """Logs numbers by step, the run's parameters, and notices as the run's description.
+    """Log numbers by step, the run's parameters, and notices as the description of the MLflow run.
 
-    It has its own client, so the program's active MLflow run is not affected.
+    The sink has its own client, so the program's active MLflow run is not affected.
     """
 
     name = "mlflow"
@@ -55,7 +55,7 @@ class MlflowSink(NumberSink):
         self._client.set_terminated(self._run_id, _STATUS[status])
 
     def _experiment(self) -> str:
-        """Return the experiment that MLflow's own variables name, creating it if needed."""
+        """Return the id of the experiment that MLflow's variables name; create the experiment if it does not exist."""
         if os.environ.get("MLFLOW_EXPERIMENT_ID"):
             return os.environ["MLFLOW_EXPERIMENT_ID"]
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or "Default"

@@ -1,4 +1,4 @@
-"""Names of an event's values, as users of logging tools expect them."""
+"""Conversion of events to numbers by step, under names such as `train/loss` that logging tools group."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Numbers = tuple[int, dict[str, float]]
 
 
 def numbers_of(entry: Event, last_step: int) -> Iterator[Numbers]:
-    """Yield the numbers of an event by step; numbers without a step belong to the last one.
+    """Yield the numbers of an event by step; numbers of an event without a step are attributed to `last_step`.
 
     >>> list(numbers_of({"kind": "steps", "steps": [1, 2], "losses": {"loss": [3.0, 2.0]}, "epoch": 0}, 0))
     [(1, {'train/loss': 3.0}), (2, {'train/loss': 2.0, 'epoch': 0.0})]
@@ -36,7 +36,7 @@ def numbers_of(entry: Event, last_step: int) -> Iterator[Numbers]:
 
 
 def spread(points: list[Numbers], most: int) -> list[Numbers]:
-    """Return at most `most` points, evenly spread and including the last one; all where `most` is 0.
+    """Return at most `most` of the points, evenly spread and including the last one; all of them if `most` is 0.
 
     >>> [step for step, _ in spread([(step, {}) for step in range(1, 11)], 4)]
     [2, 5, 7, 10]
@@ -47,7 +47,7 @@ def spread(points: list[Numbers], most: int) -> list[Numbers]:
 
 
 def text_of(entry: Event) -> str:
-    """Return an event as text; empty when it has only numbers."""
+    """Return the text of an event; empty for events without text."""
     if entry["kind"] == "notice":
         return str(entry["text"])
     if entry["kind"] == "failed":
@@ -58,7 +58,7 @@ def text_of(entry: Event) -> str:
 
 
 def grouped(name: str) -> str:
-    """Return a metric's name as a path, so that tools group training and validation.
+    """Return a metric's name as a path, so that tools group metrics of training, validation and test.
 
     >>> grouped("valid_top_5"), grouped("auc")
     ('valid/top_5', 'auc')
@@ -68,7 +68,7 @@ def grouped(name: str) -> str:
 
 
 def _steps(entry: Event) -> Iterator[Numbers]:
-    """Yield losses by step; other values by step where they are lists, else at the event's last step."""
+    """Yield the numbers of a "steps" event by step; values that are not lists belong to the event's last step."""
     steps = entry["steps"]
     beside = {name: value for name, value in entry.items() if name not in _STEPS_ALONE}
     columns = dict(_leaves({**entry["losses"], **beside}))
@@ -81,6 +81,7 @@ def _steps(entry: Event) -> Iterator[Numbers]:
 
 
 def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the values of nested dicts with their paths, such as "lr/encoder"."""
     for name, value in values.items():
         if isinstance(value, Mapping):
             yield from _leaves(value, f"{prefix}{name}/")
@@ -89,20 +90,21 @@ def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 
 
 def _at(value: Any, place: int, count: int, is_last: bool) -> Any:
+    """Return the value for one of `count` steps: that of a list of this length, else the value for the last step."""
     if isinstance(value, list):
         return value[place] if len(value) == count else None
     return value if is_last else None
 
 
 def _shares(entry: Event) -> dict[str, Any]:
-    """Return the share of a replica's time by activity."""
+    """Return the shares of a replica's time by activity, under names such as "time/rank0/compute"."""
     seconds = entry["seconds"]
     total = seconds.get("total") or 1e-9
     return {f"time/rank{entry['rank']}/{name}": value / total for name, value in seconds.items() if name != "total"}
 
 
 def _finite(values: Mapping[str, Any]) -> dict[str, float]:
-    """Return the finite numbers among the values; tools reject or hide the others."""
+    """Return the finite numbers among the values as floats, because tools reject or hide other values."""
     return {
         name: float(value)
         for name, value in values.items()

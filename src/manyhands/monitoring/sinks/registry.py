@@ -1,4 +1,4 @@
-"""The registry of sinks: the names that `log_to=` accepts."""
+"""The registry of sinks: creates sinks from the values that `log_to=` accepts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LogTo = str | Sink | Callable[[Event], Any] | Sequence[str | Sink | Callable[[Ev
 
 
 def make_sinks(log_to: LogTo | None) -> list[Sink]:
-    """Return the sinks that `log_to` names; raise for unknown, duplicate or unusable ones.
+    """Return the sinks that `log_to` names; raise SettingsError for unknown, duplicate or unusable ones.
 
     >>> [str(sink) for sink in make_sinks("csv")]
     ['csv']

@@ -1,4 +1,4 @@
-"""Sink: a destination of a run's events next to its own log. A new one is a file here and a line in the registry."""
+"""Base classes of sinks, which send a run's events to other tools. To add one, add a file and register it."""
 
 from __future__ import annotations
 
@@ -14,29 +14,36 @@ from ...core import Event, SettingsError, StrategySpec, Task
 from .names import numbers_of, spread, text_of
 
 FINISHED, STOPPED, FAILED = "finished", "stopped", "failed"
-"""The possible ends of a run."""
+"""The possible values of `status` at the end of a run."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class About:
-    """Description of a run that a sink gets before the first event."""
+    """Description of a run, which a sink receives before the first event."""
 
     name: str
     folder: Path
-    """The run's folder, in which a sink writes its files."""
+    """The run's folder, to which a sink may write files."""
     params: Mapping[str, Any] = field(default_factory=dict)
     """The parameters of the task function."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """Strategy, devices, epochs, batch size, seed and versions."""
+    """The run's strategy, devices, epochs, batch size, seed and versions."""
 
     @classmethod
     def of(cls, folder: Path, spec: StrategySpec, record: Mapping[str, Any], task: object) -> About:
-        """Describe the run in a folder, given its record; task parameters that were not set have their defaults."""
+        """Return the description of a run; parameters of the task function that were not set have their defaults.
+
+        Args:
+            folder: The run's folder.
+            spec: The run's strategy.
+            record: The contents of its run.json.
+            task: The task, or the task function.
+        """
         settings = {"strategy": str(spec), **{name: value for name, value in record.items() if name != "params"}}
         return cls(name=folder.name, folder=folder, params={**_defaults(task), **record["params"]}, settings=settings)
 
     def flat(self) -> dict[str, Any]:
-        """Return everything as one flat table of plain values; task parameters keep their names.
+        """Return settings and task parameters as one flat dict of plain values; task parameters keep their names.
 
         >>> About(name="a", folder=Path("runs/a"), params={"lr": 0.1}, settings={"spec": {"replicas": 2}}).flat()
         {'spec.replicas': 2, 'lr': 0.1}
@@ -45,9 +52,9 @@ class About:
 
 
 class Sink(ABC):
-    """Receives a run's events, on its own thread in the process that started the run.
+    """Base class of sinks. A sink handles a run's events on a separate thread in the process that started the run.
 
-    If it raises, the error is reported once and the sink is dropped; training continues.
+    If a method raises, the error is reported once and the sink receives no more events; training continues.
 
     >>> class Lines(Sink):
     ...     def take(self, entry):
@@ -58,17 +65,20 @@ class Sink(ABC):
 
     name: ClassVar[str] = ""
     package: ClassVar[str] = ""
-    """The package that must be importable."""
+    """The package that the sink needs; empty for none."""
     extra: ClassVar[str] = ""
     """The extra of manyhands that installs the package."""
     link: str = ""
-    """A URL of the run, reported once the sink has started."""
+    """URL or other location of the run in the tool, which is reported after `start`; empty for none."""
 
     def __str__(self) -> str:
         return self.name or type(self).__name__
 
     def require(self) -> None:
-        """Raise if the sink cannot work, before the run starts; import its package, so that no thread has to."""
+        """Import the package that the sink needs; raise SettingsError if the sink cannot work.
+
+        This is called in the main thread before the run starts.
+        """
         if not self.package:
             return
         try:
@@ -92,11 +102,14 @@ class Sink(ABC):
 
 
 class NumberSink(Sink):
-    """A sink for numbers by step and name, such as `train/loss`, and for lines of text."""
+    """Base class of sinks that record numbers by step and name, such as `train/loss`, and lines of text."""
 
     most: ClassVar[int] = 0
-    """Steps that it takes of one event, evenly spread; 0 takes all. Events come about twice a second, and on one
-    device training shares the process with the sink and loses the time that it computes."""
+    """Maximum number of steps of one event that are recorded, evenly spread; 0 for all.
+
+    Events come about twice a second. On one device the sink runs in the process that trains, so its work takes time
+    from training.
+    """
 
     def __init__(self) -> None:
         self._step = 0
@@ -115,13 +128,13 @@ class NumberSink(Sink):
 
     @abstractmethod
     def numbers(self, step: int, values: Mapping[str, float], at: float) -> None:
-        """Handle the values of a step; `at` is their time in seconds since the Unix epoch."""
+        """Record the values of a step; `at` is their time in seconds since the Unix epoch."""
 
     def text(self, step: int, text: str) -> None:
-        """Handle a notice."""
+        """Record a line of text, such as a notice, that was reported after a step."""
 
     def go_back(self, step: int) -> None:
-        """Handle a resume from this step: values of later steps will come again."""
+        """Handle a resume from this step, after which values of later steps are recorded again."""
 
     def flush(self) -> None:
         """Write buffered values; called after every event."""

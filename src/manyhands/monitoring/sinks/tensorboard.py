@@ -11,7 +11,7 @@ FOLDER = "tensorboard"
 
 
 class TensorBoardSink(NumberSink):
-    """Writes scalars by step, notices as text, and the run's parameters for the HParams tab."""
+    """Write scalars by step, notices as text, and the run's parameters for TensorBoard's HParams tab."""
 
     name = "tensorboard"
     package = "torch.utils.tensorboard"
@@ -45,7 +45,7 @@ class TensorBoardSink(NumberSink):
         self._writer.close()
 
     def _open(self, purge_step: int | None) -> None:
-        """Open a new event file; with `purge_step` TensorBoard drops what older files have from that step on."""
+        """Open a new event file; TensorBoard ignores values of older files from `purge_step` on, if that is given."""
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer: Any = SummaryWriter(self._folder, purge_step=purge_step)

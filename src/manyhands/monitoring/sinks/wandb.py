@@ -1,4 +1,4 @@
-"""The wandb sink: a run of Weights & Biases, configured by its own variables (WANDB_PROJECT, WANDB_MODE, ...)."""
+"""The wandb sink: a run of Weights & Biases, configured by wandb's variables (WANDB_PROJECT, WANDB_MODE, ...)."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from ...core import SettingsError
 from .sink import FAILED, About, NumberSink
 
 _STEP = "step"
-"""The x-axis of every curve: wandb's own counter cannot go back, and a resumed run's steps do."""
+"""The x-axis of every curve. wandb's own step counter cannot go back, but the steps of a resumed run can."""
 
 
 class WandbSink(NumberSink):
-    """Logs numbers by step, the run's parameters as its config, and notices in its summary."""
+    """Log numbers by step, the run's parameters as the config of the wandb run, and notices in its summary."""
 
     name = "wandb"
     package = "wandb"
