@@ -1,4 +1,4 @@
-"""The dashboard: a local page that shows runs, studies, plans and servers; it reads event logs, nothing else."""
+"""The dashboard: a local web page with runs, studies, plans and servers, read from event logs and servers' metrics."""
 
 from .server import Dashboard
 

@@ -1,4 +1,4 @@
-"""Log folder that is not a run: plans, profiles, and the events of a server."""
+"""Folder with an event log of plans, of profiles, or of a server with its requests."""
 
 from __future__ import annotations
 
@@ -16,24 +16,26 @@ from .log_tail import Tail
 
 ACCESS = "access.jsonl"
 NUM_NEWS = 1000
+"""Number of latest entries kept for the timeline."""
 LONGEST_NEWS = 2000
-"""Maximum characters of a time line entry."""
+"""Maximum characters of a timeline entry."""
 MOST_KEPT = 50
-"""Number of latest plans and profiles kept per log."""
+"""Number of latest plans, and of latest profiles, that are kept per log."""
 MOST_NAMES = 1000
-"""Number of models, and of versions per model, that are kept."""
+"""Maximum number of models, and of versions per model, that are kept."""
 NUM_BUCKETS = 600
-"""Maximum number of time buckets in which requests are counted; beyond it, neighbours are merged."""
+"""Maximum number of time buckets in which requests are counted; if there are more, neighbours are merged."""
 LATE_SECONDS = 1.5
-"""Age in seconds from which a bucket is complete: servers write their access log every second."""
+"""Age in seconds after which a bucket is complete, because servers write their access log every second."""
 FIRST, RATIO, NUM_BOUNDS = 1e-5, 1.25, 80
-"""Latency histogram bounds: from 10 microseconds on, each 1.25 times the previous one."""
+"""Bounds of the latency histogram: the first one in seconds, the ratio of neighbours, and their number."""
 SERVING = (
     "starting", "serving", "stopping", "stopped", "split", "rolled_back", "watch_failed",
     "version_loading", "version_failed", "version_available", "version_ended",
     "replica_lost", "replica_failed", "replica_replaced", "routing", "backend_up", "backend_down",
     "label", "replica_hung", "state_not_saved", "state_refused",
 )  # fmt: skip
+"""Kinds of events of a server or router that the timeline shows."""
 ACCESS_FIELDS: fields.Fields = {
     "t": fields.moment,
     "status": fields.count,
@@ -44,10 +46,11 @@ FAULTS = (
     "rolled_back", "watch_failed", "version_failed", "replica_lost", "replica_failed", "backend_down",
     "replica_hung", "state_not_saved", "state_refused",
 )  # fmt: skip
+"""Kinds of events in `SERVING` that are marked as faults."""
 
 
 class Bucket:
-    """Requests of a time interval."""
+    """Number, refusals and latency histogram of the requests in a time interval that begins at `t`."""
 
     __slots__ = ("bounds", "num", "num_refused", "t")
 
@@ -56,18 +59,20 @@ class Bucket:
         self.bounds = [0] * NUM_BOUNDS
 
     def add(self, status: int, seconds: float) -> None:
+        """Count a request with its HTTP status and latency."""
         self.num += 1
         self.num_refused += status >= 400
         place = math.ceil(math.log(max(seconds, FIRST) / FIRST, RATIO))
         self.bounds[min(NUM_BOUNDS - 1, place)] += 1
 
     def join(self, other: Bucket) -> None:
+        """Add the requests of another bucket."""
         self.num += other.num
         self.num_refused += other.num_refused
         self.bounds = [a + b for a, b in zip(self.bounds, other.bounds, strict=True)]
 
     def quantile(self, share: float) -> float | None:
-        """Return the seconds below which this share of the requests lies."""
+        """Return the latency in seconds that this share of the requests does not exceed; None without requests."""
         wanted, seen = math.ceil(share * self.num), 0
         for place, num in enumerate(self.bounds):
             seen += num
@@ -77,7 +82,7 @@ class Bucket:
 
 
 class Log(LogSource):
-    """A folder with an event log, written by `serve --log`, `plan --log` or `profile --log`."""
+    """A folder with an event log that `serve --log`, `plan --log` or `profile --log` has written."""
 
     kind, lock = "log", ACCESS
 
@@ -88,9 +93,9 @@ class Log(LogSource):
         self.versions: dict[str, dict[str, str]] = {}
         self.splits: dict[str, str] = {}
         self.current: dict[str, str] = {}
-        """The version that answers, by model."""
+        """The current version by model."""
         self.labels: dict[str, dict[str, str]] = {}
-        """Versions by label, by model."""
+        """Versions by model and label."""
         self.serving: dict[str, Any] = {}
         self.is_up = False
         self.buckets: dict[int, Bucket] = {}
@@ -110,7 +115,7 @@ class Log(LogSource):
 
     @property
     def state(self) -> str:
-        """One of serving, stopped or interrupted; a killed server writes no event."""
+        """One of serving, stopped or interrupted. A killed server writes no event, so its lock and age are checked."""
         if not self.is_up:
             return "stopped"
         here = socket.gethostname()
@@ -118,13 +123,13 @@ class Log(LogSource):
         return "interrupted" if is_here and not self.is_alive else "serving"
 
     def on_starting(self, entry: dict[str, Any]) -> None:
-        # A restarted server reports what it has kept.
+        # A restarted server reports its versions, labels and splits again.
         self.versions, self.splits, self.current, self.labels = {}, {}, {}, {}
 
     def on_serving(self, entry: dict[str, Any]) -> None:
         self.serving, self.is_up = entry, True
 
-    # A router's log is like a server's, with other servers as its devices.
+    # A router's log has the form of a server's.
     on_routing = on_serving
 
     def on_stopped(self, entry: dict[str, Any]) -> None:
@@ -163,7 +168,7 @@ class Log(LogSource):
             states[version] = state
 
     def take_access(self, line: dict[str, Any]) -> None:
-        """Count a request from the access log."""
+        """Count the request of a line of the access log; raise ValueError if the line is malformed."""
         if not fields.holds(line, ACCESS_FIELDS):
             raise ValueError("the line is not an entry of an access log")
         self.changed = max(self.changed, min(line["t"], time.time()))
@@ -177,6 +182,7 @@ class Log(LogSource):
         return bucket.add(int(line["status"]), line["ms"] / 1e3)
 
     def _widen(self) -> None:
+        """Double the width of all buckets, and merge neighbours."""
         self.width *= 2
         wide: dict[int, Bucket] = {}
         for bucket in self.buckets.values():
@@ -185,7 +191,7 @@ class Log(LogSource):
         self.buckets = wide
 
     def _over_time(self) -> list[Bucket]:
-        """Return the buckets in order, with zeros for idle times and without the current, incomplete one."""
+        """Return the buckets in order of time, with empty ones for idle times, without the current incomplete one."""
         known = self.buckets
         if known and self.state == "serving":
             last = int(time.time() - LATE_SECONDS) // self.width * self.width - self.width
@@ -226,14 +232,14 @@ class Log(LogSource):
 
 
 def _words(key: str, value: Any) -> str:
-    """Return an event's value as readable text."""
+    """Return the value of an event's field as readable text; `key` is the name of the field."""
     if key == "shares":
         return _shared_out(value) or "none"
     return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _shared_out(shares: Sequence[dict[str, Any]]) -> str:
-    """Return a traffic split as text.
+    """Return the shares of a traffic split as text.
 
     >>> _shared_out([{"model": "m", "version": 1, "weight": 9.0}, {"model": "m", "version": 2, "weight": 1.0}])
     '90% m 1, 10% m 2'

@@ -1,4 +1,4 @@
-"""Base class of the folders that the dashboard reads."""
+"""Base class of the folders that the dashboard reads: runs, studies, and other event logs."""
 
 from __future__ import annotations
 
@@ -15,44 +15,49 @@ from .log_tail import Tail
 SILENT_SECONDS = 60.0
 """Seconds without an event after which a folder counts as interrupted, unless a process holds its lock."""
 PARTS = b'"kind": "parts"'
-"""Events with each replica's share of every loss, which `replay` needs and no page shows."""
+"""Text in lines of events with each replica's share of every loss, which `mh.replay` needs and no page shows."""
 
 
 class LogSource(ABC):
-    """One folder. `refresh` reads a slice of new data; `summary` is its entry in a list, `detail` its page."""
+    """Base class of a folder with logs, of which it keeps the parsed contents.
+
+    `refresh` reads a part of the new lines, `summary` returns the folder's entry in a list, and `detail` returns the
+    data of its page.
+    """
 
     kind: str
+    """Kind of the folder in the dashboard's API: "run", "study" or "log"."""
     lock: str
-    """The file that the writer of the folder locks."""
+    """Name of the file that the program which writes the folder locks."""
 
     def __init__(self, name: str, path: Path) -> None:
         self.id, self.path = name, path
         self.stamp = 0
-        """The library's stamp at the last change."""
+        """Stamp that the library assigned to the last change; higher stamps are later changes."""
         self.began = self.changed = 0.0
-        """Time of the first and of the last event."""
+        """Times of the first and of the last event, in seconds since the Unix epoch."""
         self.signature: tuple[tuple[int, int], ...] = ()
-        """Modification times and sizes of its files."""
+        """Modification times and sizes of the folder's files."""
         self.has_read: tuple[tuple[int, int], ...] = ()
         """The signature at the last read."""
         self.is_held = False
-        """Whether a process holds its lock."""
+        """Whether a process holds the folder's lock."""
         self.num_refused = 0
         """Number of lines that were JSON, but not of the expected form."""
         self.failure = ""
-        """Why it is not read any more."""
+        """Why the folder is not read any more; empty if it is read."""
         self.parts: tuple[object, ...] = (self,)
         """The objects whose methods named `on_KIND` handle the events."""
         self._tails = self._open()
 
     @property
     def pending(self) -> int:
-        """Number of unread bytes."""
+        """Number of bytes that are known to be unread."""
         return 0 if self.failure else sum(tail.pending for tail, _ in self._tails)
 
     @property
     def unreadable(self) -> str:
-        """Description of what could not be read; empty if everything could."""
+        """Text about lines and files that could not be read; empty if there are none."""
         count = self.num_refused + sum(tail.num_damaged for tail, _ in self._tails)
         lines = [f"{count} {'line' if count == 1 else 'lines'} could not be read"] if count else []
         errors = [tail.error for tail, _ in self._tails if tail.error]
@@ -60,21 +65,21 @@ class LogSource(ABC):
 
     @property
     def was_replaced(self) -> bool:
-        """Whether a file was replaced, so that all of it has to be read again."""
+        """Whether a file was replaced or truncated, so that the folder has to be read again."""
         return any(tail.was_replaced for tail, _ in self._tails)
 
     @property
     def is_alive(self) -> bool:
-        """Whether a process still writes the folder, judged by its lock and its last event."""
+        """Whether a process still writes the folder: its lock is held, or its last event is recent."""
         return self.is_held or time.time() - self.changed < SILENT_SECONDS
 
     @property
     @abstractmethod
     def state(self) -> str:
-        """Current state as one word."""
+        """State of the folder as one word, such as "running"."""
 
     def refresh(self) -> bool:
-        """Read a slice of what is new; return whether there was something."""
+        """Read a part of the new lines of each file, and return whether the folder's data have changed."""
         before = self.unreadable
         seen = False
         self.has_read = self.signature
@@ -89,27 +94,27 @@ class LogSource(ABC):
         return seen or self.unreadable != before
 
     def _open(self) -> list[tuple[Tail, Any]]:
-        """Return the files to read and the handlers of their lines; here events, handled by `parts`."""
+        """Return the files to read, each with the function that takes its lines; by default the event log."""
         return [(Tail(self.path / EVENTS, without=(PARTS,)), self.take_event)]
 
     def take_event(self, entry: dict[str, Any]) -> None:
-        """Process an event; raises ValueError if it is malformed."""
+        """Process a line of the event log; raise ValueError if it is not an event."""
         if not fields.is_event(entry):
             raise ValueError("the line is not an event")
-        # The writer's clock may be ahead: an event that was read has happened.
+        # The clock of the host that writes may be ahead, but an event cannot be later than now.
         moment = min(entry["t"], time.time())
         self.began, self.changed = self.began or moment, max(self.changed, moment)
         self.take(entry)
 
     def take(self, entry: dict[str, Any]) -> None:
-        """Process a well-formed event."""
+        """Pass an event to the method `on_KIND` of every part that has one."""
         for part in self.parts:
             known = getattr(part, f"on_{entry['kind']}", None)
             if known is not None:
                 known(entry)
 
     def about(self) -> dict[str, Any]:
-        """Return the fields that all sources have in common."""
+        """Return the fields of `summary` that folders of all kinds have."""
         return {
             "id": self.id,
             "name": printable(self.path.name),
@@ -121,15 +126,15 @@ class LogSource(ABC):
 
     @abstractmethod
     def summary(self) -> dict[str, Any]:
-        """Return the data for lists."""
+        """Return the data of the folder's entry in a list."""
 
     @abstractmethod
     def detail(self) -> dict[str, Any]:
-        """Return the data of its own page."""
+        """Return the data of the folder's page."""
 
 
 def dump(value: Any) -> bytes:
-    """Return JSON that browsers can parse; NaN and infinities become null.
+    """Return a value as JSON that browsers can parse; NaN and infinities become null.
 
     >>> dump({"loss": float("nan")})
     b'{"loss": null}'
@@ -141,6 +146,7 @@ def dump(value: Any) -> bytes:
 
 
 def _finite(value: Any) -> Any:
+    """Return JSON-ready data in which NaN and infinities are replaced by None."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):

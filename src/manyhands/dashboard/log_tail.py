@@ -11,17 +11,21 @@ from typing import Any
 from ..core import LINE_LIMIT, FileError, open_regular, parse_json
 
 SLICE = 1 << 18
-"""Bytes read at a time, so that one long log does not delay the others."""
+"""Number of bytes that are read at a time, so that one long log does not delay the others."""
 FEW_BRACKETS = 64
-"""Number of brackets up to which a line cannot be nested too deeply, so that many such lines are parsed together."""
+"""Maximum number of brackets of lines that are parsed together; such lines cannot be nested too deeply."""
 
 
 class Tail:
-    """Return the entries appended since the last read; an incomplete last line is left for later.
+    """Read the JSON objects that are appended to a file, a slice per call of `read`.
 
-    Lines that contain one of `without` are skipped before parsing. A file that was replaced or truncated is read from
-    the start, and `was_replaced` is set once. Lines that are damaged or longer than `LINE_LIMIT` are counted; a file
-    that is not a regular file is not opened, and `error` is set.
+    A file that was replaced or truncated is read from the start, and `was_replaced` is set. Lines that are damaged or
+    longer than `LINE_LIMIT` are counted in `num_damaged`. A file that is not a regular file is not opened, and `error`
+    is set.
+
+    Args:
+        path: The file, which need not exist yet.
+        without: Texts of lines that are skipped without parsing.
     """
 
     def __init__(self, path: Path, without: tuple[bytes, ...] = ()) -> None:
@@ -32,7 +36,7 @@ class Tail:
         self.num_damaged = 0
         """Number of lines that could not be parsed."""
         self.error = ""
-        """Why the file cannot be read at all."""
+        """Why the file cannot be read at all; empty if it can be read or does not exist."""
         self._file_id: tuple[int, int] | None = None
         self._pending = 0
         self._is_skipping = False
@@ -44,7 +48,7 @@ class Tail:
         return self._pending
 
     def read(self) -> list[dict[str, Any]]:
-        """Return the objects of the next slice."""
+        """Return the objects of the next slice of the file; an incomplete last line is read by a later call."""
         lines = [line for line in self._lines() if line.strip()]
         for part in self._without:
             lines = [line for line in lines if part not in line]
@@ -53,6 +57,7 @@ class Tail:
         return found
 
     def _lines(self) -> list[bytes]:
+        """Return the complete lines of the next slice."""
         try:
             with os.fdopen(open_regular(self.path), "rb") as file:
                 self.error = ""
@@ -70,7 +75,10 @@ class Tail:
         return self._taken(data, size)
 
     def _taken(self, data: bytes, size: int) -> list[bytes]:
-        """Return the complete lines of the data; a line that is too long is skipped piece by piece."""
+        """Return the complete lines of data that were read at the current offset, and advance the offset.
+
+        A line that is too long is skipped over several calls. `size` is the size of the file.
+        """
         self.num_read += len(data)
         whole = data.rfind(b"\n") + 1
         is_too_long = not whole and len(data) >= LINE_LIMIT
@@ -86,7 +94,7 @@ class Tail:
         return lines
 
     def _look(self, file: int) -> int:
-        """Return the file's size; detect that it was replaced or truncated."""
+        """Return the size of the open file; if the file was replaced or truncated, start again at its beginning."""
         found = os.fstat(file)
         who = (found.st_dev, found.st_ino)
         if self._file_id is not None and (who != self._file_id or found.st_size < self.offset):
@@ -97,7 +105,10 @@ class Tail:
 
 
 def _parsed(lines: Sequence[bytes]) -> list[Any]:
-    """Parse all lines together, which is twice as fast, or one by one if some are damaged; None for damaged lines."""
+    """Return the values of some lines of JSON, with None for damaged lines.
+
+    The lines are parsed together, which is twice as fast, and one by one only if some are damaged.
+    """
     if all(line.count(b"[") + line.count(b"{") <= FEW_BRACKETS for line in lines):
         try:
             found = json.loads((b"[%b]" % b",".join(lines)).decode())
@@ -109,6 +120,7 @@ def _parsed(lines: Sequence[bytes]) -> list[Any]:
 
 
 def _object(line: bytes) -> Any:
+    """Return the value of a line of JSON; None if it is damaged or nested too deeply."""
     try:
         return parse_json(line)
     except FileError:

@@ -1,4 +1,4 @@
-"""Metrics of a running server, polled like Prometheus does and kept for a while."""
+"""Metrics of a running server, which are polled as Prometheus does; the latest samples are kept."""
 
 from __future__ import annotations
 
@@ -15,16 +15,19 @@ from typing import Any
 LINE = re.compile(r"^(manyhands_\w+)\{([^}]*)\} (\S+)$")
 LABEL = re.compile(r'(\w+)="([^"]*)"')
 NUM_LOOKS = 900
+"""Maximum number of samples that are kept."""
 MOST_BYTES = 4 << 20
+"""Maximum number of bytes of a response that are read."""
 TIMEOUT = 1.0
-"""Maximum seconds between two pieces of an answer, and for all of it together."""
+"""Maximum seconds between two parts of a response, and for the whole response."""
 MOST_VALUES = 500_000
-"""Maximum values of a server that are kept, over all samples; beyond that the oldest samples go."""
+"""Maximum number of values of a server that are kept, over all samples; if there are more, the oldest samples go."""
 LONGEST_ERROR = 500
 """Maximum characters of an error that pages show."""
 
 
 LONGEST_TEXT = 300
+"""Maximum characters of a text about a version."""
 _TEXTS: dict[str, Callable[[dict[str, str], float], str]] = {
     "manyhands_current": lambda labels, value: "current",
     "manyhands_label": lambda labels, value: f"label {labels.get('label', '')}",
@@ -35,23 +38,24 @@ _TEXTS: dict[str, Callable[[dict[str, str], float], str]] = {
 
 @dataclass
 class MetricsSample:
-    """Metrics at one moment, by model and version."""
+    """Metrics of a server at one moment; the keys of its dicts are pairs of model and version."""
 
     t: float
     requests: dict[tuple[str, str], dict[str, float]] = field(default_factory=dict)
-    """Request counts by outcome: OK, or the status code."""
+    """Number of requests by outcome: "OK", or the code of the error."""
     latency: dict[tuple[str, str], dict[float, float]] = field(default_factory=dict)
-    """Cumulative latency histogram: requests that took at most this many seconds."""
+    """Cumulative latency histogram: number of requests by the seconds that they took at most."""
     gauges: dict[tuple[str, str], dict[str, float]] = field(default_factory=dict)
     texts: dict[tuple[str, str], list[str]] = field(default_factory=dict)
-    """What distinguishes a version: whether it is current, its labels, its shares of traffic splits, why it failed."""
+    """Texts about a version: that it is current, its labels, its shares of traffic splits, and why it failed."""
     backends: dict[str, dict[str, float]] = field(default_factory=dict)
-    """Metrics of a router's backends by server: whether it is up, requests in flight, answered and lost."""
+    """For a router, metrics by backend: whether it is up, and its requests in flight, answered and lost."""
     num_values: int = 0
+    """Number of values in this sample."""
 
     @classmethod
     def parse(cls, text: str, t: float) -> MetricsSample:
-        """Parse Prometheus' text format.
+        """Return the sample in a text of Prometheus' format that was received at time `t`.
 
         >>> look = MetricsSample.parse('manyhands_requests_total{model="m",version="1",code="OK"} 3', 0.0)
         >>> look.requests
@@ -80,7 +84,7 @@ class MetricsSample:
 
 
 class Metrics:
-    """Poll a server's `/metrics` and compute rates from the counters."""
+    """Poll the path `/metrics` of a server, and compute rates from its counters."""
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
@@ -89,7 +93,7 @@ class Metrics:
         self._num_values = 0
 
     def look(self) -> None:
-        """Poll once; an error is shown on the page."""
+        """Poll the server once; a failure is stored in `error`, which the page shows."""
         try:
             # The dashboard accepts only addresses of http and https.
             with urllib.request.urlopen(f"{self.url}/metrics", timeout=TIMEOUT) as answer:  # noqa: S310
@@ -101,14 +105,14 @@ class Metrics:
             self.error = f"{self.url} does not answer: {reason}"[:LONGEST_ERROR]
 
     def _keep(self, look: MetricsSample) -> None:
-        """Keep a sample, and drop the oldest ones if there are too many or hold too many values."""
+        """Keep a sample, and drop the oldest ones if there are too many samples or values."""
         self._looks.append(look)
         self._num_values += look.num_values
         while len(self._looks) > NUM_LOOKS or (self._num_values > MOST_VALUES and len(self._looks) > 1):
             self._num_values -= self._looks.popleft().num_values
 
     def to_dict(self) -> dict[str, Any]:
-        """Return rates and latencies between consecutive samples, and the latest values."""
+        """Return the data of the page: rates and latencies between consecutive samples, and the latest values."""
         looks = list(self._looks)
         who = sorted(looks[-1].requests.keys() | looks[-1].gauges.keys() | looks[-1].texts.keys()) if looks else []
         versions = []
@@ -130,7 +134,7 @@ class Metrics:
 
 
 def _read(answer: http.client.HTTPResponse) -> bytes:
-    """Return the body of an answer; a server that sends it byte by byte must not hold up the other servers."""
+    """Return at most `MOST_BYTES` of a response; raise TimeoutError if reading takes longer than `TIMEOUT` in total."""
     end, found = time.monotonic() + TIMEOUT, b""
     while len(found) < MOST_BYTES and (piece := answer.read1(1 << 16)):
         found += piece
@@ -140,7 +144,7 @@ def _read(answer: http.client.HTTPResponse) -> bytes:
 
 
 def _backends(looks: list[MetricsSample]) -> list[dict[str, Any]]:
-    """Return a router's backends: the latest values, and answers per second between consecutive samples."""
+    """Return a router's backends with their latest values, and their answers per second between consecutive samples."""
     found = []
     for name, figures in sorted(looks[-1].backends.items()) if looks else []:
         pairs = [(a, b) for a, b in pairwise(looks) if name in a.backends and name in b.backends]
@@ -150,18 +154,22 @@ def _backends(looks: list[MetricsSample]) -> list[dict[str, Any]]:
 
 
 def _answered(before: MetricsSample, after: MetricsSample, backend: str) -> float:
+    """Return the requests per second that a backend has answered between two samples."""
     counts = [look.backends[backend].get("answered", 0.0) for look in (before, after)]
     return max(0.0, counts[1] - counts[0]) / max(1e-9, after.t - before.t)
 
 
 def _rate(before: MetricsSample, after: MetricsSample, who: tuple[str, str]) -> float:
-    """Return the requests per second, regardless of their outcome."""
+    """Return the requests per second of a model version between two samples, regardless of their outcome."""
     counts = [sum(look.requests.get(who, {}).values()) for look in (before, after)]
     return max(0.0, counts[1] - counts[0]) / max(1e-9, after.t - before.t)
 
 
 def _quantile(before: MetricsSample, after: MetricsSample, who: tuple[str, str], share: float) -> float | None:
-    """Return the seconds within which this share of the requests between two samples was answered."""
+    """Return the seconds within which a share of a version's requests between two samples was answered.
+
+    The result is None if there were no requests, or if it exceeds the largest bound of the histogram.
+    """
     now, then = after.latency.get(who, {}), before.latency.get(who, {})
     counts = {bound: count - then.get(bound, 0.0) for bound, count in sorted(now.items())}
     total = max(counts.values(), default=0.0)

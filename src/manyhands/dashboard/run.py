@@ -1,4 +1,4 @@
-"""A training run: its curves, the time of each rank, failures and recoveries."""
+"""Folder of a training run: its curves, the times of its ranks, failures and recoveries."""
 
 from __future__ import annotations
 
@@ -15,18 +15,21 @@ RECORD = "run.json"
 RECORD_LIMIT = 4 << 20
 """Maximum bytes of a run.json."""
 NUM_NEWS = 1000
-"""Number of time line entries kept."""
+"""Number of latest entries kept for the timeline, and of latest checkpoints."""
 LONGEST_NEWS = 2000
-"""Maximum characters of a time line entry."""
+"""Maximum characters of a timeline entry."""
 NEWS = (
     "notice", "skipped", "lost", "recovered", "straggler", "hang", "member_lost", "followed", "chosen", "sync",
 )  # fmt: skip
+"""Kinds of events that the timeline shows."""
 FAULTS = ("lost", "hang", "straggler", "skipped", "member_lost", "failed")
+"""Kinds of events that count as faults."""
 COMMON_FIELDS = ("v", "t", "kind", "text")
+"""Fields of events that descriptions omit."""
 
 
 class RunFolder(LogSource):
-    """Folder written by `fit`."""
+    """Folder of a run that `mh.fit` has written."""
 
     kind, lock = "run", ".lock"
 
@@ -43,9 +46,9 @@ class RunFolder(LogSource):
         self.split: dict[str, Any] | None = None
         self.plan: dict[str, Any] | None = None
         self.servers: dict[str, Any] = {}
-        """Counters of the exchange between workers and parameter servers."""
+        """Latest counters of the exchange between workers and parameter servers."""
         self.trial_state = ""
-        """State that the study reports, if this is a trial that has ended."""
+        """For the run of a trial that has ended, the state that its study reports; else empty."""
 
     def refresh(self) -> bool:
         # run.json exists before the first event; with parameter servers it is written again at the end.
@@ -56,6 +59,7 @@ class RunFolder(LogSource):
         return seen or self.unreadable != before
 
     def _read_record(self) -> None:
+        """Read run.json; an error is stored in `record_error`, and a missing file is ignored."""
         try:
             found = read_json(self.path / RECORD, RECORD_LIMIT)
             if not fields.holds(found, fields.RECORD_FIELDS):
@@ -82,12 +86,15 @@ class RunFolder(LogSource):
 
     @property
     def has_ended(self) -> bool:
-        """Whether the run has recorded its end."""
+        """Whether the event log contains the end or the failure of the run."""
         return bool(self.progress.end)
 
     @property
     def step_seconds(self) -> float | None:
-        """Seconds of a step: the median of timed steps, else the mean without validation and checkpoints."""
+        """Seconds of a step: the median of profiled steps, else the mean without validation and checkpoints.
+
+        None if no step is known.
+        """
         return self.ranks.step_seconds(self.progress.num_steps)
 
     # -- events ---------------------------------------------------------------------------------------------------
@@ -175,7 +182,7 @@ class RunFolder(LogSource):
 
 
 def _describe(entry: dict[str, Any]) -> str:
-    """Return a description of an event that has no text."""
+    """Return a description of an event that has no text of its own."""
     if entry["kind"] == "lost":
         return f"rank {entry.get('rank')} on {entry.get('host')} was lost: {entry.get('reason')}"
     if entry["kind"] == "recovered":
@@ -186,5 +193,5 @@ def _describe(entry: dict[str, Any]) -> str:
 
 
 def _text(spec: dict[str, Any]) -> str:
-    """Return a strategy in the syntax that users write."""
+    """Return the spec of a run's record as a strategy that users can write, such as "replicas=2,accumulate=4"."""
     return ",".join(f"{name}={'none' if value is None else value}" for name, value in spec.items()) or "single"

@@ -1,4 +1,4 @@
-"""The curves and the progress of a run; steps that are repeated after a recovery replace the first ones."""
+"""Curves and progress of a run; steps that are repeated after a recovery replace the earlier ones."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from ..core import fields
 from .series import Series
 
 MOST_CURVES = 1000
-"""Number of curves kept per run; a curve takes up to 48 KiB."""
+"""Maximum number of curves that are kept per run; a curve takes up to 48 KiB."""
 LEAST_SECONDS = 0.2
-"""Minimum seconds over which throughput is measured; timestamps of close events are too imprecise."""
+"""Minimum seconds over which throughput is measured, because times of close events are too imprecise."""
 
 
 class RunCurves:
@@ -22,10 +22,10 @@ class RunCurves:
         self.logged: dict[str, Series] = {}
         self.rates: dict[str, Series] = {}
         self.has_left_out = False
-        """Whether there were more curves than are kept."""
+        """Whether curves were discarded, because there were too many or their names were too long."""
 
     def series(self) -> dict[str, dict[str, Series]]:
-        """Return the curves by what they show."""
+        """Return the curves by group ("losses", "metrics", "logged" or "rates") and name."""
         return {"losses": self.losses, "metrics": self.metrics, "logged": self.logged, "rates": self.rates}
 
     def on_start(self, entry: dict[str, Any]) -> None:
@@ -54,7 +54,7 @@ class RunCurves:
         self._forget_after(entry["step"])
 
     def _curve(self, group: dict[str, Series], name: str) -> Series:
-        """Return the curve of a name, or one that is discarded if there are too many."""
+        """Return the curve of a name in a group; if there are too many, a new curve that is not kept."""
         if name in group:
             return group[name]
         if sum(map(len, self.series().values())) >= MOST_CURVES or len(name) > fields.LONGEST_NAME:
@@ -63,13 +63,14 @@ class RunCurves:
         return group.setdefault(name, Series())
 
     def _forget_after(self, step: int) -> None:
+        """Drop the points of all curves after a step, because the following steps are repeated."""
         for group in self.series().values():
             for series in group.values():
                 series.forget_after(step)
 
 
 class RunProgress:
-    """How far a run is, how fast it is, and how it ended."""
+    """The current step and epoch of a run, its speed, and how it ended."""
 
     def __init__(self) -> None:
         self.step = self.epoch = 0
@@ -87,7 +88,7 @@ class RunProgress:
 
     @property
     def steps_per_second(self) -> float | None:
-        """Recent steps per second; for a run that has ended, the mean over all of its steps."""
+        """Recent steps per second; for a run that has ended, the mean since it was started or resumed."""
         lasted = self.end.get("t", self._began_when) - self._began_when
         if lasted > 0 and self.num_steps > 0:
             return float(self.num_steps / lasted)
@@ -104,7 +105,7 @@ class RunProgress:
         self._time(entry["t"])
 
     def _time(self, moment: float) -> None:
-        """Record the steps per second since the last measurement, validation and checkpoints included."""
+        """Record the steps per second since the last measurement, including the time of validation and checkpoints."""
         if self._timed_from is None:
             self._timed_from = moment, self.step
         then, step = self._timed_from
@@ -126,7 +127,7 @@ class RunProgress:
         self.end = {"state": "failed", "t": entry["t"], "reason": entry["reason"]}
 
     def _resume_at(self, step: int) -> None:
-        """Drop the speed of the steps that are repeated."""
+        """Set the current step after a resume or a recovery, and drop the speeds of steps that are repeated."""
         self.step = step
         self.speed.forget_after(step)
         self._timed_from = None

@@ -1,4 +1,4 @@
-"""Library of the folders that the dashboard shows, found and read in the background, newest first."""
+"""Library of the folders that the dashboard shows; a thread finds and reads them, the most recently changed first."""
 
 from __future__ import annotations
 
@@ -19,21 +19,28 @@ from .run import RECORD, RunFolder
 from .study import JOURNAL, StudyFolder
 
 DEPTH = 4
-"""Depth below a folder to search for runs: runs/NAME, studies/NAME/trials/NUMBER."""
+"""Depth to which subfolders are searched, enough for studies/NAME/trials/NUMBER in a folder."""
 PASSED_OVER = ("checkpoints",)
+"""Names of folders that are not searched."""
 INTERVAL = 0.5
 """Seconds between two scans."""
 LONGEST_ERROR = 500
 """Maximum characters of an error that pages show."""
 MOST_FOLDERS = 20_000
-"""Maximum number of folders searched below a shown one."""
+"""Maximum number of folders that are searched in each folder of the dashboard, including itself."""
 LOCKS = Path("/proc/locks")
+"""File in which Linux lists all locked files."""
 
 
 class Library:
-    """Find folders and keep their parsed contents up to date.
+    """Find runs, studies and logs in some folders, and keep their parsed contents up to date.
 
-    Every change gets the next number, the `stamp`; a client that has seen a stamp requests the changes after it.
+    Every change gets the next `stamp`, a number. A client sends the last stamp that it has seen, to get the changes
+    after it.
+
+    Args:
+        folders: Folders to search.
+        servers: URLs of servers whose metrics are polled.
     """
 
     def __init__(self, folders: Sequence[Path], servers: Sequence[str] = ()) -> None:
@@ -42,18 +49,19 @@ class Library:
         self.sources: dict[str, LogSource] = {}
         self.stamp = 0
         self.has_changed = threading.Condition()
-        """Its lock guards all reads and changes of the library."""
+        """Condition that is notified of every change; its lock guards all accesses to the library."""
         self._next = threading.Lock()
-        """Held while waiting for the lock, so that turns are taken in order and reading does not starve pages."""
+        """Lock that a thread holds while it waits for the lock of `has_changed`, so that reading does not starve
+        pages."""
         self.error = ""
-        """Error of the last failed scan."""
+        """Error of the last scan that failed; empty if none has."""
         self._states: dict[str, str] = {}
         self._scanned_at = float("-inf")
         self._wanted = ""
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[None]:
-        """Hold the lock for a moment; turns are taken in order."""
+        """Context that holds the library's lock; threads that wait for it get it in turn."""
         with self._next:
             self.has_changed.acquire()
         try:
@@ -62,7 +70,7 @@ class Library:
             self.has_changed.release()
 
     def run(self, closing: threading.Event) -> None:
-        """Read folders until `closing` is set."""
+        """Search and read folders until `closing` is set."""
         while not closing.is_set():
             try:
                 is_more = self.refresh()
@@ -73,7 +81,10 @@ class Library:
                 closing.wait(INTERVAL)
 
     def watch_servers(self, closing: threading.Event) -> None:
-        """Poll the servers' metrics until `closing` is set; a separate loop, so that a slow server delays no log."""
+        """Poll the metrics of the servers until `closing` is set.
+
+        This runs in a separate thread, so that a slow server does not delay the reading of folders.
+        """
         while not closing.wait(2 * INTERVAL):
             for metrics in self.servers:
                 metrics.look()
@@ -82,7 +93,11 @@ class Library:
                 self.has_changed.notify_all()
 
     def refresh(self) -> bool:
-        """Scan for new folders periodically and read a slice of one that has grown; return whether more is pending."""
+        """Search for new folders if `INTERVAL` has passed, and read a slice of a folder with unread data.
+
+        Returns:
+            Whether a slice was read, so that this method should be called again without a pause.
+        """
         if time.monotonic() - self._scanned_at > INTERVAL:
             self._scanned_at = time.monotonic()
             self._scan()
@@ -96,14 +111,14 @@ class Library:
         return True
 
     def want(self, name: str) -> LogSource | None:
-        """Return a source and read it with priority from now on, as a page shows it."""
+        """Return the source with an id, which a page shows, and read it before the others; None if there is none."""
         self._wanted = name
         return self.sources.get(name)
 
-    # -- data of the pages; the lock is held ----------------------------------------------------------------------
+    # -- data of the pages; callers hold the lock -----------------------------------------------------------------
 
     def overview(self, since: int = 0) -> dict[str, Any]:
-        """Return summaries of everything that changed after a stamp, and the names of all sources."""
+        """Return the summaries of all sources that have changed after the stamp `since`, and the ids of all sources."""
         changed = [source for source in self.sources.values() if source.stamp > since]
         found: dict[str, Any] = {
             name: [self._content(source, "summary") for source in changed if source.kind == kind]
@@ -113,12 +128,15 @@ class Library:
         return {"stamp": self.stamp, "ids": list(self.sources), "pending": pending, "error": self.error, **found}
 
     def detail(self, name: str, kind: str) -> dict[str, Any] | None:
-        """Return the data of a source's page and read it with priority; None if there is no such source."""
+        """Return the data of the page of a source with this id and kind; None if there is none.
+
+        The source is read before the others from now on.
+        """
         source = self.want(name)
         return self._content(source, "detail") if source is not None and source.kind == kind else None
 
     def _content(self, source: LogSource, what: str) -> dict[str, Any]:
-        """Return a source's summary or detail; on an error, that of an empty source with the error."""
+        """Return the result of a source's "summary" or "detail" method; if that raises, mark the source as failed."""
         try:
             content = getattr(source, what)()
         except Exception as error:
@@ -126,14 +144,14 @@ class Library:
         return dict(content)
 
     def _failed(self, source: LogSource, error: Exception) -> LogSource:
-        """Replace a source whose files could not be parsed by an empty one; others are not affected."""
+        """Replace a source whose files could not be parsed by an empty one with the error, and return that."""
         fresh = self.sources[source.id] = type(source)(source.id, source.path)
         fresh.failure = f"it could not be read: {type(error).__name__}: {error}"[:LONGEST_ERROR]
         fresh.signature = fresh.has_read = source.signature
         return fresh
 
     def plans(self) -> list[dict[str, Any]]:
-        """Return every plan with its measurements, by the planner itself and by runs of the same task."""
+        """Return all plans, newest first, each with the measurements of the planner and of runs of the same task."""
         found = []
         for source in self.sources.values():
             plans = [source.plan] if isinstance(source, RunFolder) and source.plan else []
@@ -159,6 +177,7 @@ class Library:
         return found
 
     def _points(self, plan: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Yield the measured speed-ups of a plan's strategies, and those of runs that can be compared with it."""
         alone = plan.get("alone")
         if not alone:
             return
@@ -174,6 +193,10 @@ class Library:
     # -- reading --------------------------------------------------------------------------------------------------
 
     def _read(self, source: LogSource) -> bool:
+        """Read a slice of a source, and return whether its data have changed; errors are recorded in the source.
+
+        A source whose files were replaced begins again as an empty one.
+        """
         with self.turn():
             try:
                 seen = source.refresh()
@@ -185,7 +208,7 @@ class Library:
             return seen
 
     def _note(self, changed: Sequence[LogSource]) -> None:
-        """Assign the next stamp to changed sources and notify waiting threads."""
+        """Assign the next stamp to the changed sources, and notify threads that wait for changes."""
         with self.turn():
             if changed:
                 self.stamp += 1
@@ -194,13 +217,14 @@ class Library:
                 self.has_changed.notify_all()
 
     def _in_order(self) -> list[LogSource]:
-        """Return the sources to read: the one shown on a page first, then the most recently changed."""
+        """Return all sources in the order of reading: the one that a page shows, then the most recently changed."""
         return sorted(
             self.sources.values(),
             key=lambda source: (source.id != self._wanted, -max(source.signature, default=(0, 0))[0]),
         )
 
     def _scan(self) -> None:
+        """Search the folders, add and remove sources accordingly, and update the states of all sources."""
         found = {name: (kind, path) for name, kind, path in self._found()}
         held = _locked_files()
         with self.turn():
@@ -227,7 +251,10 @@ class Library:
         self._note(changed)
 
     def _trial_state(self, name: str) -> str:
-        """Return the state of an ended trial from its study, because the trial's run does not record its end."""
+        """Return the state of a trial that has ended, from its study; empty for other runs and running trials.
+
+        The run of a trial does not record its end itself.
+        """
         folder, _, number = name.rpartition("/trials/")
         study = self.sources.get(folder)
         if not isinstance(study, StudyFolder) or not number.isdecimal() or int(number) >= len(study.trials):
@@ -236,6 +263,7 @@ class Library:
         return "" if state == "running" else state
 
     def _found(self) -> Iterator[tuple[str, type[LogSource], Path]]:
+        """Yield id, kind and path of every folder that contains a run, a study or a log."""
         for name, base in self._folders.items():
             for path in itertools.islice(_below(base, DEPTH), MOST_FOLDERS):
                 kind = _kind_of(path)
@@ -244,7 +272,7 @@ class Library:
 
 
 def _named(folders: Sequence[Path]) -> dict[str, Path]:
-    """Return folders by name, with numbers appended to equal names."""
+    """Return the folders by name; equal names get numbers appended, as in "runs (2)"."""
     found: dict[str, Path] = {}
     for path in dict.fromkeys(folder.resolve() for folder in folders):
         number = 1
@@ -255,7 +283,7 @@ def _named(folders: Sequence[Path]) -> dict[str, Path]:
 
 
 def _below(path: Path, depth: int) -> Iterator[Path]:
-    """Yield a folder and its subfolders; links are not followed."""
+    """Yield a folder and its subfolders down to a depth; links and hidden folders are not followed."""
     yield path
     if not depth:
         return
@@ -270,6 +298,7 @@ def _below(path: Path, depth: int) -> Iterator[Path]:
 
 
 def _kind_of(path: Path) -> type[LogSource] | None:
+    """Return the class for a folder, by the files that it contains; None if it contains no log."""
     if os.path.lexists(path / RECORD):
         return RunFolder
     if os.path.lexists(path / JOURNAL):
@@ -278,7 +307,7 @@ def _kind_of(path: Path) -> type[LogSource] | None:
 
 
 def _signature(path: Path) -> tuple[tuple[int, int], ...]:
-    """Return modification times and sizes of a folder's files; sizes grow with every line."""
+    """Return the modification times and sizes of a folder's logs, which change with every line."""
     found = []
     for name in (EVENTS, JOURNAL, ACCESS, RECORD):
         try:
@@ -290,6 +319,7 @@ def _signature(path: Path) -> tuple[tuple[int, int], ...]:
 
 
 def _inode(path: Path) -> int | None:
+    """Return the inode of a file; None if the file does not exist."""
     try:
         return path.lstat().st_ino
     except OSError:
@@ -297,7 +327,10 @@ def _inode(path: Path) -> int | None:
 
 
 def _locked_files() -> set[int]:
-    """Return inodes locked by some process, read without taking a lock, which could block that process."""
+    """Return the inodes of files that processes have locked.
+
+    They are read from /proc/locks, because taking a lock to find out could block the process that wants it.
+    """
     try:
         lines = LOCKS.read_text().splitlines()
     except OSError:
@@ -306,7 +339,7 @@ def _locked_files() -> set[int]:
 
 
 def _is_of(run: RunFolder, plan: dict[str, Any]) -> bool:
-    """Return whether a run has the task, batch size and device type of a plan, so that they can be compared."""
+    """Return whether a run has the task, the batch size and the type of devices (CPU or not) of a plan."""
     record = run.record
     on_cpu = all(str(device).rpartition("/")[2].startswith("cpu") for device in record.get("devices", []))
     is_alike = record.get("task") == plan["task"] and record.get("batch_size") == plan.get("batch_size")

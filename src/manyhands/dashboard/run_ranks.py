@@ -1,4 +1,4 @@
-"""The ranks of a run: host and device, time by activity, memory, and whether one is slow."""
+"""The ranks of a run: host and device, time by activity, memory, and whether a rank is slow."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import Any
 from .series import Series
 
 MOST_RANKS = 4096
-"""Number of ranks kept per run."""
+"""Maximum number of ranks that are kept per run."""
 NUM_SAMPLES = 64
-"""Number of timed steps per rank whose median is shown."""
+"""Number of latest profiled steps per rank, whose median is shown."""
 
 
 class Rank:
-    """State of one rank."""
+    """State of a rank, as its latest events report it."""
 
     def __init__(self) -> None:
         self.host = self.device = self.limit = ""
         self.seconds: dict[str, float] = {}
-        """Seconds spent so far, by activity."""
+        """Seconds that the rank has spent so far, by activity."""
         self.memory, self.pace = Series(), Series()
         self.held: dict[str, int] = {}
         self.samples: deque[dict[str, float]] = deque(maxlen=NUM_SAMPLES)
@@ -28,7 +28,7 @@ class Rank:
         self.is_slow = False
 
     def phases(self) -> dict[str, float]:
-        """Return the median seconds of each phase of a step, if steps were timed."""
+        """Return the median seconds of each phase of a step; empty if no steps were profiled."""
         names = dict.fromkeys(name for sample in self.samples for name in sample)
         return {name: median(sample.get(name, 0.0) for sample in self.samples) for name in names}
 
@@ -48,12 +48,13 @@ class Rank:
 
 
 class RunRanks:
-    """The ranks of a run by number, from the events that they report."""
+    """The ranks of a run by number, with their state from the events that they report."""
 
     def __init__(self) -> None:
         self.by_number: dict[int, Rank] = {}
 
     def _of(self, entry: dict[str, Any]) -> Rank:
+        """Return the rank that an event names; raise ValueError if the run has too many ranks."""
         number = entry["rank"]
         rank = self.by_number.get(number)
         if rank is None:
@@ -89,7 +90,11 @@ class RunRanks:
         self.by_number = {number: rank for number, rank in self.by_number.items() if number < size}
 
     def step_seconds(self, num_steps: int) -> float | None:
-        """Return the seconds of a step: the median of timed steps, else the mean without validation and checkpoints."""
+        """Return the seconds of a step of rank 0; None if they are not known.
+
+        This is the median of its profiled steps, or else the mean over `num_steps` steps without validation and
+        checkpoints.
+        """
         rank = self.by_number.get(0, Rank())
         if rank.samples:
             return median(sum(sample.values()) for sample in rank.samples)
@@ -97,9 +102,9 @@ class RunRanks:
         return busy / num_steps if busy > 0 and num_steps > 0 else None
 
     def placed(self, devices: list[Any]) -> list[dict[str, Any]]:
-        """Return the host and device of every rank, for the cluster page; `devices` are those of the run's record."""
+        """Return host, device and memory of every rank for the cluster page, given the devices in the run's record."""
         found = []
-        # Device names lack the host if there is only one; a rank may have reported it.
+        # Device names contain the host only if there are several; a rank may have reported it.
         known = next((rank.host for rank in self.by_number.values() if rank.host), "this host")
         for number in sorted({*self.by_number, *range(len(devices))}):
             rank = self.by_number.get(number, Rank())
@@ -111,7 +116,7 @@ class RunRanks:
         return found
 
     def series(self) -> dict[str, dict[str, Series]]:
-        """Return the curves of all ranks, by what they show."""
+        """Return the curves of all ranks by group ("pace" or "memory") and rank."""
         ranks = sorted(self.by_number.items())
         return {
             "pace": {f"rank {number}": rank.pace for number, rank in ranks if len(rank.pace)},

@@ -1,4 +1,4 @@
-"""Series: a curve of bounded size, whatever its number of points."""
+"""Series: a curve of bounded size for any number of points."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from typing import Any
 
 MOST = 1000
-"""Maximum number of intervals; beyond it, neighbours are merged."""
+"""Maximum number of intervals of a curve; if there are more, neighbours are merged."""
 
 
 class Series:
-    """Values by step: the mean of every interval, and the lowest and highest value within it.
+    """A curve as intervals of steps, each with the mean, the lowest and the highest of its values.
 
     An interval is one step until there are too many; then intervals are merged in pairs, so that any number of points
     takes the same memory and the same time to draw. A value that is not finite is omitted.
@@ -36,13 +36,13 @@ class Series:
         self._low, self._high = array("d"), array("d")
 
     def add(self, x: float, value: float | None) -> None:
-        """Append a point."""
+        """Append a point; None and values that are not finite are ignored."""
         if value is not None and math.isfinite(value):
             self._take(float(x), float(x), float(value), 1, float(value), float(value))
             self.last = value
 
     def extend(self, xs: Sequence[float], values: Sequence[float | None]) -> None:
-        """Append points, many at once if they fall into one interval."""
+        """Append points, which is faster than calling `add` for each of them."""
         found = [value for value in values if value is not None and math.isfinite(value)]
         if len(found) < len(values):
             xs = [x for x, value in zip(xs, values, strict=True) if value is not None and math.isfinite(value)]
@@ -55,7 +55,16 @@ class Series:
             at += len(some)
 
     def _take(self, first: float, x: float, total: float, count: int, low: float, high: float) -> None:
-        """Add points that belong to one interval, either the last interval or a new one."""
+        """Add `count` points that fit into the last interval, or begin a new interval with them if it is full.
+
+        Args:
+            first: Step of the first point.
+            x: Step of the last point.
+            total: Sum of the values.
+            count: Number of points.
+            low: Lowest value.
+            high: Highest value.
+        """
         self.num += count
         if len(self._x) >= self._most and self._count[-1] >= self.stride:
             self._join()
@@ -74,7 +83,7 @@ class Series:
         self._high[-1] = max(self._high[-1], high)
 
     def forget_after(self, x: float) -> None:
-        """Drop points after a step, because these steps are repeated."""
+        """Drop the intervals that begin after a step, because the following steps are repeated."""
         kept = bisect_right(self._first, x)
         for column in (self._first, self._x, self._sum, self._count, self._low, self._high):
             del column[kept:]
@@ -83,7 +92,7 @@ class Series:
             self.last = self._sum[-1] / self._count[-1]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return columns for a chart; low and high only if intervals have several points."""
+        """Return the columns of a chart: steps, means, and if intervals have several points also lows and highs."""
         mean = [total / count for total, count in zip(self._sum, self._count, strict=True)]
         columns: dict[str, Any] = {"x": list(self._x), "mean": mean}
         if self.stride > 1:
@@ -94,7 +103,7 @@ class Series:
         return len(self._x)
 
     def _join(self) -> None:
-        """Merge neighbouring intervals in pairs; one without a neighbour stays and is filled up."""
+        """Merge neighbouring intervals in pairs; a last interval without a neighbour gets further points."""
         even = len(self._x) // 2 * 2
         left, right = slice(0, even, 2), slice(1, even, 2)
         rest = slice(even, None)

@@ -1,4 +1,4 @@
-"""Dashboard: a small read-only web server for one machine."""
+"""The dashboard's web server, which is read-only and reachable from this machine only."""
 
 from __future__ import annotations
 
@@ -34,23 +34,33 @@ HEADERS = {
     "Cache-Control": "no-store",
 }
 SINCE = re.compile(r"[0-9]{1,18}")
-"""Pattern of a stamp."""
+"""Pattern of a stamp in a request."""
 MOST_STREAMS = 64
+"""Maximum number of pages that receive live updates."""
 MOST_CONNECTIONS = 2 * MOST_STREAMS
 """Maximum number of connections, each of which has a thread."""
 REQUEST_SECONDS = 30.0
-"""Maximum seconds that a connection may be idle, from there to a complete request head, and to write a response."""
+"""Maximum seconds until a connection has sent the head of a request, and for each read and write."""
 END_SECONDS = 1.0
 """Maximum seconds that an evicted connection's thread may take to end."""
 QUIET_SECONDS = 10.0
-"""Seconds without changes after which a stream sends a keep-alive, which detects closed connections."""
+"""Seconds without changes after which a stream sends a comment, by which it detects a closed connection."""
 
 
 class Dashboard:
-    """Serve the page for some folders, on this machine only, until it is closed.
+    """Serve the dashboard of some folders in background threads, on 127.0.0.1 only, until it is closed.
 
-    with Dashboard(["runs"]) as dashboard:
-        print(dashboard.url)
+    Args:
+        folders: Folders with runs, studies and logs; their subfolders are searched too.
+        port: Port; 0 for any free port.
+        servers: URLs of running servers or routers, whose metrics are shown.
+
+    Raises:
+        SettingsError: The port is in use, or the address of a server is not a URL.
+
+    Example:
+        with Dashboard(["runs"]) as dashboard:
+            print(dashboard.url)
     """
 
     def __init__(self, folders: Sequence[str | Path], *, port: int = 0, servers: Sequence[str] = ()) -> None:
@@ -86,7 +96,7 @@ class Dashboard:
             thread.start()
 
     def close(self) -> None:
-        """Stop serving."""
+        """Close the listening socket and end the threads of the dashboard."""
         self.closing.set()
         with self.library.has_changed:
             self.library.has_changed.notify_all()
@@ -104,7 +114,7 @@ class Dashboard:
     # -- responses ------------------------------------------------------------------------------------------------
 
     def answer(self, path: str, query: dict[str, str]) -> dict[str, Any] | list[Any] | None:
-        """Return the data of an API path; None if there is no such path."""
+        """Return the data of an API path as JSON-ready values; None if there is no such path or source."""
         library = self.library
         with library.turn():
             if path == "/api/overview":
@@ -121,7 +131,10 @@ class Dashboard:
         return None
 
     def stream(self, send: Callable[[bytes], None]) -> None:
-        """Send every new stamp to a page until it disconnects or the dashboard closes."""
+        """Send every new stamp to a page with `send`, until that raises or the dashboard closes.
+
+        If `MOST_STREAMS` pages receive updates already, this returns at once.
+        """
         library, seen = self.library, -1
         if not self._streams.acquire(blocking=False):
             return
@@ -142,20 +155,26 @@ FULL = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 0
 
 
 class _Server(ThreadingHTTPServer):
+    """HTTP server with a thread per connection and at most `MOST_CONNECTIONS` connections."""
+
     daemon_threads = True
 
     def __init__(self, address: tuple[str, int], dashboard: Dashboard) -> None:
         self.dashboard = dashboard
         self._free = threading.BoundedSemaphore(MOST_CONNECTIONS)
         self._waiting: dict[socket.socket, float] = {}
-        """Connections without a complete request, longest waiting first, and when they began to wait."""
+        """Connections without a complete request, each with the time at which it began to wait; the oldest first."""
         self._lock = threading.Lock()
         super().__init__(address, _Handler)
         port = self.server_address[1]
         self.names = {f"{name}:{port}" for name in (HOST, "localhost")}
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Start the thread of a connection; if there are too many, the one that waited longest gives way."""
+        """Start the thread of a new connection.
+
+        If there are too many connections, the one that has waited longest for a complete request is closed first; if
+        there is none, the new connection gets a 503.
+        """
         has_room = self._free.acquire(blocking=False)
         if not has_room and self._end_waiting(before=float("inf")):
             has_room = self._free.acquire(timeout=END_SECONDS)
@@ -168,7 +187,7 @@ class _Server(ThreadingHTTPServer):
         try:
             super().process_request(request, client_address)
         except BaseException:
-            # No thread could be started.
+            # The thread could not be started.
             self._end(request)
             raise
 
@@ -179,43 +198,49 @@ class _Server(ThreadingHTTPServer):
             self._end(request)
 
     def service_actions(self) -> None:
-        """End connections that have sent no complete request for too long; called periodically."""
+        """Close connections that have waited too long for a complete request; called periodically."""
         while self._end_waiting(before=time.monotonic() - REQUEST_SECONDS):
             pass
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Report errors of the dashboard, but not those of clients that end their connections."""
+        """Print the traceback of an error of the dashboard, but nothing if a client has closed its connection."""
         if not isinstance(sys.exception(), OSError):
             super().handle_error(request, client_address)
 
     def start_waiting(self, connection: socket.socket) -> None:
-        """Mark a connection as having no complete request, so that it may be evicted."""
+        """Record that a connection has no complete request now, so that it may be closed for another one."""
         with self._lock:
             self._waiting.setdefault(connection, time.monotonic())
 
     def stop_waiting(self, connection: socket.socket) -> None:
-        """Mark a connection as having a request being answered, so that it is not evicted."""
+        """Record that a request of a connection is being answered, so that the connection is not closed."""
         with self._lock:
             self._waiting.pop(connection, None)
 
     def _end_waiting(self, before: float) -> bool:
-        """End the connection that has waited longest if it began before a time; return whether there was one."""
+        """Close the connection that has waited longest, if it has waited since before a time; return whether one was.
+
+        `before` is a time of `time.monotonic`.
+        """
         with self._lock:
             connection, since = next(iter(self._waiting.items()), (None, before))
             if connection is None or since >= before:
                 return False
             del self._waiting[connection]
-            # Its thread reads the end of the input and closes it.
+            # The connection's thread then reads the end of the input and closes the socket.
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
             return True
 
     def _end(self, connection: socket.socket) -> None:
+        """Stop counting a connection whose thread has ended."""
         self.stop_waiting(connection)
         self._free.release()
 
 
 class _Handler(BaseHTTPRequestHandler):
+    """Answer the requests of a connection: static files, data of the API, and live updates."""
+
     server: _Server
     protocol_version = "HTTP/1.1"
     server_version, sys_version = "manyhands", ""
@@ -231,7 +256,7 @@ class _Handler(BaseHTTPRequestHandler):
         return is_parsed
 
     def do_GET(self) -> None:
-        # Protects against DNS rebinding: a site whose name resolves to this host must not read the data.
+        # DNS rebinding: a web page whose host name resolves to this machine must not read the data.
         if self.headers.get("Host", "") not in self.server.names:
             self._send(403, b"open it as http://127.0.0.1", "text/plain")
             return
@@ -253,6 +278,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._static(url.path)
 
     def _static(self, path: str) -> None:
+        """Answer with one of the static files, or with 404."""
         known = _static_files()
         name = path.removeprefix("/") or "index.html"
         if name in known:
@@ -270,6 +296,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def _stream(self) -> None:
+        """Send live updates as server-sent events until the client disconnects."""
         self.send_response(200)
         for name, value in {**HEADERS, "Content-Type": "text/event-stream", "Connection": "close"}.items():
             self.send_header(name, value)
@@ -283,11 +310,11 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.flush()
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Log nothing."""
+        """Do nothing: requests are not logged."""
 
 
 def _static_files() -> dict[str, bytes]:
-    """Return the page's static files by name; no other file can be requested."""
+    """Return the contents of the static files by path; they are read once, so that no other file can be requested."""
     if not _STATIC:
         base = Path(str(STATIC))
         _STATIC.update({str(path.relative_to(base)): path.read_bytes() for path in base.rglob("*") if path.is_file()})

@@ -1,4 +1,4 @@
-"""A study: its trials from the journal, and the ensemble that its members form, if any."""
+"""Folder of a study: its trials from the journal, and the ensemble if its trials are the members of one."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from .log_tail import Tail
 
 JOURNAL = "journal.log"
 STATES = ("running", "finished", "stopped", "failed")
+"""States of trials; their positions are the codes in the journal."""
 MOST_READ, MOST_REPORTS = 100_000, 10_000
-"""Number of trials of a study, and of reports of a trial, that are kept."""
+"""Maximum number of trials of a study, and of reports of a trial, that are kept."""
 LONGEST_REASON = 1000
 """Maximum characters of the reason for which a trial is retried."""
 MOST_TRIALS = 2000
-"""Number of trials that a page gets: the best and the latest; a summary counts all of them."""
+"""Maximum number of trials that a page receives: the best and the latest ones; a summary counts all trials."""
 
 
 class StudyFolder(LogSource):
-    """Folder written by `tune` or `ensemble`, in the format of Optuna's journal."""
+    """Folder of a study that `mh.tune` or `mh.ensemble` has written, with a journal in Optuna's format."""
 
     kind, lock = "study", JOURNAL
 
@@ -41,27 +42,27 @@ class StudyFolder(LogSource):
 
     @property
     def state(self) -> str:
-        """One of running, interrupted or finished."""
+        """One of running, interrupted or finished; a study without running trials is running while its lock is held."""
         if self.counts[STATES[0]]:
             return STATES[0] if self.is_alive else "interrupted"
         return STATES[0] if self.is_held else "finished"
 
     @property
     def objectives(self) -> list[list[str]]:
-        """Names and modes ("min" or "max") of the objectives."""
+        """The objectives, each as its name and "min" or "max"."""
         return list(self.study.get("objectives") or [])
 
     def on_ensemble(self, entry: dict[str, Any]) -> None:
         self.ensemble = {name: value for name, value in entry.items() if name not in ("v", "kind")}
 
     def refresh(self) -> bool:
-        # Lines of a journal have no timestamps.
+        # Lines of a journal have no times, so the modification time of the files is used.
         seen = super().refresh()
         self.changed = max((changed for changed, _ in self.signature), default=0) / 1e9
         return seen
 
     def take_line(self, line: dict[str, Any]) -> None:
-        """Process a line of the journal."""
+        """Process a line of the journal; raise ValueError if it is not an entry of one."""
         if not fields.is_journal_line(line):
             raise ValueError("the line is not an entry of a journal")
         code = line["op_code"]
@@ -85,6 +86,7 @@ class StudyFolder(LogSource):
             self._end(line)
 
     def _create(self, line: dict[str, Any]) -> None:
+        """Add the trial of a journal line, and update the ranges of parameters."""
         number = len(self.trials)
         if number >= MOST_READ:
             raise ValueError("the study has too many trials")
@@ -99,6 +101,7 @@ class StudyFolder(LogSource):
             self.ranges = {name: one for name, one in found.items() if _is_range(one)}
 
     def _end(self, line: dict[str, Any]) -> None:
+        """Record the end of a trial from a journal line, and update the best trial."""
         trial = self.trials[line["trial_id"]]
         self.counts[trial["state"]] -= 1
         trial["state"] = STATES[line["state"]]
@@ -111,6 +114,7 @@ class StudyFolder(LogSource):
             self.best = trial["number"]
 
     def _cost(self, trial: dict[str, Any]) -> float:
+        """Return the trial's value of the first objective, negated if it is maximized; infinity without a value."""
         sign = -1.0 if self.objectives and self.objectives[0][1] == "max" else 1.0
         return sign * float(trial["values"][0]) if trial["values"] else float("inf")
 
@@ -142,4 +146,5 @@ class StudyFolder(LogSource):
 
 
 def _is_range(value: Any) -> bool:
+    """Return whether a value from the journal has the form of a parameter's distribution."""
     return isinstance(value, dict) and isinstance(value.get("attributes"), dict)
