@@ -31,17 +31,21 @@ _LIBRARIES = ("builtins", "torch", "numpy", "functools", "threading", "weakref",
 
 
 def remember_state(model: nn.Module) -> Callable[[], None]:
-    """Return a function that restores a network's buffers and the plain attributes of its modules.
+    """Return a function that restores a network's buffers, the plain attributes of its modules, and what is trained.
 
     Parameters that a forward changes in place, as `nn.Embedding(max_norm=...)` does, are restored in networks of which
-    a copy is small.
+    a copy is small. Parameters that a forward freezes or unfreezes are restored in all networks.
     """
     put_back_buffers, attributes = remember_buffers(model), Attributes(model)
     put_back_parameters = _remember_parameters(model)
+    is_trained = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
 
     def put_back() -> None:
         put_back_buffers()
         put_back_parameters()
+        for parameter, before in is_trained:
+            if parameter.requires_grad != before:
+                parameter.requires_grad_(before)
         attributes.put_back()
 
     return put_back
