@@ -15,8 +15,7 @@ import manyhands as mh
 from manyhands.core import UsageError
 from manyhands.distributed import NullWorld, World
 from manyhands.storage import CheckpointStore
-from manyhands.training import Job, train
-from manyhands.training.loop import CHECKPOINTS
+from manyhands.training import CHECKPOINTS, Job, train
 
 from ..training.test_equality import keep
 from .odd_networks import TASKS

@@ -44,10 +44,10 @@ def train(world: World, name: str, sync: str, accumulate: int) -> tuple[list[flo
     task = plain_sgd(name)
     hand = Hand(world, spec)
     hand.build(task)
-    feed = hand.make_feed(as_source(task.data), 16, shuffle=True)
+    feed = hand.reader.make_feed(as_source(task.data), 16, shuffle=True)
     losses = []
     for _ in range(2):
-        for batch in hand.one_epoch(feed):
+        for batch in hand.reader.one_epoch(feed):
             take(hand, task, batch)
             losses.append(hand.loss)
     assert hand.replica.differences() == []

@@ -199,7 +199,7 @@ def _joined(model: Any, plain: Callable[..., Any], strategy_of: StrategyOf, kind
             logs = _stepped(model, strategy, plain, share, data[0])
         if kind == "train" and model.optimizer is not None:
             # A variable, or a tensor if the optimizer accumulates; on any device.
-            strategy.hand.report_step(lambda: int(ops.convert_to_numpy(model.optimizer.iterations)))
+            strategy.hand.progress.report(lambda: int(ops.convert_to_numpy(model.optimizer.iterations)))
         return logs
 
     return function

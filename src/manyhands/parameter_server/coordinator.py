@@ -201,13 +201,13 @@ class ServerCoordinator:
     def _close(self, tickets: list[WorkTicket], count: float) -> bool:
         samples = sum(len(ticket.ids) for ticket in tickets)
         weighed = [TicketWeight(t.number, t.weight / count, len(t.ids) / samples) for t in tickets]
-        is_measured = self.task.clip is not None or self.hand.skips
+        is_measured = self.task.clip is not None or self.hand.current.skips
         close = Close(self._servers.term, tickets[0].step, weighed, self.rates, is_measured)
         sums = self._servers.close_step(close)
         if not is_measured:
             return True
         norm = sum(message.square for message in sums) ** 0.5
-        is_taken = norm < float("inf") or not self.hand.skips
+        is_taken = norm < float("inf") or not self.hand.current.skips
         self._servers.apply_step(clip_factor(norm, self.task.clip) if is_taken else 0.0)
         return is_taken
 

@@ -23,6 +23,7 @@ from ..training import (
     ReplicaResult,
     Rollback,
     Sampler,
+    StartTrial,
     Stepper,
     TrainingLoop,
     start_from,
@@ -192,14 +193,8 @@ class ServedLoop(TrainingLoop):
                 self._begin_again()
                 coordinator.publish()
 
-    @property
-    def split(self) -> StrategySpec:
-        """The strategy by which the work is split over workers; the coordinator's own hand is a single replica."""
-        return self.job.spec
-
-    def why_not_verified(self, model: nn.Module) -> str:
-        tables = ", ".join(tables_of(self.hand.model))
-        return super().why_not_verified(model) or (f"rows of {tables} are on the servers alone" if tables else "")
+    def make_trial(self) -> StartTrial:
+        return _ServedTrial(self.hand, self.job)
 
     def ease(self, batch_size: int) -> None:
         """Do nothing: the coordinator's own hand computes no samples."""
@@ -246,7 +241,7 @@ class ServedLoop(TrainingLoop):
     def refresh(self) -> None:
         """Copy the servers' values into the hand's network, where they are evaluated and saved."""
         if self._refreshed_at != self.hand.num_steps:
-            with self.hand.timed("save"):
+            with self.hand.times.timed("save"):
                 self.coordinator.refresh()
             self._refreshed_at = self.hand.num_steps
 
@@ -255,8 +250,8 @@ class ServedLoop(TrainingLoop):
         hand = self.hand
         step = self.coordinator.take_step(self._limit())
         hand.num_steps += 1
-        hand.losses = {MAIN: torch.tensor(step.loss, dtype=torch.float64)}
-        hand.good = torch.tensor(step.is_taken) if hand.skips else None
+        hand.current.losses = {MAIN: torch.tensor(step.loss, dtype=torch.float64)}
+        hand.current.good = torch.tensor(step.is_taken) if hand.current.skips else None
 
     def _limit(self) -> int:
         """Return the step up to which work may be handed out, so that no update is in flight at a checkpoint."""
@@ -269,7 +264,7 @@ class ServedLoop(TrainingLoop):
         """Restore the last checkpoint after a server failed or no gradient was finite, and refill the servers."""
         hand = self.hand
         before = hand.num_steps
-        hand.store(self.path).wait()
+        hand.checkpoints.store(self.path).wait()
         state = hand.restore(self.path, before=self.kept.resume_before)
         if state is None:
             self._begin_again()
@@ -289,12 +284,12 @@ class ServedLoop(TrainingLoop):
 
         hand, first = self.hand, Hand(self.hand.world, self.hand.spec)
         first.build(self.task)
-        hand.num_steps, hand.cursors = 0, []
+        hand.num_steps, hand.reader.cursors = 0, []
         hand.model.load_state_dict(first.model.state_dict())
         hand.optimizers[MAIN].load_state_dict(first.optimizers[MAIN].state_dict())
         restore_tables(hand, first)
         first.close()
-        hand.seed(self.task.seed)
+        hand.reader.seed(self.task.seed)
         start_from(hand, self.job.start_from)
 
     def _notify_differences(self, model: nn.Module) -> None:
@@ -304,6 +299,19 @@ class ServedLoop(TrainingLoop):
             self.hand.notice(
                 "batch statistics are those of each worker's part of a batch, and buffers are averaged over the workers"
             )
+
+
+class _ServedTrial(StartTrial):
+    """What is tried before the first step, where workers compute the steps."""
+
+    @property
+    def split(self) -> StrategySpec:
+        """The strategy by which the work is split over workers; the coordinator's own hand is a single replica."""
+        return self.job.spec
+
+    def why_not_verified(self, model: nn.Module) -> str:
+        tables = ", ".join(tables_of(self.hand.model))
+        return super().why_not_verified(model) or (f"rows of {tables} are on the servers alone" if tables else "")
 
 
 class _Plan:

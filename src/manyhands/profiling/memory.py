@@ -78,12 +78,12 @@ class MemoryWatch(TorchDispatchMode):
         self._hooks = [o.register_step_pre_hook(self._look_at_gradients) for o in hand.optimizers.values()]
 
     def __enter__(self) -> MemoryWatch:
-        self._hand.spans = self._spans
+        self._hand.times.spans = self._spans
         return super().__enter__()  # type: ignore[no-untyped-call,no-any-return]
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
-        self._hand.spans = None
+        self._hand.times.spans = None
         for hook in self._hooks:
             hook.remove()
 

@@ -188,7 +188,7 @@ def _noting_waits(hand: Hand) -> Iterator[None]:
     wait = Work.wait
 
     def noted(work: Any, *args: Any, **kwargs: Any) -> Any:
-        spans = hand.spans
+        spans = hand.times.spans
         if spans is None or spans.now == "communication" or threading.current_thread() is not threading.main_thread():
             return wait(work, *args, **kwargs)
         with spans.during("communication"):

@@ -53,15 +53,17 @@ class Alone:
         """What the loss holds, such as a count of its calls: members may share one function."""
         with self._own_state():
             self._hand.build(task)
-            self._hand.seed(task.seed)
+            self._hand.reader.seed(task.seed)
             source = source_of(task)
             size = check_source(source, task.batch_size)
             settings: Any = {"seed": task.seed, "workers": task.workers}
-            self._feed = self._hand.make_feed(source, size, shuffle=task.shuffle, **settings)
+            self._feed = self._hand.reader.make_feed(source, size, shuffle=task.shuffle, **settings)
             self._valid = None
             if task.valid is not None:
                 held = as_source(task.valid, collate=task.collate)
-                self._valid = self._hand.make_feed(held, task.batch_size or size, shuffle=False, workers=task.workers)
+                self._valid = self._hand.reader.make_feed(
+                    held, task.batch_size or size, shuffle=False, workers=task.workers
+                )
             learn_draws(self._hand, task, self._feed, self._feed.peek(NUM_SAMPLES))
 
     @property
@@ -83,7 +85,7 @@ class Alone:
             self._rates, self._total = LearningRates(self._hand, self._task, total), total
         with self._own_state():
             while len(losses) < count:
-                with contextlib.closing(self._hand.one_epoch(self._feed)) as batches:  # type: ignore[type-var]
+                with contextlib.closing(self._hand.reader.one_epoch(self._feed)) as batches:  # type: ignore[type-var]
                     for batch in batches:
                         self._rates.set()
                         take_step(self._hand, self._task, batch)
@@ -96,7 +98,7 @@ class Alone:
     @property
     def cursor(self) -> Cursor:
         """The member's position in its data."""
-        return self._hand.cursors[0] if self._hand.cursors else Cursor()
+        return self._hand.reader.cursors[0] if self._hand.reader.cursors else Cursor()
 
     def measure(self) -> dict[str, float]:
         """Return the loss and the metrics on the task's `valid`."""
@@ -133,7 +135,7 @@ class Alone:
         """Move to the next epoch if the last batch of this one was taken."""
         size = self._feed.source.size
         if size is not None and self.cursor.position >= size:
-            self._hand.cursors[0] = Cursor(self.cursor.epoch + 1)
+            self._hand.reader.cursors[0] = Cursor(self.cursor.epoch + 1)
 
     @contextlib.contextmanager
     def _own_state(self) -> Iterator[None]:
