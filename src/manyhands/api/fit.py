@@ -70,7 +70,8 @@ def fit(
             `mh.options.Logging(log_to=, profile=)`: events sent to "tensorboard", "wandb", "mlflow", "csv" or a
             function, and steps profiled for `run.profile`.
             `mh.options.Display(progress=False)`: no output.
-            `mh.options.Resources(memory=, fit_in=)`: limits of memory.
+            `mh.options.Resources(memory=, fit_in=, balance=)`: limits of memory, and shares of the batch that follow
+            the speed of unequal devices.
             `mh.options.Recovery(timeout=, copy_every=)`: when an operation counts as hanging.
             `mh.options.Equality(deterministic=, verify=, allow_different=)`: the same random numbers on any number of
             devices, the comparison with one device before training, whose outcome is `run.verdict`, and whether hosts
@@ -171,6 +172,7 @@ def fit(
             layout=layout,
             profile=training.EVERY if logging.profile is True else int(logging.profile),
             verify=verify,
+            balance=resources.balance,
             sources=training.local_sources() if isinstance(on, JoinedHosts) or current_world() is not None else None,
             allow_different=equality.allow_different,
         )

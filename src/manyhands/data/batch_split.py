@@ -33,17 +33,36 @@ def even_sizes(count: int, parts: int) -> tuple[int, ...]:
     return (base + 1,) * extra + (base,) * (parts - extra)
 
 
+def weighted_sizes(count: int, weights: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the sizes of contiguous parts in proportion to weights, none empty if `count` suffices.
+
+    >>> weighted_sizes(10, (2, 1)), weighted_sizes(3, (100, 1, 1)), weighted_sizes(1, (1, 1))
+    ((7, 3), (1, 1, 1), (1, 0))
+    """
+    least = int(count >= len(weights))
+    exact = [(count - least * len(weights)) * weight / sum(weights) for weight in weights]
+    sizes = [int(share) for share in exact]
+    by_remainder = sorted(range(len(weights)), key=lambda part: sizes[part] - exact[part])
+    for part in by_remainder[: count - least * len(weights) - sum(sizes)]:
+        sizes[part] += 1
+    return tuple(size + least for size in sizes)
+
+
 @lru_cache(maxsize=256)
-def share_of(count: int, accumulate: int, replica: int, num_replicas: int) -> ReplicaShare:
-    """Return one replica's part of a global batch of `count` samples.
+def share_of(
+    count: int, accumulate: int, replica: int, num_replicas: int, weights: tuple[int, ...] | None = None
+) -> ReplicaShare:
+    """Return one replica's part of a global batch of `count` samples, by default as large as those of the others.
 
     >>> share_of(10, 2, replica=1, num_replicas=2)
     ReplicaShare(rows=array([3, 4, 8, 9]), sizes=(2, 2), global_sizes=(5, 5))
+    >>> share_of(10, 1, replica=1, num_replicas=2, weights=(3, 1)).sizes
+    (3,)
     """
     global_sizes = even_sizes(count, min(accumulate, count))
     runs, start = [], 0
     for size in global_sizes:
-        per_replica = even_sizes(size, num_replicas)
+        per_replica = even_sizes(size, num_replicas) if weights is None else weighted_sizes(size, weights)
         first = start + sum(per_replica[:replica])
         runs.append((first, first + per_replica[replica]))
         start += size

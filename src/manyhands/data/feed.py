@@ -61,6 +61,7 @@ class Feed:
         self._last = (0.0, 0.0)
         """Seconds of waiting for, and of computing on, the last finished batch."""
         self._open: list[Iterator[Batch]] = []
+        self._is_redivided = False
         self._resident: Resident | None = None
 
     def num_steps(self) -> int | None:
@@ -107,12 +108,26 @@ class Feed:
                 for batch in self._timed(batches):
                     yield batch
                     cursor = batch.cursor
-                    if self._adapt() and batches in self._open:
+                    if (self._adapt() or self._is_redivided) and batches in self._open:
+                        self._is_redivided = False
                         # No batch is lost: the new readers start after the last batch that was yielded.
                         going_on = True
                         break
             finally:
                 self._end(batches)
+
+    @property
+    def is_indexed(self) -> bool:
+        """Whether the data can be read in any order."""
+        return isinstance(self.source, IndexedSource)
+
+    def divide_by(self, weights: tuple[int, ...]) -> None:
+        """Divide global batches over the replicas in proportion to weights, from the next batch on.
+
+        All replicas must call this after the same batch. The samples of a global batch and their order stay the same.
+        """
+        self._reader = replace(self._reader, weights=weights)
+        self._is_redivided = True
 
     def plan(self, cursor: Cursor) -> Iterator[tuple[Ids, Cursor]]:
         """Yield the sample ids of every global batch from the cursor to the end of its epoch, without reading them."""

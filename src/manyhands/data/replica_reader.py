@@ -23,6 +23,8 @@ class ReplicaReader:
     replica: int
     num_replicas: int
     accumulate: int
+    weights: tuple[int, ...] | None = None
+    """The replicas' shares of a batch, in proportion; None for equal shares."""
 
     def windows(self, cursor: Cursor) -> Iterator[Window]:
         """Yield the global batches from the cursor on."""
@@ -40,7 +42,7 @@ class ReplicaReader:
 
     def share(self, window: Window) -> ReplicaShare:
         """Return this replica's part of a global batch."""
-        return share_of(len(window.ids), self.accumulate, self.replica, self.num_replicas)
+        return share_of(len(window.ids), self.accumulate, self.replica, self.num_replicas, self.weights)
 
     def wanted(self, window: Window) -> Ids:
         """Return the ids of this replica's samples, or of one padding row if it has none."""

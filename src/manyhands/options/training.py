@@ -54,13 +54,18 @@ class Display:
 
 @dataclass(frozen=True, kw_only=True)
 class Resources:
-    """Resources: how much memory of the devices is used."""
+    """Resources: how much memory of the devices is used, and how batches are divided over unequal devices."""
 
     memory: str | int | None = option(None, "Memory limit of each replica on its device, such as 8GiB.")
     fit_in: str | int | None = option(
         None,
         "Memory such as 24GiB; recompute, accumulate, sharding and offload are chosen so that a step fits, at the "
         "least cost.",
+    )
+    balance: bool | None = option(
+        None,
+        "Give each replica a share of the batch that follows its measured speed. By default only if the devices are of "
+        "different kinds.",
     )
 
 

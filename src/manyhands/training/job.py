@@ -53,6 +53,8 @@ class Job:
     """Whether the first steps are compared with those of one device before training."""
     sources: Mapping[str, str] | None = None
     """Digests of this host's modules, to compare them with those of the other hosts; None if there are none."""
+    balance: bool | None = None
+    """Whether the shares of a batch follow the replicas' speed; None for only where devices are of different kinds."""
     allow_different: bool = False
     """Whether hosts may have different code or data."""
 

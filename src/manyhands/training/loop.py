@@ -22,6 +22,7 @@ from .identical import require_identical
 from .initial_weights import start_from
 from .job import CHECKPOINTS, Job, ReplicaResult
 from .learning_rates import LearningRates, check_schedule
+from .load_balance import LoadBalance, balances
 from .memory import explain_memory, used
 from .memory_limit import Guard, limited
 from .partial_state import Copies, restore_part
@@ -129,6 +130,8 @@ class TrainingLoop:
             self.sampler = self.sampling(train_feed)
             self.copies = Copies(self.hand.world, self.hand.spec, self.job.copy_every)
             self.copy_parts()
+            is_on = balances(self.hand, train_feed, self.job.balance)
+            self.balance = LoadBalance(self.hand, train_feed, is_on=is_on)
             stepper = Stepper(self.hand, self.task, self.total)
             held.callback(stepper.close)
             if self.called_at < self.hand.num_steps:
@@ -155,6 +158,7 @@ class TrainingLoop:
             for batch in hand.reader.one_epoch(train_feed):
                 self.rates.set()
                 self.take_step(batch, stepper)
+                self.balance.step(batch)
                 self.marker.mark()
                 self.copy_parts()
                 self.look(batch)
