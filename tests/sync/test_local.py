@@ -263,7 +263,7 @@ def test_complex_parameters_are_rejected_by_name() -> None:
     def work(world: World) -> None:
         Agreement(LocalSteps(), world, {"w": nn.Parameter(torch.ones(2, dtype=torch.complex64))}, list)
 
-    with pytest.raises(TaskError, match=r"localsteps.16. needs parameters of real numbers, but got w of"):
+    with pytest.raises(TaskError, match=r"localsteps.16. needs parameters with a floating-point dtype, but got w of"):
         run_threads(work, 2)
 
 

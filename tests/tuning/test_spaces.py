@@ -40,7 +40,7 @@ def test_integers_are_sampled_uniformly() -> None:
         (lambda: mh.tuning.choice(), "mh.tuning.choice needs at least one value"),
         (lambda: mh.tuning.choice(1, 1), "values of mh.tuning.choice must be different"),
         (lambda: mh.tuning.choice(1.0, float("nan")), "must be comparable, but got nan"),
-        (lambda: mh.tuning.choice([1]), "numbers, strings, bools or None, but got a list"),
+        (lambda: mh.tuning.choice([1]), "numbers, strings, bools or None, but got list"),
         (lambda: parse_range("gauss:1..2"), "a range must be written uniform:LOW..HIGH"),
         (lambda: parse_range("uniform:2..1"), "needs a lower and a higher bound, but got 2.0 and 1.0"),
         (lambda: as_space({}), "a dict of the task's parameters"),
