@@ -20,7 +20,7 @@ SCHEMA = 1
 Event = dict[str, Any]
 
 EVENTS = "events.jsonl"
-"""File name of the log in its folder."""
+"""File name of the event log in the folder of a run, a study or a server."""
 
 
 def event(kind: str, **values: Any) -> Event:

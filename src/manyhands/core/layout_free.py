@@ -64,12 +64,12 @@ class GeneratorWatch:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.num_scopes = 0
-        """Number of contexts checked so far."""
+        """Number of `drawing` contexts checked so far."""
         self.strayed = False
         """Whether an operation drew from torch's own generators."""
 
     def restart(self) -> None:
-        """Check the next contexts again, because those checked so far belonged to a trial in evaluation mode."""
+        """Check the next `drawing` contexts again, because those so far belonged to a trial in evaluation mode."""
         self.num_scopes = 0
 
     def offset(self) -> int:
@@ -80,7 +80,7 @@ class GeneratorWatch:
         return int(torch.cuda.default_generators[index].get_offset())
 
     def check(self, call: int, offset: int) -> None:
-        """Check at the end of a context that torch's generators were not used.
+        """Set `strayed` at the end of a `drawing` context if torch's generators were used in it.
 
         Args:
             call: The number of the next call, with which `LayoutFree` has seeded the CPU generator.
@@ -182,7 +182,7 @@ class LayoutFree(TorchFunctionMode):
             self._keys = before
 
     def _settle(self) -> None:
-        """Seed the CPU generators for the current call."""
+        """Seed torch's CPU generator with the current call's number, and at a new selection Python's and numpy's."""
         torch.default_generator.manual_seed(self._call)
         if self._is_new:
             self._shared = mix(self._seed, self._call)
@@ -245,8 +245,9 @@ class LayoutFree(TorchFunctionMode):
     def drawing(self) -> Iterator[None]:
         """Compute every random operation within the context by hash; restore the CPU generator's state afterwards.
 
-        Within the context, the seed of the CPU generator is the number of the next call. Code that saves and restores
-        its state, as activation checkpointing does before it recomputes a forward pass, gets the same numbers again.
+        Within the context, torch's CPU generator is seeded with the number of the next call. Code that saves and
+        restores the generator's state, as activation checkpointing does before it recomputes a forward, therefore gets
+        the same numbers again.
         """
         if self._is_drawing:
             yield
@@ -266,7 +267,7 @@ class LayoutFree(TorchFunctionMode):
 
     @contextmanager
     def samples_first(self) -> Iterator[None]:
-        """Assume within the context that the first dim of every unknown draw holds the samples."""
+        """Assume within the context that the first dim holds the samples of draws that `learn` did not observe."""
         before, self._only_first = self._only_first, True
         try:
             yield

@@ -193,7 +193,7 @@ def _refuse_scheduler(made: Iterable[Any]) -> None:
 
 
 def _scheduler_of(made: Any) -> str:
-    """Return the class of a scheduler of the object `made` that only a custom loop could step; "" if there is none."""
+    """Return the class name of the scheduler that `made` is or has, if only a custom loop could step it; else ""."""
     if isinstance(made, LRScheduler):
         return type(made).__name__
     if not isinstance(made, Optimizer) or not has_scheduler(made) or _steps_by_itself(made):

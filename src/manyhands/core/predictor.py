@@ -24,7 +24,7 @@ class TensorSpec:
         return f"{self.dtype}[{', '.join('*' if n is None else str(n) for n in self.shape)}]"
 
     def accepts(self, tensor: Tensor) -> bool:
-        """Return whether a tensor has this dtype and shape."""
+        """Return whether a tensor has the dtype and the shape of this spec."""
         return (
             str(tensor.dtype).removeprefix("torch.") == self.dtype
             and tensor.dim() == len(self.shape)

@@ -39,7 +39,7 @@ def seed_all(seed: int) -> None:
 
 
 def random_state(device: torch.device) -> dict[str, Tensor]:
-    """Return the states of the global generators of torch, numpy and Python, and of an accelerator's, as tensors."""
+    """Return the states, as tensors, of the global generators of torch, numpy, Python and an accelerator `device`."""
     import numpy as np
     import torch
 

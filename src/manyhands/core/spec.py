@@ -69,8 +69,8 @@ class StrategySpec:
       only captures, "compile" compiles from the start, "off" runs eagerly;
     - `recompute`: activation checkpointing: "" none, "blocks" for blocks repeated in a list or a sequence, "selective"
       the same but keeping matrix products, convolutions and attention, or a pattern of module names such as "*.mlp";
-    - `offload`: what is kept in host memory: "optimizer" its state (and on one device the gradients), "activations"
-      those saved for backward, or both as "optimizer+activations";
+    - `offload`: what is kept in host memory: "optimizer" the optimizer state (on one device the gradients too),
+      "activations" the activations saved for backward, or both as "optimizer+activations";
     - `deterministic`: whether random numbers, such as those of dropout, are the same on any number of replicas;
     - `microbatches`: number of micro-batches into which a pipeline splits a batch;
     - `schedule`: the pipeline schedule: "gpipe", "1f1b", "interleaved" or "zero-bubble";
@@ -209,6 +209,8 @@ class StrategySpec:
     def axes(self) -> dict[str, int]:
         """The mesh axes longer than 1, outermost first: ranks that communicate most are adjacent.
 
+        The spec must have a definite number of devices, see `with_devices`.
+
         >>> StrategySpec(tensor=4, replicas=2).axes
         {'replicas': 2, 'tensor': 4}
         """
@@ -252,7 +254,7 @@ class StrategySpec:
         return StrategySpec(**{f.name: _product(f, self, other) for f in dataclasses.fields(self)})
 
     def with_devices(self, count: int) -> StrategySpec:
-        """Return the spec for `count` devices, with a number for the axis that takes all available ones.
+        """Return the spec with a number for the axis that takes all devices; raise StrategyError if `count` do not fit.
 
         >>> StrategySpec(replicas=None, shards=2).with_devices(6)
         StrategySpec(replicas=3, shards=2)

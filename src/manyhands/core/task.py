@@ -1,4 +1,4 @@
-"""Task: a network, its loss, its optimizer and its data, as one immutable object; and its parameters."""
+"""Task: a network, its loss, its optimizer and its data, as one immutable object; and functions that create tasks."""
 
 from __future__ import annotations
 
