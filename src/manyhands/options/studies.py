@@ -51,7 +51,7 @@ class Budget:
 
 @dataclass(frozen=True, kw_only=True)
 class Selection:
-    """Selection: which trials are allowed, count, and are kept."""
+    """Selection: which trials may run, which of them can be the best, and which are kept."""
 
     constraint: Callable[[Mapping[str, Any]], bool] | None = None
     """Function of a trial's parameters that returns whether they may be tried; None allows all."""
