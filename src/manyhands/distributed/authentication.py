@@ -1,8 +1,9 @@
 """Authentication between ranks: torch's store and gloo have none, so data read from them is verified here.
 
-The ranks of a generation share a key. It signs values in the store (`SignedStore`), confirms every connection of a new
-group (`confirm`), and authenticates every message of Python values by an HMAC over its group, source, number and
-content (`ObjectGather`), which is checked before anything is decoded. Tensors are not authenticated.
+The ranks that joined at the same rendezvous (a generation) share a key. It signs values in the store (`SignedStore`),
+confirms every connection of a new group (`confirm`), and authenticates every message of Python values by an HMAC over
+its group, source, number and content (`ObjectGather`), which is checked before anything is decoded. Tensors are not
+authenticated.
 """
 
 from __future__ import annotations

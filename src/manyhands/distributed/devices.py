@@ -91,7 +91,7 @@ def resolve(
     """Return the devices that a user's argument `on` names, and notices about choices made for the user.
 
     Args:
-        on: Names of devices, devices, or None for the accelerators of this machine, else its CPU.
+        on: Names of devices, `Device` objects, or None for the accelerators of this machine, else its CPU.
         num_wanted: Number of devices that the strategy needs; None takes all named devices.
         arithmetic: How that number results from the strategy, for the error if there are too few devices.
     """

@@ -43,7 +43,7 @@ BLOCKED_SECONDS = 1.0
 """Seconds after which a rank counts as blocked that is still in the same collective, with its connections shut down."""
 _TORCH_DISTRIBUTED = os.path.dirname(dist.__file__) + os.sep
 PART_BYTES, MAX_PARTS = 1 << 18, 8
-"""Size of the chunks in which gloo exchanges large messages, and the maximum number of chunks."""
+"""Minimum bytes of the chunks into which a large message is divided for gloo, and maximum number of its chunks."""
 
 
 def backend_for(devices: Sequence[Device]) -> str:
@@ -56,7 +56,7 @@ def backend_for(devices: Sequence[Device]) -> str:
 
 
 class _GroupWorld(World):
-    """Collectives within a process group of torch.distributed."""
+    """Base class of worlds whose collectives use a process group of torch.distributed."""
 
     _group: dist.ProcessGroup
     _aside: dist.ProcessGroup

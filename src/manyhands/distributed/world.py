@@ -1,4 +1,4 @@
-"""World: the ranks of a job and the collectives between them; the only place that defines a rank's number."""
+"""World: the ranks of a job, and the collectives between them."""
 
 from __future__ import annotations
 
@@ -36,6 +36,7 @@ class RankInfo:
     address: str = LOOPBACK
     """The address at which other hosts of the cluster reach this one."""
     generation: int = 0
+    """The number of the rendezvous at which these ranks joined; it grows when ranks are replaced, added or removed."""
     timeout: float = DEFAULT_TIMEOUT
     """Seconds that a healthy operation may take; every other time limit is derived from it."""
     reported_step: int = 0
