@@ -58,7 +58,7 @@ def _require_values(array: Any, name: str) -> None:
 
 
 def _inside(array: Any, stops: Ids, name: str, kind: str) -> Any:
-    """Return the concatenated numbers of a list array; `stops` are the ends of its lists among them."""
+    """Return the numbers of all lists in an Arrow array, concatenated; `stops` has the end of each list in them."""
     try:
         return _numbers(array.flatten(), name, kind)
     except Null as null:

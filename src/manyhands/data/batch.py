@@ -267,7 +267,7 @@ def copied(data: Any) -> Any:
 
 
 def split(data: Any, sizes: Sequence[int]) -> list[Any]:
-    """Return contiguous slices of a nested batch along dim 0, as views; a slice of size 0 is the first row instead.
+    """Return contiguous slices of a nested batch along dim 0, as views; for size 0 the first row, as a padding row.
 
     >>> split((torch.arange(3), ["a", "b", "c"]), [1, 2])
     [(tensor([0]), ['a']), (tensor([1, 2]), ['b', 'c'])]

@@ -128,7 +128,7 @@ def _require_column(name: str, columns: list[str]) -> None:
 
 
 class BucketSource(IndexedSource):
-    """Another source in an order in which the samples of a batch have similar lengths."""
+    """Source that reads another one in an order in which the samples of a batch have similar lengths."""
 
     sized_by = "mh.data.bucketed"
 
@@ -159,7 +159,7 @@ class BucketSource(IndexedSource):
 
 
 class BucketOrder:
-    """Another order, sorted by length within windows of some batches.
+    """Order of an epoch that sorts another order by length, within windows of some batches.
 
     The batches of a window are shuffled by the seed `key`, or not shuffled if it is None.
     """

@@ -51,7 +51,7 @@ class Resident:
 
 
 class ResidentBatch(Batch):
-    """A batch of resident arrays, which are gathered by an index on the device when its data is accessed first."""
+    """A batch of arrays that are on the device; its rows are gathered by an index when `data` is accessed first."""
 
     def __init__(
         self,

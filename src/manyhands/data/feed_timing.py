@@ -133,7 +133,10 @@ class Adaptation:
         return more
 
     def _enough(self, workers: int, share: float) -> int:
-        """Return the number of workers that should read as fast as the consumer computes; `share` is its waiting."""
+        """Return the number of workers that should read as fast as the consumer computes.
+
+        `share` is the fraction of the time for which the consumer waited with `workers` workers.
+        """
         # Without workers this process reads only while the consumer waits; workers read all the time.
         reading = workers if workers else share
         wanted = reading / (1 - share) if share < 1 else self.most

@@ -210,7 +210,10 @@ class FileSource(IndexedSource):
 
 
 class RecordSource(FileSource):
-    """Source of files of records, each of which is read separately; the operating system caches the bytes around it."""
+    """Source of files with records, such as TFRecord and tar files; each record is read separately.
+
+    The operating system caches the bytes around it.
+    """
 
     def __init__(self, data: Files, collate: Collate | None) -> None:
         super().__init__(data, collate)
@@ -234,7 +237,7 @@ class RecordSource(FileSource):
 
 
 class TableSource(FileSource):
-    """Source of files of columns, which are read a block at a time.
+    """Source of files with columns, such as Parquet and CSV files, which are read a block of rows at a time.
 
     The blocks of about two windows (rows that are shuffled with each other) are cached, or of one if blocks are large.
     """

@@ -77,9 +77,9 @@ class RowSource(MapSource):
 
 
 class ArrowSource(IndexedSource):
-    """Source of a dataset of strings, numbers and lists of numbers, which become int64 and float32.
+    """Source of a dataset of strings, numbers and lists of numbers.
 
-    These are the types of the dataset's format "torch".
+    Numbers become int64 or float32, as in the dataset's format "torch".
     """
 
     max_workers = 0

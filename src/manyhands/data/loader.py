@@ -17,7 +17,7 @@ from .source import IndexedSource, Source, Window, as_ids
 
 
 class SampledSource(IndexedSource):
-    """Another source in the order of a DataLoader's sampler, which is seeded by (seed, epoch) for each epoch."""
+    """Source that reads another one in the order of a DataLoader's sampler, which is seeded by (seed, epoch)."""
 
     def __init__(self, inner: IndexedSource, sampler: Any) -> None:
         self.name, self.max_workers = inner.name, inner.max_workers
@@ -35,7 +35,7 @@ class SampledSource(IndexedSource):
 
 
 class BatchedSource(SampledSource):
-    """Another source in the global batches of a DataLoader's batch sampler."""
+    """Source that reads another one in the global batches of a DataLoader's batch sampler."""
 
     def __init__(self, inner: IndexedSource, batch_sampler: Any) -> None:
         self.name, self.max_workers = inner.name, inner.max_workers

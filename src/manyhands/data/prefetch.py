@@ -25,7 +25,7 @@ class Prefetcher(Generic[T]):
         items: The iterator.
         depth: Number of items to read ahead. It doubles whenever the consumer had to wait, so that later input stalls
             are bridged.
-        limit: Maximum of that number.
+        limit: Maximum depth.
         has_memory: Returns, for an item and a depth, whether there is memory for as many items.
         is_idle: Called when a wait starts; returns a function that reports whether the device has finished all work
             that was submitted until then.

@@ -95,10 +95,10 @@ def _received(items: Iterator[Any], name: str, slots: WorkerSlots | None) -> Ite
 
 @contextmanager
 def _quiet_children() -> Iterator[None]:
-    """Remove the signal handler that DataLoader installs within the context.
+    """Remove the SIGCHLD handler that a DataLoader has installed in the context, at the end of the context.
 
-    It would raise the error of a dead worker anywhere in the training process. Without it, the error is raised some
-    seconds later, when the next batch is requested.
+    The handler would raise the error of a dead worker anywhere in the training process. Without it, the error is raised
+    some seconds later, when the next batch is requested.
     """
     handler = signal.getsignal(signal.SIGCHLD) if hasattr(signal, "SIGCHLD") else None
     yield

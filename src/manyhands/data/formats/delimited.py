@@ -34,12 +34,12 @@ MAX_ROW_BYTES = 2**31 - 1
 _NEWLINE, _RETURN, _QUOTE, _MARK = 10, 13, 34, b"\xef\xbb\xbf"
 _PLACE = re.compile(r"(?:In CSV column #(\d+): )?(?:CSV parse error: )?Row #(\d+): (.*)", re.DOTALL)
 _ARROW = {"float64": "float32", "double": "float32", "string": "str", "binary": "bytes"}
-"""Column types that differ from those that pyarrow infers, by pyarrow's name: floats become torch's default dtype."""
+"""Column types by the name of the type that pyarrow infers, where they differ: floats are torch's default dtype."""
 
 
 @dataclass(frozen=True)
 class CsvFormat(TableFormat):
-    """CSV files, parsed by pyarrow; unless set, column types are those of the first block that has rows."""
+    """CSV files, parsed by pyarrow; column types that are not given are those of the first block that has rows."""
 
     name: ClassVar[str] = "csv"
     endings: ClassVar[tuple[str, ...]] = ("csv", "tsv")
@@ -113,7 +113,7 @@ class CsvFormat(TableFormat):
 
 
 def _misread(shard: FileShard, block: int, names: list[str], text: str) -> DataError:
-    """Return the error for a row that pyarrow could not parse; its row numbers start at 1 in the block."""
+    """Return the error for a row of a block that pyarrow could not parse; pyarrow counts rows of the block from 1."""
     place = _PLACE.search(text)
     first = int(shard.blocks[block])
     if place is None:

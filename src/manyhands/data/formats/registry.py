@@ -17,7 +17,7 @@ PACKED = ("gz", "bz2", "xz", "zst", "zip")
 
 
 def format_of(path: str, name: str | None, columns: Types | None) -> Format:
-    """Return the format called `name`, or if that is None the format that the extension of a path stands for."""
+    """Return the format called `name`; if it is None, the format of files with the extension of `path`."""
     if name is not None:
         if name not in FORMATS:
             raise DataError(f"format must be one of {', '.join(FORMATS)}", got=repr(name), remedy="choose one of them")

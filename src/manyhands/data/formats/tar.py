@@ -37,7 +37,7 @@ class TarEntry(NamedTuple):
 
 @dataclass(frozen=True)
 class TarFormat(RecordFormat):
-    """Tar files of samples: dicts of the key under "__key__", and the contents of members by extension."""
+    """Tar files of samples, which are dicts with the key under "__key__" and the contents of members by extension."""
 
     name: ClassVar[str] = "tar"
     endings: ClassVar[tuple[str, ...]] = ("tar",)
