@@ -25,7 +25,7 @@ class Life:
     """
 
     name: str
-    """The module in which it was allocated."""
+    """The name of the module that was running when the storage was allocated; empty outside of modules."""
     size: int
     born: int
     died: int | None = None

@@ -313,7 +313,10 @@ def in_pieces(works: Works, homes: Sequence[int], end: int, wanted: Iterable[str
 
 
 def _awaited(works: Works, homes: Sequence[int], levels: Sequence[int], end: int, wanted: Iterable[str]) -> set[int]:
-    """Return the indices of units from which, on their rank and level, a result is computed that another rank needs."""
+    """Return the indices of the units for which another rank waits, directly or through units of their rank and level.
+
+    `in_pieces` explains the arguments.
+    """
     wanted = set(wanted)
     found: set[int] = set()
     for index in reversed(range(len(works.units))):

@@ -21,7 +21,7 @@ Substitute = Callable[[fx.Node, str], Callable[..., Any] | None]
 
 @dataclass
 class DrawCounter:
-    """Counter of random draws: operations add their number in the network to `start` of the current forward."""
+    """The number of the network's first random draw in the current forward; each operation adds its own number."""
 
     start: int = 0
 

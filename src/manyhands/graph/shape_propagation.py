@@ -160,7 +160,7 @@ def plainly(node: fx.Node) -> Callable[..., Any]:
 
 
 def by_hash(node: fx.Node) -> Callable[..., Any]:
-    """Return the function that runs an operation that draws, as the public function that `LayoutFree` can replace."""
+    """Return torch's public function for an operation that draws random numbers, which `LayoutFree` can replace."""
     name = getattr(node.target, "_opname", "")
     for place in (torch, F, Tensor):
         found = getattr(place, name, None)

@@ -161,7 +161,7 @@ def _quiet() -> Iterator[None]:
 def _without_reentrant_checkpoints() -> Iterator[None]:
     """Let torch.export trace the functions of reentrant activation checkpoints within the context.
 
-    It could not trace the checkpoints, whose forward runs without gradients and whose backward runs Python code.
+    It cannot trace the checkpoints themselves, whose forward runs without gradients and whose backward is Python code.
     """
     from torch.utils.checkpoint import CheckpointFunction
 
@@ -294,7 +294,7 @@ def _is_empty(value: Any) -> bool:
 
 
 def _cannot(error: Exception) -> StrategyError:
-    """Return an error with the first line of torch.export's message and the line of user code."""
+    """Return the error for a network that cannot be traced, with the user's line and the start of export's message."""
     text = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
     return StrategyError(
         "a partitioned network must be traceable: its operations must not depend on values that it computes",
