@@ -58,9 +58,9 @@ class CapturedGraphs:
 
 @contextlib.contextmanager
 def rehearsing() -> Iterator[None]:
-    """Raise CaptureError within the context for operations that synchronize with the GPU, which cannot be captured.
+    """Let operations that synchronize with the GPU raise CaptureError within the context, as they cannot be captured.
 
-    The step runs without capture otherwise.
+    The context captures nothing: it is for a trial of the step before the capture.
     """
     before = torch.cuda.get_sync_debug_mode()
     _set_sync_mode("error")
@@ -122,7 +122,7 @@ _PLAIN = (bool, int, float, str, bytes, type(None))
 
 
 def shape_of(data: Any) -> Hashable | str:
-    """Return a key that is equal for batches that can share a captured step, or text why `data` cannot be captured.
+    """Return a key that is equal for batches that can share a captured step, or text with the reason why there is none.
 
     >>> shape_of({"x": torch.zeros(2)}) == shape_of({"x": torch.ones(2)})
     True

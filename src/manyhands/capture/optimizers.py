@@ -45,9 +45,9 @@ def make_capturable(optimizer: Optimizer) -> str:
 
 
 def fuse_on_cpu(optimizer: Optimizer) -> None:
-    """Enable an optimizer's fused update on the CPU, if it has one, its parameters allow it, and the user chose none.
+    """Enable an optimizer's fused update on the CPU, which reads and writes each parameter once.
 
-    A fused update reads and writes each parameter once.
+    Nothing changes if the optimizer has none, if its parameters do not allow it, or if the user chose an update.
     """
     if type(optimizer) not in FUSED_ON_CPU:
         return

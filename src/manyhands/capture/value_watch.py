@@ -229,7 +229,7 @@ def _has_hook(owner: Any, kinds: Iterable[str]) -> bool:
 
 
 def _names_of(function: Any, *, calls: bool = False) -> Iterator[tuple[str, Any]]:
-    """Yield names and values that a function can read: globals, closure variables, its object, arguments of a partial.
+    """Yield names and values that a function can read: globals, closure variables, its `self`, arguments of a partial.
 
     With `calls`, yield the functions among them, else everything but functions.
     """
