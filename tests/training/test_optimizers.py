@@ -343,7 +343,7 @@ def twice(model: nn.Module) -> list[Optimizer]:
         (scheduled, r"creates a .*which would never be stepped. Remove the scheduler and pass Task\(schedule="),
         (with_scheduler, "creates a CosineAnnealingLR"),
         (twice, "out.bias in two of them"),
-        (lambda model: [optim.SGD(model.parameters(), lr=0.1), 3], "a int among them"),
+        (lambda model: [optim.SGD(model.parameters(), lr=0.1), 3], "an object of type int among them"),
         (lambda model: [], "an empty list"),
         (
             lambda model: Hiding(model),

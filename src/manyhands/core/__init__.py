@@ -104,7 +104,7 @@ _LAZY = {
 
 
 def __getattr__(name: str) -> Any:
-    """Layout-free randomness and optimizers need torch, which a command line that only helps must not wait for."""
+    """Import a name of a module that needs torch when it is first used, so that `manyhands --help` starts quickly."""
     for module, names in _LAZY.items():
         if name in names:
             return getattr(importlib.import_module(f".{module}", __name__), name)

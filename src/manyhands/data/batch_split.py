@@ -1,4 +1,4 @@
-"""Split of a global batch: into micro-batches first, then each micro-batch over the replicas."""
+"""Split of a global batch into micro-batches, and of each micro-batch over the replicas."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class ReplicaShare:
     """One replica's part of a global batch."""
 
     rows: slice | Ids
-    """The replica's rows, in order."""
+    """The replica's rows of the global batch, in order."""
     sizes: tuple[int, ...]
     """Number of the replica's samples in each micro-batch."""
     global_sizes: tuple[int, ...]
@@ -24,7 +24,7 @@ class ReplicaShare:
 
 
 def even_sizes(count: int, parts: int) -> tuple[int, ...]:
-    """Return the sizes of contiguous parts, as even as possible, the larger ones first.
+    """Return the sizes of `parts` contiguous parts of `count` items, as even as possible, the larger ones first.
 
     >>> even_sizes(10, 4)
     (3, 3, 2, 2)
@@ -52,7 +52,9 @@ def weighted_sizes(count: int, weights: tuple[int, ...]) -> tuple[int, ...]:
 def share_of(
     count: int, accumulate: int, replica: int, num_replicas: int, weights: tuple[int, ...] | None = None
 ) -> ReplicaShare:
-    """Return one replica's part of a global batch of `count` samples, by default as large as those of the others.
+    """Return one replica's part of a global batch of `count` samples, split into at most `accumulate` micro-batches.
+
+    The parts are as equal as possible, or in proportion to the replicas' `weights`.
 
     >>> share_of(10, 2, replica=1, num_replicas=2)
     ReplicaShare(rows=array([3, 4, 8, 9]), sizes=(2, 2), global_sizes=(5, 5))
@@ -71,7 +73,7 @@ def share_of(
 
 
 def part_of(ids: Ids, part: int, num_parts: int, accumulate: int = 1) -> Ids:
-    """Return the samples of one of several parts of a global batch.
+    """Return the ids of part number `part` of a global batch that is split into `num_parts` parts.
 
     >>> part_of(np.arange(5), 1, 2)
     array([3, 4])
@@ -80,7 +82,7 @@ def part_of(ids: Ids, part: int, num_parts: int, accumulate: int = 1) -> Ids:
 
 
 def _rows(runs: list[tuple[int, int]]) -> slice | Ids:
-    """Return a slice if the runs are adjacent, because indexing with a slice makes no copy."""
+    """Return the rows of (start, stop) runs; of adjacent runs as a slice, because indexing with it copies nothing."""
     if all(stop == first for (_, stop), (first, _) in pairwise(runs)):
         return slice(runs[0][0], runs[-1][1])
     return np.concatenate([np.arange(*run, dtype=np.int64) for run in runs])

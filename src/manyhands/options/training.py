@@ -1,4 +1,4 @@
-"""Options of training."""
+"""Options of `mh.fit`; `mh.tune` and `mh.ensemble` take `Display` too."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Display:
     """Display: what is printed while a function runs."""
 
     progress: bool | None = None
-    """False to display nothing; by default a live view in a terminal, and lines elsewhere."""
+    """False displays nothing. By default, a terminal shows a live view, and any other output gets lines."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +81,7 @@ class Recovery:
     )
 
     copy_every: int = 100
-    """Steps between copies, in the memory of another rank, of state that only one rank holds."""
+    """Steps between copies of state that only one rank has to the memory of another rank."""
 
     def __post_init__(self) -> None:
         require_positive(copy_every=self.copy_every)
