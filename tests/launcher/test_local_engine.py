@@ -113,12 +113,12 @@ def test_library_errors_are_raised_with_their_original_type(engine: LocalEngine)
 def test_unpicklable_captured_variable_is_named_before_start(engine: LocalEngine) -> None:
     lock = threading.Lock()
     settings = {"deep": [lock]}
-    with pytest.raises(SendError, match=r"captured variable 'settings' → \['deep'\] → \[0\], a lock"):
+    with pytest.raises(SendError, match=r"captured variable 'settings' → \['deep'\] → \[0\], of type lock"):
         engine.start(lambda world: settings, resolve("cpu*2")[0])
 
 
 def test_unpicklable_result_is_named(engine: LocalEngine) -> None:
-    with pytest.raises(SendError, match="the result, a lock"):
+    with pytest.raises(SendError, match="the result, of type lock"):
         engine.start(lambda world: threading.Lock(), resolve("cpu*2")[0]).wait(quiet, quiet)
 
 

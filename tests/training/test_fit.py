@@ -508,7 +508,7 @@ def test_a_failure_before_the_first_step_leaves_no_folder(tmp_path: Path) -> Non
 def test_unpicklable_task_value_is_named(tmp_path: Path) -> None:
     handle = (tmp_path / "open").open("w")
     task = noisy(loss=lambda model, batch: (handle, F.cross_entropy(model(batch[0]), batch[1]))[1])
-    with pytest.raises(SendError, match=r"task → loss → captured variable 'handle', a TextIOWrapper"):
+    with pytest.raises(SendError, match=r"task → loss → captured variable 'handle', of type TextIOWrapper"):
         fit(task, size=2, folder=tmp_path / "runs")
     handle.close()
 

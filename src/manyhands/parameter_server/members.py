@@ -1,4 +1,4 @@
-"""Members of a job with parameter servers: workers, which compute what the coordinator hands out, and servers."""
+"""Members of a job with parameter servers: workers, which compute the tickets of the coordinator, and servers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ OVERLAP_FROM = 0.1
 
 @dataclass(frozen=True, kw_only=True)
 class Membership:
-    """What a member needs to join a job: plain data."""
+    """The data with which a process joins a job as a server, a follower or a worker."""
 
     task: Task
     spec: StrategySpec
@@ -45,12 +45,12 @@ class Membership:
     token: bytes = field(repr=False)
     timeout: float
     every: int = 0
-    """Every how many steps a worker profiles one; 0 for none."""
+    """Number of steps after which a worker profiles one; 0 for no profiles."""
     listens: tuple[str, int] | None = None
     """Host and port on which a server listens; None for any loopback port."""
 
     def run(self, world: World) -> dict[str, Any]:
-        """Join the job and work until the coordinator ends it."""
+        """Join the job, work until the coordinator ends it, and return statistics."""
         with contextlib.suppress(OSError):
             # The process name that `ps` and `top` show.
             Path("/proc/self/comm").write_text(f"mh-{self.role}-{self.number}")
@@ -69,13 +69,13 @@ class Membership:
 
 
 def shares_of(hand: Hand) -> list[Share]:
-    """Return which server holds which part of a hand's network."""
+    """Return the share of each server in a hand's network."""
     optimizer = hand.optimizers[MAIN]
     return cut(hand.model, hand.spec.servers, whole=needs_whole(optimizer))
 
 
 def serve(member: Membership, hand: Hand) -> dict[str, Any]:
-    """Run a server or follower that holds one share of the network."""
+    """Run a server or follower, which holds one share of the network, and return its statistics."""
     shard = ServerShard(member.number, shares_of(hand)[member.number], hand.model, hand.optimizers[MAIN])
     listens, leads = member.listens or ("127.0.0.1", 0), member.role == "server"
     served_by = ParameterShardServer(
@@ -125,7 +125,7 @@ class _Worker:
         return coordinator
 
     def run(self) -> dict[str, Any]:
-        """Compute the parts that the coordinator hands out until the work ends."""
+        """Compute the tickets that the coordinator hands out until the job ends; return the seconds spent."""
         try:
             with contextlib.suppress(WorkEnded):
                 server_list = None
@@ -184,7 +184,7 @@ class _Worker:
                 raise WorkEnded
 
     def _sample(self, step: int) -> None:
-        """Report the profile of the step since the last delivery, and start the next profile where due."""
+        """Report the profile of the step since the last delivery, and start the next profile if it is due."""
         hand, every = self.hand, self.member.every
         if hand.times.spans is not None:
             spans, hand.times.spans = hand.times.spans.end(), None
@@ -195,7 +195,7 @@ class _Worker:
             hand.times.spans = Spans(hand.device)
 
     def _deliver(self, part: WorkPart, ids: Any) -> Delivered:
-        """Compute one part and push its gradient to the servers."""
+        """Compute one ticket, with the samples `ids`, and push its gradient to the servers."""
         hand, client = self.hand, self.client
         hand.num_steps = part.step
         if not client.is_pulling:
@@ -231,7 +231,10 @@ class _Worker:
         return Delivered(part.term, part.ticket, total, count, weight, staleness, skipped=is_skipped)
 
     def _limit(self, scale: float) -> tuple[float, bool]:
-        """Return the factor of a gradient that is an update by itself (mean and clipping), and whether to skip it."""
+        """Return the factor of a gradient that is a separate update, and whether the servers must skip it.
+
+        The factor combines `scale`, which makes the sum of losses a mean, and clipping.
+        """
         if self.task.clip is None and not self.hand.current.skips:
             return scale, False
         gradients = [p.grad for p in self.hand.model.parameters() if p.grad is not None]
@@ -242,13 +245,13 @@ class _Worker:
 
 
 def total_norm(gradients: list[Tensor]) -> float:
-    """Return the norm of several gradients together."""
+    """Return the L2 norm of all gradients together."""
     norms = torch._foreach_norm(gradients) if gradients else []
     return float(torch.stack([norm.double().cpu() for norm in norms]).norm()) if norms else 0.0
 
 
 def clip_factor(norm: float, limit: float | None) -> float:
-    """Return the factor that clips a gradient of this norm to a limit, by torch's formula.
+    """Return the factor that clips a gradient of norm `norm` to `limit`, by torch's formula; 1 if `limit` is None.
 
     >>> clip_factor(2.0, 1.0) < 0.5 < clip_factor(2.0, 1.001)
     True
