@@ -26,7 +26,7 @@ ALIASES = {
 """The field's usual abbreviations of the axes."""
 
 AXES = ("replicas", "shards", "tensor", "stages", "context", "expert")
-MESH_ORDER = ("replicas", "shards", "stages", "tensor")
+MESH_ORDER = ("replicas", "shards", "stages", "context", "tensor")
 OPEN_AXES = ("replicas", "shards", "stages")
 """Axes that may take all available devices."""
 DATA_AXES = ("replicas", "shards")
@@ -52,8 +52,8 @@ class StrategySpec:
     - `shards`: ranks among which the network's state is sharded; each of them processes its share of every batch;
     - `stages`: ranks that each hold a piece of the network, as a pipeline or as `place` maps them; 0 for all available
       devices;
-    - `tensor`, `context`, `expert`: axes of tensor, context and expert parallelism; those that are not implemented are
-      refused;
+    - `tensor`, `context`, `expert`: axes of tensor, context (sequence) and expert parallelism; the last is refused;
+    - `sequence_dim`: the dim of the inputs that `context` splits; 0 finds it;
     - `sharding`: what is sharded: "full" (parameters, gradients and optimizer state), "gradients" (the same, but
       parameters stay whole between forward and backward) or "optimizer" (optimizer state only);
     - `layout`: overrides of the automatic tensor-parallel layout: patterns of layer names, each with "column", "row",
@@ -95,6 +95,7 @@ class StrategySpec:
     stages: int = 1
     context: int = 1
     expert: int = 1
+    sequence_dim: int = 0
     sharding: str = "full"
     layout: str = ""
     sync: str = "allreduce"
@@ -170,15 +171,14 @@ class StrategySpec:
             )
         _require_one_of("sharding", self.sharding, SHARDINGS)
         _require_one_of("batch_stats", self.batch_stats, ("sync", "micro", "local"))
-        for axis in ("context", "expert"):
-            if getattr(self, axis) != 1:
-                raise StrategyError(
-                    f"the axis {axis!r} is reserved and not implemented yet",
-                    got=getattr(self, axis),
-                    remedy=f"leave {axis} at 1",
-                )
+        if self.expert != 1:
+            raise StrategyError(
+                "the axis 'expert' is reserved and not implemented yet", got=self.expert, remedy="leave expert at 1"
+            )
+        if self.sequence_dim:
+            require_count("sequence_dim", self.sequence_dim)
         _check_servers(self)
-        split = [axis for axis in ("shards", "tensor", "stages") if getattr(self, axis) != 1]
+        split = [axis for axis in ("shards", "tensor", "stages", "context") if getattr(self, axis) != 1]
         if split and self.replicas == 1 and self.sync != "allreduce":
             raise StrategyError(
                 "a sync policy needs several replicas",
@@ -202,7 +202,7 @@ class StrategySpec:
         """Number of devices it needs; None if it takes all available ones."""
         if self.replicas is None or self.shards is None or not self.stages:
             return None
-        return self.replicas * self.shards * self.tensor * self.stages
+        return self.replicas * self.shards * self.tensor * self.stages * self.context
 
     @property
     def axes(self) -> dict[str, int]:
@@ -256,7 +256,7 @@ class StrategySpec:
         >>> StrategySpec(replicas=None, shards=2).with_devices(6)
         StrategySpec(replicas=3, shards=2)
         """
-        others = (self.replicas or 1) * (self.shards or 1) * self.tensor * (self.stages or 1)
+        others = (self.replicas or 1) * (self.shards or 1) * self.tensor * (self.stages or 1) * self.context
         if self.num_devices is None and count % others == 0 and count >= others:
             left = count // others
             replicas, shards, stages = (getattr(self, axis) or left for axis in OPEN_AXES)
@@ -352,11 +352,15 @@ NAMED: dict[str, dict[str, Any]] = {
     "placed": {"stages": 0, "place": "auto"},
     "ps": {"replicas": None, "servers": 1},
     "tensorparallel": {"tensor": 2},
+    "contextparallel": {"context": 2},
 }
 """Strategies by name."""
-_ELSEWHERE = {"dp": "mirrored", "ddp": "mirrored", "fsdp": "sharded", "tp": "tensorparallel", "pp": "pipeline"}
+_ELSEWHERE = {
+    "dp": "mirrored", "ddp": "mirrored", "fsdp": "sharded", "tp": "tensorparallel", "pp": "pipeline",
+    "cp": "contextparallel",
+}  # fmt: skip
 """Common abbreviations of strategies."""
-_AXIS = {"mirrored": "replicas", "sharded": "shards", "pipeline": "stages", "tensorparallel": "tensor"}
+_AXIS = {name: next(iter(NAMED[name])) for name in _ELSEWHERE.values()}
 """The axis that a strategy's number sets."""
 
 
@@ -423,7 +427,7 @@ def _setting(key: str, text: str) -> tuple[str, Any]:
         return name, 0 if name == "stages" else None
     if name == "staleness" and text.lower() == "none":
         return name, None
-    if name in (*AXES, "accumulate", "microbatches", "servers", "staleness", "backup", "followers"):
+    if name in (*AXES, "accumulate", "microbatches", "servers", "staleness", "backup", "followers", "sequence_dim"):
         try:
             return name, int(text)
         except ValueError:
@@ -453,7 +457,7 @@ def _check_servers(spec: StrategySpec) -> None:
         return
     if spec.followers > 1:
         raise StrategyError("followers must be 0 or 1", got=spec.followers, remedy="pass followers=1")
-    others = [name for name in ("shards", "tensor", "stages") if getattr(spec, name) != 1]
+    others = [name for name in ("shards", "tensor", "stages", "context") if getattr(spec, name) != 1]
     others += [name for name in ("sync", "offload") if getattr(spec, name) != getattr(StrategySpec, name)]
     if others:
         raise StrategyError(

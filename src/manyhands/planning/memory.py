@@ -32,8 +32,8 @@ def footprint(
     network: Network, pieces: Sequence[NetworkPart], spec: StrategySpec, rows: float, in_flight: int = 1
 ) -> Footprint:
     """Return the memory of a rank with these parts, with `in_flight` micro-batches of `rows` rows kept at a time."""
-    shards, replicas = spec.shards or 1, spec.replicas or 1
-    samples = rows / network.rows
+    shards, replicas = spec.shards or 1, (spec.replicas or 1) * spec.context
+    samples = rows / network.rows / spec.context
     own = sum(piece.param_bytes for piece in pieces) / spec.tensor
     whole = own / max(1, network.param_bytes / spec.tensor)
     trained = sum(piece.gradient_bytes for piece in pieces) / spec.tensor
