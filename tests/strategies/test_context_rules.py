@@ -50,6 +50,14 @@ def _in_place(x: Tensor) -> Tensor:
     return y.masked_fill_(PAIR[:, :WIDTH] > 1, 0.0).relu_()
 
 
+def _across(x: Tensor) -> Tensor:
+    y = x.cos()
+    view = y.transpose(1, 2)
+    y[:, ::2] = x[:, 1::2, :1].sum()
+    y.index_add_(1, torch.tensor([5, 0]), x[:, 2:4])
+    return view.transpose(1, 2) * 2
+
+
 SPLIT: dict[str, Rule] = {
     "numbers": lambda x: (x * 2 + 1) / 3 - x**2,
     "reversed numbers": lambda x: 1 - x + 2 / (x.abs() + 1),
@@ -94,6 +102,7 @@ SPLIT: dict[str, Rule] = {
     "written": lambda x: torch.zeros_like(x).scatter(-1, TOKENS[:, :, None], x[..., :1]),
     "one hot": lambda x: F.one_hot((x[..., 0] > 0).long(), 3) * x[..., :3],
     "in place": _in_place,
+    "in place across tokens": _across,
     "linear": lambda x: (
         F.linear(x, _of(4, WIDTH), _of(4)) + torch.addmm(_of(4), x.view(-1, WIDTH), _of(WIDTH, 4)).view(ROWS, LENGTH, 4)
     ),
@@ -202,10 +211,10 @@ def test_fewer_tokens_than_ranks_leave_some_ranks_without_any() -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lambda x: x.__setitem__((slice(None), 2), 0.0), "must not change a split sequence in place"),
+        (lambda x: x.__setitem__((slice(None), 2), 0.0), "must not change a copy"),
         (lambda x: x.register_hook(print), "a hook on a tensor gets a part of its gradient"),
         (lambda x: x.data_ptr(), "no memory of its own"),
-        (lambda x: x.add_(1.0), "must not change a split sequence in place"),
+        (lambda x: x.add_(1.0), "must not change a copy"),
     ],
 )
 def test_what_a_part_cannot_do_is_refused(change: Callable[[Tensor], Any], reason: str) -> None:

@@ -133,5 +133,5 @@ class _SharedGradient(Function):
 
 
 def _apply(kind: type[Function], *args: Any) -> Tensor:
-    found: Tensor = kind.apply(*args)  # type: ignore[no-untyped-call]
+    found: Tensor = kind.apply(*args)
     return found

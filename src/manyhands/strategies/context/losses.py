@@ -68,7 +68,8 @@ def _count(target: Any, place: SequenceDim, losses: SplitTensor, weight: Any, ig
     known = target if not is_split(target) else whole(target)
     counted = known != ignore_index
     if weight is None:
-        return counted.sum()
+        number: Tensor = counted.sum()
+        return number
     total: Tensor = weight[known.where(counted, 0)].where(counted, 0.0).sum()
     return total
 

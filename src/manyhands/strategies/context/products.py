@@ -71,7 +71,7 @@ def _is_broadcast(tensor: Any, left: Tensor, right: Tensor) -> bool:
     """Return whether the split batch dim of an operand is broadcast to a larger one."""
     other = whole_shape(right if tensor is left else left)
     from_end = tensor.place.dim - len(whole_shape(tensor))
-    return len(other) >= -from_end and tensor.place.size == 1 != other[from_end]
+    return bool(len(other) >= -from_end and tensor.place.size == 1 != other[from_end])
 
 
 def _can_multiply(left: Any, right: Any) -> bool:

@@ -21,7 +21,7 @@ from ...distributed import calling_line
 from . import elements, losses, products, shapes
 from .attention import attention
 from .findings import note_gathered
-from .split_tensor import SplitTensor, all_whole, is_split
+from .split_tensor import SplitTensor, all_whole, is_split, take
 
 _COMPOSED = ("torch.nn.functional", "torch.functional", "torch._tensor")
 """Modules of functions that are written in Python, and are computed as the operations that they call."""
@@ -66,8 +66,16 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _on_whole(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Compute an operation on whole tensors, unless it changes a split one."""
     changes = name in ("__setitem__", *elements.IN_PLACE) or (name.endswith("_") and not name.endswith("__"))
-    if (changes and args and is_split(args[0])) or any(map(is_split, tree_leaves(kwargs.get("out")))):
-        raise _refusal("an operation must not change a split sequence in place across its tokens", name)
+    target = args[0] if args else None
+    is_changed = changes and isinstance(target, SplitTensor)
+    if (is_changed and target.is_copy) or any(map(is_split, tree_leaves(kwargs.get("out")))):
+        raise _refusal("an operation must not change a copy of a part of the tokens in place", name)
+    if is_changed:
+        note_gathered(name)
+        changed = all_whole(target).clone()
+        func(changed, *all_whole(args[1:]), **all_whole(kwargs))
+        target.local.copy_(take(changed, target.place, target.ranks))
+        return target
     note_gathered(name)
     return func(*all_whole(args), **all_whole(kwargs))
 
@@ -203,7 +211,8 @@ def _table() -> dict[Any, Callable[..., Any]]:
     written = [f for f in found if isinstance(f, FunctionType) and f.__module__ == F.__name__]
     for function in written:
         del found[function]
-    return {**found, **losses.LOSSES}
+    found.update(losses.LOSSES)
+    return found
 
 
-SplitTensor.rule = staticmethod(dispatch)  # type: ignore[assignment]
+SplitTensor.rule = staticmethod(dispatch)

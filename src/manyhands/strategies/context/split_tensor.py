@@ -61,18 +61,18 @@ class SplitTensor(Tensor):
     def of(local: Tensor, place: SequenceDim, ranks: ContextRanks, *, is_copy: bool = False) -> SplitTensor:
         """Wrap this rank's part."""
         shape = [*local.shape[: place.dim], place.size, *local.shape[place.dim + 1 :]]
-        made = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            SplitTensor, shape, dtype=local.dtype, device=local.device
-        )
+        made: Any = Tensor._make_wrapper_subclass(SplitTensor, shape, dtype=local.dtype, device=local.device)
         made.local, made.place, made.ranks, made.is_copy = local, place, ranks, is_copy
-        return made  # type: ignore[no-any-return]
+        return made
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return cls.rule(func, args, kwargs or {})
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         raise NotImplementedError(f"{func} was called on a split sequence in a way that cannot be followed")
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
@@ -158,4 +158,4 @@ def reshaped(place: SequenceDim, before: Sequence[int], after: Sequence[int]) ->
 
 def same_memory(one: Tensor, other: Tensor) -> bool:
     """Return whether two tensors share their memory, so that a change of one changes the other."""
-    return one.untyped_storage()._cdata == other.untyped_storage()._cdata
+    return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)

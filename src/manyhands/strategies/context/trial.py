@@ -48,7 +48,7 @@ def find(model: nn.Module, spec: StrategySpec, probe: Callable[..., Any], device
         with (
             torch.enable_grad(),
             # With gradients, which lines of the user may ask for, but without keeping what backward would need.
-            saved_tensors_hooks(lambda tensor: None, lambda nothing: None),
+            saved_tensors_hooks(_dropped, _dropped),
             narrow,
             findings.following(model),
             on_gradients(refuse_gradients, backward=False),
@@ -73,6 +73,10 @@ def find(model: nn.Module, spec: StrategySpec, probe: Callable[..., Any], device
     if not findings.num_attentions:
         raise _unused(spec, findings)
     return findings
+
+
+def _dropped(tensor: Tensor) -> Any:
+    """Keep nothing of a tensor that backward would need."""
 
 
 def _first_rows(batch: Any) -> Any:
