@@ -240,31 +240,32 @@ class _RingAttention(Function):
         wide = total.dtype
         d_q = torch.zeros_like(q, dtype=wide)
         flat = torch.cat([k.flatten(), v.flatten()])
-        sums, arrived = flat, _nothing
+        mine, sums, arrived = flat, flat, _nothing
         for step in range(ring.ranks.size):
             source = ring.source(step)
             count = ring.keys.counts[source]
             following, wait = _next_keys(ring, flat, step, k, v)
             keys, values = _unpacked(flat, k, v, count)
             own = flat.new_zeros(flat.shape, dtype=wide)
-            d_k, d_v = _unpacked(own, k, v, count)
+            into = (d_q, *_unpacked(own, k, v, count))
             columns = ring.columns(mask, source)
             for block in ring.blocks(source, q.device):
                 parts = _backward(gradient, q, keys, values, columns, block, out, total, ring.scale)
-                for into, at, part in zip(
-                    (d_q, d_k, d_v), (block.rows, block.columns, block.columns), parts, strict=True
-                ):
-                    into[:, :, at] += _as_few_heads(part, into.shape[1])
+                places = (block.rows, block.columns, block.columns)
+                for tensor, at, part in zip(into, places, parts, strict=True):
+                    tensor[:, :, at] += _as_few_heads(part, tensor.shape[1])
             wait()
-            if step:
+            if step == 0:
+                mine = own
+            else:
                 # Gradients of these keys from the ranks that had them before; they arrived during the computation.
                 arrived()
-                own += sums
-            size = _num_items(k, v, ring.keys.counts[ring.source(step + 1)])
-            sums, arrived = ring.pass_on(own, size, 2 * step + 1)
+                own += sums if step > 1 else 0
+                size = _num_items(k, v, ring.keys.counts[ring.source(step + 1)])
+                sums, arrived = ring.pass_on(own, size, 2 * step + 1)
             flat = following
         arrived()
-        d_k, d_v = _unpacked(sums, k, v, ring.keys.counts[ring.ranks.rank])
+        d_k, d_v = _unpacked(mine.add_(sums), k, v, ring.keys.counts[ring.ranks.rank])
         return d_q.to(q.dtype), d_k.to(k.dtype), d_v.to(v.dtype), None, None
 
 
