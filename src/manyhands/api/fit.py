@@ -218,7 +218,12 @@ def fit(
 
 def _fitted(task: Task, spec: StrategySpec, memory: int, devices: Sequence[Device]) -> tuple[StrategySpec, list[str]]:
     """Return the least costly spec that fits into memory, with notices; raise where `fit_in` cannot choose."""
-    if task.loss is None or spec.tensor * spec.stages != 1 or spec.servers or not training.can_explain(task):
+    if (
+        task.loss is None
+        or spec.tensor * spec.stages * spec.context != 1
+        or spec.servers
+        or not training.can_explain(task)
+    ):
         raise StrategyError(
             "fit_in needs a task with loss=, on replicas or shards",
             got=f"{spec}",

@@ -43,6 +43,7 @@ from .module_state import (
     unsaved_buffers,
 )
 from .named_strategies import (
+    ContextParallel,
     Mirrored,
     ParameterServer,
     Pipeline,
@@ -130,6 +131,7 @@ __all__ = [
     "typed",
     "StrategySpec",
     "TensorParallel",
+    "ContextParallel",
     "DATA_AXES",
     "MESH_ORDER",
     "Single",

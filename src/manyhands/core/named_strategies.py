@@ -161,6 +161,36 @@ def TensorParallel(
     )
 
 
+def ContextParallel(
+    context: int = 2,
+    *,
+    replicas: int | None = 1,
+    sequence_dim: int = 0,
+    precision: str = "fp32",
+    accumulate: int = 1,
+    recompute: str = "",
+    deterministic: bool = False,
+) -> StrategySpec:
+    """Context parallel training: each device holds the whole network and computes a part of every sequence.
+
+    Attention reaches the whole sequence: keys and values travel around the devices. Activations take as many times less
+    memory as there are devices. The sequence is the dim next to the samples, in token ids (samples, tokens) and in
+    embedded inputs (samples, tokens, features); `sequence_dim` names another one.
+
+    >>> ContextParallel(4, replicas=2)
+    StrategySpec(replicas=2, context=4)
+    """
+    return StrategySpec(
+        replicas=replicas,
+        context=context,
+        sequence_dim=sequence_dim,
+        precision=precision,
+        accumulate=accumulate,
+        recompute=recompute,
+        deterministic=deterministic,
+    )
+
+
 def ParameterServer(
     servers: int = 1,
     workers: int | None = None,

@@ -26,7 +26,7 @@ ALIASES = {
 """Common abbreviations of the axes of a `StrategySpec`."""
 
 AXES = ("replicas", "shards", "tensor", "stages", "context", "expert")
-MESH_ORDER = ("replicas", "shards", "stages", "tensor")
+MESH_ORDER = ("replicas", "shards", "stages", "context", "tensor")
 OPEN_AXES = ("replicas", "shards", "stages")
 """Axes that may take all available devices."""
 DATA_AXES = ("replicas", "shards")
@@ -53,7 +53,8 @@ class StrategySpec:
     - `stages`: ranks that each hold a piece of the network, as a pipeline or as `place` maps them; 0 for all available
       devices;
     - `tensor`: ranks that split each layer (tensor parallelism);
-    - `context`, `expert`: reserved for context and expert parallelism, which are not implemented; must be 1;
+    - `context`, `sequence_dim`: ranks that split each sequence, and the dim of the inputs that they split, or 0 to find it;
+    - `expert`: reserved for expert parallelism, which is not implemented; must be 1;
     - `sharding`: what is sharded: "full" (parameters, gradients and optimizer state), "gradients" (the same, but
       parameters stay whole between forward and backward) or "optimizer" (optimizer state only);
     - `layout`: overrides of the automatic tensor-parallel layout: patterns of layer names, each with "column", "row",
@@ -96,6 +97,7 @@ class StrategySpec:
     stages: int = 1
     context: int = 1
     expert: int = 1
+    sequence_dim: int = 0
     sharding: str = "full"
     layout: str = ""
     sync: str = "allreduce"
@@ -171,15 +173,14 @@ class StrategySpec:
             )
         _require_one_of("sharding", self.sharding, SHARDINGS)
         _require_one_of("batch_stats", self.batch_stats, ("sync", "micro", "local"))
-        for axis in ("context", "expert"):
-            if getattr(self, axis) != 1:
-                raise StrategyError(
-                    f"the axis {axis!r} is reserved and not implemented yet",
-                    got=getattr(self, axis),
-                    remedy=f"leave {axis} at 1",
-                )
+        if self.expert != 1:
+            raise StrategyError(
+                "the axis 'expert' is reserved and not implemented yet", got=self.expert, remedy="leave expert at 1"
+            )
+        if self.sequence_dim:
+            require_count("sequence_dim", self.sequence_dim)
         _check_servers(self)
-        split = [axis for axis in ("shards", "tensor", "stages") if getattr(self, axis) != 1]
+        split = [axis for axis in ("shards", "tensor", "stages", "context") if getattr(self, axis) != 1]
         if split and self.replicas == 1 and self.sync != "allreduce":
             raise StrategyError(
                 "a sync policy needs several replicas",
@@ -203,7 +204,7 @@ class StrategySpec:
         """Number of devices that the strategy needs; None if it uses all available ones."""
         if self.replicas is None or self.shards is None or not self.stages:
             return None
-        return self.replicas * self.shards * self.tensor * self.stages
+        return self.replicas * self.shards * self.tensor * self.stages * self.context
 
     @property
     def axes(self) -> dict[str, int]:
@@ -259,7 +260,7 @@ class StrategySpec:
         >>> StrategySpec(replicas=None, shards=2).with_devices(6)
         StrategySpec(replicas=3, shards=2)
         """
-        others = (self.replicas or 1) * (self.shards or 1) * self.tensor * (self.stages or 1)
+        others = (self.replicas or 1) * (self.shards or 1) * self.tensor * (self.stages or 1) * self.context
         if self.num_devices is None and count % others == 0 and count >= others:
             left = count // others
             replicas, shards, stages = (getattr(self, axis) or left for axis in OPEN_AXES)
@@ -355,11 +356,13 @@ NAMED: dict[str, dict[str, Any]] = {
     "placed": {"stages": 0, "place": "auto"},
     "ps": {"replicas": None, "servers": 1},
     "tensorparallel": {"tensor": 2},
+    "contextparallel": {"context": 2},
 }
 """Settings of the strategies that text can name."""
-_ELSEWHERE = {"dp": "mirrored", "ddp": "mirrored", "fsdp": "sharded", "tp": "tensorparallel", "pp": "pipeline"}
+_ELSEWHERE = {"dp": "mirrored", "ddp": "mirrored", "fsdp": "sharded", "pp": "pipeline"}
+_ELSEWHERE |= {"tp": "tensorparallel", "cp": "contextparallel"}
 """Common abbreviations of strategies."""
-_AXIS = {"mirrored": "replicas", "sharded": "shards", "pipeline": "stages", "tensorparallel": "tensor"}
+_AXIS = {name: next(iter(NAMED[name])) for name in _ELSEWHERE.values()}
 """For each strategy, the axis that a number such as the 2 in "sharded(2)" is meant for."""
 
 
@@ -426,7 +429,7 @@ def _setting(key: str, text: str) -> tuple[str, Any]:
         return name, 0 if name == "stages" else None
     if name == "staleness" and text.lower() == "none":
         return name, None
-    if name in (*AXES, "accumulate", "microbatches", "servers", "staleness", "backup", "followers"):
+    if name in (*AXES, "accumulate", "microbatches", "servers", "staleness", "backup", "followers", "sequence_dim"):
         try:
             return name, int(text)
         except ValueError:
@@ -456,7 +459,7 @@ def _check_servers(spec: StrategySpec) -> None:
         return
     if spec.followers > 1:
         raise StrategyError("followers must be 0 or 1", got=spec.followers, remedy="pass followers=1")
-    others = [name for name in ("shards", "tensor", "stages") if getattr(spec, name) != 1]
+    others = [name for name in ("shards", "tensor", "stages", "context") if getattr(spec, name) != 1]
     others += [name for name in ("sync", "offload") if getattr(spec, name) != getattr(StrategySpec, name)]
     if others:
         raise StrategyError(

@@ -150,6 +150,7 @@ def estimate(
         served = _served(busiest, servers, sizes, pushers or parts)
         if spec.staleness != 0:  # asynchronous workers wait only if the servers are the bottleneck
             served = max(0.0, sum(servers.rounds(size, pushers or parts)) - span)
+    gradients += micros * _attended(network, cluster, spec, rows)
     communication = exposed_tensor + gradients + served
     busy = span + gradients + served + late + update
     hosts = max(1, min(cluster.hosts, spec.num_devices or 1))
@@ -244,7 +245,7 @@ class _Times:
         self._network, self._cluster, self._spec = network, cluster, spec
         group = cluster.group(spec.tensor, 1)
         late = 1 + JITTER * waiting(spec.tensor)
-        samples = rows / network.rows
+        samples = rows / network.rows / spec.context
         self.device = self.whole = 0.0
         self._rows = []
         cached: dict[NetworkPart, tuple[float, float, float, float]] = {}
@@ -378,10 +379,21 @@ def _repeated(work: PassCost, spec: StrategySpec, *, fused: bool) -> PassCost:
     )
 
 
+def _attended(network: Network, cluster: Cluster, spec: StrategySpec, rows: float) -> float:
+    """Return the seconds in which keys and values go around the ranks of the context axis, once per attention.
+
+    Both are as large as a block's output; backward sends them again, with their gradients.
+    """
+    if spec.context == 1:
+        return 0.0
+    held = sum(piece.output for piece in network.pieces if piece.is_repeated) * rows / network.rows / spec.context
+    return 6 * send(held, cluster.way(spec.context)) * (spec.context - 1)
+
+
 def _exchanged(workload: Workload, cluster: Cluster, spec: StrategySpec, stage: _Stage, micros: int) -> float:
     """Return the seconds in which a stage waits for the exchange of gradients, and of sharded parameters."""
     stride = spec.tensor * spec.stages
-    shards, replicas = spec.shards or 1, spec.replicas or 1
+    shards, replicas = spec.shards or 1, (spec.replicas or 1) * spec.context
     waited = 0.0
     if shards > 1:
         group = cluster.group(shards, stride)

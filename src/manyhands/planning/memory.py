@@ -40,8 +40,8 @@ def footprint(
         rows: Number of rows of a micro-batch.
         in_flight: Number of micro-batches whose activations the rank holds at a time.
     """
-    shards, replicas = spec.shards or 1, spec.replicas or 1
-    samples = rows / network.rows
+    shards, replicas = spec.shards or 1, (spec.replicas or 1) * spec.context
+    samples = rows / network.rows / spec.context
     own = sum(piece.param_bytes for piece in pieces) / spec.tensor
     whole = own / max(1, network.param_bytes / spec.tensor)
     trained = sum(piece.gradient_bytes for piece in pieces) / spec.tensor

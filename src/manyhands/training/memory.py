@@ -281,7 +281,7 @@ def remedies(hand: Hand, task: Task, batch: Batch, held: Account, memory: int) -
 
 def _sharded(hand: Hand, held: Account, memory: int) -> list[str]:
     """Suggest the number of devices whose shards would fit; nothing where the network is already split."""
-    if hand.spec.shards != 1 or hand.spec.tensor * hand.spec.stages > 1:
+    if hand.spec.shards != 1 or hand.spec.tensor * hand.spec.stages * hand.spec.context > 1:
         return []
     devices = 2
     while held.total / devices > USABLE_SHARE * memory:

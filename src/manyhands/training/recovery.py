@@ -203,7 +203,7 @@ def is_sound(hand: Hand) -> bool:
 
 def is_whole(spec: StrategySpec) -> bool:
     """Return whether every rank holds the whole network."""
-    return spec.num_devices == spec.replicas
+    return spec.num_devices == (spec.replicas or 1) * spec.context
 
 
 def resized(spec: StrategySpec, size: int) -> StrategySpec:
@@ -217,6 +217,9 @@ def resized(spec: StrategySpec, size: int) -> StrategySpec:
     group = (spec.num_devices or 1) // (spec.replicas or 1)
     if size % group == 0:
         return dataclasses.replace(spec, replicas=size // group)
+    if spec.context > 1:
+        # Sequences can be split over any number of ranks.
+        return dataclasses.replace(spec, replicas=1, context=size)
     per_replica = spec.tensor * spec.stages
     if size % per_replica:
         raise StrategyError(

@@ -266,7 +266,9 @@ class Population:
 def _require_one_device(spec: StrategySpec, num_tasks: int) -> None:
     if num_tasks == 0:
         raise UsageError("a population needs at least one task", remedy="pass one or more tasks")
-    if (spec.replicas, spec.shards, spec.tensor, spec.stages, spec.accumulate) != (1,) * 5 or spec.servers:
+    if (spec.replicas, spec.shards, spec.tensor, spec.stages, spec.context, spec.accumulate) != (
+        1,
+    ) * 6 or spec.servers:
         raise UsageError(
             "a population must run on one device, with whole batches",
             got=str(spec),
