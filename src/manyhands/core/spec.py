@@ -53,7 +53,7 @@ class StrategySpec:
     - `stages`: ranks that each hold a piece of the network, as a pipeline or as `place` maps them; 0 for all available
       devices;
     - `tensor`: ranks that split each layer (tensor parallelism);
-    - `context`, `sequence_dim`: ranks that split each sequence, and the dim of the inputs that they split, or 0 to find it;
+    - `context`, `sequence_dim`: ranks that split each sequence; the dim of inputs that they split, or 0 to find it;
     - `expert`: reserved for expert parallelism, which is not implemented; must be 1;
     - `sharding`: what is sharded: "full" (parameters, gradients and optimizer state), "gradients" (the same, but
       parameters stay whole between forward and backward) or "optimizer" (optimizer state only);
