@@ -29,7 +29,7 @@ from manyhands.distributed import Device, NullWorld, World, resolve
 from manyhands.graph import kept_bytes, lives
 from manyhands.strategies import keep_all, recompute
 from manyhands.training import Hand, fit_in, host_bytes
-from manyhands.training.memory import limited
+from manyhands.training.memory_limit import limited
 
 from .gpu_works import Block
 from .report import Check, Report, arguments, interleaved

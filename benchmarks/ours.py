@@ -20,7 +20,7 @@ from manyhands.data import Order
 
 from .plain import alone, ddp, plain
 from .turns import Guest, Plan, Turns
-from .works import NUM_ROWS, Work, loss
+from .works import NUM_ROWS, Batch, Work, loss
 
 QUIET = mh.options.Display(progress=False)
 
@@ -92,6 +92,25 @@ def fit_mirrored(work: Work, plan: Plan) -> Timing:
     return _fit("mirrored", work, plan, guests, 2, strategy=mh.Mirrored(2), on="cpu*2")
 
 
+def uneven_loss(model: Any, batch: Batch) -> torch.Tensor:
+    """The loss, which costs twice as much on the second process."""
+    if dist.is_initialized() and dist.get_rank() == 1:
+        batch = (torch.cat([batch[0], batch[0]]), torch.cat([batch[1], batch[1]]))
+    return loss(model, batch)
+
+
+def unequal_guests(order: torch.Tensor, losses: Losses, *, work: Work) -> dict[str, Guest]:
+    """Both processes without each other, the second at half speed."""
+    return {"two apart": plain(work, order, [], uneven_loss)}
+
+
+def fit_unequal(work: Work, plan: Plan) -> Timing:
+    """Turns of `fit` mirrored on two processes, the second at half speed, and of both without each other."""
+    options = [QUIET, mh.options.Resources(balance=True)]
+    guests = partial(unequal_guests, work=work)
+    return _fit("mirrored", work, plan, guests, 2, uneven_loss, strategy=mh.Mirrored(2), on="cpu*2", options=options)
+
+
 class Clock(mh.Callback):
     """Leaves the time of every step in a file."""
 
@@ -121,14 +140,23 @@ def order_of(num_samples: int) -> torch.Tensor:
     return torch.from_numpy(Order(num_samples, seed=0, epoch=0, shuffle=True)[:]) % NUM_ROWS
 
 
-def _fit(host: str, work: Work, plan: Plan, guests: MakeGuests, size: int, **settings: Any) -> Timing:
+def _fit(
+    host: str,
+    work: Work,
+    plan: Plan,
+    guests: MakeGuests,
+    size: int,
+    compute: Callable[..., torch.Tensor] = loss,
+    options: Any = QUIET,
+    **settings: Any,
+) -> Timing:
     batch_size = work.batch_size * size
-    task = _task(work, batch_size, plan.num_steps)
+    task = _task(work, batch_size, plan.num_steps).replace(loss=compute)
     num_samples = batch_size * (plan.num_steps + 1)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         watch = Watch(host, guests, order_of(num_samples), plan, folder)
-        run = mh.fit(task, steps=plan.num_steps, callbacks=[watch], folder=folder, options=QUIET, **settings)
+        run = mh.fit(task, steps=plan.num_steps, callbacks=[watch], folder=folder, options=options, **settings)
         found = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(size)]
         require_equal_work(run.losses, found[0]["losses"])
     return Timing(found[0]["times"], [entry["times"] for entry in found])

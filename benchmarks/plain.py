@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -12,13 +12,13 @@ from .turns import Guest
 from .works import Work, loss
 
 
-def plain(work: Work, order: Tensor, losses: list[float]) -> Guest:
+def plain(work: Work, order: Tensor, losses: list[float], compute: Callable[..., Tensor] = loss) -> Guest:
     """Trains on one device; `order` holds the rows of all batches, one batch after the other."""
     model = work.model()
     optimizer = work.make_optimizer(model)
     inputs, classes = work.arrays()
     for rows in order.split(work.batch_size):
-        value = loss(model, (inputs.index_select(0, rows), classes.index_select(0, rows)))
+        value = compute(model, (inputs.index_select(0, rows), classes.index_select(0, rows)))
         value.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)

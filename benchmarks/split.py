@@ -101,10 +101,10 @@ def ours(world: World, model: Callable[[], nn.Module], data: Any, spec: mh.Strat
     hand = mh.Hand(world, spec)
     hand.build(task)
     hand.model.train()
-    feed = hand.make_feed(as_source(data), batch_size, shuffle=False)
+    feed = hand.reader.make_feed(as_source(data), batch_size, shuffle=False)
     try:
         while True:
-            for batch in hand.one_epoch(feed):
+            for batch in hand.reader.one_epoch(feed):
                 take_step(hand, task, batch)
                 yield
     finally:

@@ -20,7 +20,7 @@ import torch
 
 import manyhands as mh
 
-from .ours import fit_mirrored, fit_single, step_seconds
+from .ours import fit_mirrored, fit_single, fit_unequal, step_seconds
 from .peers import environment
 from .report import Check, Report, arguments, interleaved
 from .turns import Plan
@@ -46,6 +46,7 @@ def main() -> None:
     report = Report("step", quick)
     single(report)
     mirrored(report)
+    unequal(report)
     checkpoints(report)
     imports(report)
     if not quick:
@@ -83,6 +84,14 @@ def mirrored(report: Report) -> None:
         if work is CNN:
             report.checks["mirrored_over_ddp"] = Check(value=rows["mirrored"].ratio, at_most=1.02)
             report.checks["mirrored2_of_ceiling"] = Check(value=of_ceiling(timing.of_rank), at_least=0.92)
+
+
+def unequal(report: Report) -> None:
+    """Two processes of which one is slowed to half: together, over the sum of what each reaches alone."""
+    plan = Plan(block=2, rounds=4, warm_up=40) if report.quick else Plan(block=6, rounds=25, warm_up=60)
+    timing = fit_unequal(CNN, plan)
+    report.add(f"{CNN.name}, 2 processes, one at half speed", timing.times, "two apart")
+    report.checks["unequal_of_sum"] = Check(value=of_ceiling(timing.of_rank), at_least=0.9)
 
 
 def of_ceiling(of_rank: list[dict[str, list[float]]]) -> float:

@@ -6,12 +6,12 @@ from .cell import REFUSED, SAME
 from .strategies import SPECS
 
 _SAME: dict[str, tuple[str, ...]] = {
-    "classic.mlp": tuple(SPECS),
+    "classic.mlp": tuple(name for name in SPECS if "context" not in name),
     "classic.residual_batch_norm": ("mirrored3", "sharded2"),
     "classic.unet": ("sharded2",),
     "classic.lstm": ("mirrored2", "ps1x2"),
     "classic.gru_packed": ("mirrored2",),
-    "classic.gpt_tied": ("sharded2", "tensor2", "population"),
+    "classic.gpt_tied": ("sharded2", "tensor2", "context2", "population"),
     "classic.gpt_ignore_index_counted": ("accumulate2", "mirrored3", "sharded2-gradients"),
     "classic.counted_part_without_valid_tokens": ("mirrored3", "sharded2"),
     "classic.gan": ("mirrored2", "sharded2"),
@@ -34,10 +34,11 @@ _SAME: dict[str, tuple[str, ...]] = {
     "field.domains_by_strings": ("sharded2",),
     "field.rotary_cache_grows": ("mirrored2",),
     "field.compiled_submodule": ("mirrored2",),
-    "transformers.llama": ("sharded2",),
+    "transformers.llama": ("sharded2", "mirrored2*context2"),
     "transformers.t5": ("mirrored2",),
 }
 _REFUSED: dict[str, tuple[str, ...]] = {
+    "classic.mlp": ("context2",),
     "classic.contrastive": ("accumulate2", "mirrored2", "sharded2", "ps1x2"),
     "classic.sum_instead_of_mean": ("mirrored3",),
     "research.recurrent_memory": ("pipeline2",),

@@ -23,11 +23,13 @@ SPECS: dict[str, StrategySpec] = {
     "sharded2-gradients": mh.Sharded(2, sharding="gradients"),
     "sharded2-optimizer": mh.Sharded(2, sharding="optimizer"),
     "tensor2": mh.TensorParallel(2),
+    "context2": mh.ContextParallel(2),
     "pipeline2": mh.Pipeline(2, microbatches=3),
     "placed2": mh.Placed(devices=2),
     "ps1x2": mh.ParameterServer(servers=1, workers=2),
     POPULATION: mh.Single(),
     "mirrored2*tensor2": mh.Mirrored(2) * mh.TensorParallel(2),
+    "mirrored2*context2": mh.Mirrored(2) * mh.ContextParallel(2),
     "mirrored2*pipeline2": mh.Mirrored(2) * mh.Pipeline(2, microbatches=2),
 }
 

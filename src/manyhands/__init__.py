@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from .api.serve import serve
     from .api.tune import tune
     from .core import (
+        ContextParallel,
         Mirrored,
         ParameterServer,
         Pipeline,
@@ -78,6 +79,7 @@ __all__ = [
     "Sharded",
     "ParameterServer",
     "TensorParallel",
+    "ContextParallel",
     "Pipeline",
     "Placed",
     "StrategySpec",
@@ -123,6 +125,7 @@ _MODULES = {
         "Mirrored",
         "Sharded",
         "TensorParallel",
+        "ContextParallel",
         "ParameterServer",
         "Pipeline",
         "Placed",

@@ -92,8 +92,8 @@ TWO = {**SHELL, "MASTER_ADDR": "host1", "MASTER_PORT": "29500", "LOCAL_RANK": "0
         ),
         (
             {**TWO, **tf_config({"worker": ["host9:1", "host2:1"]})},
-            "a cluster must have one master, but got host1 by torchrun and host9 by TF_CONFIG. Set "
-            "MANYHANDS_CLUSTER=torchrun or TF_CONFIG to say which one counts, or clear the other's variables",
+            "all sources must name the same first host, but got host1 by torchrun and host9 by TF_CONFIG. Set "
+            "MANYHANDS_CLUSTER=torchrun or MANYHANDS_CLUSTER=TF_CONFIG to select one, or unset the other's variables",
         ),
         (
             tf_config({"worker": ["host1:1", "host2:1", "host2:1"]}),

@@ -45,7 +45,7 @@ def test_small_parquet_file_that_takes_much_memory_is_rejected(
     assert (tmp_path / "a.parquet").stat().st_size < 200_000
     monkeypatch.setattr(parquet, "_BATCH_BYTES", MIB)
     monkeypatch.setattr(parquet, "MAX_GROUP_BYTES", 16 * MIB)
-    with pytest.raises(DataError, match="a row group of .* may have 16777216 bytes in memory"):
+    with pytest.raises(DataError, match="a row group of .* must have at most 16777216 bytes in memory"):
         read(tmp_path / "a.parquet")
     monkeypatch.setattr(parquet, "MAX_GROUP_BYTES", 64 * MIB)
     assert read(tmp_path / "a.parquet") is not None

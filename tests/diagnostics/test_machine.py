@@ -70,7 +70,7 @@ CASES: list[tuple[str, Callable[..., Finding], dict[str, Any], str, str]] = [
     ("enough of it", machine.locked_memory, {"limit": UNLIMITED, "has_infiniband": True}, "ok", "unlimited"),
     ("threads by torch", machine.threads, {"setting": "", "cores": 8}, "ok", "torch chooses"),
     ("a thread per core", machine.threads, {"setting": "8", "cores": 8}, "ok", "OMP_NUM_THREADS=8"),
-    ("too many threads", machine.threads, {"setting": "64", "cores": 8}, "slow", "fight"),
+    ("too many threads", machine.threads, {"setting": "64", "cores": 8}, "slow", "compete"),
     ("too few threads", machine.threads, {"setting": "1", "cores": 8}, "slow", "idle"),
     ("a quota", machine.cpu_quota, {"quota": 2.5, "cores": 16}, "slow", "OMP_NUM_THREADS=2"),
     ("a wide quota", machine.cpu_quota, {"quota": 16.0, "cores": 16}, "ok", "none below"),
@@ -190,7 +190,7 @@ def test_rank_start_failure_is_reported_as_broken() -> None:
 def test_unwritable_run_folder_is_reported_as_broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk.os, "access", lambda path, mode: False)
     finding = disk.run_folder(tmp_path / "not" / "there")
-    assert (finding.verdict, finding.found) == ("broken", f"{tmp_path} may not be written to")
+    assert (finding.verdict, finding.found) == ("broken", f"{tmp_path} is not writable")
 
 
 def test_failing_check_is_reported_without_a_verdict() -> None:
@@ -199,4 +199,4 @@ def test_failing_check_is_reported_without_a_verdict() -> None:
 
     finding = doctor(checks=[odd_look])[0]
     assert (finding.name, finding.verdict) == ("odd look", "ok")
-    assert "could not be looked at: KeyError" in finding.found
+    assert "could not be checked: KeyError" in finding.found

@@ -41,7 +41,7 @@ def test_mirrored_strategy_relaunches_the_script_per_device(tmp_path: Path) -> N
     again = start(tmp_path, "mirrored.py", MANYHANDS_ON="cpu*2")
     loss = run_example("mirrored.py", tmp_path / "alone")["loss"]
     said = said_by(again)
-    assert "MirroredStrategy: starting mirrored.py again, a replica on each of cpu#0, cpu#1" in said
+    assert "MirroredStrategy: restarting mirrored.py on cpu#0, cpu#1, one replica each" in said
     assert "2 replicas" in said
     assert float(re.findall(r"loss ([\d.]+)", said)[0]) == pytest.approx(loss, rel=1e-4)
     folders = (tmp_path / "runs", tmp_path / "alone" / "runs")

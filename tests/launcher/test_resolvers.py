@@ -81,7 +81,7 @@ def test_tf_config_roles_are_ordered_and_master_becomes_chief() -> None:
         ({**PYTORCHJOB, "PET_NODE_RANK": "3"}, "must number the 3 hosts from 0, but got number 3"),
         ({**PYTORCHJOB, "PET_MASTER_ADDR": "other"}, "one master, but got MASTER_ADDR=digits-master-0 and"),
         ({**PYTORCHJOB, "PET_NNODES": "1:4"}, "number of pods, but got '1:4'"),
-        ({k: v for k, v in JOBSET.items() if k != "MASTER_ADDR"}, "the pods have no rendezvous address"),
+        ({k: v for k, v in JOBSET.items() if k != "MASTER_ADDR"}, "neither PET_MASTER_ADDR nor MASTER_ADDR is set"),
         ({k: v for k, v in OPEN_MPI.items() if k != "MASTER_ADDR"}, "mpirun -x MASTER_ADDR"),
     ],
 )  # fmt: skip
@@ -101,7 +101,7 @@ def test_innermost_launcher_wins_and_conflicting_sources_raise() -> None:
     assert "SLURM is also set" in both.warnings[0]
     with pytest.raises(SettingsError, match="2 hosts, 4 ranks by torchrun and 3 hosts, 5 ranks by SLURM.*CLUSTER"):
         understood({**TORCHRUN, **SLURM})
-    with pytest.raises(SettingsError, match="one master, but got node-a by torchrun and node-z by TF_CONFIG"):
+    with pytest.raises(SettingsError, match="the same first host, but got node-a by torchrun and node-z by TF_CONFIG"):
         understood({**TORCHRUN, **tf_config({"worker": ["node-z:1", "node-b:1"]})})
     chosen = understood({**TORCHRUN, **SLURM, "MANYHANDS_CLUSTER": "slurm"})
     assert chosen is not None

@@ -35,7 +35,7 @@ def train(hand: mh.Hand, folder: Path, kill_at: int = 0, times: int = 1) -> tupl
             hand.step()
             if hand.num_steps % 4 == 0:
                 hand.save(folder)
-                hand.store(folder).wait()
+                hand.checkpoints.store(folder).wait()
             if (hand.rank, hand.num_steps) == (1, kill_at) and hand.world.rank_info.generation < times:
                 kill()
     return began, hand.world.rank_info.generation, float(hand.loss)

@@ -148,7 +148,7 @@ class BadDisk(mh.Callback):
 
     def on_step(self, hand: mh.Hand) -> None:
         if hand.is_first and hand.num_steps == self.first:
-            for store in hand._stores.values():
+            for store in hand.checkpoints._stores.values():
                 # What was saved before is on the disk while that is sound.
                 store.wait()
             words = ["-f", "-p", str(os.getpid()), "-e", "trace=fsync", "-e", "inject=fsync:error=EIO"]

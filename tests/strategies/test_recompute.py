@@ -22,8 +22,7 @@ from manyhands.graph import kept_bytes, lives
 from manyhands.storage import CheckpointStore
 from manyhands.strategies import keep_all, recompute
 from manyhands.strategies.recompute import SMALL
-from manyhands.training import Job, train
-from manyhands.training.loop import CHECKPOINTS
+from manyhands.training import CHECKPOINTS, Job, train
 
 from ..training.problems import problem
 from ..training.test_deterministic import Gpt

@@ -15,8 +15,7 @@ import manyhands as mh
 from manyhands.core import UsageError
 from manyhands.distributed import NullWorld, World
 from manyhands.storage import CheckpointStore
-from manyhands.training import Job, train
-from manyhands.training.loop import CHECKPOINTS
+from manyhands.training import CHECKPOINTS, Job, train
 
 from ..training.test_equality import keep
 from .odd_networks import TASKS
@@ -35,6 +34,8 @@ SAME = {
         "distance queries cross translator hooks in_place own_batch_norm buffers adafactor by_all",
     ),
     "replicas of tensor": (mh.TensorParallel(2, replicas=2, **FP64), "experts buffers"),
+    "context": (mh.ContextParallel(2, **FP64), "cross translator"),
+    "replicas of contexts": (mh.ContextParallel(2, replicas=2, **FP64), "translator"),
     "pipeline": (mh.Pipeline(2, microbatches=2, **FP64), "hooks buffers by_tensor"),
     "placed": (mh.Placed(**FP64), "codebook hooks"),
     "deterministic pipeline": (mh.Pipeline(2, deterministic=True, **FP64), "dropout"),
@@ -57,6 +58,15 @@ REFUSED = {
         },
     ),
     "tensor": (mh.TensorParallel(2), {"penalty": r"torch.autograd.grad .*, but got odd_networks.py:\d+: \(slope,\) ="}),
+    "context": (
+        mh.ContextParallel(2),
+        {
+            "codebook": "a network with attention over the sequence",
+            "penalty": r"torch.autograd.grad .*, but got odd_networks.py:\d+: \(slope,\) =",
+            "backward_hook": "got 0, a Linear with a backward hook",
+            "own_step": "needs a task with loss=",
+        },
+    ),
     "pipeline": (
         mh.Pipeline(2, microbatches=2),
         {
@@ -115,7 +125,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def test_strategies_do_not_change_results(
     spec: mh.StrategySpec, names: str, alone: Any, run_ranks: Any, tmp_path: Path
 ) -> None:
-    size = 4 if (spec.replicas or 1) > 1 and ((spec.shards or 1) > 1 or spec.tensor > 1) else 2
+    size = 4 if (spec.replicas or 1) > 1 and ((spec.shards or 1) > 1 or spec.tensor * spec.context > 1) else 2
     results = run_ranks(partial(trained, names=names.split(), spec=spec, folder=tmp_path), size)[0]
     for name, (losses, weights) in results.items():
         expected_losses, expected = alone(name, spec.deterministic)

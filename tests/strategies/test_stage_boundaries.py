@@ -19,8 +19,7 @@ from manyhands.distributed import NullWorld, World
 from manyhands.graph import Works
 from manyhands.storage import CheckpointStore
 from manyhands.strategies import placement
-from manyhands.training import Job, train
-from manyhands.training.loop import CHECKPOINTS
+from manyhands.training import CHECKPOINTS, Job, train
 
 from .odd_networks import LENGTH, WIDTH, X, Y, Z, sgd
 

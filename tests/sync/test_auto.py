@@ -75,12 +75,12 @@ def switch(world: World, policies: list[str]) -> list[float]:
     """Trains under one policy after another."""
     hand, task = Hand(world, mh.Mirrored(world.size)), spirals()
     hand.build(task)
-    feed = hand.make_feed(as_source(task.data), 96, shuffle=True)
+    feed = hand.reader.make_feed(as_source(task.data), 96, shuffle=True)
     losses = []
     for policy in policies:
         hand.follow_policy(policy)
         assert hand.spec.sync == policy
-        for batch in hand.one_epoch(feed):
+        for batch in hand.reader.one_epoch(feed):
             take(hand, task, batch)
         hand.agree()
         losses.append(hand.loss)
@@ -101,11 +101,11 @@ def trial(world: World, exact: float) -> tuple[str, bool]:
     """A policy on trial, with a given duration of the exact step."""
     hand, task = Hand(world, mh.Mirrored(world.size, sync="auto(lossy=True)")), spirals()
     hand.build(task)
-    choosing = hand._choosing
+    choosing = hand.current.choosing
     assert choosing is not None
-    feed = hand.make_feed(as_source(task.data), 96, shuffle=True)
+    feed = hand.reader.make_feed(as_source(task.data), 96, shuffle=True)
     for _ in range(12):
-        for batch in hand.one_epoch(feed):
+        for batch in hand.reader.one_epoch(feed):
             take(hand, task, batch)
             if hand.num_steps == 2:
                 hand.follow_policy("localsteps(3)")
@@ -113,7 +113,7 @@ def trial(world: World, exact: float) -> tuple[str, bool]:
                 choosing._exact = exact
     feed.close()
     hand.close()
-    return hand.spec.sync, hand._choosing is None
+    return hand.spec.sync, hand.current.choosing is None
 
 
 @pytest.mark.parametrize(("exact", "kept"), [(1e9, "localsteps(3)"), (0.0, "allreduce")])

@@ -104,9 +104,9 @@ def fit(world: World, sync: str) -> list[float]:
     task = plain_sgd("cnn")
     hand = Hand(world, mh.Mirrored(world.size, sync=sync, precision="fp64"))
     hand.build(task)
-    feed = hand.make_feed(mh.data.as_source(task.data), 16, shuffle=True)
+    feed = hand.reader.make_feed(mh.data.as_source(task.data), 16, shuffle=True)
     losses = []
-    for batch in hand.one_epoch(feed):
+    for batch in hand.reader.one_epoch(feed):
         take(hand, task, batch)
         losses.append(hand.loss)
     assert hand.replica.differences() == []

@@ -44,10 +44,10 @@ def train(world: World, name: str, sync: str, accumulate: int) -> tuple[list[flo
     task = plain_sgd(name)
     hand = Hand(world, spec)
     hand.build(task)
-    feed = hand.make_feed(as_source(task.data), 16, shuffle=True)
+    feed = hand.reader.make_feed(as_source(task.data), 16, shuffle=True)
     losses = []
     for _ in range(2):
-        for batch in hand.one_epoch(feed):
+        for batch in hand.reader.one_epoch(feed):
             take(hand, task, batch)
             losses.append(hand.loss)
     assert hand.replica.differences() == []
@@ -263,7 +263,7 @@ def test_complex_parameters_are_rejected_by_name() -> None:
     def work(world: World) -> None:
         Agreement(LocalSteps(), world, {"w": nn.Parameter(torch.ones(2, dtype=torch.complex64))}, list)
 
-    with pytest.raises(TaskError, match=r"localsteps.16. needs parameters of real numbers, but got w of"):
+    with pytest.raises(TaskError, match=r"localsteps.16. needs parameters with a floating-point dtype, but got w of"):
         run_threads(work, 2)
 
 

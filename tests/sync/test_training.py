@@ -104,9 +104,9 @@ def train_networks(world: World, policy: str, accumulate: int) -> dict[str, list
         task = problem(name, "adamw")
         hand = Hand(world, mh.Mirrored(world.size, sync=policy, accumulate=accumulate, precision="fp64"))
         hand.build(task)
-        feed = hand.make_feed(as_source(task.data), 16, shuffle=True)
+        feed = hand.reader.make_feed(as_source(task.data), 16, shuffle=True)
         losses[name] = []
-        for batch in hand.one_epoch(feed):
+        for batch in hand.reader.one_epoch(feed):
             take(hand, task, batch)
             losses[name].append(hand.loss)
         assert hand.replica.differences() == []
@@ -318,5 +318,5 @@ def test_complex_gradients_are_rejected_by_name() -> None:
     def work(world: World) -> None:
         Buckets({"w": nn.Parameter(torch.ones(2, dtype=torch.complex64))}, world, make_policy("int8"))
 
-    with pytest.raises(TaskError, match="int8 needs gradients of real numbers, but got w of torch.complex64"):
+    with pytest.raises(TaskError, match="int8 needs parameters with a floating-point dtype, but got w of torch.c"):
         run_threads(work, 2)

@@ -452,9 +452,9 @@ def nccl_records() -> None:
             hand.build(work)
             hand._replica = MirroredReplica(hand.spec, world, hand.model, hand.optimizers)
             stepper = Stepper(hand, work, 100)
-            feed = hand.make_feed(as_source(work.data), 16, shuffle=True)
+            feed = hand.reader.make_feed(as_source(work.data), 16, shuffle=True)
             found = []
-            for batch in hand.one_epoch(feed):
+            for batch in hand.reader.one_epoch(feed):
                 stepper.take(batch)
                 found.append(float(hand.losses[""]))
             losses[capture] = found

@@ -287,6 +287,18 @@ def test_state_in_containers_arrays_and_objects_of_a_network_is_restored() -> No
     assert (net.sums.tolist(), net.history.losses) == ([1.0, 1.0], [1.0])
 
 
+def test_parameters_that_a_forward_unfreezes_are_frozen_again() -> None:
+    net = Unfreezing()
+    put_back = remember_state(net)
+    for _ in range(4):
+        net(X)
+    assert net.body.weight.requires_grad
+    put_back()
+    assert not net.body.weight.requires_grad
+    assert net.head.weight.requires_grad
+    assert int(net.calls) == 0
+
+
 def test_parameters_in_plain_lists_are_not_attributes_to_restore() -> None:
     net = nn.Linear(6, 3)
     net.again = [net.weight]  # type: ignore[assignment]

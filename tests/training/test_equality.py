@@ -17,8 +17,7 @@ from manyhands.core import Mean, mix, seed_all
 from manyhands.data import Cursor, Feed, as_source
 from manyhands.distributed import NullWorld, World
 from manyhands.storage import CheckpointStore
-from manyhands.training import Job, train
-from manyhands.training.loop import CHECKPOINTS
+from manyhands.training import CHECKPOINTS, Job, train
 
 from .problems import problem
 

@@ -60,7 +60,7 @@ def task(rows: int = ROWS, **changes: Any) -> mh.Task:
 def held(made: mh.Task, spec: mh.StrategySpec | None = None) -> Account:
     hand = Hand(NullWorld(), spec or mh.Single())
     hand.build(made)
-    feed = hand.make_feed(as_source(made.data), made.batch_size or 1, shuffle=False)
+    feed = hand.reader.make_feed(as_source(made.data), made.batch_size or 1, shuffle=False)
     batch = next(iter(feed.epoch(Cursor())))
     feed.close()
     return account(hand, made, batch)

@@ -105,7 +105,7 @@ def measure(made: mh.Task, world: World | None = None) -> tuple[dict[str, float]
     """What one replica measures with the first weights, and the outputs for all samples."""
     hand = Hand(world or NullWorld(), StrategySpec(replicas=world.size if world else 1))
     hand.build(made)
-    feed = hand.make_feed(as_source(made.valid), 5, shuffle=False)
+    feed = hand.reader.make_feed(as_source(made.valid), 5, shuffle=False)
     try:
         values = evaluate(hand, made, feed)
         with torch.no_grad():

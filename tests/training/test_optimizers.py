@@ -22,8 +22,7 @@ from manyhands.parameter_server.layout import cut
 from manyhands.parameter_server.shard import ServerShard
 from manyhands.parameter_server.update import needs_whole
 from manyhands.storage import CheckpointStore
-from manyhands.training import Job, train
-from manyhands.training.loop import CHECKPOINTS
+from manyhands.training import CHECKPOINTS, Job, train
 
 X = torch.randn(21, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 Y = torch.randint(0, 3, (21,), generator=torch.Generator().manual_seed(1))
@@ -344,7 +343,7 @@ def twice(model: nn.Module) -> list[Optimizer]:
         (scheduled, r"creates a .*which would never be stepped. Remove the scheduler and pass Task\(schedule="),
         (with_scheduler, "creates a CosineAnnealingLR"),
         (twice, "out.bias in two of them"),
-        (lambda model: [optim.SGD(model.parameters(), lr=0.1), 3], "int among them"),
+        (lambda model: [optim.SGD(model.parameters(), lr=0.1), 3], "an object of type int among them"),
         (lambda model: [], "an empty list"),
         (
             lambda model: Hiding(model),

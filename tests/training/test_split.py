@@ -21,8 +21,7 @@ import manyhands as mh
 from manyhands.core import RunError
 from manyhands.distributed import NullWorld, World
 from manyhands.storage import Checkpoint, CheckpointStore
-from manyhands.training import Job, train
-from manyhands.training.loop import CHECKPOINTS
+from manyhands.training import CHECKPOINTS, Job, train
 from tests.strategies.networks import Scribble, task
 
 from ..grouped_options import fit_options

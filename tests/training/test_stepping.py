@@ -49,7 +49,7 @@ def in_parts(world: World, model: Callable[[], nn.Module], *, deferred: bool) ->
     assert task.loss is not None
     in_phases = StepCapture(hand, task.loss, StepVariants(hand, task.loss, None), None) if deferred else None
     losses = []
-    for number, batch in enumerate(hand.one_epoch(hand.make_feed(as_source(task.data), 8, shuffle=True))):
+    for number, batch in enumerate(hand.reader.one_epoch(hand.reader.make_feed(as_source(task.data), 8, shuffle=True))):
         if in_phases is not None:
             with in_phases._in_parts(is_deferred=True, usage=hand.replica.usage("") if number else None):
                 for phase in in_phases._phases(batch, 0, is_deferred=True):
@@ -150,7 +150,7 @@ def tried_together(world: World) -> tuple[list[float], list[str]]:
     hand.build(task)
     stepper = Stepper(hand, task, 600)
     losses = []
-    for batch in hand.one_epoch(hand.make_feed(as_source(task.data), 6, shuffle=True)):
+    for batch in hand.reader.one_epoch(hand.reader.make_feed(as_source(task.data), 6, shuffle=True)):
         stepper.take(batch)
         losses.append(float(hand.losses[""]))
     stepper.close()
@@ -281,7 +281,9 @@ def stepped(task: mh.Task, num_steps: int, *, change: Any = None, **spec: Any) -
     hand.build(task)
     stepper = Stepper(hand, task, 1000)
     losses = []
-    for batch in itertools.islice(hand.one_epoch(hand.make_feed(as_source(task.data), 8, shuffle=True)), num_steps):
+    for batch in itertools.islice(
+        hand.reader.one_epoch(hand.reader.make_feed(as_source(task.data), 8, shuffle=True)), num_steps
+    ):
         stepper.take(batch)
         losses.append(float(hand.losses[""]))
         if change is not None:

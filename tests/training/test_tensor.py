@@ -136,5 +136,5 @@ def test_check_reports_dropout_as_equal_under_tensor_parallel() -> None:
 
 
 def test_unknown_layer_layout_is_rejected() -> None:
-    with pytest.raises(StrategyError, match="a layer's way in layout must be one of column, row"):
+    with pytest.raises(StrategyError, match="the split of a layer in layout must be one of column, row"):
         mh.TensorParallel(2, layout={"*.mlp": "diagonal"})

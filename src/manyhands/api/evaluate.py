@@ -15,7 +15,7 @@ from .. import training
 from ..core import Predictor, StrategySpec, Task, TaskError
 from ..data import as_source, is_arrays
 from ..distributed import DEFAULT_TIMEOUT, World
-from ..training import Hand, Run
+from ..training import Hand, Run, probe_of
 from .runtime import On, runtime
 
 
@@ -112,9 +112,9 @@ def _act(
     computed = (
         task.loss if act is training.evaluate and task.loss is not None else functools.partial(training.answers, task)
     )
-    hand.make_replica(task.model(), task.make_optimizer, hand.probe(computed, source, size))
+    hand.make_replica(task.model(), task.make_optimizer, probe_of(hand, computed, source, size))
     hand.replica.load(weights)
-    feed = hand.make_feed(source, size, shuffle=False)
+    feed = hand.reader.make_feed(source, size, shuffle=False)
     try:
         return act(hand, task, feed)
     finally:

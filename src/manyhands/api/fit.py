@@ -71,7 +71,8 @@ def fit(
             `mh.options.Logging(log_to=, profile=)`: events sent to "tensorboard", "wandb", "mlflow", "csv" or a
             function, and steps profiled for `run.profile`.
             `mh.options.Display(progress=False)`: no output.
-            `mh.options.Resources(memory=, fit_in=)`: limits of memory.
+            `mh.options.Resources(memory=, fit_in=, balance=)`: limits of memory, and shares of the batch that follow
+            the speed of unequal devices.
             `mh.options.Recovery(timeout=, copy_every=)`: seconds after which an operation counts as hanging, and steps
             between copies of shards to the memory of another rank.
             `mh.options.Equality(deterministic=, verify=, allow_different=)`: the same random numbers on any number of
@@ -174,6 +175,7 @@ def fit(
             layout=layout,
             profile=training.EVERY if logging.profile is True else int(logging.profile),
             verify=verify,
+            balance=resources.balance,
             sources=training.local_sources() if isinstance(on, JoinedHosts) or current_world() is not None else None,
             allow_different=equality.allow_different,
         )
@@ -223,7 +225,12 @@ def _fitted(task: Task, spec: StrategySpec, memory: int, devices: Sequence[Devic
     Raises:
         StrategyError: `fit_in` cannot be used with this task or strategy.
     """
-    if task.loss is None or spec.tensor * spec.stages != 1 or spec.servers or not training.can_explain(task):
+    if (
+        task.loss is None
+        or spec.tensor * spec.stages * spec.context != 1
+        or spec.servers
+        or not training.can_explain(task)
+    ):
         raise StrategyError(
             "fit_in needs a task with loss=, on replicas or shards",
             got=f"{spec}",

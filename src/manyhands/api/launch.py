@@ -59,7 +59,7 @@ def launch(
 def _with_hand(world: World, fn: Callable[[Hand], Any], spec: StrategySpec, launch: str) -> Any:
     """Call a training function on this rank with a new `Hand`, and close the hand at the end."""
     hand = Hand(world, spec)
-    hand.reports_steps = True
+    hand.progress.is_on = True
     launch_names[:] = [launch]
     try:
         with training.holding(hand):

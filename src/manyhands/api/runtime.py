@@ -12,7 +12,16 @@ import torch
 
 from .. import parameter_server, training
 from ..core import Event, SettingsError, StrategyError, StrategySpec, Task, as_spec, random_state, restore_random_state
-from ..distributed import DEFAULT_TIMEOUT, Device, DirectChannel, NullWorld, World, current_world, resolve
+from ..distributed import (
+    DEFAULT_TIMEOUT,
+    Device,
+    DirectChannel,
+    NullWorld,
+    World,
+    backend_for,
+    current_world,
+    resolve,
+)
 from ..launcher import AfterLoss, Engine, Join, JoinedHosts, LocalEngine, engine_for, leased, whole_host
 from ..monitoring import View, make_view
 from ..strategies import require_built
@@ -88,14 +97,14 @@ class Runtime:
                 remedy="use mh.Mirrored() here",
             )
         if isinstance(on, JoinedHosts):
-            return spec.with_devices(len(on.devices)), list(on.devices), list(on.notices)
+            return spec.with_devices(len(on.devices)), list(on.devices), [*on.notices, *_experimental(on.devices)]
         if world is not None:
             return spec.with_devices(world.size), [world.rank_info.device] * world.size, []
         _, devices, notices = self.find_devices(on, spec.num_devices, spec.arithmetic)
         if None in (spec.replicas, spec.shards) and len(devices) == 1 and strategy is not None:
             part = "replica" if spec.replicas is None else "shard"
             notices.append(f'there is one device ({devices[0]}), so one {part}; on="{devices[0].name}*2" makes two')
-        return spec.with_devices(len(devices)), devices, notices
+        return spec.with_devices(len(devices)), devices, [*notices, *_experimental(devices)]
 
     @contextlib.contextmanager
     def joined(
@@ -191,6 +200,13 @@ class Runtime:
 runtime = Runtime(
     LocalEngine(preload=["manyhands.api.fit", "manyhands.serving.replica_process", "torch._dynamo"]),
 )
+
+
+def _experimental(devices: Sequence[Device]) -> list[str]:
+    """Return a notice where ranks communicate over NCCL, because that was never tried with several GPUs."""
+    if len(devices) < 2 or "nccl" not in backend_for(devices):
+        return []
+    return ["several GPUs over NCCL are experimental: manyhands selftest compares each strategy with one GPU"]
 
 
 def is_planned(strategy: StrategySpec | str | Path | None) -> bool:

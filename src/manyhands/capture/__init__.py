@@ -1,4 +1,4 @@
-"""Execution of a step: CUDA graph capture, what a captured step may depend on, fused updates, and memory layout."""
+"""Execution of a training step: CUDA graphs, checks of values that they would not notice, fused updates, layout."""
 
 from .cuda_graphs import CapturedGraphs, CaptureError, Phase, StaticInputs, rehearsing, shape_of
 from .execution import has_convolutions, lay_out, stop_compilers

@@ -21,20 +21,21 @@ from ..distributed import culprit
 
 @dataclass(frozen=True)
 class Phase:
-    """A part of a step; one that is not captured runs as it is, in its place."""
+    """A part of a training step, which is captured, or runs eagerly between captured parts."""
 
     run: Callable[[], None]
     captured: bool = True
+    """Whether the part is captured."""
 
 
 class CaptureError(Exception):
-    """Raised when something in the step cannot be captured; the message names it and its line."""
+    """Raised when an operation of a step cannot be captured; the message has its line of user code and the reason."""
 
 
 class CapturedGraphs:
     """The phases of a step, captured one after another as CUDA graphs. Capturing runs nothing on the device.
 
-    Captured steps with the same `pool` share their memory, since only one of them is replayed at a time.
+    Captured steps with the same memory `pool` share their memory, since only one of them is replayed at a time.
     """
 
     def __init__(self, phases: Sequence[Phase], pool: Any) -> None:
@@ -50,14 +51,17 @@ class CapturedGraphs:
                 self._parts.extend(phase.run for phase in group)
 
     def replay(self) -> None:
-        """Run the step."""
+        """Run the step: replay its graphs, and run the phases that are not captured, in order."""
         for part in self._parts:
             part()
 
 
 @contextlib.contextmanager
 def rehearsing() -> Iterator[None]:
-    """Run a step without capture, but raise on operations that synchronize with the GPU: they cannot be captured."""
+    """Let operations that synchronize with the GPU raise CaptureError within the context, as they cannot be captured.
+
+    The context captures nothing: it is for a trial of the step before the capture.
+    """
     before = torch.cuda.get_sync_debug_mode()
     _set_sync_mode("error")
     try:
@@ -118,12 +122,12 @@ _PLAIN = (bool, int, float, str, bytes, type(None))
 
 
 def shape_of(data: Any) -> Hashable | str:
-    """Return a key that is equal for batches that can share a captured step, or a text why this one cannot be captured.
+    """Return a key that is equal for batches that can share a captured step, or text with the reason why there is none.
 
     >>> shape_of({"x": torch.zeros(2)}) == shape_of({"x": torch.ones(2)})
     True
     >>> shape_of([object()])
-    'the batch holds a object, which is neither a tensor nor a number'
+    'the batch contains an object of type object, which is neither a tensor nor a number'
     """
     # This runs before every step, so it avoids a general tree traversal.
     if isinstance(data, Tensor):
@@ -131,7 +135,7 @@ def shape_of(data: Any) -> Hashable | str:
     if isinstance(data, _PLAIN):
         return (data,)
     if not isinstance(data, (tuple, list, dict)):
-        return f"the batch holds a {type(data).__name__}, which is neither a tensor nor a number"
+        return f"the batch contains an object of type {type(data).__name__}, which is neither a tensor nor a number"
     children = [shape_of(child) for child in (data.values() if isinstance(data, dict) else data)]
     if type(data) is not dict and isinstance(data, dict):
         children.append(shape_of(vars(data)))
@@ -142,9 +146,12 @@ def shape_of(data: Any) -> Hashable | str:
 
 
 class StaticInputs:
-    """A copy of a batch whose tensors keep their addresses.
+    """A copy of a batch whose tensors keep their addresses, from which a captured step reads.
 
-    `map_leaves` and `tensors` traverse a batch in the same way as the feed that made it.
+    Args:
+        data: The batch.
+        map_leaves: Applies a function to the leaves of a nested batch, as `data.map_leaves` does.
+        tensors: Returns the tensors of a nested batch, as `data.tensors` does.
     """
 
     def __init__(
@@ -158,7 +165,7 @@ class StaticInputs:
         self._tensors = list(tensors(self.data))
 
     def load(self, data: Any) -> None:
-        """Copy another batch of the same shape into the tensors."""
+        """Copy another batch, for which `shape_of` returns the same key, into the tensors."""
         if isinstance(data, Tensor):
             self.data.copy_(data)
         else:

@@ -1,4 +1,4 @@
-"""How a step is executed without changing its values: channels_last memory layout, and cleanup after torch.compile."""
+"""The channels_last memory layout, which makes convolutions faster, and cleanup after torch.compile."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 
 def has_convolutions(model: nn.Module) -> bool:
-    """Return whether channels_last may help a network: it has convolutions, and 4-D parameters are contiguous.
+    """Return whether channels_last may make a network faster: it has 2-D convolutions and contiguous 4-D parameters.
 
     >>> has_convolutions(nn.Conv2d(3, 8, 3)), has_convolutions(nn.Linear(3, 8))
     (True, False)
@@ -20,7 +20,7 @@ def has_convolutions(model: nn.Module) -> bool:
 
 
 def lay_out(model: nn.Module, optimizers: Iterable[Optimizer], *, channels_last: bool) -> None:
-    """Convert the memory format of 4-D parameters and their optimizer state, in place.
+    """Convert 4-D parameters and their optimizer state to channels_last, or to the contiguous format, in place.
 
     >>> net = nn.Conv2d(3, 8, 3)
     >>> lay_out(net, [], channels_last=True)

@@ -11,23 +11,22 @@ from torch.optim import Optimizer
 FUSED = (optim.Adam, optim.AdamW, optim.SGD)
 """Optimizers with a fused update, which can also be skipped on the device."""
 FUSED_ON_CPU = (optim.Adam, optim.AdamW, optim.Adagrad)
-"""Optimizers that a fused update makes faster on a CPU.
+"""Optimizers that are faster with a fused update on a CPU.
 
-SGD gains little, and cannot be fused when only some of its parameters have been updated before.
+SGD gains little, and its update cannot be fused if only some of the parameters have been updated before.
 """
 CAPTURABLE = (*FUSED, optim.Adamax, optim.NAdam, optim.RAdam, optim.RMSprop, optim.Adadelta)
-"""Optimizers that read their learning rate and counters on the device.
+"""Optimizers that read their learning rate and step counters on the device, so that they can be captured.
 
-The others of torch bake one of them into the graph: ASGD and Rprop the learning rate, Adagrad its counter.
+The other optimizers of torch would fix a value in the graph: ASGD and Rprop the learning rate, Adagrad the counter.
 """
 
 
 def make_capturable(optimizer: Optimizer) -> str:
     """Prepare an optimizer's update for CUDA graph capture; return why that is impossible, or "".
 
-    The mathematics stay the same: learning rates become tensors, counters move to the device, and the fused update
-    is used
-    unless the user chose another.
+    The mathematics stay the same: learning rates become tensors, step counters move to the device, and the fused update
+    is used unless the user chose another one.
     """
     reason = _reason_against(optimizer)
     if reason:
@@ -46,7 +45,10 @@ def make_capturable(optimizer: Optimizer) -> str:
 
 
 def fuse_on_cpu(optimizer: Optimizer) -> None:
-    """Enable the fused CPU update, which reads and writes each parameter once, unless the user chose an update."""
+    """Enable an optimizer's fused update on the CPU, which reads and writes each parameter once.
+
+    Nothing changes if the optimizer has none, if its parameters do not allow it, or if the user chose an update.
+    """
     if type(optimizer) not in FUSED_ON_CPU:
         return
     groups = optimizer.param_groups
@@ -61,7 +63,10 @@ def fuse_on_cpu(optimizer: Optimizer) -> None:
 
 
 def match_strides(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Give gradients and state their parameter's strides: the fused update iterates over memory, not over elements."""
+    """Give gradients and state the strides of their parameter, as the fused update iterates over memory.
+
+    A hook that runs before each step of a fused optimizer. If strides cannot be matched, the group is not fused.
+    """
     for group in optimizer.param_groups:
         if not group["fused"]:
             continue
@@ -80,7 +85,7 @@ def match_strides(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Return whether a tensor's elements are contiguous in memory in some order, without overlap."""
+    """Return whether a tensor's elements fill a contiguous part of memory in some order, without overlap."""
     sizes = sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1)
     expected = 1
     for stride, size in sizes:
@@ -91,7 +96,7 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 def skips_on_device(optimizer: Optimizer) -> bool:
-    """Return whether the update can be skipped by a flag on the device."""
+    """Return whether a flag on the device can make an optimizer skip its update, as is possible with fused updates."""
     return type(optimizer) in FUSED and all(group.get("fused") for group in optimizer.param_groups)
 
 
@@ -112,7 +117,7 @@ def _reason_against(optimizer: Optimizer) -> str:
 
 
 def _fuses(optimizer: Optimizer) -> bool:
-    """Return whether the fused update may be used: the user chose no other, and it supports these parameters."""
+    """Return whether the fused update can be used: the user chose no other one, and it supports the parameters."""
     chosen = [group.get("fused") is not False and not group.get("foreach") for group in optimizer.param_groups]
     kinds = [p.is_floating_point() and not p.is_complex() for group in optimizer.param_groups for p in group["params"]]
     return all(chosen) and all(kinds)

@@ -1,4 +1,4 @@
-"""Watches the Python values that a step depends on: a captured step would keep the values of its capture."""
+"""Detection of changes of the Python values that a step depends on, which a captured step would not notice."""
 
 from __future__ import annotations
 
@@ -16,23 +16,29 @@ from torch.optim import Optimizer
 _SCALARS = (bool, int, float, complex, str, bytes, type(None), np.generic)
 _CONTAINERS = (list, dict, set, tuple)
 _RATES = ("lr", "initial_lr")
-"""Learning rates are tensors, or restored as tensors: a captured step reads their current values."""
+"""Keys of learning rates, which are not watched: they are tensors, whose current values a captured step reads."""
 _OWN = frozenset(vars(nn.Module())) - {"training"}
-"""Attributes of every nn.Module: submodules, parameters, buffers and hooks, which have their own checks."""
+"""Attributes of every nn.Module: submodules, parameters, buffers and hooks, which are checked separately."""
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _GLOBAL_HOOKS = tuple(f"_global{kind}" for kind in _HOOKS)
 _PARAMETER_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 MAX_FUNCTIONS = 100
 MAX_ITEMS = 64
-"""Containers and host tensors up to this size are compared by content, longer ones by length or address only."""
+"""Maximum size of containers and CPU tensors that are compared by content; larger ones by length or address only."""
 
 Facts = Iterator[tuple[str, Any]]
 
 
 class ValueWatch:
-    """Compares numbers, flags and lengths of a network, a loss function and optimizers, and the addresses of tensors.
+    """Detect changes of values on which a captured step depends, and which it would not notice.
 
-    `settings` returns further values by name.
+    These are numbers, flags and lengths in a network, a loss function and optimizers, and the addresses of tensors.
+
+    Args:
+        model: The network.
+        function: The loss function, or the custom step.
+        optimizers: The optimizers.
+        settings: Returns further values by name.
 
     >>> class Net(nn.Module):
     ...     calls = 0
@@ -65,7 +71,7 @@ class ValueWatch:
         self._hold()
 
     def changed(self) -> str:
-        """Return the name of the first value that changed since the last check, or ""."""
+        """Return the name of a value that changed since the last call, or ""; compares all values."""
         before, self._seen = self._seen, self._facts()
         self._hold()
         if self._seen == before:
@@ -75,7 +81,10 @@ class ValueWatch:
         return names[0]
 
     def is_same(self) -> bool:
-        """Run a quick check, for every step: numbers and flags of modules and optimizers, and addresses of tensors."""
+        """Return whether nothing changed since the last call of `changed`, by a check quick enough for every step.
+
+        It compares numbers and flags of modules and optimizers, and addresses of tensors.
+        """
         for values, size, held in self._held:
             if len(values) != size:
                 return False
@@ -87,12 +96,12 @@ class ValueWatch:
         return self._places() == self._lying
 
     def drew(self) -> str:
-        """Return which random generator on the host was used since the last check, or ""."""
+        """Return the name of a random generator on the host that was used since the last call, or ""."""
         before, self._drawn = self._drawn, _drawn()
         return next((name for name in before if before[name] != self._drawn[name]), "")
 
     def hooked(self) -> str:
-        """Return what has a user's hook, which a captured step would not run, or ""."""
+        """Return the name of a module or parameter with a user's hook, which a captured step would not run, or ""."""
         for model in self._models:
             for name, module in model.named_modules():
                 if _has_hook(module, _HOOKS):
@@ -103,7 +112,7 @@ class ValueWatch:
         return "every module" if _has_hook(torch_module, _GLOBAL_HOOKS) else ""
 
     def _hold(self) -> None:
-        """Store the values that the quick check compares with."""
+        """Store the values with which `is_same` compares."""
         owners = [vars(module) for model in self._models for module in model.modules()]
         owners += [group for optimizer in self._optimizers for group in optimizer.param_groups]
         self._held = [
@@ -153,7 +162,7 @@ class ValueWatch:
 
 
 def _look(name: str, value: Any, seen: set[int]) -> Facts:
-    """Yield values that are cheap to compare: scalars, lengths, tensor addresses, and those of an object."""
+    """Yield names and values of facts that are cheap to compare: scalars, lengths, tensor addresses, and attributes."""
     if isinstance(value, _SCALARS):
         yield name, value
     elif isinstance(value, Tensor):
@@ -172,7 +181,7 @@ def _look(name: str, value: Any, seen: set[int]) -> Facts:
 
 
 def _tensor_facts(name: str, tensor: Tensor) -> Facts:
-    """Yield a small host tensor's values, because Python code may read them; a device tensor's address."""
+    """Yield the values of a small CPU tensor, because Python code may read them; the address of any other tensor."""
     if isinstance(tensor, nn.Parameter):
         return
     if tensor.device.type == "cpu" and tensor.numel() <= MAX_ITEMS and not tensor.is_sparse:
@@ -198,7 +207,7 @@ def _is_plain_object(value: Any) -> bool:
 
 
 def _reached(functions: list[Any]) -> list[Any]:
-    """Return these functions and the user's functions that they reach by name, directly or indirectly."""
+    """Return functions, and the user's functions that they call by name, directly or indirectly."""
     found: list[Any] = []
     waiting = list(functions)
     while waiting and len(found) < MAX_FUNCTIONS:
@@ -210,7 +219,7 @@ def _reached(functions: list[Any]) -> list[Any]:
 
 
 def _is_theirs(value: Any) -> bool:
-    """Return whether a class or function is user code."""
+    """Return whether a class or function is user code, not that of a library."""
     home = getattr(value, "__module__", "") or ""
     return home.split(".")[0] not in ("torch", "manyhands", "builtins", "numpy", "random", "math")
 
@@ -220,7 +229,10 @@ def _has_hook(owner: Any, kinds: Iterable[str]) -> bool:
 
 
 def _names_of(function: Any, *, calls: bool = False) -> Iterator[tuple[str, Any]]:
-    """Yield the values that a function reaches by closure, global name, as a method or a partial; or its callees."""
+    """Yield names and values that a function can read: globals, closure variables, its `self`, arguments of a partial.
+
+    With `calls`, yield the functions among them, else everything but functions.
+    """
     reached: list[tuple[str, Any]] = []
     if hasattr(function, "func") and hasattr(function, "keywords"):
         reached += [(f"argument {i}", value) for i, value in enumerate(function.args)]
@@ -248,7 +260,7 @@ def _closed_over(function: Any, code: types.CodeType) -> list[tuple[str, Any]]:
     for name, cell in zip(code.co_freevars, getattr(function, "__closure__", None) or (), strict=False):
         try:
             found.append((name, cell.cell_contents))
-        except ValueError:  # the variable is not set yet
+        except ValueError:  # the variable has no value yet
             continue
     return found
 
@@ -262,7 +274,7 @@ def _global_names(code: types.CodeType) -> set[str]:
 
 
 def _drawn() -> dict[str, Any]:
-    """Return hashes of the states of the random generators on the host."""
+    """Return hashes of the states of the global random generators on the host, by name."""
     return {
         "random": hash(random.getstate()),
         "numpy.random": hash(str(np.random.get_state())),

@@ -13,6 +13,7 @@ from . import failures
 COMMANDS = (
     "devices",
     "doctor",
+    "selftest",
     "cluster",
     "manifest",
     "explain",

@@ -43,6 +43,7 @@ from .module_state import (
     unsaved_buffers,
 )
 from .named_strategies import (
+    ContextParallel,
     Mirrored,
     ParameterServer,
     Pipeline,
@@ -104,7 +105,7 @@ _LAZY = {
 
 
 def __getattr__(name: str) -> Any:
-    """Layout-free randomness and optimizers need torch, which a command line that only helps must not wait for."""
+    """Import a name of a module that needs torch when it is first used, so that `manyhands --help` starts quickly."""
     for module, names in _LAZY.items():
         if name in names:
             return getattr(importlib.import_module(f".{module}", __name__), name)
@@ -130,6 +131,7 @@ __all__ = [
     "typed",
     "StrategySpec",
     "TensorParallel",
+    "ContextParallel",
     "DATA_AXES",
     "MESH_ORDER",
     "Single",

@@ -1,23 +1,23 @@
-"""Exception hierarchy. Errors that the user can correct contain the rule, the value and the remedy.
+"""Exception hierarchy. Errors that the user can correct say what is required, what was given, and what to do.
 
 ManyhandsError
-├── UsageError (ValueError)      a mistake that the user can correct; nothing was started, nothing was lost
+├── UsageError (ValueError)      a mistake that the user can correct; nothing was started and nothing is lost
 │   ├── TaskError                the task: model, loss, optimizer, step
 │   ├── DataError                a dataset, a loader, a batch
-│   ├── DeviceError              devices that are not there or cannot be used
-│   ├── StrategyError            a strategy that does not exist or does not fit
+│   ├── DeviceError              devices that do not exist or cannot be used
+│   ├── StrategyError            a strategy that does not exist, or that the task or the devices do not support
 │   ├── SettingsError            an option, a configuration file, a task parameter
-│   ├── CheckpointError          a checkpoint that is corrupt, foreign or of another model
+│   ├── CheckpointError          a checkpoint that is corrupt, of another program or of another model
 │   ├── ArchiveError             an exported model that is corrupt or could execute code
 │   ├── FileError                a file that is not a regular file, is too large, or is damaged
 │   └── SendError                something that cannot be sent to a worker process
-└── RunError (RuntimeError)      something broke while running
-    ├── WorkerFailed             a rank raised or died: who, why, its traceback
-    │   │   └── NoProgress           a step crashed repeatedly, although ranks were replaced
-    ├── PeerLost                 a collective was aborted because a peer died
-    ├── ReplicasDiffer           replicas that should be equal are not
+└── RunError (RuntimeError)      a failure during execution
+    ├── WorkerFailed             a rank raised an exception or died: its number, the reason, its traceback
+    │   └── NoProgress           a step crashed repeatedly, although ranks were replaced
+    ├── PeerLost                 an operation was aborted because another rank failed
+    ├── ReplicasDiffer           replicas that should have equal parameters do not
     ├── LossNotFinite            the loss became NaN or infinite
-    ├── OutOfMemory              a step did not fit: what held the memory, and what would fit
+    ├── OutOfMemory              a step did not fit into memory: what used it, and what would fit
     └── RequestRefused           a served model did not answer: the code and the reason
 """
 
@@ -27,7 +27,7 @@ _CONTROLS = {
     code: f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}"
     for code in (*range(9), *range(11, 32), *range(127, 160), *range(0x202A, 0x202F), *range(0x2066, 0x206A))
 }
-"""Characters that control a terminal, without tab and newline: errors quote names from files and hosts of others."""
+"""Escapes of characters that control a terminal, except tab and newline: errors quote text from files and networks."""
 
 
 class ManyhandsError(Exception):
@@ -56,7 +56,7 @@ class UsageError(ManyhandsError, ValueError):
 
 
 _COMMANDS = ("pip", "manyhands", "torchrun", "ray")
-"""First words of a remedy that are commands, which keep their case."""
+"""Commands with which a remedy may start; they are not capitalized."""
 
 
 def _as_sentence(text: str) -> str:
@@ -88,7 +88,7 @@ class DeviceError(UsageError):
 
 
 class StrategyError(UsageError):
-    """Strategy that does not exist or does not fit."""
+    """Strategy that does not exist, or that the task or the devices do not support."""
 
 
 class SettingsError(UsageError):
@@ -96,7 +96,7 @@ class SettingsError(UsageError):
 
 
 class CheckpointError(UsageError):
-    """Checkpoint that is corrupt, foreign, or of another model."""
+    """Checkpoint that is corrupt, was written by another program, or belongs to another model."""
 
 
 class ArchiveError(UsageError):
@@ -116,7 +116,7 @@ class RunError(ManyhandsError, RuntimeError):
 
 
 class WorkerFailed(RunError):
-    """A rank raised or died; reports the first failure of a job, not the failures that follow from it."""
+    """A rank raised an exception or died; reports the first failure of a job, not the failures that follow from it."""
 
     def __init__(self, rank: int, host: str, reason: str, traceback: str = "") -> None:
         self.rank, self.host, self.reason, self.traceback = rank, host, reason, traceback
@@ -134,7 +134,14 @@ class NoProgress(WorkerFailed):
 
 
 class PeerLost(RunError):
-    """A collective was aborted because a peer died."""
+    """An operation was aborted because another rank failed, or because the membership of the job changed.
+
+    Args:
+        operation: The aborted operation, such as "all_reduce".
+        line: The line of user code that called it, as `path:number`.
+        who: The failed rank and the reason, as text.
+        detail: The error of the connection, if there is one.
+    """
 
     def __init__(self, operation: str, line: str, who: str, detail: str = "") -> None:
         self.operation, self.line, self.who, self.detail = operation, line, who, detail
@@ -158,7 +165,13 @@ class OutOfMemory(RunError):
 
 
 class RequestRefused(RunError):
-    """A served model did not answer a request: a code as gRPC names it, the reason, and when to try again."""
+    """A served model did not answer a request.
+
+    Args:
+        code: Name of a gRPC status code, such as "UNAVAILABLE".
+        reason: The reason as text.
+        retry_after: Seconds after which to try again; None if that would not help.
+    """
 
     def __init__(self, code: str, reason: str, retry_after: float | None = None) -> None:
         self.code, self.reason, self.retry_after = code, reason, retry_after

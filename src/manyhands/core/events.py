@@ -1,4 +1,4 @@
-"""Event log: one append-only file of JSON lines per run, which all displays of a run read."""
+"""Event log: an append-only file of JSON lines for each run, study or server, from which displays read."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from .fields import is_event
 from .files import open_regular, parse_json, read_lines
 
 SCHEMA = 1
-"""Version of the schema, written to every line as "v"."""
+"""Version of the events' schema, written to every line as "v"."""
 
 Event = dict[str, Any]
 
 EVENTS = "events.jsonl"
-"""File name of the log in its folder."""
+"""File name of the event log in the folder of a run, a study or a server."""
 
 
 def event(kind: str, **values: Any) -> Event:
@@ -35,8 +35,8 @@ def event(kind: str, **values: Any) -> Event:
 class EventLog:
     """Append events to a file, one JSON line each.
 
-    A full disk loses events, but does not fail the run: there is one warning, the next event that can be written starts
-    on a new line, and a notice before it reports how many are missing.
+    If the disk is full, events are lost, but the run does not fail: there is one warning. The next event that can be
+    written starts on a new line, after a notice that says how many events are missing.
     """
 
     def __init__(self, path: Path) -> None:
@@ -94,7 +94,7 @@ def keep_event(folder: str | Path, entry: Mapping[str, Any]) -> None:
 def read_events(path: Path) -> Iterator[Event]:
     """Yield the events of a log, oldest first; a warning reports how many damaged lines were skipped.
 
-    An unfinished last line is ignored: it may be being written.
+    A file that does not exist has no events. An unfinished last line is ignored, because a process may be writing it.
     """
     if not os.path.lexists(path):
         return
@@ -111,7 +111,7 @@ def read_events(path: Path) -> Iterator[Event]:
 
 
 def parse_event(line: bytes) -> Event | None:
-    """Return the event of a line; None if the line is damaged, or does not match `fields`."""
+    """Return the event of a line; None if the line is damaged, or is not an event as defined in `fields`."""
     try:
         entry = parse_json(line)
     except FileError:

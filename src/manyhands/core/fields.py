@@ -1,7 +1,7 @@
-"""Fields of events, journals and run.json that readers depend on, with their types.
+"""Checks of the fields of events, journal lines and run.json on which readers depend.
 
-A log may be damaged, or written by another program: a line that does not match is skipped as a whole, so that readers
-and pages need no further checks. Fields that are not listed may hold anything.
+A log may be damaged, or written by another program: a line whose fields do not pass their checks is skipped as a whole,
+so that its readers, such as dashboard pages, need no further checks. Fields that are not listed may hold anything.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def label(value: Any) -> bool:
 
 
 def phases(value: Any) -> bool:
-    """Return whether a value maps a few phases to seconds."""
+    """Return whether a value maps at most MOST_PHASES names of phases to seconds."""
     return named(number)(value) and len(value) <= MOST_PHASES and all(map(label, value))
 
 
@@ -68,22 +68,22 @@ def maybe(check: Check) -> Check:
 
 
 def listed(check: Check) -> Check:
-    """Return a check of lists, given that of their items."""
+    """Return a check of lists whose items pass `check`."""
     return lambda value: isinstance(value, list) and all(map(check, value))
 
 
 def named(check: Check) -> Check:
-    """Return a check of objects, given that of their values."""
+    """Return a check of JSON objects whose values pass `check`."""
     return lambda value: isinstance(value, dict) and all(map(check, value.values()))
 
 
 def having(**checks: Check) -> Check:
-    """Return a check of objects with these fields."""
+    """Return a check of JSON objects whose fields pass their `checks`."""
     return lambda value: isinstance(value, dict) and holds(value, checks)
 
 
 def holds(value: Mapping[str, Any], checks: Fields) -> bool:
-    """Return whether an object has these fields."""
+    """Return whether the fields of a JSON object pass their checks; a missing field is checked as None."""
     return all(check(value.get(name)) for name, check in checks.items())
 
 
@@ -148,7 +148,7 @@ FIELDS: dict[str, Fields] = {
     "label": {"model": label, "label": label, "version": maybe(count)},
     **{f"version_{state}": _VERSION for state in ("loading", "failed", "available", "ended")},
 }  # fmt: skip
-"""Fields by kind of event."""
+"""Checks of the fields of each kind of event."""
 RECORD_FIELDS: Fields = {
     "spec": mapping,
     "params": maybe(mapping),
@@ -157,7 +157,7 @@ RECORD_FIELDS: Fields = {
     "task": maybe(text),
     "servers": maybe(mapping),
 }
-"""The fields of a run.json."""
+"""Checks of the fields of a run.json."""
 CREATE_STUDY, STUDY_ATTRIBUTE, CREATE_TRIAL, END_TRIAL, REPORT, TRIAL_ATTRIBUTE = 0, 2, 4, 6, 7, 8
 """Optuna's operation codes of a study's journal lines."""
 _STUDY = having(
@@ -176,7 +176,7 @@ JOURNAL_FIELDS: dict[int, Fields] = {
     REPORT: {"trial_id": count, "step": count, "intermediate_value": number, "seconds": number},
     TRIAL_ATTRIBUTE: {"trial_id": count, "user_attr": mapping},
 }  # fmt: skip
-"""Fields by operation code of a study's journal lines."""
+"""Checks of the fields of a study's journal lines, by operation code."""
 
 
 def is_journal_line(value: Any) -> bool:

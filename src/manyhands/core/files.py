@@ -1,8 +1,8 @@
 """Open and parse files that another program, or an attacker, may have written.
 
 A folder of runs, models or checkpoints may hold a FIFO, a device, a link or a damaged file where a plain file is
-expected. These functions never block on one, never follow a link unless requested, never read more than a limit, and
-raise `FileError` with the reason.
+expected. These functions never block when they open one, follow links only on request, read at most a given number of
+bytes, and raise `FileError` with the reason.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def open_regular(path: str | Path, flags: int = os.O_RDONLY, *, follow_links: bo
     The kind is checked on the open descriptor, so a file that is replaced between a check and the open is found too.
 
     Raises:
-        FileError: It is a FIFO, a socket, a device, a folder, or a symbolic link (unless `follow_links`).
-        OSError: It cannot be opened for another reason, such as FileNotFoundError.
+        FileError: The path is a FIFO, a socket, a device, a folder, or a symbolic link (unless `follow_links`).
+        OSError: The file cannot be opened for another reason, for example because it does not exist.
     """
     safe = os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY | (0 if follow_links else os.O_NOFOLLOW)
     try:
@@ -64,7 +64,7 @@ def _not_regular(path: str | Path) -> FileError:
 
 @contextlib.contextmanager
 def opened(path: str | Path, *, follow_links: bool = False) -> Iterator[Path]:
-    """Open a regular file for a library that takes a path: yield a path of the open descriptor."""
+    """Open a regular file, and yield a path to its open descriptor for libraries that accept only paths."""
     file = open_regular(path, follow_links=follow_links)
     try:
         name = Path(f"/dev/fd/{file}")
@@ -75,7 +75,7 @@ def opened(path: str | Path, *, follow_links: bool = False) -> Iterator[Path]:
 
 
 def read_file(path: str | Path, limit: int, *, follow_links: bool = False) -> bytes:
-    """Return the bytes of a regular file of at most `limit` bytes."""
+    """Return the content of a regular file; raise FileError if it has more than `limit` bytes."""
     with os.fdopen(open_regular(path, follow_links=follow_links), "rb") as file:
         data = file.read(limit + 1)
     if len(data) > limit:
@@ -84,7 +84,10 @@ def read_file(path: str | Path, limit: int, *, follow_links: bool = False) -> by
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a file atomically; a link at its place is replaced, and one at the place of the temporary is an error."""
+    """Write a text file atomically: write a temporary file beside it and rename that to `path`.
+
+    A symbolic link at `path` is replaced; a symbolic link in the place of the temporary file raises FileError.
+    """
     temporary = path.with_suffix(".tmp")
     with os.fdopen(open_regular(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "w", encoding="utf-8") as file:
         file.write(text)
@@ -92,15 +95,17 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def read_json(path: str | Path, limit: int, *, follow_links: bool = False) -> dict[str, Any]:
-    """Return the JSON object that a file holds."""
+    """Return the JSON object in a file of at most `limit` bytes; raise FileError if it contains something else."""
     value = parse_json(read_file(path, limit, follow_links=follow_links))
     if not isinstance(value, dict):
-        raise FileError(f"{path} must hold a JSON object", got=type(value).__name__)
+        raise FileError(
+            f"{path} must contain a JSON object", got=type(value).__name__, remedy="repair it, or copy the file again"
+        )
     return value
 
 
 def parse_json(data: bytes) -> Any:
-    """Parse JSON in UTF-8 that is nested at most `DEPTH_LIMIT` deep.
+    """Parse JSON in UTF-8; raise FileError if it is invalid, or nested more than `DEPTH_LIMIT` levels deep.
 
     >>> parse_json(b'{"a": [1]}')
     {'a': [1]}
@@ -110,7 +115,9 @@ def parse_json(data: bytes) -> Any:
     except RecursionError:
         raise _too_deep() from None
     except ValueError as error:
-        raise FileError("JSON must be valid", got=str(error)[:200]) from None
+        raise FileError(
+            "JSON must be valid", got=str(error)[:200], remedy="repair it, or copy the file again"
+        ) from None
     if data.count(b"[") + data.count(b"{") > DEPTH_LIMIT:
         _require_shallow(value)
     return value
@@ -127,11 +134,13 @@ def _require_shallow(value: Any) -> None:
 
 
 def _too_deep() -> FileError:
-    return FileError(f"JSON must be nested at most {DEPTH_LIMIT} levels deep", got="a deeper text")
+    return FileError(
+        f"JSON must be nested at most {DEPTH_LIMIT} levels deep", got="a deeper text", remedy="use fewer levels"
+    )
 
 
 def read_lines(file: BinaryIO, limit: int = LINE_LIMIT) -> Iterator[bytes | None]:
-    """Yield the lines of a file; None for a line of more than `limit` bytes, which is never held in memory."""
+    """Yield the lines of a file, and None for each line of more than `limit` bytes, which is not kept in memory."""
     while line := file.readline(limit + 1):
         if len(line) <= limit:
             yield line

@@ -1,4 +1,4 @@
-"""Readable texts for numbers of bytes, for times, and for names that others chose."""
+"""Formatting of bytes, durations and rates as text, and escaping of unprintable characters."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def format_bytes(num_bytes: float, digits: int | None = None) -> str:
-    """Return a number of bytes with its unit, with one decimal place, or with a number of significant digits.
+    """Return a number of bytes with its unit, rounded to one decimal place or to `digits` significant digits.
 
     >>> format_bytes(3 * 2**30), format_bytes(1536), format_bytes(10)
     ('3.0 GiB', '1.5 KiB', '10 B')
@@ -22,7 +22,7 @@ def format_bytes(num_bytes: float, digits: int | None = None) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """Return a short time with its unit.
+    """Return a duration in microseconds, milliseconds or seconds, with the unit.
 
     >>> format_duration(0.0123), format_duration(3.2), format_duration(4e-5)
     ('12.3 ms', '3.2 s', '40 µs')
@@ -36,7 +36,7 @@ def format_duration(seconds: float) -> str:
 
 
 def format_rate(bytes_per_second: float) -> str:
-    """Return the speed of a network link, in bits as its vendors state it.
+    """Return the bandwidth of a network link in bits per second, as vendors state it, with the unit.
 
     >>> format_rate(12.5e6), format_rate(3e9), format_rate(2e3)
     ('100 Mbit/s', '24 Gbit/s', '0.016 Mbit/s')
@@ -46,7 +46,7 @@ def format_rate(bytes_per_second: float) -> str:
 
 
 def format_rough_duration(seconds: float) -> str:
-    """Return a time of seconds to hours, rounded as for an estimate.
+    """Return a duration in seconds, minutes or hours, rounded as for an estimate.
 
     >>> format_rough_duration(12.3), format_rough_duration(75), format_rough_duration(5400)
     ('12 s', '1 min', '1.5 h')
@@ -57,7 +57,7 @@ def format_rough_duration(seconds: float) -> str:
 
 
 def printable(text: str, keep: str = "") -> str:
-    """Return a text in which control characters and broken Unicode are visible, except for the characters to keep.
+    """Return a text with its unprintable characters escaped, except those in `keep`.
 
     >>> printable("a\\x1b[2Jb"), printable("a\\nb"), printable("a\\nb", keep="\\n")
     ('a\\\\x1b[2Jb', 'a\\\\x0ab', 'a\\nb')

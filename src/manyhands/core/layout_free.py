@@ -1,16 +1,18 @@
-"""Layout-free randomness: numbers as a function of (seed, step, call, sample, element), the same on any split.
+"""Layout-free randomness: random numbers that do not depend on how a batch is split over devices.
 
-A counter-based hash takes the place of the generators while a network and its loss are computed. What a sample draws
-depends on which sample it is and not on where it is computed, so the answer is the same on any number of replicas,
-under accumulation, when a run is resumed on other devices, and when a block's forward is computed again in backward.
+Every number is a function of (seed, step, call, sample, element). A counter-based hash takes the place of torch's
+generators while a network and its loss are computed. The numbers drawn for a sample depend on its id and not on where
+it is computed, so the result is the same on any number of replicas, with gradient accumulation, when a run is resumed
+on other devices, and when activation checkpointing computes a forward again in backward.
 
-**Which dim holds the samples** is learned before work starts, by computing with two numbers of rows (`learn`). A draw
-that was not seen then is judged by its size, given the rows that the network sees: the first dim if it has as many
-entries; in three or more dims the second (time first, then batch); the first dim if it is a multiple (rows and heads,
-or rows and positions, in one dim); else any dim of exactly that size. A split changes that number, so this may err, and
-`guess` reports it. If no dim holds samples, and for parameters, the numbers are the same on every replica and in every
-micro-batch. The draws of a replica with a borrowed row do not matter, because that row has weight 0. An element is
-identified by its coordinates beside the sample, so padding a batch to another length does not change other positions.
+**Which dim of a draw holds the samples** is learned before training, by computing with two numbers of rows (`learn`).
+For a draw that was not observed then, the dim is guessed from its size and the number of rows that the network gets:
+the first dim if it has that size; in three or more dims the second (time first, then batch); the first dim if its size
+is a multiple (rows and heads, or rows and positions, in one dim); else any dim of exactly that size. The number of rows
+depends on the split, so the guess may be wrong, and `guess` reports it. If no dim holds samples, and for parameters,
+the numbers are the same on every replica and in every micro-batch. The draws for a padding row (a replica without
+samples computes one, with weight 0) do not matter. An element is identified by its coordinates in its sample, so
+padding a batch to another length does not change the numbers of the other positions.
 """
 
 from __future__ import annotations
@@ -36,11 +38,11 @@ if TYPE_CHECKING:
 Shape = Sequence[int]
 
 NUM_WATCHED = 6
-"""Number of scopes checked for draws that bypass this mode: forward and backward of the first steps."""
+"""Number of `drawing` contexts that are checked for draws that bypass the hash: forward and backward of some steps."""
 NUM_LOOKS = 4
-"""Number of traces that learn the sample dims: branches may be taken at random."""
+"""Number of trials in which `learn` observes draws; more than one, because branches may be taken at random."""
 _BITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
-"""Bits of a uniform number: as many as stay below 1 in its dtype."""
+"""Random bits of a uniform number in each dtype: as many as keep it below 1."""
 
 
 _paused: list[bool] = []
@@ -48,7 +50,7 @@ _paused: list[bool] = []
 
 @contextmanager
 def as_written() -> Iterator[None]:
-    """Disable the mode while a network is traced, so that its random operations appear unchanged."""
+    """Disable `LayoutFree` within the context, so that a trace contains a network's random operations unchanged."""
     _paused.append(True)
     try:
         yield
@@ -57,28 +59,33 @@ def as_written() -> Iterator[None]:
 
 
 class GeneratorWatch:
-    """Checks in the first few scopes whether an operation drew from torch's own generators."""
+    """Check in the first few `drawing` contexts whether an operation drew from torch's own generators."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.num_scopes = 0
-        """Number of scopes checked so far."""
+        """Number of `drawing` contexts checked so far."""
         self.strayed = False
         """Whether an operation drew from torch's own generators."""
 
     def restart(self) -> None:
-        """Check the next scopes as the first ones were checked; those belonged to a trial run in evaluation mode."""
+        """Check the next `drawing` contexts again, because those so far belonged to a trial in evaluation mode."""
         self.num_scopes = 0
 
     def offset(self) -> int:
-        """Return the offset of the device's generator."""
+        """Return the offset of the GPU's generator, which every draw increases; 0 without a GPU or without a check."""
         if self._device.type != "cuda" or self.num_scopes >= NUM_WATCHED or torch.cuda.is_current_stream_capturing():
             return 0
         index = self._device.index if self._device.index is not None else torch.cuda.current_device()
         return int(torch.cuda.default_generators[index].get_offset())
 
     def check(self, call: int, offset: int) -> None:
-        """Compare the generators with the call number and the device's offset that they should have at the end."""
+        """Set `strayed` at the end of a `drawing` context if torch's generators were used in it.
+
+        Args:
+            call: The number of the next call, with which `LayoutFree` has seeded the CPU generator.
+            offset: The result of `offset` at the start of the context.
+        """
         if self.num_scopes < NUM_WATCHED:
             untouched = torch.Generator().manual_seed(call).get_state()
             self.strayed |= self.offset() != offset
@@ -87,10 +94,10 @@ class GeneratorWatch:
 
 
 class LayoutFree(TorchFunctionMode):
-    """Torch function mode that replaces torch's generators for the draws of one replica.
+    """Torch function mode that computes the random numbers of one replica by hash instead of torch's generators.
 
-    `load` sets the samples of a step, `select` those of the current micro-batch; inside `with drawing():` torch's
-    random operations are computed by hash, and Python's and numpy's generators are seeded for the step.
+    `load` sets the samples of a step, `select` those of the current micro-batch. Within `drawing()`, torch's random
+    operations are computed by hash, and Python's and numpy's generators are seeded for the step.
 
     >>> draws = LayoutFree(torch.device("cpu"))
     >>> draws.load(0, 7, np.arange(4))
@@ -131,9 +138,10 @@ class LayoutFree(TorchFunctionMode):
     # -- which samples --------------------------------------------------------------------------------------------
 
     def load(self, seed: int, step: int, ids: NDArray[np.int64]) -> None:
-        """Set the samples of a step and select all of them; the only part outside of a captured step.
+        """Set the samples of a step by their ids, and select all of them.
 
-        The keys keep their device memory while their number stays the same.
+        A captured step (CUDA graphs) contains everything but this call. The keys of as many samples as before are
+        written to the same device memory.
         """
         self._seed = mix(seed, step)
         self._host = torch.from_numpy(sample_keys(self._seed, ids))
@@ -146,9 +154,12 @@ class LayoutFree(TorchFunctionMode):
         self._num_passes += 1
 
     def select(self, start: int, size: int) -> None:
-        """Select the current samples and restart the call count, so that a micro-batch draws what the batch would."""
+        """Select the samples of the current micro-batch, and count calls from the start, as for the whole batch.
+
+        So a sample draws the same numbers as without micro-batches. A size of 0 means a padding row.
+        """
         self._rows = max(1, size)
-        # A borrowed row has no sample; it gets the key of draws that belong to no sample.
+        # A padding row has no sample; it gets the key of draws that belong to no sample.
         self._part = slice(start, start + size) if size else slice(-1, None)
         self._call = self._num_passes << 32
         self._is_new = True
@@ -157,7 +168,7 @@ class LayoutFree(TorchFunctionMode):
 
     @contextmanager
     def given(self, keys: Tensor, num_passes: int) -> Iterator[None]:
-        """Draw inside with keys made elsewhere, such as by `stacked_keys` for each network of a vectorized ensemble.
+        """Draw within the context with given keys, such as those of `stacked_keys` for a vectorized ensemble.
 
         The last key is for draws that belong to no sample; `num_passes` is the number of calls of `begin`.
         """
@@ -171,7 +182,7 @@ class LayoutFree(TorchFunctionMode):
             self._keys = before
 
     def _settle(self) -> None:
-        """Seed the CPU generators for the current call."""
+        """Seed torch's CPU generator with the current call's number, and at a new selection Python's and numpy's."""
         torch.default_generator.manual_seed(self._call)
         if self._is_new:
             self._shared = mix(self._seed, self._call)
@@ -180,7 +191,7 @@ class LayoutFree(TorchFunctionMode):
             self._is_new = False
 
     def drew_on_host(self) -> str:
-        """Return which of Python's and numpy's generators was used since it was seeded; "" if none was."""
+        """Return the first of "random" and "numpy.random" that was used since it was seeded for the step, or ""."""
         if random.getstate() != random.Random(self._shared).getstate():
             return "random"
         fresh = np.random.RandomState(self._shared & 0xFFFFFFFF)
@@ -195,10 +206,14 @@ class LayoutFree(TorchFunctionMode):
     def learn(
         self, compute: Callable[[int], Any], few: int, more: int, any_rank: Callable[[bool], bool] = bool
     ) -> None:
-        """Find the sample dimension of every draw; `compute` performs a step with the given number of rows.
+        """Find the dim of every draw that holds the samples, by steps with `few` and with `more` rows.
 
-        `compute` may contain collectives, so all ranks must call it equally often although a rank may see no draw, as
-        a pipeline stage without dropout: `any_rank` returns whether its argument is true on any of them.
+        Args:
+            compute: Performs a step with the given number of rows.
+            few: The smaller number of rows.
+            more: The larger number of rows.
+            any_rank: Returns whether its argument is true on any rank. `compute` may contain collectives, so all ranks
+                must call it equally often, although a pipeline stage without dropout, for example, draws nothing.
         """
         counts = self.num_draws, self.watch.num_scopes
         dims = SampleDims()
@@ -214,7 +229,7 @@ class LayoutFree(TorchFunctionMode):
         self._dims = dims
 
     def _traced(self, compute: Callable[[int], Any], rows: int, look: int) -> dict[int, Sizes]:
-        """Return the shapes drawn with this number of rows, by call number."""
+        """Return the shapes of the draws in a step with `rows` rows, by call number; `look` is the trial's number."""
         self.load(0, look, np.arange(rows))
         self.begin()
         self.select(0, rows)
@@ -228,10 +243,11 @@ class LayoutFree(TorchFunctionMode):
 
     @contextmanager
     def drawing(self) -> Iterator[None]:
-        """Compute every random operation inside by hash; afterwards the CPU generator has its previous state.
+        """Compute every random operation within the context by hash; restore the CPU generator's state afterwards.
 
-        Inside, the seed of that generator is the number of the next call. Code that saves and restores it, as
-        activation checkpointing does before it recomputes a forward pass, gets the same numbers again.
+        Within the context, torch's CPU generator is seeded with the number of the next call. Code that saves and
+        restores the generator's state, as activation checkpointing does before it recomputes a forward, therefore gets
+        the same numbers again.
         """
         if self._is_drawing:
             yield
@@ -251,7 +267,7 @@ class LayoutFree(TorchFunctionMode):
 
     @contextmanager
     def samples_first(self) -> Iterator[None]:
-        """Assume inside that samples are in the first dim."""
+        """Assume within the context that the first dim holds the samples of draws that `learn` did not observe."""
         before, self._only_first = self._only_first, True
         try:
             yield
@@ -286,7 +302,11 @@ class LayoutFree(TorchFunctionMode):
     def words(self, shape: Shape, device: torch.device, owner: Tensor | None = None, *, shared: bool = False) -> Tensor:
         """Return 32 random bits for every element, as int32; the upper bits have better quality.
 
-        `owner` is the tensor they are drawn for: those for a parameter do not depend on the sample, nor do `shared`.
+        Args:
+            shape: Shape of the result.
+            device: Device of the result.
+            owner: The tensor for which the numbers are drawn. For a parameter they do not depend on the sample.
+            shared: Whether the numbers must be the same on all replicas, independent of the sample.
         """
         generator = torch.default_generator
         call = generator.initial_seed()
@@ -305,7 +325,7 @@ class LayoutFree(TorchFunctionMode):
         return drawn.view(rows, *inner).movedim(0, dim).reshape(list(shape))
 
     def _dim_of(self, call: int, shape: Sizes) -> int | None:
-        """Return the dim that holds the samples of a draw, as learned or else judged by its size."""
+        """Return the dim of a draw that holds the samples, learned or guessed from the sizes; None if none does."""
         if self._trace is not None:
             self._trace[call] = shape
         seen = self._dims.find(call, shape, self._rows)
@@ -318,12 +338,12 @@ class LayoutFree(TorchFunctionMode):
         return dim
 
     def keep(self, shape: Shape, p: float, device: torch.device, owner: Tensor | None = None) -> Tensor:
-        """Return a mask that is True with probability p."""
+        """Return a mask that is True with probability `p`; `owner` as in `words`."""
         threshold = round((1.0 - p) * 2**32) - 2**31
         return self.words(shape, device, owner) >= min(threshold, 2**31 - 1)
 
     def kept(self, shape: Shape, dropped: Tensor, device: torch.device, owner: Tensor | None = None) -> Tensor:
-        """Return the mask of `keep` for a probability given as a tensor, such as one per member of an ensemble."""
+        """Return a mask that is False with probability `dropped`, for example one for each network of an ensemble."""
         threshold = ((1.0 - (1.0 - dropped)) * 2**32).round() - 2**31
         return self.words(shape, device, owner) >= threshold.clamp(max=2**31 - 1).to(torch.int32)
 
@@ -366,7 +386,7 @@ class LayoutFree(TorchFunctionMode):
 
 
 def batch_dim(shape: Shape, rows: int) -> int | None:
-    """Return the dim along which a drawn tensor seems to hold the samples, judged by its size, or None.
+    """Return the dim of a draw that seems to hold `rows` samples, judged by the sizes; None if no dim does.
 
     >>> batch_dim((4, 3), 4), batch_dim((9, 4, 3), 4), batch_dim((8, 3), 4), batch_dim((5, 4), 4), batch_dim((5,), 4)
     (0, 1, 0, 1, None)

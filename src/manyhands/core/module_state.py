@@ -1,4 +1,4 @@
-"""State of a network that a forward may change: buffers and plain attributes, restored after a trial."""
+"""Remember and restore what a network's forward may change: buffers, attributes, and the objects in them."""
 
 from __future__ import annotations
 
@@ -19,36 +19,40 @@ if TYPE_CHECKING:
     from torch import nn
 
 MOST_COPIED = 20_000_000
-"""Maximum number of values in parameters that are copied for a trial."""
+"""Maximum number of tensor elements that are copied; parameters and tensors beyond it are not restored."""
 MOST_LOOKED = 10_000
-"""Maximum number of values that are remembered, of a long list of samples for instance."""
+"""Maximum number of objects that are inspected, for example in a long list of samples."""
 MOST_NESTED = 4
-"""Levels of containers and objects inside of each other that are looked at."""
+"""Maximum depth of containers and objects inside of each other that are inspected."""
 PLAIN = (int, float, str, bytes, bool, type(None))
 CONTAINERS = (list, dict, set, deque)
 _LIBRARIES = ("builtins", "torch", "numpy", "functools", "threading", "weakref", "logging", "types", "typing", "io")
-"""Libraries whose objects are not restored; tensors, arrays and generators are."""
+"""Packages whose objects are not restored, except containers, modules, tensors, arrays and random generators."""
 
 
 def remember_state(model: nn.Module) -> Callable[[], None]:
-    """Return a function that restores a network's buffers and the plain attributes of its modules.
+    """Return a function that restores a network's buffers, the attributes of its modules, and which parameters train.
 
-    Parameters that a forward changes in place, as `nn.Embedding(max_norm=...)` does, are restored in networks of which
-    a copy is small.
+    Parameters that a forward changes in place, as `nn.Embedding(max_norm=...)` does, are restored too, if the network
+    has at most MOST_COPIED parameter values. Parameters that a forward freezes or unfreezes are always restored.
     """
     put_back_buffers, attributes = remember_buffers(model), Attributes(model)
     put_back_parameters = _remember_parameters(model)
+    is_trained = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
 
     def put_back() -> None:
         put_back_buffers()
         put_back_parameters()
+        for parameter, before in is_trained:
+            if parameter.requires_grad != before:
+                parameter.requires_grad_(before)
         attributes.put_back()
 
     return put_back
 
 
 def remember_buffers(model: nn.Module) -> Callable[[], None]:
-    """Return a function that restores a network's buffers, also those that were replaced by other tensors since."""
+    """Return a function that restores a network's buffers, including those that have been replaced by other tensors."""
     import torch
 
     held = [
@@ -91,7 +95,7 @@ def unsaved_buffers(model: nn.Module) -> set[str]:
 
 
 def require_tensor_state(model: nn.Module) -> None:
-    """Raise for modules whose `get_extra_state` returns something that a checkpoint cannot store."""
+    """Raise TaskError if `get_extra_state` of a module returns something that a checkpoint cannot store."""
     from torch import Tensor, nn
 
     for name, module in model.named_modules():
@@ -112,9 +116,9 @@ def is_scripted(module: nn.Module) -> bool:
 
 
 def set_training(model: nn.Module) -> None:
-    """Call `model.train()`, which a network may override, and keep layers in evaluation mode that were built so.
+    """Call `model.train()`, which a network may override, but keep layers in evaluation mode that are in it already.
 
-    A network that is in evaluation mode as a whole is put into training mode as a whole.
+    If the network itself is in evaluation mode, all of its layers are put into training mode.
 
     >>> from torch import nn
     >>> model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2).eval())
@@ -142,7 +146,7 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 class Attributes:
-    """The numbers, tensors and containers in attributes of a network's modules, as they were at one time.
+    """A snapshot of the attributes of a network's modules: numbers, strings, tensors, containers and objects.
 
     >>> from torch import nn
     >>> layer = nn.Identity()
@@ -164,7 +168,7 @@ class Attributes:
         self._contents = Contents(values, without=[*model.modules(), *model.parameters(), *model.buffers()])
 
     def changed(self) -> list[str]:
-        """Return the paths of attributes that were set, changed or deleted since."""
+        """Return the paths of attributes that were set, changed or deleted since the snapshot."""
         return [
             f"{path}.{name}".removeprefix(".")
             for (path, module, kind), held in zip(self._modules, self._held, strict=True)
@@ -173,7 +177,7 @@ class Attributes:
         ]
 
     def put_back(self) -> None:
-        """Restore the attributes; those that were not there are deleted."""
+        """Restore the attributes of the snapshot, and delete those that were added since."""
         for (_, module, kind), held in zip(self._modules, self._held, strict=True):
             if type(module) is not kind:
                 continue
@@ -194,7 +198,7 @@ class Attributes:
 
 
 class Contents:
-    """What containers, objects, tensors and generators hold, as it was at one time, with what is inside of them.
+    """A snapshot of the contents of containers, objects, tensors and random generators, and of what they contain.
 
     >>> from collections import deque
     >>> kept = {"losses": deque([0.5], maxlen=2)}
@@ -219,7 +223,7 @@ class Contents:
                 _restore(value, before)
 
     def is_same(self, value: Any) -> bool:
-        """Return whether a value holds the same as before, without what is inside of containers in it."""
+        """Return whether a value's contents are those of the snapshot; items of containers are compared by identity."""
         return id(value) not in self._held or _holds(*self._held[id(value)])
 
     def _look(self, value: Any, depth: int) -> None:
@@ -236,17 +240,17 @@ class Contents:
 
 
 def _may_change(value: Any) -> bool:
-    """Return whether a value is a container, tensor, array, generator, module, or an object of the user's."""
+    """Return whether a value is a container, tensor, array, generator, module, or an object of a user's class."""
     import numpy as np
     from torch import Tensor, nn
 
-    # A proxy passes for what it refers to, such as the module that contains the one that holds it.
+    # isinstance takes a weak proxy for its object, which may be the module that contains this one.
     if isinstance(value, (nn.UninitializedParameter, nn.UninitializedBuffer)) or type(value) in weakref.ProxyTypes:
         return False
     if isinstance(value, (Tensor, np.ndarray, nn.Module, tuple, *CONTAINERS)) or _is_generator(value):
         return True
     is_object = type(value).__module__.partition(".")[0] not in _LIBRARIES and not isinstance(value, (type, Enum))
-    # An object of TorchFunctionMode, say, is a library's whatever module its class is in.
+    # An instance of a user's subclass of a library's class, such as TorchFunctionMode, is not restored either.
     return is_object and hasattr(value, "__dict__") and not any(_is_of_library(kind) for kind in type(value).__mro__)
 
 
@@ -255,7 +259,7 @@ def _is_of_library(kind: type) -> bool:
 
 
 def _num_values(value: Any) -> int | None:
-    """Return how many numbers a copy of a value takes; None for tensors that cannot be compared or copied in place."""
+    """Return how many numbers a copy of a value has; None for tensors that cannot be compared or copied in place."""
     import numpy as np
     from torch import Tensor, nn, strided
 
@@ -280,7 +284,7 @@ def _inside(value: Any) -> Iterable[Any]:
 
 
 def _variables(value: Any) -> dict[str, Any]:
-    """Return an object's attributes; of a module those that are not torch's own."""
+    """Return the attributes of an object, without those that every nn.Module has."""
     from torch import nn
 
     own: dict[str, Any] = vars(value)
@@ -321,7 +325,7 @@ def _set_state(generator: Any, state: Any) -> None:
 
 
 def _is_same_state(now: Any, before: Any) -> bool:
-    """Return whether two states of a generator are equal: tensors, arrays, or numbers, in tuples and dicts."""
+    """Return whether two states of a random generator are equal; states are nested tensors, arrays and numbers."""
     import numpy as np
     import torch
 
@@ -370,7 +374,7 @@ def _restore(value: Any, before: Any) -> None:
 
 
 def _holds(value: Any, before: Any) -> bool:
-    """Return whether a value still holds what was copied of it; the values in a container must be the same objects."""
+    """Return whether a value's contents equal their copy `before`; items of containers must be the same objects."""
     import numpy as np
     import torch
 
@@ -392,13 +396,13 @@ def _holds(value: Any, before: Any) -> bool:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put the network into evaluation mode; restore each layer's mode afterwards, as the user may have frozen some."""
+    """Put a network into evaluation mode within the context; restore the mode of each layer afterwards."""
     modes = {layer: layer.training for layer in model.modules()}
     model.eval()
     try:
         yield
     finally:
-        # Layers may override train(), for example to take adapters out of the weights that eval() merged them into.
+        # Layers may override train(), for example to remove adapters from the weights into which eval() merged them.
         model.train(modes[model])
         for layer, mode in modes.items():
             layer.training = mode

@@ -1,4 +1,4 @@
-"""Strategies under the names that users write: each function returns a StrategySpec."""
+"""Named strategies, such as Mirrored and Sharded: functions that return a StrategySpec."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ _policy_checks: list[Callable[[str], object]] = []
 
 
 def check_policies_by(check: Callable[[str], object]) -> None:
-    """Register a check that raises for a text that names no known sync policy; called when a strategy is created."""
+    """Register a function that raises for the text of an unknown sync policy; it is called for every new strategy."""
     _policy_checks.append(check)
 
 
 def policy_text(policy: object) -> str:
-    """Return the text of a sync policy, given as an object or as text, after checking it."""
+    """Return the text of a sync policy, given as an object or as text; raise StrategyError for an unknown policy."""
     text = text_of(policy)
     for check in _policy_checks:
         check(text)
@@ -34,6 +34,8 @@ def Single(
     deterministic: bool = False,
 ) -> StrategySpec:
     """Train on one device, in the caller's process.
+
+    The arguments are explained under `StrategySpec`.
 
     >>> Single(accumulate=4)
     StrategySpec(accumulate=4)
@@ -64,10 +66,11 @@ def Mirrored(
 ) -> StrategySpec:
     """Data parallel training: a replica per device processes its share of each batch, and gradients are averaged.
 
-    `sync` chooses how, exactly by default. "bf16", "fp16", `mh.sync.Int8()`, `mh.sync.TopK(0.01)` and
-    `mh.sync.PowerSGD(4)` send fewer bytes, `mh.sync.LocalSteps(16)` and `mh.sync.DiLoCo(100)` synchronize rarely; they
-    change the mathematics. With `between="hosts"` they act between hosts only. "auto" measures and caches its choice,
-    `mh.sync.Auto(lossy=True)` may choose any of them.
+    Without `replicas`, all available devices are used. `sync` decides how gradients are averaged, by default exactly.
+    "bf16", "fp16", `mh.sync.Int8()`, `mh.sync.TopK(0.01)` and `mh.sync.PowerSGD(4)` send fewer bytes;
+    `mh.sync.LocalSteps(16)` and `mh.sync.DiLoCo(100)` synchronize rarely. All of these change the mathematics. With
+    `between="hosts"` they act between hosts only. "auto" measures and caches its choice among the exact policies,
+    `mh.sync.Auto(lossy=True)` may choose any of them. The other arguments are explained under `StrategySpec`.
 
     >>> Mirrored(2)
     StrategySpec(replicas=2)
@@ -100,9 +103,10 @@ def Sharded(
 ) -> StrategySpec:
     """Sharded data parallel training: every rank holds a shard of each parameter, gradient and optimizer state.
 
-    `sharding="gradients"` keeps whole parameters between forward and backward, which costs memory and saves traffic;
-    `sharding="optimizer"` keeps parameters and gradients whole on every rank and shards only the optimizer state.
-    With `replicas`, several such groups train in parallel (shard inside a host, replicate across hosts).
+    Without `shards`, all available devices are used. `sharding="gradients"` keeps whole parameters between forward and
+    backward, which costs memory and saves traffic; `sharding="optimizer"` keeps parameters and gradients whole on every
+    rank and shards only the optimizer state. With `replicas`, several groups of `shards` ranks train in parallel, for
+    example one group per host. The other arguments are explained under `StrategySpec`.
 
     >>> Sharded(4, replicas=2)
     StrategySpec(replicas=2, shards=4)
@@ -136,8 +140,9 @@ def TensorParallel(
 ) -> StrategySpec:
     """Tensor parallel training: each device computes some features, heads or vocabulary rows of every layer.
 
-    The split is found by tracing a few samples through the network; `layout` overrides it by patterns of layer names,
-    such as {"*.mlp.*": "replicate", "head": "column"}.
+    The split of each layer is found by tracing the network with a few samples; `layout` overrides it by patterns of
+    layer names, such as {"*.mlp.*": "replicate", "head": "column"}. `tensor` is the number of devices of a replica. The
+    other arguments are explained under `StrategySpec`.
 
     >>> TensorParallel(2, replicas=4, layout={"head": "replicate"})
     StrategySpec(replicas=4, tensor=2, layout='head:replicate')
@@ -156,6 +161,36 @@ def TensorParallel(
     )
 
 
+def ContextParallel(
+    context: int = 2,
+    *,
+    replicas: int | None = 1,
+    sequence_dim: int = 0,
+    precision: str = "fp32",
+    accumulate: int = 1,
+    recompute: str = "",
+    deterministic: bool = False,
+) -> StrategySpec:
+    """Context parallel training: each device holds the whole network and computes a part of every sequence.
+
+    Attention reaches the whole sequence: keys and values travel around the devices. Activations take as many times less
+    memory as there are devices. The sequence is the dim next to the samples, in token ids (samples, tokens) and in
+    embedded inputs (samples, tokens, features); `sequence_dim` names another one.
+
+    >>> ContextParallel(4, replicas=2)
+    StrategySpec(replicas=2, context=4)
+    """
+    return StrategySpec(
+        replicas=replicas,
+        context=context,
+        sequence_dim=sequence_dim,
+        precision=precision,
+        accumulate=accumulate,
+        recompute=recompute,
+        deterministic=deterministic,
+    )
+
+
 def ParameterServer(
     servers: int = 1,
     workers: int | None = None,
@@ -169,17 +204,23 @@ def ParameterServer(
     accumulate: int = 1,
     deterministic: bool = False,
 ) -> StrategySpec:
-    """Parameter servers hold and update the parameters; workers pull values, push gradients, and may come and go.
+    """Parameter servers hold and update the parameters; workers pull them and push gradients.
 
-    - `staleness=0`: a step is the whole batch, as on one device; `staleness=3`: a worker may be three steps ahead of
-      the slowest; `staleness=None`: workers never wait, and every worker's batch is a separate update;
-    - `backup=1`: a step does not wait for the slowest worker, whose samples are assigned again;
-    - `correction`: a stale gradient's learning rate is divided by 1 + its staleness;
-    - `followers=1`: every server has a follower, which has all that the server acknowledges and replaces it when it
-      fails, so that no step is repeated. It doubles the servers' memory and computation. Without it, servers resume
-      from the last checkpoint.
+    Workers may join and leave during training.
 
-    All but the plain `staleness=0` change the mathematics. Settings of one device are combined by a product:
+    Args:
+        servers: Number of servers, each of which holds a part of the parameters.
+        workers: Number of workers, one per device; None uses all available devices.
+        staleness: 0: a step is the whole batch, as on one device. 3: a worker may be three steps ahead of the slowest
+            one. None: workers never wait, and every worker's batch is a separate update.
+        backup: Number of the slowest workers for which a step does not wait; their samples are assigned again.
+        correction: Whether the learning rate for a stale gradient is divided by 1 + its staleness.
+        followers: 1 adds a follower to every server: a second server that has every update which the server has
+            acknowledged, and replaces it when it fails, so that no step is repeated. It doubles the servers' memory
+            and computation. With 0, servers resume from the last checkpoint after a failure.
+
+    The other arguments are explained under `StrategySpec`. `backup`, and any `staleness` other than 0, change the
+    mathematics. To add further settings of one device, multiply the strategies:
     `mh.ParameterServer(2, 4) * mh.Single(recompute="blocks")`.
 
     >>> ParameterServer(servers=2, workers=4)
@@ -215,10 +256,11 @@ def Pipeline(
     offload: str = "",
     deterministic: bool = False,
 ) -> StrategySpec:
-    """Pipeline parallel training: a stage of the network per device; the stages work on different microbatches.
+    """Pipeline parallel training: each device computes a stage of the network, the stages different micro-batches.
 
-    Stages are balanced to take equally long. The loss is computed on the last stage for every microbatch. Several
-    pipelines with a sync policy are a product: `mh.Pipeline(4) * mh.Mirrored(2, sync="bf16")`.
+    Without `stages`, all available devices are used. Stages are chosen to take equally long. The last stage computes
+    the loss of every micro-batch. Multiply strategies for several pipelines with a sync policy:
+    `mh.Pipeline(4) * mh.Mirrored(2, sync="bf16")`. The arguments are explained under `StrategySpec`.
 
     >>> Pipeline(4, microbatches=16)
     StrategySpec(stages=4, microbatches=16)
@@ -252,10 +294,15 @@ def Placed(
 ) -> StrategySpec:
     """Place parts of a network on chosen devices; parts that do not depend on each other run at the same time.
 
-    `where` maps patterns of module names to devices: "cuda:1", "host2/cuda:0", or their index in `on=`. "*" matches all
-    modules that no other pattern names; operations outside of these parts run where most of their inputs are. Without a
-    map, the `with mh.strategies.place_on(...):` blocks in which the network was built decide; if there are none, the
-    network is partitioned for equal time, balanced parameters and little communication.
+    Args:
+        where: Maps patterns of module names to devices: "cuda:1", "host2/cuda:0", or an index in `on=`. "*" matches
+            all modules that no other pattern names; operations outside of these modules run where most of their
+            inputs are. None takes the devices of the `with mh.strategies.place_on(...):` blocks in which the network
+            was built; without such blocks, the network is partitioned for equal time, balanced parameters and little
+            communication.
+        devices: Number of devices; by default those that `where` names, or all available ones.
+
+    The other arguments are explained under `StrategySpec`.
 
     >>> Placed({"tower_a.*": "cpu:0", "tower_b.*": "cpu:1"})
     StrategySpec(stages=2, place='tower_a.*@cpu:0;tower_b.*@cpu:1')
@@ -282,7 +329,7 @@ def Placed(
 
 
 def as_spec(strategy: StrategySpec | str | None) -> StrategySpec:
-    """Return a spec from a user's argument; None means data parallel on all available devices."""
+    """Return the spec of a user's `strategy` argument; None means data parallel training on all available devices."""
     if strategy is None:
         return Mirrored()
     if isinstance(strategy, str):

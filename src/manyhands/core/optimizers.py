@@ -1,4 +1,4 @@
-"""Optimizers of a task: one, a list or a dict of several, joined into one if a loss is minimized."""
+"""Optimizers of a task: one, or a list or dict of several, which are joined into one if the task has a loss."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _ITEM = re.compile(r"(?P<list>.+)\[\d+\]")
 
 
 class Joined(Optimizer):
-    """Several optimizers over disjoint parameters, used as one.
+    """Several optimizers over disjoint parameters, used as one optimizer.
 
-    Its parameter groups are those of its members, the same objects in their order, so schedules and checkpoints work
-    as with one optimizer. Its state is a view of theirs.
+    The parameter groups are the group objects of the members, in order, so schedules and checkpoints work as with one
+    optimizer. The state is a view of the members' states.
 
     >>> import torch
     >>> net = nn.Linear(2, 2)
@@ -52,7 +52,7 @@ class Joined(Optimizer):
 
     @property
     def state(self) -> MutableMapping[Tensor, Any]:  # type: ignore[override]
-        """The members' state of each parameter."""
+        """The state of each parameter, stored in the member that holds the parameter."""
         return self._states
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
@@ -142,19 +142,19 @@ def make_optimizers(make: Callable[[Any], Any], model: nn.Module, *, keyed: bool
 
 
 def joined(optimizers: Sequence[Any]) -> Optimizer:
-    """Join several optimizers into one."""
+    """Return one optimizer that steps all given ones; raise TaskError for objects that are no optimizers."""
     odd = next((made for made in optimizers if not isinstance(made, Optimizer)), None)
     if odd is not None or not optimizers:
         raise TaskError(
             "the optimizer function must return a torch optimizer, or a list or a dict of them",
-            got="an empty list or dict" if odd is None else f"{type(odd).__name__} among them",
+            got="an empty list or dict" if odd is None else f"an object of type {type(odd).__name__} among them",
             remedy="return [torch.optim.Muon(matrices), torch.optim.AdamW(others)]",
         )
     return optimizers[0] if len(optimizers) == 1 else Joined(optimizers)
 
 
 def nested_in(optimizer: Optimizer) -> dict[str, Optimizer]:
-    """Return optimizers that an optimizer holds as attributes and steps itself, by attribute."""
+    """Return the optimizers that an optimizer has in its attributes and steps itself, by attribute."""
     found: dict[str, Optimizer] = {}
     for name, value in vars(optimizer).items():
         items = value.items() if isinstance(value, dict) else enumerate(value) if _is_list(value) else [("", value)]
@@ -163,7 +163,7 @@ def nested_in(optimizer: Optimizer) -> dict[str, Optimizer]:
 
 
 def groups_of(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Return the parameter groups of an optimizer, its members and its nested optimizers, without duplicates."""
+    """Return the parameter groups of an optimizer, of its members and of its nested optimizers, without duplicates."""
     found = {id(group): group for group in optimizer.param_groups}
     inner = [one for member in each_of(optimizer) for one in nested_in(member).values()]
     found |= {id(group): group for one in inner for group in groups_of(one)}
@@ -180,7 +180,7 @@ def _is_list(value: Any) -> bool:
 
 
 def _refuse_scheduler(made: Iterable[Any]) -> None:
-    """Raise TaskError for a scheduler beside an optimizer: only a custom training loop could step it."""
+    """Raise TaskError if an optimizer function created a learning-rate scheduler, which nothing would step."""
     for item in made:
         found = _scheduler_of(item)
         if found:
@@ -193,7 +193,7 @@ def _refuse_scheduler(made: Iterable[Any]) -> None:
 
 
 def _scheduler_of(made: Any) -> str:
-    """Return the name of a scheduler that only a custom training loop could step; empty if there is none."""
+    """Return the class name of the scheduler that `made` is or has, if only a custom loop could step it; else ""."""
     if isinstance(made, LRScheduler):
         return type(made).__name__
     if not isinstance(made, Optimizer) or not has_scheduler(made) or _steps_by_itself(made):
@@ -202,7 +202,7 @@ def _scheduler_of(made: Any) -> str:
 
 
 def has_scheduler(optimizer: Optimizer) -> bool:
-    """Return whether a learning-rate scheduler was created for an optimizer: torch then marks its step."""
+    """Return whether a learning-rate scheduler was created for an optimizer: torch then marks the step method."""
     return any(getattr(member.step, "_wrapped_by_lr_sched", False) for member in each_of(optimizer))
 
 
@@ -213,7 +213,9 @@ def _steps_by_itself(optimizer: Optimizer) -> bool:
 
 
 def flat_slots(slots: Mapping[str, Any]) -> dict[str, Any]:
-    """Return slots with an entry for every tensor of lists; SOAP and Shampoo keep a matrix per dimension in a list.
+    """Return an optimizer's state of a parameter, with a separate entry for each tensor in a list of tensors.
+
+    SOAP and Shampoo, for example, keep a list with a matrix per dimension.
 
     >>> import torch
     >>> sorted(flat_slots({"step": 1, "GG": [torch.eye(2), torch.eye(3)]}))
@@ -229,7 +231,7 @@ def flat_slots(slots: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def nested_slots(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Return slots with lists of tensors again, as `flat_slots` got them.
+    """Return an optimizer's state of a parameter with its lists of tensors: the inverse of `flat_slots`.
 
     >>> nested_slots({"step": 1, "GG[0]": "a", "GG[1]": "b"})
     {'step': 1, 'GG': ['a', 'b']}

@@ -1,4 +1,4 @@
-"""Predictor: interface of trained models, called on inputs with a signature."""
+"""Predictor: the interface of trained models, which are called on inputs that match a signature."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class TensorSpec:
         return f"{self.dtype}[{', '.join('*' if n is None else str(n) for n in self.shape)}]"
 
     def accepts(self, tensor: Tensor) -> bool:
-        """Return whether a tensor has this dtype and shape."""
+        """Return whether a tensor has the dtype and the shape of this spec."""
         return (
             str(tensor.dtype).removeprefix("torch.") == self.dtype
             and tensor.dim() == len(self.shape)
@@ -34,7 +34,7 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Signature:
-    """Names and specs of the inputs and outputs."""
+    """Names, dtypes and shapes of the inputs and outputs of a model."""
 
     inputs: Mapping[str, TensorSpec]
     outputs: Mapping[str, TensorSpec]
@@ -58,7 +58,7 @@ class Signature:
 
 
 class Predictor(ABC):
-    """A callable on inputs: one array (if there is one input) or a dict of them, batch dimension first.
+    """A trained model. It is called with an array, or a dict of arrays by name if it has several inputs, rows first.
 
     Models, ensembles and remote models are Predictors; serving uses only this interface.
     """
@@ -67,15 +67,15 @@ class Predictor(ABC):
 
     @abstractmethod
     def run(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Compute named outputs for validated inputs."""
+        """Return the outputs by name for validated inputs by name."""
 
     def __call__(self, inputs: Any) -> Any:
-        """Validate the inputs and compute; a single output is returned bare, several as a dict."""
+        """Validate the inputs and compute the outputs: one as a tensor, several as a dict by name."""
         outputs = self.run(self.checked(inputs))
         return next(iter(outputs.values())) if len(outputs) == 1 else outputs
 
     def checked(self, inputs: Any) -> dict[str, Tensor]:
-        """Return the inputs as named tensors; raises an error with the expected and the given inputs."""
+        """Return the inputs as tensors by name, with the signature's dtypes; raise DataError if they do not match."""
         import torch
 
         wanted = self.signature.inputs

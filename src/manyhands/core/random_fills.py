@@ -32,7 +32,7 @@ def _factory(fill: Callable[..., Tensor]) -> Replacement:
 
 
 def _like(fill: Callable[..., Tensor]) -> Replacement:
-    """Return a replacement for torch.rand_like and similar functions; draws for a parameter ignore the sample."""
+    """Return a replacement for torch.rand_like etc.; numbers for a parameter do not depend on the sample."""
 
     def make(draws: LayoutFree, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         bounds = [kwargs.pop(name) for name in ("low", "high") if name in kwargs]
@@ -58,12 +58,12 @@ def _initial(fill: Callable[..., Tensor], draws: LayoutFree, tensor: Tensor, *ar
 
 
 def _given(values: Tensor, out: Tensor | None) -> Tensor:
-    """Return values in the `out` tensor, if one was given."""
+    """Return values, copied to the tensor `out` if the user gave one."""
     return values if out is None else _filled(values, out.resize_(values.shape))
 
 
 def _made(values: Tensor, empty: Tensor) -> Tensor:
-    """Return values as a new tensor like `empty`; under vmap they stay separate for each member."""
+    """Return values as a tensor like `empty`; under vmap, each network of the ensemble keeps its own values."""
     if _is_stacked(values) and not _is_stacked(empty):
         return values.to(empty.dtype)
     return _filled(values, empty)
@@ -75,7 +75,7 @@ def _filled(values: Tensor, empty: Tensor) -> Tensor:
 
 
 def _size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Shape, list[Any]]:
-    """Return the size among a factory's arguments, and the bounds before it."""
+    """Return the size that a function such as torch.randint was given, and the arguments other than the size."""
     if "size" in kwargs:
         size, rest = kwargs.pop("size"), list(args)
     elif args and isinstance(args[-1], Sequence):
@@ -86,7 +86,7 @@ def _size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Shape, list[An
 
 
 def real_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which numbers for a tensor of this dtype are drawn."""
+    """Return the dtype in which random numbers for a tensor of this dtype are computed; refuse complex dtypes."""
     if dtype.is_complex:
         raise unsupported(f"random numbers in {dtype}", "draw two real tensors and join them by torch.complex")
     return dtype if dtype in (torch.float64, torch.float16, torch.bfloat16) else torch.float32
@@ -142,7 +142,7 @@ def _fill_integers(draws: LayoutFree, out: Tensor, *bounds: Any, owner: Tensor |
 def _fill_random(
     draws: LayoutFree, out: Tensor, *bounds: Any, to: Any = None, owner: Tensor | None = None, **named: Any
 ) -> Tensor:
-    """Replace Tensor.random_: integers below a bound, by default all that the dtype represents exactly."""
+    """Replace Tensor.random_: draw integers below a bound, by default all that the dtype represents exactly."""
     given = [named["from"]] if "from" in named else []
     given = [*bounds, *given, *([] if to is None else [to])]
     if not given:
@@ -159,7 +159,7 @@ def _integers(draws: LayoutFree, *args: Any, **kwargs: Any) -> Tensor:
 def _normal(
     draws: LayoutFree, mean: Any, std: Any = 1.0, size: Any = None, *, out: Tensor | None = None, **kwargs: Any
 ) -> Tensor:
-    """Replace torch.normal, for numbers with a size or for tensors."""
+    """Replace torch.normal, whose mean and std are numbers with a size, or tensors."""
     if size is not None:
         return _factory(_fill_normal)(draws, mean, std, size, out=out, **kwargs)  # type: ignore[no-any-return]
     shape = torch.broadcast_shapes(*(value.shape for value in (mean, std) if isinstance(value, Tensor)))
@@ -192,7 +192,7 @@ def _multinomial(
 
 
 def _permutation(draws: LayoutFree, n: int, **kwargs: Any) -> Tensor:
-    """Return a permutation that is equal on all replicas: one of a replica's samples would depend on the split."""
+    """Replace torch.randperm: return a permutation that is the same on all replicas and for all samples."""
     kwargs.pop("generator", None)
     kwargs["dtype"] = kwargs.get("dtype") or torch.int64
     empty = torch.empty(n, **kwargs)
@@ -201,7 +201,7 @@ def _permutation(draws: LayoutFree, n: int, **kwargs: Any) -> Tensor:
 
 def _refused(name: str) -> Replacement:
     def refuse(draws: LayoutFree, *args: Any, **kwargs: Any) -> Any:
-        raise unsupported(name, "use another distribution, pass a generator=, or leave deterministic=True out")
+        raise unsupported(name, "use another distribution, pass a generator=, or omit deterministic=True")
 
     return refuse
 
@@ -242,4 +242,4 @@ FILLS: dict[Any, Replacement] = {
     torch._standard_gamma: _refused("a gamma, beta or Student's t distribution"),
     torch._sample_dirichlet: _refused("a Dirichlet distribution"),
 }
-"""The replacement of each operation."""
+"""Replacements of the operations that create or fill tensors, by operation."""

@@ -1,4 +1,4 @@
-"""Replacements of torch's random operations for layout-free randomness, one function for each."""
+"""Replacements of torch's random operations, such as dropout and attention, for layout-free randomness."""
 
 from __future__ import annotations
 
@@ -21,12 +21,15 @@ _is_stacked: Callable[[Tensor], bool] = torch._C._functorch.is_batchedtensor
 
 
 def replacements() -> _Replacements:
-    """Return the replacement for every operation of torch that draws."""
+    """Return the replacements of torch's random operations, by operation."""
     return _Replacements(_TABLE)
 
 
 class _Replacements(dict[Any, Replacement]):
-    """Known replacements, and those of functions written in Python, which are analysed on first use."""
+    """Replacements of torch's random operations, by function.
+
+    A function of torch that is written in Python is analysed at its first lookup, and added if it draws random numbers.
+    """
 
     def get(self, func: Any, default: Any = None) -> Any:
         found = super().get(func, default)
@@ -39,20 +42,20 @@ class _Replacements(dict[Any, Replacement]):
 
 
 def _inside(composite: Callable[..., Any], draws: LayoutFree, *args: Any, **kwargs: Any) -> Any:
-    """Run a function so that the operations it calls are replaced too."""
+    """Run a function of torch that is written in Python, with the random operations that it calls replaced."""
     with draws:
         return composite(*args, **kwargs)
 
 
 def _multi_head(draws: LayoutFree, *args: Any, **kwargs: Any) -> Any:
-    """Run multi-head attention; inside, rows and heads share the first dim, whatever sizes the others have."""
+    """Run multi-head attention, in which the first dim of every draw holds rows and heads."""
     with draws.samples_first():
         return _inside(_MULTI_HEAD, draws, *args, **kwargs)
 
 
 @functools.cache
 def _may_draw(func: types.FunctionType) -> bool:
-    """Return whether a function of torch calls a random operation, at any depth."""
+    """Return whether a function of torch that is written in Python calls a random operation, directly or indirectly."""
     seen: set[types.FunctionType] = set()
     todo = [func]
     while todo:
@@ -78,7 +81,7 @@ def _is_torch(func: types.FunctionType) -> bool:
 
 
 def without_own_check(func: Any) -> types.FunctionType:
-    """Return a copy that skips the __torch_function__ check, which would lead to infinite recursion."""
+    """Return a copy of a function of torch without its __torch_function__ check, which would recurse infinitely."""
     quiet = dict.fromkeys(("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"), _nobody)
     namespace = {**func.__globals__, **quiet}
     copy = types.FunctionType(func.__code__, namespace, func.__name__, func.__defaults__, func.__closure__)
@@ -113,7 +116,7 @@ def _feature_dropout(draws: LayoutFree, input: Tensor, p: float, train: bool, in
 
 def _masked(draws: LayoutFree, input: Tensor, p: Any, shape: Shape, inplace: bool) -> Tensor:
     if isinstance(p, Tensor):
-        # Members of an ensemble have separate probabilities, between 0 and 1.
+        # The networks of a vectorized ensemble have separate probabilities, between 0 and 1.
         scale: Any = (1.0 / (1.0 - p)).to(input.dtype)
         keep = draws.kept(shape, p, input.device, input)
     else:
@@ -125,7 +128,7 @@ def _masked(draws: LayoutFree, input: Tensor, p: Any, shape: Shape, inplace: boo
 
 
 def _is_zero(p: Any) -> bool:
-    """Return whether nothing is dropped, so that nothing is drawn."""
+    """Return whether a dropout probability is the number 0, for which nothing is drawn."""
     return not isinstance(p, Tensor) and p == 0.0
 
 
@@ -144,7 +147,7 @@ def _feature_alpha_dropout(draws: LayoutFree, input: Tensor, p: float, train: bo
 
 
 def _self_normalising(draws: LayoutFree, input: Tensor, p: float, train: bool, inplace: bool, shape: Shape) -> Tensor:
-    """Set dropped elements to SELU's saturation value, and preserve mean and variance."""
+    """Apply alpha dropout: set dropped elements to SELU's saturation value, and preserve mean and variance."""
     _require_probability(p)
     if not train or p == 0.0:
         return input
@@ -206,7 +209,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Compute attention step by step if weights are dropped, because a fused kernel draws its own numbers."""
+    """Replace scaled_dot_product_attention: with dropout, compute it in steps, as fused kernels draw by themselves."""
     if _is_zero(dropout_p):
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
@@ -226,7 +229,10 @@ def attention_weights(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Return how much each query attends to each key, and the values with as many heads as there are queries."""
+    """Return the attention weights of F.scaled_dot_product_attention, and the values that they weight.
+
+    With `enable_gqa` the values are repeated to the number of heads of the queries.
+    """
     if enable_gqa:
         key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
         value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
@@ -242,13 +248,13 @@ def attention_weights(
 
 
 def _safe_softmax(weights: Tensor) -> Tensor:
-    """Return a softmax with zeros in fully masked rows, as in torch's own attention; their gradient is zero too."""
+    """Return a softmax with zeros in fully masked rows, as torch's attention does; gradients are zero there too."""
     empty = (weights == -torch.inf).all(-1, keepdim=True)
     return torch.softmax(weights.masked_fill(empty, 0.0), -1).masked_fill(empty, 0.0)
 
 
 def _recurrent(operation: Callable[..., Any], num_states: int) -> Replacement:
-    """Return a replacement that runs a recurrent network layer by layer, to draw the dropout between layers."""
+    """Return a replacement of torch.lstm and similar functions: run layer by layer, with dropout between the layers."""
 
     def run(draws: LayoutFree, input: Tensor, *args: Any) -> Any:
         if isinstance(args[1], Tensor) or len(args) != 8:

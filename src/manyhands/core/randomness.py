@@ -15,7 +15,7 @@ _MASK = (1 << 64) - 1
 
 
 def mix(*parts: int) -> int:
-    """Return a 63-bit seed derived from integers, in which each of them and their order matter.
+    """Return a 63-bit seed that depends on all given integers and on their order.
 
     >>> mix(0, 1) != mix(1, 0)
     True
@@ -29,7 +29,7 @@ def mix(*parts: int) -> int:
 
 
 def seed_all(seed: int) -> None:
-    """Seed torch (all devices), numpy and Python."""
+    """Seed the global generators of torch (on all devices), numpy and Python."""
     import numpy as np
     import torch
 
@@ -39,7 +39,7 @@ def seed_all(seed: int) -> None:
 
 
 def random_state(device: torch.device) -> dict[str, Tensor]:
-    """Return the state of every generator, as byte tensors."""
+    """Return the states, as tensors, of the global generators of torch, numpy, Python and an accelerator `device`."""
     import numpy as np
     import torch
 
@@ -59,7 +59,7 @@ def random_state(device: torch.device) -> dict[str, Tensor]:
 
 
 def restore_random_state(states: dict[str, Tensor], device: torch.device) -> None:
-    """Restore the generators from the result of `random_state`."""
+    """Restore the global generators from the result of `random_state`."""
     import numpy as np
     import torch
 
@@ -75,7 +75,7 @@ def restore_random_state(states: dict[str, Tensor], device: torch.device) -> Non
 
 @contextlib.contextmanager
 def seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Seed torch's and Python's generators inside; afterwards they have their previous state."""
+    """Seed torch's and Python's global generators within the context, and restore their states afterwards."""
     import torch
 
     on_device = None if device.type == "cpu" else torch.get_device_module(device)

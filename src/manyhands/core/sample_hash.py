@@ -1,4 +1,4 @@
-"""A counter-based hash: numbers as a function of a key per sample and a code per element of a sample."""
+"""Counter-based hash: random numbers as a function of a key per sample and a code per element of a sample."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ KEPT_PLACES, KEPT_SHAPES = 1 << 14, 64
 
 
 def sample_keys(seed: int, ids: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return a 64-bit key for every sample, and a last one for draws that belong to no sample (splitmix64)."""
+    """Return a 64-bit key for every sample id, and one more for draws that belong to no sample (splitmix64)."""
     keys = np.append(ids, -1).astype(np.uint64) * np.uint64(_GOLDEN) + np.uint64(seed)
     keys = (keys ^ keys >> np.uint64(30)) * np.uint64(_FIRST)
     keys = (keys ^ keys >> np.uint64(27)) * np.uint64(_SECOND)
@@ -28,7 +28,7 @@ def sample_keys(seed: int, ids: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def stacked_keys(seeds: Tensor, steps: Tensor, ids: Tensor) -> Tensor:
-    """Return the keys that `load(seeds[i], steps[i], ids[i])` makes, for many networks at once and on their device.
+    """Return in row i the keys that `LayoutFree.load(seeds[i], steps[i], ids[i])` makes, on the device of the tensors.
 
     >>> from .layout_free import LayoutFree
     >>> draws = LayoutFree(torch.device("cpu"))
@@ -50,18 +50,18 @@ def stacked_keys(seeds: Tensor, steps: Tensor, ids: Tensor) -> Tensor:
 
 
 def _shifted(values: Tensor, count: int) -> Tensor:
-    """Return the values shifted right logically, that is, filled with zeros."""
+    """Return the values shifted right by `count` bits, with zeros from the left."""
     return (values >> count) & (1 << 64 - count) - 1
 
 
 class ElementCodes:
-    """A code for every element of a sample; those of small shapes are cached, which makes small draws cheaper."""
+    """Codes of a sample's elements, which the hash combines with the sample's key; codes of small shapes are cached."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}
 
     def of(self, inner: tuple[int, ...], device: torch.device) -> Tensor:
-        """Return the codes of a sample of this shape, in one row."""
+        """Return the codes of the elements of a sample of shape `inner`, in one row."""
         found = self._known.get((inner, device))
         if found is None:
             found = _codes(inner, device)
@@ -72,7 +72,7 @@ class ElementCodes:
 
 
 def _codes(inner: Sequence[int], device: torch.device) -> Tensor:
-    """Return a code for every element of a sample, made from its coordinates, in one row."""
+    """Return a code for every element of a sample of shape `inner`, made from its coordinates, in one row."""
     codes = torch.zeros(1, 1, dtype=torch.int32, device=device)
     for dim, size in enumerate(inner):
         if size != 1:
@@ -82,7 +82,10 @@ def _codes(inner: Sequence[int], device: torch.device) -> Tensor:
 
 
 def scramble(places: Tensor, keys: Tensor) -> Tensor:
-    """Return the hash of every (key, place), as rows of int32: a 32-bit finalizer that two halves of the key enter."""
+    """Return the int32 hash of every key and element code (`places`), a row per key.
+
+    Both halves of the 64-bit key enter a 32-bit finalizer.
+    """
     keys = keys.bitwise_xor(keys >> 32)
     # Not a view of halves, for which torch 2.11 has no vmap rule.
     first, second = (half.to(torch.int32).unsqueeze(-1) for half in (keys, keys >> 32))
@@ -96,6 +99,6 @@ def scramble(places: Tensor, keys: Tensor) -> Tensor:
 
 
 def _signed(value: int, bits: int = 32) -> int:
-    """Return the lower bits as a signed number, as torch's int32 or int64 stores it."""
+    """Return the lowest `bits` bits of a number as a signed integer, as torch's int32 or int64 stores them."""
     half = 1 << bits - 1
     return (value + half) % (2 * half) - half

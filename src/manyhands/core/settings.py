@@ -1,6 +1,7 @@
 """Options: dataclasses from which Python arguments, command line options and configuration files are derived.
 
-Values have a precedence: an argument, then the file, then the environment, then the default.
+The value of an option is that of the argument if given, else that of the configuration file, else that of the
+environment variable, else the default.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from .files import read_file
 from .task import convert
 
 PREFIX = "MANYHANDS_"
-"""The setting `epochs` is MANYHANDS_EPOCHS in the environment."""
+"""Prefix of environment variables: MANYHANDS_EPOCHS sets `epochs`."""
 MOST_BYTES = 1 << 20
-"""Maximum bytes of a settings file."""
+"""Maximum bytes of a configuration file."""
 ARGUMENT, DEFAULT = "argument", "default"
 
 T = TypeVar("T")
@@ -30,14 +31,14 @@ T = TypeVar("T")
 def option(default: Any, help: str, *, metavar: str = "", secret: bool = False, in_files: bool = True) -> Any:
     """Return a field of an options class that the command line, configuration files and the environment can set.
 
-    Fields without it can be set in Python only.
+    A field that is declared without `option` can be set in Python only.
 
     Args:
         default: The default value.
         help: The help of the command line; it says what the default is, or that there is none.
         metavar: The placeholder of the value in the help.
         secret: Whether the value must not appear in a command line, in `repr` or in logs.
-        in_files: Whether configuration files and the environment can set it too.
+        in_files: Whether configuration files and the environment can set the option too.
 
     >>> @dataclass(frozen=True, kw_only=True)
     ... class Batching:
@@ -55,7 +56,7 @@ def options_of(kind: type) -> list[dataclasses.Field[Any]]:
 
 
 def from_flat(kinds: Sequence[type], values: Mapping[str, Any]) -> list[Any]:
-    """Return an object of each options class from values by name; a name must belong to one class only."""
+    """Return an object of each options class, given values by field name; a name must belong to one class only."""
     names = {each.name: kind for kind in kinds for each in dataclasses.fields(kind)}
     unknown = sorted(set(values) - set(names))
     if unknown:
@@ -64,7 +65,7 @@ def from_flat(kinds: Sequence[type], values: Mapping[str, Any]) -> list[Any]:
 
 
 def require_positive(**values: int | None) -> None:
-    """Raise SettingsError for a number, given by its name, that is not a whole number of at least 1."""
+    """Raise SettingsError unless each value, passed by its name, is None or a whole number of at least 1."""
     for name, value in values.items():
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise SettingsError(
@@ -74,16 +75,16 @@ def require_positive(**values: int | None) -> None:
 
 @dataclass(frozen=True)
 class Resolved(Generic[T]):
-    """Settings, each with its source."""
+    """Settings, and for each of them the source of its value."""
 
     values: T
     sources: Mapping[str, str]
-    """By setting: `argument`, the file's name, the variable's name, or `default`."""
+    """Source by setting: `argument`, the name of the file or of the environment variable, or `default`."""
     tables: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """The tables of the file, such as the task's parameters."""
+    """The tables of the configuration file, such as the task's parameters."""
 
     def chosen(self) -> dict[str, tuple[Any, str]]:
-        """Return the settings that were not left at their default, with their sources."""
+        """Return (value, source) of each setting that was not left at its default, by name."""
         return {
             name: (getattr(self.values, name), source) for name, source in self.sources.items() if source != DEFAULT
         }
@@ -97,7 +98,14 @@ def resolve_settings(
     tables: Sequence[str] = (),
     environ: Mapping[str, str] | None = None,
 ) -> Resolved[T]:
-    """Resolve the settings of a dataclass; an argument of None counts as not given.
+    """Create a dataclass of settings from arguments, a configuration file and environment variables.
+
+    Args:
+        kind: The dataclass.
+        arguments: Values by field name; None counts as not given.
+        file: A TOML file; None for none.
+        tables: Names of tables that the file may contain in addition to settings.
+        environ: The environment variables; by default those of this process.
 
     >>> @dataclass(frozen=True, kw_only=True)
     ... class Settings:
@@ -113,19 +121,19 @@ def resolve_settings(
 
 @dataclass(frozen=True)
 class ResolvedOptions(Resolved[Mapping[type, Any]]):
-    """Objects of several options classes, by class."""
+    """Resolved settings of several options classes: one object for each class."""
 
     def of(self, kind: type[T]) -> T:
-        """Return the object of a class."""
+        """Return the object of an options class."""
         return cast(T, self.values[kind])
 
     @property
     def flat(self) -> dict[str, Any]:
-        """The values by option."""
+        """The values of all options by name."""
         return {name: getattr(self.values[kind], name) for name, kind in _kinds(list(self.values)).items()}
 
     def chosen(self) -> dict[str, tuple[Any, str]]:
-        """Return the settings that were not left at their default, with their sources."""
+        """Return (value, source) of each option that was not left at its default, by name."""
         flat = self.flat
         return {name: (flat[name], source) for name, source in self.sources.items() if source != DEFAULT}
 
@@ -138,7 +146,7 @@ def resolve_options(
     tables: Sequence[str] = (),
     environ: Mapping[str, str] | None = None,
 ) -> ResolvedOptions:
-    """Resolve several options classes, as `resolve_settings` does."""
+    """Create objects of several options classes as `resolve_settings` does; arguments are given by option name."""
     in_files = [each.name for kind in kinds for each in options_of(kind) if each.metadata["in_files"]]
     values, sources, extra = _resolve(kinds, in_files, arguments, file, tables, environ)
     only_given = {name: value for name, value in arguments.items() if name not in in_files and value is not None}
@@ -159,7 +167,7 @@ def _resolve(
     tables: Sequence[str],
     environ: Mapping[str, str] | None,
 ) -> tuple[dict[str, Any], dict[str, str], dict[str, dict[str, Any]]]:
-    """Return values and sources by name, and the tables of the file."""
+    """Return the values that were given and the sources of all settings, by name, and the tables of the file."""
     hints = {name: hint for kind in kinds for name, hint in typing.get_type_hints(kind, localns={"Any": Any}).items()}
     written, extra = _read(file, {name: hints[name] for name in names}, tables)
     found = _from_environment(environ if environ is not None else os.environ, hints, names)
@@ -176,7 +184,7 @@ def _resolve(
 
 
 def variable(name: str) -> str:
-    """Return the environment variable of a setting.
+    """Return the name of the environment variable of a setting.
 
     >>> variable("save_every")
     'MANYHANDS_SAVE_EVERY'
@@ -195,7 +203,7 @@ def _from_environment(environ: Mapping[str, str], hints: Mapping[str, Any], name
 def _read(
     file: Path | None, hints: Mapping[str, Any], tables: Sequence[str]
 ) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
-    """Return the file's settings and its tables; raises for unknown names and wrong types."""
+    """Return the settings and the tables of a file; raise SettingsError for unknown names and wrong types."""
     if file is None:
         return {}, {}
     values: dict[str, Any] = {}

@@ -23,10 +23,10 @@ ALIASES = {
     "ep": "expert",
     "workers": "replicas",
 }
-"""The field's usual abbreviations of the axes."""
+"""Common abbreviations of the axes of a `StrategySpec`."""
 
 AXES = ("replicas", "shards", "tensor", "stages", "context", "expert")
-MESH_ORDER = ("replicas", "shards", "stages", "tensor")
+MESH_ORDER = ("replicas", "shards", "stages", "context", "tensor")
 OPEN_AXES = ("replicas", "shards", "stages")
 """Axes that may take all available devices."""
 DATA_AXES = ("replicas", "shards")
@@ -45,15 +45,16 @@ _NONE = {"replicas": "all", "shards": "all", "staleness": "none"}
 class StrategySpec:
     """How training is distributed over devices.
 
-    `mh.Single()`, `mh.Mirrored()` and `mh.Sharded()` are short ways of writing one. Axes are counts of devices, 1 by
+    Functions such as `mh.Single()`, `mh.Mirrored()` and `mh.Sharded()` create a spec. Axes are counts of devices, 1 by
     default; None for replicas or shards means all available devices.
 
     - `replicas`: copies of the whole network (data parallel), each with its share of every batch;
     - `shards`: ranks among which the network's state is sharded; each of them processes its share of every batch;
     - `stages`: ranks that each hold a piece of the network, as a pipeline or as `place` maps them; 0 for all available
       devices;
-    - `tensor`, `context`, `expert`: axes of tensor, context and expert parallelism; those that are not implemented are
-      refused;
+    - `tensor`: ranks that split each layer (tensor parallelism);
+    - `context`, `sequence_dim`: ranks that split each sequence; the dim of inputs that they split, or 0 to find it;
+    - `expert`: reserved for expert parallelism, which is not implemented; must be 1;
     - `sharding`: what is sharded: "full" (parameters, gradients and optimizer state), "gradients" (the same, but
       parameters stay whole between forward and backward) or "optimizer" (optimizer state only);
     - `layout`: overrides of the automatic tensor-parallel layout: patterns of layer names, each with "column", "row",
@@ -61,24 +62,25 @@ class StrategySpec:
       such as "*.mlp.*:replicate;head:column";
     - `sync`: how replicas synchronize: a policy of `mh.sync` or its text, such as "bf16" or "localsteps(16)";
       "allreduce" is exact, "auto" chooses;
-    - `batch_stats`: batch statistics of the whole batch, "sync"; of each micro-batch over all replicas, "micro"; or of
-      each replica's share alone, "local". The last two change the mathematics;
+    - `batch_stats`: the samples over which BatchNorm computes statistics: "sync" the whole batch, "micro" each
+      micro-batch over all replicas, "local" each replica's share alone. The last two change the mathematics;
     - `precision`: "fp32", "bf16" (autocast; weights stay fp32) or "fp64";
     - `accumulate`: number of micro-batches per batch for gradient accumulation;
-    - `capture`: how a step is executed on a GPU: "auto" captures CUDA graphs and compiles when that pays, "graph" only
-      captures, "compile" compiles from the start, "off" runs eagerly;
+    - `capture`: how a step is executed on a GPU: "auto" captures CUDA graphs and compiles if that is faster, "graph"
+      only captures, "compile" compiles from the start, "off" runs eagerly;
     - `recompute`: activation checkpointing: "" none, "blocks" for blocks repeated in a list or a sequence, "selective"
       the same but keeping matrix products, convolutions and attention, or a pattern of module names such as "*.mlp";
-    - `offload`: what is kept in host memory: "optimizer" its state (and on one device the gradients), "activations"
-      those saved for backward, or both as "optimizer+activations";
-    - `deterministic`: whether random numbers are layout-free: the same on any number of replicas;
-    - `microbatches`: micro-batches in flight in a pipeline;
+    - `offload`: what is kept in host memory: "optimizer" the optimizer state (on one device the gradients too),
+      "activations" the activations saved for backward, or both as "optimizer+activations";
+    - `deterministic`: whether random numbers, such as those of dropout, are the same on any number of replicas;
+    - `microbatches`: number of micro-batches into which a pipeline splits a batch;
     - `schedule`: the pipeline schedule: "gpipe", "1f1b", "interleaved" or "zero-bubble";
-    - `place`: a map from parts of the network to devices, as "tower_a.*@0;tower_b.*@1", or "auto"; empty is a pipeline;
-    - `servers`: parameter servers, which hold and update the parameters, 0 for none: replicas are then workers that
-      pull values and push gradients;
-    - `staleness`: with servers, how many steps old a worker's values may be: 0 is synchronous and exact, None is fully
-      asynchronous;
+    - `place`: a map from parts of the network to devices, as "tower_a.*@0;tower_b.*@1", or "auto"; with `stages` and
+      without `place`, the strategy is a pipeline;
+    - `servers`: number of parameter servers, which hold and update the parameters; the replicas are then workers that
+      pull parameters and push gradients;
+    - `staleness`: with servers, how many steps old a worker's parameters may be: 0 is synchronous and exact, None is
+      fully asynchronous;
     - `correction`: whether a stale gradient's learning rate is divided by 1 + its staleness;
     - `backup`: number of stragglers that a step does not wait for;
     - `followers`: 1 to give every server a follower that replaces it when it fails.
@@ -95,6 +97,7 @@ class StrategySpec:
     stages: int = 1
     context: int = 1
     expert: int = 1
+    sequence_dim: int = 0
     sharding: str = "full"
     layout: str = ""
     sync: str = "allreduce"
@@ -132,7 +135,7 @@ class StrategySpec:
         if isinstance(self.layout, Mapping):
             object.__setattr__(self, "layout", ";".join(f"{pattern}:{way}" for pattern, way in self.layout.items()))
         for way in self.layouts.values():
-            _require_one_of("a layer's way in layout", way, WAYS)
+            _require_one_of("the split of a layer in layout", way, WAYS)
         require_count("accumulate", self.accumulate)
         require_count("microbatches", self.microbatches)
         _require_one_of("schedule", self.schedule, SCHEDULES)
@@ -170,15 +173,14 @@ class StrategySpec:
             )
         _require_one_of("sharding", self.sharding, SHARDINGS)
         _require_one_of("batch_stats", self.batch_stats, ("sync", "micro", "local"))
-        for axis in ("context", "expert"):
-            if getattr(self, axis) != 1:
-                raise StrategyError(
-                    f"the axis {axis!r} is reserved and not implemented yet",
-                    got=getattr(self, axis),
-                    remedy=f"leave {axis} at 1",
-                )
+        if self.expert != 1:
+            raise StrategyError(
+                "the axis 'expert' is reserved and not implemented yet", got=self.expert, remedy="leave expert at 1"
+            )
+        if self.sequence_dim:
+            require_count("sequence_dim", self.sequence_dim)
         _check_servers(self)
-        split = [axis for axis in ("shards", "tensor", "stages") if getattr(self, axis) != 1]
+        split = [axis for axis in ("shards", "tensor", "stages", "context") if getattr(self, axis) != 1]
         if split and self.replicas == 1 and self.sync != "allreduce":
             raise StrategyError(
                 "a sync policy needs several replicas",
@@ -188,7 +190,7 @@ class StrategySpec:
 
     @property
     def changes_mathematics(self) -> str:
-        """How the updates differ from those of one device, apart from the sync policy; empty if they do not."""
+        """Text that says how parameter servers make updates differ from those of one device; empty if they do not."""
         if not self.servers or (self.staleness == 0 and not self.backup):
             return ""
         if self.staleness is None:
@@ -199,14 +201,16 @@ class StrategySpec:
 
     @property
     def num_devices(self) -> int | None:
-        """Number of devices it needs; None if it takes all available ones."""
+        """Number of devices that the strategy needs; None if it uses all available ones."""
         if self.replicas is None or self.shards is None or not self.stages:
             return None
-        return self.replicas * self.shards * self.tensor * self.stages
+        return self.replicas * self.shards * self.tensor * self.stages * self.context
 
     @property
     def axes(self) -> dict[str, int]:
         """The mesh axes longer than 1, outermost first: ranks that communicate most are adjacent.
+
+        The spec must have a definite number of devices, see `with_devices`.
 
         >>> StrategySpec(tensor=4, replicas=2).axes
         {'replicas': 2, 'tensor': 4}
@@ -218,7 +222,7 @@ class StrategySpec:
 
     @property
     def layouts(self) -> dict[str, str]:
-        """The patterns of `layout`, each with its layer split.
+        """The split of layers (such as "column") by pattern of layer names, as set by `layout`.
 
         >>> StrategySpec(tensor=2, layout="*.mlp.*:replicate;head:column").layouts
         {'*.mlp.*': 'replicate', 'head': 'column'}
@@ -228,7 +232,7 @@ class StrategySpec:
 
     @property
     def offloaded(self) -> tuple[str, ...]:
-        """The parts of `offload`.
+        """The names in `offload`.
 
         >>> StrategySpec(offload="optimizer+activations").offloaded
         ('optimizer', 'activations')
@@ -237,11 +241,11 @@ class StrategySpec:
 
     @property
     def num_parts(self) -> int:
-        """Number of shares a batch is split into; ranks that differ only along other axes process the same share."""
+        """Number of shares into which a batch is split: the replicas times the shards."""
         return math.prod(self.axes.get(name, 1) for name in DATA_AXES)
 
     def __mul__(self, other: StrategySpec) -> StrategySpec:
-        """Combine two ways of splitting: axes are multiplied, settings of both are kept.
+        """Combine two strategies: multiply their axes, and keep all settings that differ from the defaults.
 
         >>> StrategySpec(shards=4) * StrategySpec(replicas=2)
         StrategySpec(replicas=2, shards=4)
@@ -251,12 +255,12 @@ class StrategySpec:
         return StrategySpec(**{f.name: _product(f, self, other) for f in dataclasses.fields(self)})
 
     def with_devices(self, count: int) -> StrategySpec:
-        """Return the spec with the open axes resolved for this number of devices.
+        """Return the spec with a number for the axis that takes all devices; raise StrategyError if `count` do not fit.
 
         >>> StrategySpec(replicas=None, shards=2).with_devices(6)
         StrategySpec(replicas=3, shards=2)
         """
-        others = (self.replicas or 1) * (self.shards or 1) * self.tensor * (self.stages or 1)
+        others = (self.replicas or 1) * (self.shards or 1) * self.tensor * (self.stages or 1) * self.context
         if self.num_devices is None and count % others == 0 and count >= others:
             left = count // others
             replicas, shards, stages = (getattr(self, axis) or left for axis in OPEN_AXES)
@@ -271,7 +275,7 @@ class StrategySpec:
 
     @property
     def arithmetic(self) -> str:
-        """The factors of the number of devices as text, if several axes contribute.
+        """The factors of the number of devices as text; empty unless several axes contribute.
 
         >>> StrategySpec(tensor=2, stages=3).arithmetic
         ' (2 tensor x 3 stages)'
@@ -309,7 +313,7 @@ class StrategySpec:
 
     @classmethod
     def parse(cls, text: str) -> StrategySpec:
-        """Parse `"mirrored"`, `"replicas=4,tensor=2"`, `"dp=4"` or `"mirrored,accumulate=2"`."""
+        """Create a spec from text such as "mirrored", "replicas=4,tensor=2", "dp=4" or "mirrored,accumulate=2"."""
         values: dict[str, Any] = {}
         named: list[str] = []
         for part in filter(None, (piece.strip() for piece in split_settings(text))):
@@ -334,7 +338,7 @@ class StrategySpec:
 
 
 def text_of(policy: object) -> str:
-    """Return the text of a sync policy, given as an object or as text."""
+    """Return the text, such as "bf16", of a sync policy that is given as an object or as text."""
     if isinstance(policy, str):
         return policy
     if isinstance(policy, type) or not hasattr(policy, "changes_mathematics"):
@@ -352,16 +356,18 @@ NAMED: dict[str, dict[str, Any]] = {
     "placed": {"stages": 0, "place": "auto"},
     "ps": {"replicas": None, "servers": 1},
     "tensorparallel": {"tensor": 2},
+    "contextparallel": {"context": 2},
 }
-"""Strategies by name."""
-_ELSEWHERE = {"dp": "mirrored", "ddp": "mirrored", "fsdp": "sharded", "tp": "tensorparallel", "pp": "pipeline"}
+"""Settings of the strategies that text can name."""
+_ELSEWHERE = {"dp": "mirrored", "ddp": "mirrored", "fsdp": "sharded", "pp": "pipeline"}
+_ELSEWHERE |= {"tp": "tensorparallel", "cp": "contextparallel"}
 """Common abbreviations of strategies."""
-_AXIS = {"mirrored": "replicas", "sharded": "shards", "pipeline": "stages", "tensorparallel": "tensor"}
-"""The axis that a strategy's number sets."""
+_AXIS = {name: next(iter(NAMED[name])) for name in _ELSEWHERE.values()}
+"""For each strategy, the axis that a number such as the 2 in "sharded(2)" is meant for."""
 
 
 def _product(field: dataclasses.Field[Any], one: StrategySpec, other: StrategySpec) -> Any:
-    """Combine a setting of two specs: the product for an axis, otherwise the value that is not the default."""
+    """Return a setting of the product of two specs: for an axis the product, else the value that is not the default."""
     a, b = getattr(one, field.name), getattr(other, field.name)
     if field.name in AXES:
         if (not a or not b) and 1 not in (a, b):
@@ -423,7 +429,7 @@ def _setting(key: str, text: str) -> tuple[str, Any]:
         return name, 0 if name == "stages" else None
     if name == "staleness" and text.lower() == "none":
         return name, None
-    if name in (*AXES, "accumulate", "microbatches", "servers", "staleness", "backup", "followers"):
+    if name in (*AXES, "accumulate", "microbatches", "servers", "staleness", "backup", "followers", "sequence_dim"):
         try:
             return name, int(text)
         except ValueError:
@@ -453,7 +459,7 @@ def _check_servers(spec: StrategySpec) -> None:
         return
     if spec.followers > 1:
         raise StrategyError("followers must be 0 or 1", got=spec.followers, remedy="pass followers=1")
-    others = [name for name in ("shards", "tensor", "stages") if getattr(spec, name) != 1]
+    others = [name for name in ("shards", "tensor", "stages", "context") if getattr(spec, name) != 1]
     others += [name for name in ("sync", "offload") if getattr(spec, name) != getattr(StrategySpec, name)]
     if others:
         raise StrategyError(

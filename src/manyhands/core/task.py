@@ -1,4 +1,4 @@
-"""Task: a network, its loss, its optimizer and its data, as one immutable object."""
+"""Task: a network, its loss, its optimizer and its data, as one immutable object; and functions that create tasks."""
 
 from __future__ import annotations
 
@@ -27,22 +27,26 @@ _ARGUMENTS = {
     "step": ("hand", "batch"),
     "schedule": ("step", "total"),
 }
-"""Arguments that a task's functions are called with."""
+"""Names of the arguments with which manyhands calls the functions of a task."""
 
 
 @dataclass(frozen=True, eq=False)
 class Mean:
-    """A mean stored as its total and its count, so that shares can be added before dividing."""
+    """A mean stored as its total and its count, so that the parts of several replicas are added before the division."""
 
     total: Tensor
     count: Tensor
 
 
 def mean(total: Tensor, count: Tensor | int) -> Mean:
-    """Return a loss or metric that counts tokens, boxes or pixels instead of samples.
+    """Return a loss or metric that is a mean over tokens, boxes or pixels instead of samples.
 
-    Totals and counts are summed over replicas and micro-steps before the division, so the result is the same
+    Totals and counts are summed over replicas and micro-batches before the division, so the result is the same
     however the batch is split.
+
+    Args:
+        total: Sum of the values, a tensor with one element.
+        count: Number of values in the sum.
 
     >>> import torch
     >>> mean(torch.tensor(6.0), 3)
@@ -120,13 +124,15 @@ class Task:
       `hand.minimize`. Parameters that no optimizer holds stay fixed;
     - `data`: arrays or tensors (alone, in a tuple or a dict), a dataset, an iterable, a DataLoader, a Hugging Face
       dataset, `mh.data.files(...)`, `mh.data.bucketed(...)`, or a function that creates one;
-    - `loss`, `step`: what is minimized, one of the two;
-    - `valid`: data that is evaluated after every epoch, of the same kinds;
-    - `batch_size`: global, the same on one device or a thousand; a DataLoader and `mh.data.bucketed` bring their own;
-    - `collate`: makes a batch of a list of samples; by default tensors are stacked and ragged fields padded;
+    - `loss`, `step`: the loss function, or the custom step that replaces it;
+    - `valid`: validation data, of the same kinds as `data`, on which the network is evaluated after every epoch;
+    - `batch_size`: global batch size, the same on any number of devices; omit it if `data` is a DataLoader or
+      `mh.data.bucketed(...)`, which have their own;
+    - `collate`: function that makes a batch of a list of samples; by default tensors are stacked, and fields of
+      different lengths are padded;
     - `shuffle`: whether every epoch has a different order;
-    - `drop_last`: whether an epoch leaves out a last batch that is smaller than `batch_size`;
-    - `workers`: background processes that read the data, per replica; None chooses;
+    - `drop_last`: whether an epoch omits a last batch that is smaller than `batch_size`;
+    - `workers`: number of processes per replica that read the data in the background; None lets manyhands choose;
     - `predict`: `predict(model, *inputs)`, whose parameter names are the Predictor's inputs; by default the model on
       the batch's first element;
     - `metrics`: by name, evaluated on `valid`: a function `metric(outputs, batch)` of the outputs of `predict`, a mean
@@ -134,15 +140,15 @@ class Task:
       `update(outputs, batch)`, `compute()` and, for several replicas, `merge(other)`; a function without arguments that
       creates such an object; or a pair (object, function of (outputs, batch)), whose function returns the arguments of
       `update`, a tuple or a dict of names;
-    - `clip`: maximum norm of an optimizer's whole gradient; None for none;
+    - `clip`: maximum norm of the gradient of all parameters of an optimizer; None does not clip;
     - `schedule`: `schedule(step, total)` multiplies the optimizer's own learning rate; or an `mh.TorchScheduler`;
     - `not_finite`: what happens if a gradient is not finite: "stop" the run, or "skip" the step and continue;
-    - `max_skipped`: number of consecutive skipped steps after which the run returns to its last good state; if the same
-      place fails again, the run ends;
+    - `max_skipped`: number of consecutive skipped steps after which the run is rolled back to its last good state; if
+      the same steps fail again, the run ends;
     - `ema`: decay of an exponential moving average of the weights, such as 0.999 for about 1000 steps: validation,
       `run.model()` and exports use the average, training continues with the weights themselves;
-    - `weights`: initial weights instead of those that `model` creates: a file of weights, a folder of Hugging Face, an
-      exported model's or a run's, or `mh.storage.weights(...)`; each device reads only the shards that it holds;
+    - `weights`: initial weights instead of those that `model` creates: the path of a file of weights, of a Hugging Face
+      folder, of an exported model or of a run, or `mh.storage.weights(...)`; each device reads only its own shards;
     - `seed`: seed of the initial weights, the order of the data and random numbers.
 
     >>> import torch
@@ -214,7 +220,7 @@ class Task:
             )
         for name, metric in self.metrics.items():
             _require_metric(name, metric)
-            if not _takes(metric, ()):  # which makes an object for every replica
+            if not _takes(metric, ()):  # a function without arguments creates the metric
                 _require_arguments(f"metrics[{name!r}]", metric, ("outputs", "batch"))
         for name, arguments in _ARGUMENTS.items():
             _require_arguments(name, getattr(self, name), arguments)
@@ -266,7 +272,7 @@ class Task:
         return f"Task({', '.join(parts)}, {data})"
 
     def make_optimizer(self, model: nn.Module) -> Any:
-        """Return the optimizer of a network, several of them joined into one; with `step`, a dict stays a dict."""
+        """Create the optimizer of a network; join several into one, except a dict of them in a task with `step`."""
         from .optimizers import make_optimizers
 
         return make_optimizers(self.optimizer, model, keyed=self.step is not None)
@@ -277,7 +283,7 @@ class Task:
 
 
 def as_task(task: Task | Callable[..., Task], params: Mapping[str, Any] | None = None) -> Task:
-    """Return a Task from a Task, or from a function with defaults that creates one."""
+    """Return a Task itself, or the Task that a function creates with `params` and the defaults of its signature."""
     task, bound = split_params(task)
     params = {**bound, **(params or {})}
     if isinstance(task, Task):
@@ -317,7 +323,7 @@ def split_params(task: T) -> tuple[T, dict[str, Any]]:
 
 
 def task_name(task: Task | Callable[..., Task]) -> str:
-    """Return a short name for runs of this task: its function's name, or its file's if that is just "task"."""
+    """Return a name for runs of a task: its function's name, or the file's if the function is called "task"."""
     task = split_params(task)[0]
     name = getattr(task, "__name__", "task")
     if name != "task" and name.isidentifier():
@@ -329,7 +335,7 @@ def task_name(task: Task | Callable[..., Task]) -> str:
 
 
 def typed(task: Callable[..., Task], params: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the task's parameters, with strings converted to the types of its signature.
+    """Return the parameters of a task function, with strings converted to the types of its signature.
 
     >>> def task(lr: float = 1e-3, width: int = 8) -> Task: ...
     >>> typed(task, {"lr": "3e-4", "width": "16"})
@@ -362,7 +368,7 @@ def typed(task: Callable[..., Task], params: Mapping[str, Any]) -> dict[str, Any
 
 
 def convert(name: str, value: Any, kind: Any) -> Any:
-    """Convert a string to the type that a signature requires; other values are returned unchanged."""
+    """Convert a string to the type `kind`; return any other value unchanged. `name` is for errors."""
     if not isinstance(value, str):
         return value
     if typing.get_origin(kind) is tuple:
@@ -395,7 +401,7 @@ def convert(name: str, value: Any, kind: Any) -> Any:
 
 
 def _require_arguments(name: str, function: Any, arguments: tuple[str, ...]) -> None:
-    """Raise TaskError before training if a plain function cannot take these arguments; skip other objects."""
+    """Raise TaskError if a plain function cannot be called with `arguments`; accept callables of other types."""
     if inspect.isfunction(function) and not _takes(function, arguments):
         raise TaskError(
             f"{name} must accept the arguments ({', '.join(arguments)})",
@@ -426,5 +432,5 @@ def _require_metric(name: str, metric: Any) -> None:
 
 
 def _is_a(value: object, package: str, name: str) -> bool:
-    """Return whether a value is an instance of a class, without importing its package."""
+    """Return whether a value is an instance of the class `name` of a package, without importing the package."""
     return any(base.__name__ == name and base.__module__.startswith(package) for base in type(value).__mro__)

@@ -1,4 +1,4 @@
-"""Cost model: the costs of a network, traced without computing, and the performance of devices and links."""
+"""Cost model: FLOPs, bytes and memory of a network, traced without computing; performance of devices and links."""
 
 from .exchanges import START, ExchangeGroup, Servers, all_gather, all_reduce, send
 from .hardware import Chip, Link, blend, chip, device_names, link, make_chip

@@ -1,7 +1,7 @@
-"""Communication costs: formulas for the time of collectives and parameter server rounds over given links.
+"""Communication costs: formulas for the time of collectives, and of pulls and pushes of parameter servers.
 
-An `ExchangeGroup` describes how ranks are distributed over hosts; rings use the links inside a host first, then its
-network card.
+An `ExchangeGroup` describes how ranks are distributed over hosts. The ring of a collective uses the links inside each
+host, and one network card per host.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from .hardware import Link
 
 START = 20e-6
-"""Seconds to start a collective on an accelerator, until all ranks have started it."""
+"""Assumed seconds until all ranks have started a collective on accelerators."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExchangeGroup:
-    """Ranks that communicate with each other.
+    """Ranks that communicate with each other: their number, how many are on one host, and their links.
 
     >>> ExchangeGroup(size=16, per_host=8, inside=Link(name="a", bandwidth=1e11)).hosts
     2
@@ -29,11 +29,11 @@ class ExchangeGroup:
     sharing: int = 1
     """Number of groups that use one host's network card at the same time."""
     start: float | None = None
-    """Seconds in addition to hops and bytes, if they were measured."""
+    """Measured seconds to start a collective, in addition to hops and bytes; None for the default, START."""
 
     @property
     def beginning(self) -> float:
-        """Return the seconds until a collective has started."""
+        """Return the seconds until all ranks have started a collective."""
         return START if self.start is None else self.start
 
     @property
@@ -42,7 +42,7 @@ class ExchangeGroup:
         return -(-self.size // self.per_host)
 
     def _way(self) -> tuple[float, float]:
-        """Return the slowest link's bytes per second and the average seconds of a hop around the ring."""
+        """Return the bytes per second of the ring's slowest link, and the average seconds of a hop."""
         inner = self.inside.within(min(self.size, self.per_host))
         if self.hosts == 1 or self.network is None:
             return inner, self.inside.latency
@@ -52,7 +52,7 @@ class ExchangeGroup:
 
 
 def all_reduce(size: float, group: ExchangeGroup) -> float:
-    """Return the seconds to all-reduce `size` bytes: a ring, or a pipelined tree for many ranks and few bytes."""
+    """Return the seconds to all-reduce `size` bytes, by a ring or by a pipelined tree, whichever is faster."""
     if group.size == 1:
         return 0.0
     rate, hop = group._way()
@@ -77,22 +77,22 @@ def send(size: float, way: Link) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Servers:
-    """Parameter servers: `count` shards, of which the largest holds the fraction `hottest`."""
+    """Parameter servers: `count` servers, of which the one with the most bytes holds the fraction `hottest`."""
 
     count: int
     hottest: float
     way: Link
     """The link between a worker and a server."""
     task_rate: float = 1.25e9
-    """Maximum bytes per second of one server process; published null steps imply about 1e9."""
+    """Maximum bytes per second of one server process; published times of steps without computation imply about 1e9."""
 
     start: float = START
-    """Seconds of a round in addition to its bytes."""
+    """Seconds of a pull or push in addition to the time for its bytes."""
     waits: bool = False
-    """Whether workers fetch all parameters before a step, after all others have pushed, rather than as needed."""
+    """Whether workers pull all parameters before a step and after all pushes, rather than when they are needed."""
 
     def rounds(self, size: float, pushers: int) -> tuple[float, float]:
-        """Return the seconds in which all workers pull their parameters and all push their gradients, separately."""
+        """Return the seconds in which `pushers` workers pull `size` bytes each, and those for pushing as many."""
         served = pushers * max(self.hottest, 1 / self.count) * size / min(self.task_rate, self.way.rate)
         own = size / self.way.rate
         once = self.start + max(served, own) + self.way.latency

@@ -1,4 +1,4 @@
-"""Hardware: the performance of devices and links, with a catalogue of known ones."""
+"""Hardware: the performance of devices and links, with a catalogue of known devices and links."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from ..core import DeviceError
 from .network import PassCost
 
 TCP_FILLS = 1.25e9
-"""Bytes per second up to which kernel TCP saturates a link."""
+"""Bytes per second of a link up to which the kernel's TCP can use its full bandwidth."""
 SHARPNESS = 3.0
-"""How strongly the slower of two concurrent activities dominates; assumed: equal ones take 26% longer than each."""
+"""Exponent of `blend`, an assumption: two concurrent activities of equal length take 26% longer than one of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chip:
-    """A kind of device.
+    """The performance of a kind of device, such as a GPU model.
 
     >>> chip("H100").flops["bf16"] / chip("A100").flops["bf16"] > 3
     True
@@ -31,28 +31,31 @@ class Chip:
     flops: Mapping[str, float] = field(hash=False)
     """Datasheet operations per second of dense matrix products, by precision."""
     memory: float
+    """Bytes of memory."""
     bandwidth: float
+    """Bytes per second of memory bandwidth."""
     inside: str = "PCIe 4"
-    """The link to the other devices of its host."""
+    """Name of the link to other devices of the same host."""
     per_root: int = 4
-    """Devices behind one PCIe root of a host, which share its way to the host's memory."""
+    """Number of devices behind one PCIe root complex, which share its bandwidth to the host's memory."""
     reach: float = 0.75
     """The fraction of `flops` that large matrix products reach."""
     plain: float = 1.0
-    """The same for fp32 products without tensor cores, relative to `reach`."""
+    """Factor by which `reach` is multiplied for fp32 products, which do not use tensor cores."""
     attention: float = 0.4
     """The fraction of `flops` that fused attention reaches."""
     fill: float = 144.0
-    """Elements of a product's inner dimension in whose time its kernel fills and drains, in half precision."""
+    """Time in which a half-precision product fills and drains its kernel, in elements of the inner dimension."""
     ramp: float = 4e-6
-    """Overhead of a matrix product's kernel, in seconds; other kernels take half of it."""
+    """Overhead of a matrix product's kernel, in seconds; other kernels have half of it."""
     streaming: float = 0.8
     """The fraction of the memory bandwidth that operations reach."""
     operation: float = 25e-6
     """Seconds that the host needs to launch one operation."""
     replayed: float = 2e-6
-    """Seconds per operation of a captured step."""
+    """Seconds that the host needs per operation if it replays a CUDA graph."""
     source: str = ""
+    """Where the values come from."""
 
     def rate(self, precision: str) -> float:
         """Return the operations per second that large matrix products reach."""
@@ -69,10 +72,17 @@ class Chip:
         fused: bool = False,
         sequence: bool = False,
     ) -> float:
-        """Return the device's seconds for `samples` traced samples; products are split over `tensor` devices.
+        """Return the seconds in which the device computes a forward or backward.
 
-        A product moves its bytes while it computes; other operations only move bytes, fewer if they are `fused`. With
-        `sequence`, those that need whole rows are split over the devices as well, by tokens.
+        A matrix product moves its bytes while it computes; other operations only move bytes.
+
+        Args:
+            work: The cost of the forward or backward, for the traced number of samples.
+            samples: Number of samples, relative to the traced number.
+            precision: Precision of the products, such as "bf16".
+            tensor: Number of devices over which products are split (tensor parallelism).
+            fused: Whether neighbouring operations are fused, so that they move fewer bytes.
+            sequence: Whether operations that need whole rows are split too, along the sequence.
         """
         rate, streaming = self.rate(precision), self.bandwidth * self.streaming
         slower = min(1.0, self.attention / self.reach)
@@ -90,13 +100,13 @@ class Chip:
         return products + moved / streaming + others
 
     def starting(self, operations: float, *, captured: bool = False) -> float:
-        """Return the seconds that the host needs to launch these operations."""
+        """Return the seconds that the host needs to launch a number of operations, or if `captured` to replay them."""
         return operations * (self.replayed if captured else self.operation)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """A link between devices or hosts."""
+    """The performance of a link between devices of a host, or between hosts."""
 
     name: str
     bandwidth: float
@@ -106,17 +116,20 @@ class Link:
     latency: float = 5e-6
     """Seconds for one hop."""
     mesh: tuple[float, ...] = ()
-    """Fraction of a device's links that a ring of 2, 4, … devices uses where devices are wired directly; with a
-    switch, or if empty, all of them."""
+    """Fractions of a device's links that rings of 2, 4, 8, … devices use if devices are wired to each other directly.
+
+    Larger rings use all links; so do all rings if it is empty, as with a switch.
+    """
     source: str = ""
+    """Where the values come from."""
 
     @property
     def rate(self) -> float:
-        """Return the bytes per second that a transfer reaches."""
+        """Return the bytes per second that a large transfer reaches."""
         return self.bandwidth * self.share
 
     def within(self, members: int) -> float:
-        """Return the bytes per second of a ring of this many devices of a host.
+        """Return the bytes per second of a ring of `members` devices of a host.
 
         >>> round(link("NVLink 2").within(2) / link("NVLink 2").within(8), 2)
         0.17
@@ -126,7 +139,7 @@ class Link:
 
 
 def blend(*times: float) -> float:
-    """Return the time of concurrent activities: the longest, a little more where two are close.
+    """Return the duration of concurrent activities: the longest one, or a little more if others take about as long.
 
     >>> blend(0.0, 2.0), round(blend(1.0, 1.0), 2)
     (2.0, 1.26)
@@ -138,7 +151,10 @@ def blend(*times: float) -> float:
 
 
 def chip(name: str) -> Chip:
-    """Return a device of the catalogue by its name there, or by its driver's name.
+    """Return a device of the catalogue by its name there, or by the name that its driver reports.
+
+    Raises:
+        DeviceError: The catalogue has no such device.
 
     >>> chip("NVIDIA H200").name, chip("V100-16GB").name
     ('H200', 'V100')
@@ -150,18 +166,24 @@ def chip(name: str) -> Chip:
         raise DeviceError(
             f"a device must be one of the catalogue ({', '.join(known)})",
             got=repr(name),
-            remedy="choose one of them, or give its flops, memory and bandwidth in a cluster file",
+            remedy="choose one of them, or write the device's flops, memory and bandwidth into a cluster file",
         )
     return make_chip(max(within, key=len), {})
 
 
 def device_names() -> dict[str, float]:
-    """Return the bytes of memory of every device of the catalogue, by name."""
+    """Return the names of all devices of the catalogue, with their bytes of memory."""
     return {name: make_chip(name, {}).memory for name in _catalogue()["devices"]}
 
 
 def make_chip(name: str, given: Mapping[str, Any]) -> Chip:
-    """Return a device from the catalogue with some values replaced, or one that is described completely."""
+    """Return the catalogue's device `name` with the values in `given` replaced, or a new device with these values.
+
+    A new device needs flops, memory and bandwidth, or `like`: the name of a device from which missing values are taken.
+
+    Raises:
+        DeviceError: A required value is missing, or a value has an unknown name.
+    """
     known = _catalogue()["devices"]
     values: dict[str, Any] = {}
     entry: dict[str, Any] = {**known.get(name, {}), **given}
@@ -173,7 +195,7 @@ def make_chip(name: str, given: Mapping[str, Any]) -> Chip:
             raise DeviceError(
                 "a device needs flops, memory and bandwidth",
                 got=f"{name} without {wanted}",
-                remedy=f"add {wanted} = ...",
+                remedy=f"add {wanted} = ... under [chip] in the cluster file",
             )
     if not isinstance(values["flops"], Mapping):
         values["flops"] = {"fp32": float(values["flops"]), "bf16": float(values["flops"])}
@@ -183,12 +205,15 @@ def make_chip(name: str, given: Mapping[str, Any]) -> Chip:
         raise DeviceError(
             f"a device can only have {', '.join(Chip.__dataclass_fields__)}",
             got=str(error).split("argument ")[-1],
-            remedy="correct the name",
+            remedy="rename or remove this value",
         ) from None
 
 
 def link(name: str, bandwidth: float | None = None) -> Link:
-    """Return a link of the catalogue; networks take the given line rate, in bytes per second.
+    """Return a link of the catalogue, with another line rate (bytes per second) if `bandwidth` is given.
+
+    Raises:
+        DeviceError: The catalogue has no such link.
 
     >>> round(link("InfiniBand", 12.5e9).rate / 1e9, 1)
     10.0
@@ -198,7 +223,7 @@ def link(name: str, bandwidth: float | None = None) -> Link:
         return Link(**{**known["fast Ethernet"], "name": name, "bandwidth": bandwidth})
     if name not in known:
         raise DeviceError(
-            f"a device must be one of the catalogue ({', '.join(known)})", got=repr(name), remedy="choose one of them"
+            f"a link must be one of the catalogue ({', '.join(known)})", got=repr(name), remedy="choose one of them"
         )
     made = {"name": name, **known[name]}
     made["mesh"] = tuple(made.get("mesh", ()))

@@ -1,4 +1,4 @@
-"""Network: the costs of a network, piece by piece in the order of execution, as plain numbers."""
+"""The costs of a network as numbers (FLOPs, bytes, memory), by piece, in the order of execution."""
 
 from __future__ import annotations
 
@@ -9,34 +9,37 @@ from itertools import pairwise
 
 @dataclass(frozen=True, kw_only=True)
 class PassCost:
-    """The cost of one forward or backward of a piece, for the number of samples of the trace."""
+    """The cost of one forward or one backward of a piece (a block or layer), for the traced number of samples."""
 
     flops: float = 0.0
     """FLOPs of matrix products, convolutions and attention, without those that a causal mask skips."""
     attention: float = 0.0
     """The part of `flops` in fused attention kernels."""
     fill: float = 0.0
-    """FLOPs of products for one element of their inner dimension: how many are lost while kernels fill and drain."""
+    """FLOPs of matrix products divided by their inner dimensions, for the time in which kernels fill and drain."""
     moved: float = 0.0
-    """Bytes that operations read and write, as far as they grow with the samples."""
+    """Bytes that operations read and write and that are proportional to the number of samples."""
     product_moved: float = 0.0
-    """The part of `moved` of products, which move bytes while they compute."""
+    """The part of `moved` that belongs to matrix products, which move bytes while they compute."""
     product_fixed: float = 0.0
-    """The part of `fixed` of products."""
+    """The part of `fixed` that belongs to matrix products."""
     fused: float | None = None
-    """What `moved` is without products if neighbouring operations run as one kernel, as torch.compile makes them;
-    None if it is not known."""
+    """Bytes that operations other than products move if neighbouring ones are fused, as by torch.compile.
+
+    They are proportional to the number of samples; None if they are unknown.
+    """
     unsharded: float = 0.0
     """The part of `moved` that every device moves in full under tensor parallelism: sums, norms and dropout of rows."""
     fixed: float = 0.0
     """Bytes of parameters and gradients that are read and written, independent of the number of samples."""
     operations: int = 0
+    """Number of operations that the host launches."""
     products: int = 0
-    """The number of `operations` that are products."""
+    """The number of `operations` that are matrix products."""
     kernels: int | None = None
-    """What `operations` is if neighbouring ones run as one kernel."""
+    """Number of kernels that the host launches if neighbouring operations are fused; None if it is unknown."""
     peak: float = 0.0
-    """Peak bytes while it runs, beyond those allocated before."""
+    """Peak bytes allocated while it runs, in addition to those allocated before."""
 
     def __add__(self, other: PassCost) -> PassCost:
         return PassCost(
@@ -56,57 +59,63 @@ class PassCost:
         )
 
     def alone(self, *, fused: bool) -> float:
-        """Return the bytes of operations that are not products, as far as they grow with the samples."""
+        """Return the bytes, proportional to the samples, that operations other than matrix products move.
+
+        If `fused`, neighbouring operations run as one kernel, as after torch.compile.
+        """
         moved = self.moved - self.product_moved
         return moved if self.fused is None or not fused else min(moved, self.fused)
 
     def launches(self, *, fused: bool) -> int:
-        """Return the number of operations that the host launches."""
+        """Return the number of kernels that the host launches; if `fused`, neighbouring operations are one kernel."""
         return self.operations if self.kernels is None or not fused else self.kernels
 
 
 @dataclass(frozen=True, kw_only=True)
 class NetworkPart:
-    """A part of a network that runs as one: a block, a layer, or the code around them."""
+    """The costs of a piece of a network: a block, a layer, or the code outside of them."""
 
     name: str
     forward: PassCost = PassCost()
     backward: PassCost = PassCost()
     params: int = 0
     param_bytes: int = 0
-    """Bytes of all parameters, trainable or not, each counted where it is first used."""
+    """Bytes of all parameters, trainable or not; a shared one counts only in the first piece that uses it."""
     frozen_bytes: int = 0
-    """The part of `param_bytes` that is not trained: without gradients and optimizer state."""
+    """The part of `param_bytes` that is not trained, so that it has no gradients and no optimizer state."""
     largest: int = 0
     """Bytes of the largest parameter, which occupies a single server unless it is sharded."""
     table_bytes: int = 0
-    """Bytes of embedding tables, of which parameter servers send and receive single rows."""
+    """Bytes of embedding tables of which parameter servers send and receive only the used rows."""
     touched: float = 0.0
-    """Bytes of the table rows that the samples of the trace use."""
+    """Bytes of the embedding rows that the traced samples use."""
     kept: float = 0.0
-    """Bytes that backward needs, for the samples of the trace."""
+    """Bytes of activations that forward keeps for backward, for the traced number of samples."""
     copies: int = 0
-    """Bytes of parameters in another precision that backward needs, independent of the number of samples."""
+    """Bytes of autocast's copies of parameters that backward needs, independent of the number of samples."""
     output: float = 0.0
-    """Bytes that are passed to the next piece."""
+    """Bytes that the piece passes to the next one, for the traced number of samples."""
     products: int = 0
-    """Number of inputs multiplied by parameters: pairs can be split across devices, with one all-reduce per pair."""
+    """Number of activations that are multiplied by parameters; tensor parallelism splits pairs of such products."""
     is_repeated: bool = False
-    """Whether there are others of its kind, so that `recompute="blocks"` recomputes it."""
+    """Whether the piece is one of several equal blocks, which `recompute="blocks"` recomputes in backward."""
 
     @property
     def gradient_bytes(self) -> int:
-        """Return the bytes of the gradients of its parameters."""
+        """Return the bytes of the gradients of the piece's trainable parameters."""
         return self.param_bytes - self.frozen_bytes
 
     def served(self, samples: float) -> float:
-        """Return the bytes that a worker pulls from, and pushes to, servers for `samples` times the traced samples."""
+        """Return the bytes that a worker pulls from parameter servers in a step, and pushes to them.
+
+        `samples` is the number of samples relative to the traced number. Of embedding tables only used rows are sent.
+        """
         return self.gradient_bytes - self.table_bytes + min(self.table_bytes, self.touched * samples)
 
     def share(self, tensor: int, *, sequence: bool = False) -> float:
-        """Return the fraction of its activations on each device when its products are split over `tensor` devices.
+        """Return the fraction of the piece's activations on each of `tensor` devices under tensor parallelism.
 
-        With `sequence`, norms and sums of rows are split as well, by tokens.
+        With `sequence`, norms and sums of rows are sharded too, along the sequence (the tokens).
         """
         if tensor == 1 or not self.products:
             return 1.0
@@ -118,7 +127,7 @@ class NetworkPart:
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
-    """All pieces of a network, for one micro-batch of `rows` samples in one precision.
+    """The costs of all pieces of a network, for one micro-batch of `rows` samples in one precision.
 
     >>> Network(rows=2, pieces=(NetworkPart(name="a", params=3, forward=PassCost(flops=8)),)).flops_per_sample
     4.0
@@ -134,7 +143,7 @@ class Network:
     buffer_bytes: int = 0
     """Bytes of the network's buffers."""
     is_measured: bool = False
-    """Whether its costs are the time of whole steps on some hardware, because it could not be traced."""
+    """Whether the costs were derived from the measured time of steps, because the network could not be traced."""
 
     @property
     def params(self) -> int:
@@ -158,7 +167,7 @@ class Network:
 
     @property
     def kept_per_sample(self) -> float:
-        """Return the bytes that one sample's forward keeps for its backward."""
+        """Return the bytes of activations that forward keeps for backward, per sample."""
         return sum(piece.kept for piece in self.pieces) / self.rows
 
     @property
@@ -167,11 +176,11 @@ class Network:
         return max((piece.largest for piece in self.pieces), default=0)
 
     def named(self) -> Iterator[tuple[str, NetworkPart]]:
-        """Return the pieces with their names, in order."""
+        """Return each piece's name and the piece, in the order of execution."""
         return ((piece.name, piece) for piece in self.pieces)
 
     def of_worker(self) -> Network:
-        """Return the network as a worker of parameter servers holds it: without tables and optimizer state."""
+        """Return the costs for a worker of parameter servers, which has no embedding tables and no optimizer state."""
         pieces = [
             replace(
                 piece,
@@ -183,7 +192,7 @@ class Network:
         return replace(self, pieces=tuple(pieces), state_bytes=0)
 
     def grouped(self, most: int) -> Network:
-        """Return the network with neighbouring pieces merged, the smallest first, until there are at most `most`."""
+        """Return the network with at most `most` pieces: neighbours with the fewest FLOPs are merged first."""
         pieces = list(self.pieces)
         while len(pieces) > most:
             sizes = [a.forward.flops + b.forward.flops for a, b in pairwise(pieces)]

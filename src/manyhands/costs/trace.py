@@ -1,8 +1,9 @@
-"""Cost tracing: finds the costs of a network without allocating its memory or computing anything.
+"""Cost tracing: finds the FLOPs, bytes and memory of a network without allocating its memory or computing anything.
 
-The network and a batch consist of fake tensors. Every piece runs by itself, forward and backward, the first time that
-one of its kind occurs; other pieces of that kind, and the code around them, see only its result. So a network of a
-hundred equal blocks costs the tracing of one.
+The network and a batch consist of fake tensors. A piece is a block or layer of the network; pieces are of one kind if
+their structure and the shapes of their inputs are equal. The first piece of a kind is traced, forward and backward. For
+other pieces of that kind, only outputs with the right shapes are made. So tracing a network of a hundred equal blocks
+takes as long as tracing one.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ from ..graph import Life, StorageWatch
 from .network import Network, NetworkPart, PassCost
 
 OWN_LINES = "(own lines and loss)"
-"""The name of the piece for code that runs outside of modules."""
+"""The name of the piece that stands for code outside of the traced modules, such as the loss."""
 _LOG = logging.getLogger("torch._subclasses.fake_tensor")
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _ATEN = torch.ops.aten
 _ATTENTION = {
-    # The CPU's attention has no FLOP formula of its own; it computes the same as the others.
+    # torch has no FLOP formula for the CPU's attention, which computes the same as flash attention on GPUs.
     _ATEN._scaled_dot_product_flash_attention_for_cpu: _ATEN._scaled_dot_product_flash_attention,
     _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: _ATEN._scaled_dot_product_flash_attention_backward,
 }
@@ -43,7 +44,7 @@ _CAUSAL = {
     _ATEN._scaled_dot_product_flash_attention_for_cpu: 4,
     _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: 7,
 }
-"""Operations of attention, with the position of their argument `is_causal`."""
+"""Attention operations, with the position of their argument `is_causal`."""
 _GATHERS = (_ATEN.nll_loss_forward, _ATEN.nll_loss2d_forward, _ATEN.gather)
 """Operations that read a few elements of their first input."""
 _FILLS = (_ATEN.nll_loss_backward, _ATEN.nll_loss2d_backward)
@@ -78,7 +79,10 @@ _WIDE = {
 
 
 class _AsOnGpu(TorchFunctionMode):
-    """Runs what a GPU would run, on a CPU's tensors: fused attention, and autocast's list of functions in fp32."""
+    """Context in which CPU tensors are traced as a GPU would compute them, with attention as one fused operation.
+
+    If `narrow` (bf16 autocast), functions that autocast computes in fp32 on GPUs are computed in fp32.
+    """
 
     def __init__(self, *, narrow: bool) -> None:
         super().__init__()
@@ -95,7 +99,7 @@ class _AsOnGpu(TorchFunctionMode):
 
 
 def _attention(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Call attention such that it is traced as one operation: without dropout, with as many keys as queries."""
+    """Call attention so that it is traced as one operation: without dropout, and with one key head per query head."""
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
     given = {**dict(zip(names, args, strict=False)), **kwargs, "dropout_p": 0.0}
     if given.pop("enable_gqa", False):
@@ -110,13 +114,20 @@ def _widened(leaf: Any) -> Any:
 
 
 class CannotTrace(TaskError):
-    """Raised when a network's costs cannot be found without computing; the error names the line of user code."""
+    """Raised if a network cannot be traced with fake tensors; the message names the line of user code."""
 
 
 def trace(task: Task, batch: Any, *, rows: int, precision: str = "fp32") -> Network:
-    """Return the costs of one micro-batch of `rows` rows, by pieces of the task's network.
+    """Return the costs of one micro-batch, for each piece (block or layer) of the task's network.
 
-    `batch` is any batch of the task's data; its first dimension is extended to `rows`.
+    Args:
+        task: The task; it must have a `loss`.
+        batch: Any batch of the task's data; its first dimension is changed to `rows`.
+        rows: Number of samples in the micro-batch.
+        precision: "fp32" or "bf16" (autocast).
+
+    Raises:
+        CannotTrace: The network or the loss reads values of tensors, or the task has `step=`.
 
     >>> task = Task(
     ...     model=lambda: nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1)),
@@ -145,7 +156,9 @@ def trace(task: Task, batch: Any, *, rows: int, precision: str = "fp32") -> Netw
 
 
 def pieces_of(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules that run as one: the children of containers, and the modules beside them.
+    """Return the modules of a network that are traced as a whole, by name.
+
+    These are the blocks in containers of repeated blocks, and the modules beside such containers.
 
     >>> block = lambda: nn.Sequential(nn.Linear(2, 2), nn.ReLU())
     >>> list(pieces_of(nn.ModuleDict({"stem": nn.Linear(2, 2), "blocks": nn.ModuleList([block(), block()])})))
@@ -168,13 +181,16 @@ def pieces_of(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _is_repeating(module: nn.Module) -> bool:
-    """Return whether a container holds several modules of one class that have children."""
+    """Return whether a module is a container with repeated blocks: several children of one class, with children."""
     kinds = [type(child) for child in module.children() if any(True for _ in child.children())]
     return isinstance(module, _CONTAINERS) and len(kinds) > len(set(kinds))
 
 
 def _is_block(model: nn.Module, name: str) -> bool:
-    """Return whether a module is one of several of its class in a container: those that recomputation applies to."""
+    """Return whether a module is one of several blocks of one class in a container.
+
+    recompute="blocks" recomputes such modules.
+    """
     container, block = model.get_submodule(name.rpartition(".")[0]), model.get_submodule(name)
     kinds = [type(child) for child in container.children() if any(True for _ in child.children())]
     return isinstance(container, _CONTAINERS) and kinds.count(type(block)) > 1
@@ -186,9 +202,9 @@ def _has_blocks(module: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
-    """Preserve the caller's random state, which initializing networks would change.
+    """Context in which a network is built for tracing: afterwards, the random state is as before.
 
-    Also disables torch's log: errors of manyhands report what cannot be traced.
+    Gradients are enabled, and torch's log about fake tensors is off, because CannotTrace reports its errors.
     """
     state, was_disabled = torch.get_rng_state(), _LOG.disabled
     try:
@@ -201,7 +217,10 @@ def alone() -> Iterator[None]:
 
 
 def weightless(make: Callable[[], nn.Module], mode: FakeTensorMode) -> nn.Module:
-    """Return the network with fake tensors; it is built with real ones if its constructor reads values."""
+    """Build a network of fake tensors, which take no memory.
+
+    If its constructor reads values of tensors, the network is built with real tensors, which are then replaced.
+    """
     try:
         return make()
     except Exception:
@@ -219,7 +238,7 @@ def weightless(make: Callable[[], nn.Module], mode: FakeTensorMode) -> nn.Module
 
 
 def _stretched(batch: Any, rows: int) -> Any:
-    """Return a batch of fake tensors with `rows` rows."""
+    """Return a batch of uninitialized tensors like those of `batch`, with `rows` rows."""
     tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, (Tensor, np.ndarray)) and leaf.ndim]
     there = tensors[0].shape[0] if tensors else 0
 
@@ -234,40 +253,40 @@ def _stretched(batch: Any, rows: int) -> Any:
 
 
 class _Counter(StorageWatch):
-    """Counts operations, their FLOPs and bytes, and tracks the memory that they hold."""
+    """Dispatch mode that counts the operations of a piece, their FLOPs and bytes, and the memory that they allocate."""
 
     def __init__(self, parameters: set[int], whole: tuple[int, ...] = ()) -> None:
         super().__init__({})
         self._whole = whole
-        """The shape of whole rows, which every device has under tensor parallelism."""
+        """The shape of the piece's first input. Under tensor parallelism, results of this shape are not sharded."""
         self._parameters = parameters
         self._is_paused = False
         self.works = [PassCost(), PassCost()]
         self.multiplied: set[int] = set()
         self._copies: dict[int, Tensor] = {}
-        """Parameters in another precision, as autocast creates them; kept alive, so that their keys stay unique."""
+        """Copies of parameters in another dtype, made by autocast; referenced here so that their keys stay unique."""
         self.saved: dict[int, StorageWeakRef] = {}
         self._shapes: set[tuple[int, ...]] = set()
         self._fusion = (_Fusion(), _Fusion())
 
     def has_parameters(self, parameters: Iterable[Tensor]) -> None:
-        """Take the shapes of parameters, whose gradients do not grow with the samples."""
+        """Register parameters, so that tensors of their shapes in backward count as gradients of fixed size."""
         for parameter in parameters:
             self._shapes |= {tuple(parameter.shape), tuple(parameter.shape[::-1])}
 
     def ends(self, tensors: Iterable[Any]) -> None:
-        """Record that these results are read by other pieces, so that they are written."""
+        """Record that other pieces read these results, so that fused kernels must write them to memory."""
         for tensor in tensors:
             if isinstance(tensor, Tensor):
                 self._fusion[self._in_backward].need(self._name(tensor), nbytes(tensor))
 
     def work(self, *, backward: bool) -> PassCost:
-        """Return the cost of forward or backward."""
+        """Return the counted cost of backward if `backward` is true, else that of forward."""
         fusion = self._fusion[backward]
         return replace(self.works[backward], fused=fusion.moved, kernels=self.works[backward].products + fusion.kernels)
 
     def _name(self, tensor: Tensor) -> Any:
-        """Return an identifier of a tensor that is not reused; None if it is from outside of the piece."""
+        """Return an identifier of a tensor's storage that is not reused; None if the piece did not allocate it."""
         known = self._made.get(key_of(tensor))
         return None if known is None else id(known[1])
 
@@ -346,7 +365,7 @@ class _Counter(StorageWatch):
         outputs: Sequence[Tensor],
         moved: float,
     ) -> None:
-        """Count what is moved if operations between two products run as one kernel."""
+        """Count the bytes that an operation moves if all operations between two matrix products run as one kernel."""
         fusion = self._fusion[self._in_backward]
         own = {id(tensor) for tensor in mine}
         sources = [] if packet in _FILLS else [tensor for tensor in inputs if id(tensor) not in own]
@@ -366,18 +385,18 @@ class _Counter(StorageWatch):
         fusion.add(names, results, before, gathers=packet in _GATHERS)
 
     def save(self, tensor: Tensor) -> Tensor:
-        """Record a tensor that autograd saves."""
+        """Record a tensor that autograd saves for backward, and return it."""
         if not self._is_paused:
             self.saved |= _known([tensor])
         return tensor
 
     def drop_copies(self) -> int:
-        """Exclude copies of parameters from the memory count; return the bytes of those that backward needs."""
+        """Exclude autocast's copies of parameters from the memory count; return the bytes of those for backward."""
         self.forget(list(self._copies.values()))
         return sum(size_of(copy) for key, copy in self._copies.items() if key in self.saved)
 
     def forget(self, tensors: Sequence[Any]) -> None:
-        """Exclude storages that are counted elsewhere."""
+        """Exclude the storages of tensors that are counted elsewhere from the memory count."""
         for tensor in tensors:
             if isinstance(tensor, Tensor) and key_of(tensor) in self._made:
                 self._made[key_of(tensor)][1].size = 0
@@ -385,20 +404,23 @@ class _Counter(StorageWatch):
 
 @dataclass
 class _Result:
-    """What a fused kernel computed."""
+    """A result of a fused kernel."""
 
     epoch: int
+    """Index of the kernel that computed it."""
     size: int
+    """Its bytes."""
     again: int
-    """Bytes to read to compute it again."""
+    """Bytes to read from memory to compute it again."""
     is_written: bool = False
+    """Whether a product, a later kernel or another piece needs it, so that the kernel writes it to memory."""
 
 
 class _Fusion:
-    """The bytes that operations other than products move if all between two products run as one kernel.
+    """Count the bytes that operations move if all of them between two matrix products run as one kernel.
 
-    A result is written only if a product, a later kernel or another piece reads it. Backward computes results of
-    forward again, from what products wrote.
+    A kernel writes a result only if a product, a later kernel or another piece reads it. Backward computes unwritten
+    results of forward again, from those in memory. The bytes of the products themselves are not counted.
     """
 
     def __init__(self) -> None:
@@ -410,13 +432,13 @@ class _Fusion:
         self._read: set[Any] = set()
 
     def stop(self) -> None:
-        """Record a product: later operations run in another kernel."""
+        """Record a matrix product: later operations run in another fused kernel."""
         self._epoch += 1
         self._is_open = False
         self._read.clear()
 
     def need(self, name: Any, size: int) -> None:
-        """Record that a result must be in memory."""
+        """Record that `size` bytes of a result are read from memory, so that its kernel must write them."""
         found = self._results.get(name)
         if found is not None and not found.is_written:
             found.is_written = True
@@ -430,7 +452,14 @@ class _Fusion:
         *,
         gathers: bool,
     ) -> None:
-        """Record an operation: its inputs by name, offset and bytes, its outputs by name, elements and bytes."""
+        """Record an operation that is fused with its neighbours.
+
+        Args:
+            sources: Inputs: identifier, offset and bytes.
+            results: Outputs: identifier, number of elements and bytes.
+            before: In backward, the count of forward, whose results may be computed again.
+            gathers: Whether the operation reads only a few elements of its first input.
+        """
         if not self._is_open:
             self.kernels += 1
             self._is_open = True
@@ -458,15 +487,19 @@ class _Fusion:
 
 @dataclass(frozen=True)
 class _Kind:
-    """The costs and outputs of all pieces of one kind."""
+    """The traced costs and outputs of a kind of piece: modules of equal structure with inputs of equal shapes."""
 
     piece: NetworkPart
     outputs: tuple[tuple[torch.Size, torch.dtype, bool], ...]
+    """Shape, dtype and requires_grad of each output."""
     layout: Any
+    """The pytree structure of the result."""
     saved_inputs: tuple[bool, ...]
+    """For each input, whether autograd saves it for backward."""
     saved_output: bool
+    """Whether autograd saves an output for backward."""
     passes_on: bool
-    """Whether its result is one of its inputs, or a view of it."""
+    """Whether the piece must run each time: an output is an input or a view of one, or is not a tensor."""
 
 
 class _Tracer:
@@ -485,7 +518,7 @@ class _Tracer:
         self._alive: list[Tensor] = []
 
     def network(self, task: Task, batch: Any, rows: int) -> Network:
-        """Run the loss and its backward once, and return the network's costs."""
+        """Run the loss and its backward once on fake tensors, and return the network's costs."""
         self._model.train()
         for name, module in self._parts.items():
             module.forward = self._instead(name, module.forward, module)
@@ -538,7 +571,7 @@ class _Tracer:
         leaves, layout = tree_flatten((args, kwargs))
         shapes = [tuple(leaf.shape) for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
         counter = _Counter(self._parameters, shapes[0] if shapes else ())
-        # Copies, since a piece may change its inputs in place, which leaf tensors do not allow.
+        # Clone the inputs, because a piece may change them in place, which autograd does not allow for leaf tensors.
         starts = [leaf.detach().requires_grad_(leaf.requires_grad) for leaf in leaves if isinstance(leaf, Tensor)]
         tensors = [start.clone() for start in starts]
         copies_left = iter(tensors)
@@ -612,7 +645,7 @@ class _Tracer:
 
 
 class _Stub(torch.autograd.Function):
-    """Replaces a piece whose kind is known: its result and its gradients have the right shapes."""
+    """Autograd function in place of a piece that was traced before: makes outputs and gradients of the right shapes."""
 
     @staticmethod
     def forward(ctx: Any, counter: _Counter, outputs: Any, anchor: Tensor, *inputs: Tensor) -> Any:
@@ -634,7 +667,7 @@ def _saving(counter: _Counter) -> Any:
 
 
 def _peaks(lives: Sequence[Life], kept: float) -> tuple[float, float]:
-    """Return the peak memory of forward beyond the start, and of backward beyond what forward kept."""
+    """Return the peak bytes of forward, and those of backward beyond the `kept` bytes that forward keeps for it."""
     changes: dict[int, float] = {}
     turn = min((2 * life.born for life in lives if life.in_backward), default=math.inf)
     for life in lives:
@@ -653,7 +686,11 @@ def _tables_of(module: nn.Module) -> list[nn.Module]:
 
 
 def _owned(parameters: Iterator[nn.Parameter], seen: set[int], tables: set[int]) -> dict[str, Any]:
-    """Return the counts of parameters that no earlier piece had; tied ones are counted once."""
+    """Return the fields of a NetworkPart about parameters, without parameters whose keys are in `seen`.
+
+    Their keys are added to `seen`, so that a parameter that several pieces share is counted once. `tables` has the keys
+    of embedding tables.
+    """
     own = [p for p in parameters if key_of(p) not in seen]
     seen |= {key_of(p) for p in own}
     return {
@@ -666,7 +703,10 @@ def _owned(parameters: Iterator[nn.Parameter], seen: set[int], tables: set[int])
 
 
 def state_bytes(task: Task, model: nn.Module) -> int:
-    """Return the bytes of optimizer state, found by a first step on fake tensors."""
+    """Return the bytes of the optimizer state of a network of fake tensors, found by taking one step.
+
+    If the optimizer reads values of tensors, the result is an estimate: two tensors per parameter.
+    """
     parameters = [p for p in model.parameters() if p.requires_grad]
     try:
         made: Any = task.make_optimizer(model)
@@ -678,12 +718,12 @@ def state_bytes(task: Task, model: nn.Module) -> int:
         states = [value for optimizer in optimizers for value in tree_leaves(dict(optimizer.state))]
         return sum(size_of(value) for value in states if isinstance(value, Tensor))
     except Exception:
-        # The optimizer reads values; most of this kind keep two tensors per parameter.
+        # The optimizer reads values of tensors; most such optimizers keep two tensors per parameter.
         return 2 * sum(map(size_of, parameters))
 
 
 def _known(tensors: Sequence[Tensor]) -> dict[int, StorageWeakRef]:
-    """Return weak references to storages by key; while one exists, its key is not reused for another storage."""
+    """Return weak references to tensors' storages by key; a key is not reused while a reference exists."""
     return {key_of(t): StorageWeakRef(t.untyped_storage()) for t in tensors if t.layout is torch.strided}
 
 
@@ -696,19 +736,19 @@ def _shape(leaf: Any) -> Any:
 
 
 def size_of(tensor: Tensor) -> int:
-    """Return the bytes of a tensor."""
+    """Return the bytes of all elements of a tensor."""
     return tensor.numel() * tensor.element_size()
 
 
 def nbytes(tensor: Tensor) -> int:
-    """Return the bytes of a tensor in memory, which an expanded one has fewer of."""
+    """Return the bytes that a tensor's elements take in memory; an expanded tensor takes less than its shape says."""
     if tensor.layout is not torch.strided:
         return size_of(tensor)
     return min(size_of(tensor), tensor.untyped_storage().nbytes())
 
 
 def _inner(flops: float, output: Tensor) -> float:
-    """Return the length of the sums of a product that gives this output."""
+    """Return the length of the inner dimension of a matrix product with these FLOPs and this output."""
     return max(1.0, flops / 2 / max(1, output.numel()))
 
 

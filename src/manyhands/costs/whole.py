@@ -1,4 +1,4 @@
-"""Costs of whole networks: their fingerprint, and their costs as one piece where they cannot be traced."""
+"""Networks as a whole: a fingerprint of their parameters, and costs from a measured step if tracing is impossible."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .trace import alone, size_of, state_bytes, weightless
 
 
 def fingerprint(task: Task) -> str:
-    """Return the number of parameters and a hash of their names and shapes, to match a plan with its network.
+    """Return a text that identifies a task's network: its number of parameters, and a hash of their names and shapes.
 
     >>> from torch import nn, optim
     >>> make = lambda model: optim.SGD(model.parameters())
@@ -29,7 +29,15 @@ def fingerprint(task: Task) -> str:
 
 
 def one_piece(task: Task, *, rows: int, each: float, start: float, chip: Chip) -> Network:
-    """Return a network whose step was measured on a chip: `each` seconds per sample plus `start` seconds."""
+    """Return a task's network as one piece with the cost of a measured step, for networks that cannot be traced.
+
+    Args:
+        task: The task.
+        rows: Number of samples in a micro-batch of the returned network.
+        each: Measured seconds per sample.
+        start: Measured seconds of a step in addition to those of its samples.
+        chip: The device on which the step was measured.
+    """
     with alone(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
         model = weightless(task.model, mode)
         sizes = list(map(size_of, model.parameters()))

@@ -1,4 +1,4 @@
-"""Data feed: global sample order, split over replicas, prefetching, and the cursor from which it resumes."""
+"""Data feed: batches in a global sample order, split over the replicas, prefetched, and resumed from a cursor."""
 
 from .arrays import is_arrays
 from .batch import Batch, Cursor, copied, first_dim, map_leaves, split, tensors

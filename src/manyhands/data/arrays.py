@@ -1,4 +1,4 @@
-"""Arrays: numpy arrays and tensors, single or nested, read by one index_select each."""
+"""Sources of data in memory: numpy arrays and tensors, single or nested, each read by one index_select per batch."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from .order import Ids
 from .source import IndexedSource, as_ids
 
 Column = Callable[[Ids, torch.Tensor], torch.Tensor]
-"""Reads some rows of one array; the ids are passed as an array and as a tensor."""
+"""Function that reads rows of one array, given their ids as an array and as a tensor."""
 
 
 class ArraySource(IndexedSource):
-    """Arrays of equal length; sample i is row i of each."""
+    """Source of nested arrays of equal length; sample i is row i of each array."""
 
     max_workers = 0
 
@@ -41,7 +41,7 @@ class ArraySource(IndexedSource):
 
 
 class SubsetSource(IndexedSource):
-    """Some rows of arrays, as `random_split` returns them."""
+    """Source of some rows of arrays, as `torch.utils.data.random_split` returns them."""
 
     max_workers = 0
 
@@ -55,7 +55,7 @@ class SubsetSource(IndexedSource):
 
 
 class ArrayRows(Dataset[Any]):
-    """The rows of arrays as samples, for the user's collate function."""
+    """Dataset of the rows of nested arrays, for collate functions, which take a list of samples."""
 
     def __init__(self, data: Any) -> None:
         self._source = ArraySource(data)
@@ -68,7 +68,7 @@ class ArrayRows(Dataset[Any]):
 
 
 def is_arrays(data: Any) -> bool:
-    """Return whether data is arrays: one, a list, or nested in tuples and dicts."""
+    """Return whether data consists of arrays or tensors: one, a list of them, or nested in tuples and dicts."""
     if isinstance(data, torch.Tensor | np.ndarray):
         return data.ndim > 0
     if type(data) is list:
@@ -92,7 +92,7 @@ def _leaves(data: Any, path: str = "data") -> Iterator[tuple[str, Any]]:
 
 
 def _reader(data: Any) -> Callable[[Ids, torch.Tensor], Any]:
-    """Return a function that reads rows of nested arrays; the nesting is resolved once, not for every batch."""
+    """Return a function that reads rows of nested arrays, with the nesting resolved once for all batches."""
     if isinstance(data, torch.Tensor | np.ndarray):
         return _column(data)
     if isinstance(data, Mapping):
@@ -132,7 +132,7 @@ def _require_numbers(leaf: np.ndarray[Any, Any]) -> None:
 
 
 def _first(data: Any) -> Any:
-    """Return the first row of a reader's result."""
+    """Return the first row of nested tensors."""
     if isinstance(data, torch.Tensor):
         return data[0]
     if isinstance(data, dict):

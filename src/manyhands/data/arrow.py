@@ -1,4 +1,4 @@
-"""Convert Arrow tables to `ColumnTable` objects."""
+"""Conversion of Arrow tables to `ColumnTable` objects."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .order import Ids
 
 
 class Null(Exception):
-    """Raised for a missing number, with its row and column."""
+    """Raised for a number that is missing (null) in an Arrow table, with its row and column."""
 
     def __init__(self, row: int, column: str) -> None:
         super().__init__(row, column)
@@ -20,7 +20,7 @@ class Null(Exception):
 
 
 def table_of(table: Any, types: Mapping[str, str]) -> ColumnTable:
-    """Return the columns of an Arrow table, with numbers in the requested types; raise `Null` for missing ones."""
+    """Return an Arrow table as a `ColumnTable`, with numbers in the requested types; raise Null if one is missing."""
     return ColumnTable({name: _column(table.column(name), name, types.get(name, "")) for name in table.column_names})
 
 
@@ -58,7 +58,7 @@ def _require_values(array: Any, name: str) -> None:
 
 
 def _inside(array: Any, stops: Ids, name: str, kind: str) -> Any:
-    """Return the concatenated numbers of lists; `stops` are the ends of the lists."""
+    """Return the numbers of all lists in an Arrow array, concatenated; `stops` has the end of each list in them."""
     try:
         return _numbers(array.flatten(), name, kind)
     except Null as null:

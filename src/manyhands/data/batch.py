@@ -1,4 +1,4 @@
-"""Batches: nested tensors, their rows and slices, and the feed position after them."""
+"""Batches: nested tensors, their rows and slices, and the position of the feed after a batch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .order import Ids
 
 @dataclass(frozen=True)
 class Cursor:
-    """Position of a feed: an epoch, and how many of its samples all replicas together have consumed."""
+    """Position of a feed: an epoch, and the number of its samples that all replicas together have consumed."""
 
     epoch: int = 0
     position: int = 0
@@ -37,8 +37,8 @@ class Cursor:
 class Batch:
     """One replica's part of a global batch.
 
-    A replica without samples in a micro-batch still takes part in its collectives: it gets a padding row, copied from
-    another replica's samples, with size 0 and no entry in `ids`.
+    A replica that has no samples in a micro-batch must still take part in the collectives. It gets a padding row: a
+    sample of another replica that counts as size 0 and is not in `ids`.
     """
 
     data: Any
@@ -71,11 +71,11 @@ class Batch:
 
 
 class SampleList(list[Any]):
-    """A list of a batch with one item per sample; it is split between items, whatever the shapes of its items are."""
+    """A list in a batch that has one item per sample: splitting the batch splits the list, whatever its items are."""
 
 
 class SampleTuple(tuple[Any, ...]):
-    """A tuple of a batch with one item per sample; it is split between items, whatever the shapes of its items are."""
+    """A tuple in a batch that has one item per sample: splitting the batch splits the tuple, whatever its items are."""
 
 
 # torch.export and functorch otherwise treat subclasses of lists and tuples as opaque values.
@@ -94,10 +94,10 @@ pytree.register_pytree_node(
 
 
 class SampleMarker:
-    """Calls a custom collate function and marks the lists and tuples of its batches that have one item per sample.
+    """Call a custom collate function, and mark the lists and tuples in its batch that have one item per sample.
 
-    The number of items shows which ones these are, unless the items have as many rows as there are samples: two
-    images with two boxes each look like two columns of two samples. Then a batch of another size decides.
+    They are recognized by their number of items, unless each item has as many rows as there are samples: two images
+    with two boxes each look like two columns of two samples. Then a batch with one more sample is collated to decide.
 
     >>> marked = SampleMarker(lambda samples: (torch.stack(samples), list(samples)))([torch.zeros(2), torch.ones(2)])
     >>> [type(column).__name__ for column in marked]
@@ -131,7 +131,7 @@ class SampleMarker:
         return self._has_one_per_sample[path]
 
     def _grows(self, samples: list[Any], path: tuple[Any, ...]) -> bool:
-        """Return whether the list at a path has one item more if there is one sample more."""
+        """Return whether the list at `path` of the collated batch has one more item if there is one more sample."""
         states = random_state(torch.device("cpu"))
         try:
             found = self._collate([*samples, samples[0]])
@@ -145,7 +145,7 @@ class SampleMarker:
 
 
 def map_leaves(function: Callable[[Any], Any], data: Any) -> Any:
-    """Return the same nesting with `function` applied to everything that is not a container.
+    """Return nested data with `function` applied to everything that is not a container.
 
     Containers are tuples, lists, mappings, and dataclasses without a `to` method.
     """
@@ -181,7 +181,7 @@ def _map_children(function: Callable[[Any], Any], data: Any) -> Any:
 
 
 def _children(data: Any) -> Iterable[Any]:
-    """Return the items of a container; nothing for anything else."""
+    """Return the items of a container; an empty tuple for anything else."""
     if isinstance(data, Mapping):
         return data.values()
     if isinstance(data, tuple | list):
@@ -205,7 +205,7 @@ def tensors(data: Any) -> Iterator[torch.Tensor]:
 
 
 def first_dim(data: Any) -> int:
-    """Return the number of rows of a nested batch.
+    """Return the number of rows of a nested batch; raise DataError if it has no tensor with rows.
 
     >>> first_dim({"x": torch.zeros(4, 2)})
     4
@@ -267,7 +267,7 @@ def copied(data: Any) -> Any:
 
 
 def split(data: Any, sizes: Sequence[int]) -> list[Any]:
-    """Return contiguous slices of a nested batch along dim 0, as views; a slice of size 0 is a padding row, the first.
+    """Return contiguous slices of a nested batch along dim 0, as views; for size 0 the first row, as a padding row.
 
     >>> split((torch.arange(3), ["a", "b", "c"]), [1, 2])
     [(tensor([0]), ['a']), (tensor([1, 2]), ['b', 'c'])]
@@ -294,7 +294,7 @@ def _part(data: Any, start: int, stop: int, rows: int) -> Any:
 
 
 def _splits(data: Any, rows: int) -> bool:
-    """Return whether a batch can be split by rows: along its tensors, or as a sequence with one item per row."""
+    """Return whether data can be split into rows: along its tensors, or as a sequence with one item per row."""
     if isinstance(data, torch.Tensor):
         return _has_rows(data, rows)
     if isinstance(data, SampleList | SampleTuple):
@@ -314,7 +314,7 @@ def _children_split(data: Sequence[Any], rows: int) -> bool:
 
 
 def _has_samples(data: Any, rows: int) -> bool:
-    """Return whether a part of a batch holds tensors or one item per row, unlike a sample such as a tree of words."""
+    """Return whether data contains tensors or one item per row, unlike a single sample such as a tree of words."""
     if isinstance(data, tuple | list) and len(data) == rows:
         return True
     return isinstance(data, torch.Tensor) or any(_has_samples(child, rows) for child in _children(data))

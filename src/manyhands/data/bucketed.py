@@ -26,7 +26,7 @@ class Bucketed:
     length: Length
     window: int
     _found: list[Ids] = field(default_factory=list)
-    """The lengths once they are known; they are sent with the task, so that no rank reads all samples again."""
+    """The lengths once they are known, else empty; they are sent with the task, so that no rank reads all samples."""
 
     def __repr__(self) -> str:
         length: Any = self.length
@@ -37,7 +37,7 @@ class Bucketed:
         return f"bucketed(a {type(self.data).__name__}, {self.batch_size}, length={length}, window={self.window})"
 
     def lengths(self, source: IndexedSource) -> Ids:
-        """Return the length of every sample; if a function computes it, all samples are read once."""
+        """Return the length of every sample; if a function computes lengths, all samples are read once."""
         if not self._found:
             if isinstance(self.length, str):
                 found = _lengths_in(self.length, source)
@@ -63,15 +63,17 @@ class Bucketed:
 
 
 def bucketed(data: Any, batch_size: int, *, length: Length = len, window: int = 100) -> Bucketed:
-    """Group data into global batches of samples of similar length, as `Task.data`; each sample occurs once per epoch.
+    """Group data for `Task.data` into global batches of samples of similar length; each sample occurs once per epoch.
 
-    - `data`: a dataset, files or arrays: anything with a known number of samples;
-    - `batch_size`: of the global batch; the task need not repeat it;
-    - `length`: a function of a sample, the name of a column, or the lengths themselves. A function has to read every
-      sample once before the start;
-    - `window`: this many batches are drawn at random, sorted by length, split, and shuffled as batches.
+    Args:
+        data: A dataset, files or arrays: any data with a known number of samples.
+        batch_size: Number of samples in a global batch; the task need not repeat it.
+        length: Function of a sample that returns its length, the name of a column, or the lengths themselves. For a
+            function, every sample is read once before training.
+        window: Number of batches whose samples are drawn at random together, sorted by length, and split into batches,
+            which are then shuffled.
 
-    The order depends only on the seed and the epoch, so a run resumes anywhere, on any number of replicas.
+    The order depends only on the seed and the epoch, so a run can resume at any step, on any number of replicas.
 
     >>> import random
     >>> from manyhands.data import Cursor, Feed, as_source
@@ -93,7 +95,7 @@ def bucketed(data: Any, batch_size: int, *, length: Length = len, window: int = 
 
 
 def _lengths_in(column: str, source: IndexedSource) -> Ids:
-    """Return the lengths of a column's values; a missing column may be noticed only when it is read."""
+    """Return the lengths of a column's values; raise DataError if there is no such column, or it has no lengths."""
     try:
         return source.lengths(column)
     except (LookupError, TypeError) as error:
@@ -106,7 +108,7 @@ def _lengths_in(column: str, source: IndexedSource) -> Ids:
 
 
 def _columns_of(data: Any) -> list[str]:
-    """Return the names of columns if they are known without reading: of a table, or of samples that are dicts."""
+    """Return the column names of a table, or the keys of samples that are dicts; empty if they are not known yet."""
     named = getattr(data, "column_names", None)
     if isinstance(named, list):
         return named
@@ -115,7 +117,7 @@ def _columns_of(data: Any) -> list[str]:
 
 
 def _require_column(name: str, columns: list[str]) -> None:
-    """Raise for a name that no column has; if the columns are unknown, reading raises."""
+    """Raise DataError if `name` is not among the columns; an empty list means that the columns are not known yet."""
     if columns and name not in columns:
         close = difflib.get_close_matches(name, columns, n=1)
         raise DataError(
@@ -126,7 +128,7 @@ def _require_column(name: str, columns: list[str]) -> None:
 
 
 class BucketSource(IndexedSource):
-    """Another source in the order of buckets."""
+    """Source that reads another one in an order in which the samples of a batch have similar lengths."""
 
     sized_by = "mh.data.bucketed"
 
@@ -157,7 +159,10 @@ class BucketSource(IndexedSource):
 
 
 class BucketOrder:
-    """Another order, sorted by length within windows of some batches; the batches of a window are shuffled by `key`."""
+    """Order of an epoch that sorts another order by length, within windows of some batches.
+
+    The batches of a window are shuffled by the seed `key`, or not shuffled if it is None.
+    """
 
     def __init__(self, inner: Any, lengths: Ids, batch_size: int, window: int, key: int | None) -> None:
         self._inner, self._lengths, self._batch_size, self._key = inner, lengths, batch_size, key
@@ -179,7 +184,7 @@ class BucketOrder:
         return number * self._rows, self._sorted[1]
 
     def _shuffled(self, ids: Ids, number: int, key: int) -> Ids:
-        """Shuffle whole batches; an incomplete batch stays last, so that all others stay whole."""
+        """Shuffle the batches of a window; an incomplete batch stays last, so that all others stay whole."""
         num_batches = len(ids) // self._batch_size
         whole = ids[: num_batches * self._batch_size].reshape(num_batches, self._batch_size)
         order = Order(num_batches, key, number, True)[:]

@@ -33,7 +33,7 @@ class Fields(dict[str, Any]):
     def __init__(self, fields: dict[str, Any], padded: dict[str, Tensor] | None = None) -> None:
         super().__init__(fields)
         self.padded = padded or {}
-        """The lengths in the fields that were padded."""
+        """The length of every sample, for each field that was padded."""
 
     def lengths(self, field: str) -> Tensor:
         """Return the length of every sample in a field, on the batch's device."""
@@ -42,7 +42,7 @@ class Fields(dict[str, Any]):
         return values.new_full((len(values),), values.shape[1], dtype=torch.int64) if found is None else found
 
     def mask(self, field: str) -> Tensor:
-        """Return True where a field holds a sample's values and False for padding: (samples, longest)."""
+        """Return a mask of shape (samples, longest) that is True for a sample's values and False for padding."""
         places = torch.arange(self[field].shape[1], device=self[field].device)
         return places < self.lengths(field).unsqueeze(1)
 
@@ -97,7 +97,7 @@ def collate(samples: Sequence[Any]) -> Any:
 
 
 def _field(key: str, values: list[Any]) -> tuple[Any, Tensor | None]:
-    """Return one field of all samples, and their lengths if it had to be padded."""
+    """Return one field of all samples as a batch, and the lengths of its values, or None if it was not padded."""
     first = values[0]
     if isinstance(first, bytes):
         return values, None

@@ -1,4 +1,4 @@
-"""Columns: rows of a table in a form from which batches are built quickly."""
+"""Columns of a table, in memory layouts from which batches are built quickly."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ C = TypeVar("C", bound="Column")
 
 
 def cast(values: Array, kind: str, name: str) -> Array:
-    """Convert numbers to another type; raise `ValueError` if an integer type cannot hold them.
+    """Convert the numbers of the column `name` to another type; raise ValueError if an integer type cannot hold them.
 
     >>> cast(np.array([1.0, 2.0]), "int64", "label")
     array([1, 2])
@@ -32,11 +32,11 @@ def cast(values: Array, kind: str, name: str) -> Array:
 
 
 class Column(ABC):
-    """One column of some rows."""
+    """Base class of columns: the values of one field for some rows of a table."""
 
     @abstractmethod
     def take(self: C, rows: Ids) -> C:
-        """Return some of the rows."""
+        """Return a column with the given rows of this one, in their order."""
 
     @abstractmethod
     def sample(self, row: int) -> Any:
@@ -45,11 +45,11 @@ class Column(ABC):
     @classmethod
     @abstractmethod
     def joined(cls: type[C], parts: Sequence[C]) -> C:
-        """Concatenate columns."""
+        """Return a column with the rows of several columns."""
 
     @abstractmethod
     def batch(self) -> tuple[Any, Tensor | None]:
-        """Return all rows as a field of a batch, and their lengths if they had to be padded."""
+        """Return all rows as a field of a batch, and their lengths if they had to be padded, else None."""
 
     @abstractmethod
     def lengths(self) -> Ids:
@@ -57,7 +57,7 @@ class Column(ABC):
 
 
 class Numbers(Column):
-    """A number, or an array of a fixed shape, in each row."""
+    """A column with a number, or an array of a fixed shape, in each row."""
 
     def __init__(self, values: Array) -> None:
         self.values = values
@@ -80,7 +80,10 @@ class Numbers(Column):
 
 
 class Lists(Column):
-    """A list of numbers of any length in each row; rows may be anywhere in `values`."""
+    """A column with a list of numbers of any length in each row.
+
+    The list of row i is `values[starts[i]:starts[i] + sizes[i]]`.
+    """
 
     def __init__(self, starts: Ids, sizes: Ids, values: Array) -> None:
         self.starts, self.sizes, self.values = starts, sizes, values
@@ -100,7 +103,7 @@ class Lists(Column):
         return Lists(np.cumsum(sizes) - sizes, sizes, values)
 
     def _in_order(self) -> Array:
-        """Return the concatenated numbers of all rows."""
+        """Return the numbers of all rows, concatenated in the order of the rows."""
         shifts = self.starts - (np.cumsum(self.sizes) - self.sizes)
         return self.values.take(np.arange(int(self.sizes.sum())) + shifts.repeat(self.sizes))
 
@@ -119,7 +122,7 @@ class Lists(Column):
 
 
 class Objects(Column):
-    """Values that are not numbers: texts, bytes, nested objects."""
+    """A column of values that are not numbers: strings, bytes, nested objects."""
 
     def __init__(self, values: Sequence[Any]) -> None:
         self.values = values
@@ -142,7 +145,7 @@ class Objects(Column):
 
 
 class ColumnTable:
-    """Columns by name.
+    """A table: columns of the same length, by name.
 
     >>> table = ColumnTable({"x": Numbers(np.arange(4.0)), "name": Objects(["a", "b", "c", "d"])})
     >>> table.take(np.array([3, 1])).batch()
@@ -155,21 +158,21 @@ class ColumnTable:
         self.columns = columns
 
     def take(self, rows: Ids) -> ColumnTable:
-        """Return some of the rows."""
+        """Return a table with the given rows of this one, in their order."""
         return ColumnTable({name: column.take(rows) for name, column in self.columns.items()})
 
     def sample(self, row: int) -> dict[str, Any]:
-        """Return one row."""
+        """Return one row as a dict of its values by column."""
         return {name: column.sample(row) for name, column in self.columns.items()}
 
     @staticmethod
     def joined(parts: Sequence[ColumnTable]) -> ColumnTable:
-        """Concatenate tables."""
+        """Return a table with the rows of several tables that have the same columns."""
         first = parts[0].columns
         return ColumnTable({name: type(first[name]).joined([part.columns[name] for part in parts]) for name in first})
 
     def batch(self) -> Fields:
-        """Return all rows as one batch."""
+        """Return all rows as one batch, with padding where lists differ in length."""
         fields, padded = {}, {}
         for name, column in self.columns.items():
             fields[name], lengths = column.batch()

@@ -1,4 +1,7 @@
-"""Resident arrays: data that is small compared with the device's memory is copied there once and gathered there."""
+"""Resident arrays: data that is small compared with the device's memory is copied to the device once.
+
+Batches are then gathered on the device.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +20,13 @@ from .order import Ids
 from .source import Source, Window
 
 SHARE = 16
-"""Resident data takes at most 1/n of the device's memory."""
+"""Resident data takes at most 1/SHARE of the device's memory."""
 NUM_AHEAD = 64
 """Number of batches whose ids are copied to the device together."""
 
 
 class Resident:
-    """Nested arrays on a device."""
+    """The nested arrays of a source, copied to a device."""
 
     def __init__(self, arrays: Any, device: torch.device, dtype: torch.dtype | None) -> None:
         self._arrays, self._device = to_device(arrays, device, dtype=dtype), device
@@ -33,11 +36,11 @@ class Resident:
         return _rows(self._arrays, index)
 
     def batch(self, index: Tensor, ids: Ids, share: ReplicaShare, cursor: Cursor) -> ResidentBatch:
-        """Return a batch that is gathered on first access."""
+        """Return a batch whose data is gathered at its first access."""
         return ResidentBatch(self, index, share.sizes, share.global_sizes, ids, cursor)
 
     def ids(self, windows: Iterator[Window], rows: Callable[[Window], Ids]) -> Iterator[tuple[Window, Ids, Tensor]]:
-        """Yield windows with the ids of the wanted rows of each, on the host and on the device."""
+        """Yield each window with the ids that `rows(window)` returns: as an array, and as a tensor on the device."""
         while group := list(islice(windows, NUM_AHEAD)):
             wanted = [rows(window) for window in group]
             together = torch.from_numpy(np.concatenate(wanted))
@@ -48,7 +51,7 @@ class Resident:
 
 
 class ResidentBatch(Batch):
-    """A batch of resident arrays: it holds only an index on the device until its data is accessed."""
+    """A batch of arrays that are on the device; its rows are gathered by an index when `data` is accessed first."""
 
     def __init__(
         self,
@@ -68,25 +71,25 @@ class ResidentBatch(Batch):
 
     @property
     def data(self) -> Any:
-        """Nested tensors on the device, gathered once."""
+        """Nested tensors on the device, gathered at the first access."""
         if "gathered" not in self.__dict__:
             self.__dict__["gathered"] = self.resident.fetch(self.index)
         return self.__dict__["gathered"]
 
 
 def lies_in_memory(source: Source) -> bool:
-    """Return whether a source is in-memory arrays, or some rows of them."""
+    """Return whether a source reads arrays in memory, or some rows of them."""
     return isinstance(source, ArraySource | SubsetSource)
 
 
 def in_memory(source: Source) -> Any:
-    """Return the nested arrays of an in-memory source, with row i for sample i."""
+    """Return the nested arrays of a source for which `lies_in_memory` is true; row i is sample i."""
     assert isinstance(source, ArraySource | SubsetSource)
     return source.arrays if isinstance(source, ArraySource) else source.fetch(np.arange(source.size))
 
 
 def fits(num_bytes: int, device: torch.device) -> bool:
-    """Return whether data of this size may stay on the device."""
+    """Return whether data of `num_bytes` bytes may be copied to the device to stay there: always False on the CPU."""
     if device.type != "cuda":
         return False
     free, total = torch.cuda.mem_get_info(device)

@@ -56,11 +56,12 @@ class Feed:
         self._reader = ReplicaReader(source, batch_size, seed, is_shuffled, replica, num_replicas, accumulate)
         self.workers = self._num_workers(workers)
         self.pace = FeedTiming()
-        """Where the consumer's time was spent."""
+        """The consumer's seconds of waiting for data, copying and computing."""
         self._adaptation = Adaptation(self._most_workers(), settled=not self._may_adapt(workers))
         self._last = (0.0, 0.0)
-        """Seconds of waiting for, and of computing on, the last finished batch."""
+        """Seconds of waiting for the last finished batch, and of computing on it."""
         self._open: list[Iterator[Batch]] = []
+        self._is_redivided = False
         self._resident: Resident | None = None
 
     def num_steps(self) -> int | None:
@@ -97,7 +98,7 @@ class Feed:
         return self.pace.describe_limit(self.workers)
 
     def epoch(self, cursor: Cursor) -> Iterator[Batch]:
-        """Yield the batches from the cursor to the end of its epoch."""
+        """Yield this replica's batches from the cursor to the end of its epoch, on the device."""
         going_on = True
         while going_on:
             batches = self._batches(cursor)
@@ -107,12 +108,26 @@ class Feed:
                 for batch in self._timed(batches):
                     yield batch
                     cursor = batch.cursor
-                    if self._adapt() and batches in self._open:
+                    if (self._adapt() or self._is_redivided) and batches in self._open:
+                        self._is_redivided = False
                         # No batch is lost: the new readers start after the last batch that was yielded.
                         going_on = True
                         break
             finally:
                 self._end(batches)
+
+    @property
+    def is_indexed(self) -> bool:
+        """Whether the data can be read in any order."""
+        return isinstance(self.source, IndexedSource)
+
+    def divide_by(self, weights: tuple[int, ...]) -> None:
+        """Divide global batches over the replicas in proportion to weights, from the next batch on.
+
+        All replicas must call this after the same batch. The samples of a global batch and their order stay the same.
+        """
+        self._reader = replace(self._reader, weights=weights)
+        self._is_redivided = True
 
     def plan(self, cursor: Cursor) -> Iterator[tuple[Ids, Cursor]]:
         """Yield the sample ids of every global batch from the cursor to the end of its epoch, without reading them."""
@@ -122,7 +137,7 @@ class Feed:
             yield window.ids, Cursor(cursor.epoch, position)
 
     def read(self, ids: Ids, epoch: int) -> Batch:
-        """Read exactly these samples as one batch; only for data that can be read in any order."""
+        """Read samples by their ids as one batch without splitting it; the source must be an `IndexedSource`."""
         assert isinstance(self.source, IndexedSource)
         share = share_of(len(ids), self._reader.accumulate, 0, 1)
         data = to_device(self.source.reader(self._reader.seed, epoch)(ids), self.device, dtype=self.dtype)
@@ -160,7 +175,7 @@ class Feed:
             self._last = given - asked, computed
 
     def _adapt(self) -> bool:
-        """Change the number of workers to try another one, or to undo a trial; return whether it changed."""
+        """Change the number of workers, to try another number or to end a trial; return whether it changed."""
         waited, computed = self._last
         wanted = self._adaptation.after(waited=waited, computed=computed, workers=self.workers)
         if wanted is not None:
@@ -168,7 +183,7 @@ class Feed:
         return wanted is not None
 
     def _batches(self, cursor: Cursor) -> Iterator[Batch]:
-        """Return batches on the device, by the fastest method that is safe."""
+        """Return an iterator of batches on the device, by the fastest method that is safe for the source."""
         if self._resident is None and isinstance(self.source, ArraySource) and fits(self.source.num_bytes, self.device):
             self._resident = Resident(self.source.arrays, self.device, self.dtype)
         if self._resident is not None:
@@ -183,7 +198,7 @@ class Feed:
         return self._moved(on_host)
 
     def _on_device(self, cursor: Cursor, resident: Resident) -> Iterator[Batch]:
-        """Yield batches gathered on the device from arrays that stay there."""
+        """Yield batches that are gathered on the device from arrays that were copied there once."""
         position = cursor.position
         for window, wanted, index in resident.ids(self._reader.windows(cursor), self._reader.wanted):
             position += len(window.ids)
@@ -226,7 +241,7 @@ class Feed:
         return min(self.source.max_workers, max(1, cores // self._reader.num_replicas))
 
     def _may_adapt(self, asked: int | None) -> bool:
-        """Return whether the number of workers may change: not if the user set it, and not for streams."""
+        """Return whether the feed may change the number of workers: not if the user set it, and not for streams."""
         return asked is None and self.source.workers is None and isinstance(self.source, IndexedSource)
 
 

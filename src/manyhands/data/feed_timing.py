@@ -1,4 +1,4 @@
-"""Measures where a feed's time is spent and what limits it, and chooses the number of workers."""
+"""Measurement of what limits the speed of a feed, and the choice of its number of workers."""
 
 from __future__ import annotations
 
@@ -6,36 +6,36 @@ import math
 from dataclasses import dataclass, field
 
 FELT = 0.1
-"""Fraction of the time from which waiting for data is reported to the user."""
+"""Waiting for data is reported to the user if it takes more than this fraction of the time."""
 SATURATED = 0.8
-"""Fraction of the time for which the copy engine is busy from which it is the bottleneck."""
+"""Copying is the bottleneck if the copy engine is busy for more than this fraction of the time."""
 STRETCH_BATCHES = 20
 STRETCH_SECONDS = 0.5
 WORTH_A_TRIAL = 0.03
-"""Fraction of the time from which waiting justifies a trial of more workers."""
+"""More workers are tried if waiting takes more than this fraction of the time."""
 GAIN = 0.99
-"""A new number of workers is kept if it takes at most this fraction of the previous one's time."""
+"""A new number of workers is kept if batches take at most this fraction of the time that they took before."""
 
 REST = 5
-"""Measuring periods to pause after the first failed trial; the pause grows by this factor after each further one."""
+"""Measuring periods to pause after the first failed trial; each further failed trial multiplies the pause by REST."""
 
 
 @dataclass
 class FeedTiming:
-    """Seconds of a feed's consumer, by what they were spent on."""
+    """Seconds that the consumer of a feed, the training loop, spent on waiting, copying and computing."""
 
     input: float = 0.0
     """Seconds of waiting for data to be read."""
     copy: float = 0.0
     """Seconds of waiting for data to be copied or cast."""
     compute: float = 0.0
-    """Time between two batches, and waiting while the accelerator was still busy."""
+    """Seconds between two batches, and of waiting while the accelerator was still busy."""
     copying: float = 0.0
     """Seconds in which the accelerator's copy engine was busy, whether or not the consumer waited for it."""
 
     @property
     def total(self) -> float:
-        """All of the consumer's time."""
+        """All seconds of the consumer."""
         return self.input + self.copy + self.compute
 
     @property
@@ -72,9 +72,9 @@ class FeedTiming:
 class Adaptation:
     """Find the number of workers: try more while input is the bottleneck, and keep them only if batches come faster.
 
-    `after` gets the seconds of every batch and sometimes returns another number: as many as would read a batch in the
-    time in which one is computed. A number is kept only if it was measured to be better than the one before. Because
-    another program may have disturbed the trial, it is repeated after a pause, which grows each time.
+    `after` gets the seconds of every batch and sometimes returns another number of workers: as many as should read a
+    batch in the time in which one is computed. It is kept only if batches then take less time. Because another program
+    may have disturbed a failed trial, the trial is repeated after a pause, which grows each time.
 
     >>> adaptation = Adaptation(most=4)
     >>> [n for _ in range(30) if (n := adaptation.after(waited=0.03, computed=0.01, workers=0)) is not None]
@@ -89,7 +89,7 @@ class Adaptation:
     settled: bool = False
     """Whether the number of workers is fixed."""
     _before: tuple[int, float] | None = None
-    """The number before the one on trial, and its seconds per batch."""
+    """During a trial, the previous number of workers and its seconds per batch; else None."""
     _skip: int = 1
     """Number of batches to ignore: the first ones of new readers."""
     _rest: int = 0
@@ -99,7 +99,13 @@ class Adaptation:
     _waited: float = 0.0
 
     def after(self, *, waited: float, computed: float, workers: int) -> int | None:
-        """Return another number of workers to continue with; None to keep the current one."""
+        """Return another number of workers to continue with; None to keep the current one.
+
+        Args:
+            waited: Seconds of waiting for the last batch.
+            computed: Seconds of computing on it.
+            workers: The current number of workers.
+        """
         if self.settled:
             return None
         if self._skip:
@@ -127,7 +133,10 @@ class Adaptation:
         return more
 
     def _enough(self, workers: int, share: float) -> int:
-        """Return the number of workers that would read as fast as the consumer computes."""
+        """Return the number of workers that should read as fast as the consumer computes.
+
+        `share` is the fraction of the time for which the consumer waited with `workers` workers.
+        """
         # Without workers this process reads only while the consumer waits; workers read all the time.
         reading = workers if workers else share
         wanted = reading / (1 - share) if share < 1 else self.most
@@ -135,6 +144,6 @@ class Adaptation:
 
 
 def _typical(seconds: list[float]) -> float:
-    """Return the mean without the slowest tenth, which may contain a checkpoint or a validation."""
+    """Return the mean of durations without the slowest tenth, which may include a checkpoint or a validation."""
     kept = sorted(seconds)[: -max(1, len(seconds) // 10)]
     return sum(kept) / len(kept)

@@ -1,4 +1,4 @@
-"""Files as data: many shards read as one dataset, in one global order that can be entered at any position."""
+"""Data files: many files are read as one dataset, in one global order that can start at any position."""
 
 from __future__ import annotations
 
@@ -34,18 +34,21 @@ from .randomness import SampleRandomness, mix
 from .source import Collate, IndexedSource, collated
 
 MIXED_ROWS = 16_384
-"""Number of rows shuffled with each other, unless the user sets it."""
+"""Number of rows that are shuffled with each other, unless the user sets it."""
 MIXED_BLOCKS = 4
-"""Minimum number of blocks shuffled with each other, so that a file sorted by class is mixed."""
+"""Minimum number of blocks that are shuffled with each other, so that a file sorted by class is mixed."""
 MIXED_BYTES = 1 << 28
-"""Maximum bytes shuffled with each other, unless the user sets the rows; every process keeps them in memory."""
+"""Maximum bytes of the rows that are shuffled with each other, unless the user sets their number.
+
+Every process keeps them in memory.
+"""
 SCANNERS = 8
 OPEN_FILES = 64
 
 
 @dataclass(frozen=True)
 class Index:
-    """The result of a scan of all files: their shards, and the format with the types common to all."""
+    """The result of a scan of all files: their rows and blocks, and the format with the column types of all files."""
 
     format: Format
     shards: tuple[FileShard, ...]
@@ -60,10 +63,10 @@ class Files:
     decode: Callable[[dict[str, Any]], Any] | None = None
     window: int | None = None
     _found: list[Index] = field(default_factory=list, repr=False, compare=False)
-    """The index after the scan; it is sent with the task, so that no rank scans again."""
+    """The index after the scan, else empty; it is sent with the task, so that no rank scans again."""
 
     def index(self) -> Index:
-        """Return the result of a scan of all files; the scan runs once."""
+        """Scan all files at the first call, and return the result."""
         if not self._found:
             settled = self.format.settled(self.paths)
             with ThreadPoolExecutor(min(SCANNERS, len(self.paths))) as pool:
@@ -81,19 +84,23 @@ def files(
 ) -> Files:
     """Describe data files for `Task.data`: Parquet, CSV, TFRecord, or tar files of samples.
 
-    - `paths`: a path, a pattern such as "train-*.parquet", or several of them; every file once, sorted by name;
-    - `format`: "parquet", "csv", "tfrecord" or "tar"; by default from the file extensions;
-    - `columns`: the names of the columns to read, or their types by name: "float32", "int64", "bool", "str", "bytes",
-      for lists in TFRecord files "int64[]". By default all are read, a CSV file's types are inferred from its first
-      lines (numbers with a point are float32), and a TFRecord file's features are lists;
-    - `decode`: a function of a sample, which is a dict; its random draws depend on the sample alone;
-    - `window`: number of rows to shuffle with each other, 16,384 by default; blocks of rows are shuffled over all
-      files. Of Parquet and CSV about two windows are kept in memory, so by default row groups of hundreds of megabytes
-      are shuffled only within themselves: write smaller ones if a file is sorted.
+    Args:
+        paths: A path, a pattern such as "train-*.parquet", or several of them. Each file is read once; files are
+            sorted by name.
+        format: "parquet", "csv", "tfrecord" or "tar"; by default found from the file extensions.
+        columns: Names of the columns to read, or their types by name: "float32", "int64", "bool", "str", "bytes", and
+            for lists in TFRecord files for example "int64[]". By default all columns are read, the types of a CSV file
+            are inferred from its first lines (numbers with a decimal point are float32), and the features of a TFRecord
+            file are lists.
+        decode: Function that is called with every sample, a dict, and returns the sample to use. Its random draws
+            depend on the seed, the epoch and the sample alone.
+        window: Number of rows that are shuffled with each other, 16,384 by default; blocks of rows are shuffled over
+            all files. About two windows of Parquet and CSV files are kept in memory. By default, row groups of hundreds
+            of megabytes are therefore shuffled only within themselves: write smaller ones if a file is sorted.
 
-    A sample of a tar file is `{"__key__": name, extension: content, ...}`, of members with the same name up to the
-    first dot. A truncated file, a wrong checksum or a row that cannot be parsed stops the run with an error that names
-    the file and the row.
+    In a tar file, members with the same name up to the first dot are one sample:
+    `{"__key__": name, extension: content, ...}`. A truncated file, a wrong checksum or a row that cannot be parsed
+    stops the run with an error that names the file and the row.
 
     >>> import tempfile
     >>> folder = Path(tempfile.mkdtemp())
@@ -143,12 +150,12 @@ def _expanded(patterns: Sequence[str | Path]) -> list[str]:
 
 
 def files_source(data: Files, collate: Collate | None) -> IndexedSource:
-    """Return the source that reads files."""
+    """Return the source that reads the described files."""
     return RecordSource(data, collate) if isinstance(data.format, RecordFormat) else TableSource(data, collate)
 
 
 class FileSource(IndexedSource):
-    """Rows of many files; a row's id is its number over all files, in the order of their names."""
+    """Base class of the sources that read files. The id of a row is its number over all files, sorted by name."""
 
     def __init__(self, data: Files, collate: Collate | None) -> None:
         index = data.index()
@@ -191,7 +198,7 @@ class FileSource(IndexedSource):
             raise damaged(shard.path, number, f"{type(error).__name__}: {error} in {name}") from error
 
     def _place(self, i: int) -> tuple[FileShard, int]:
-        """Return the file of a row and the row's number in it."""
+        """Return the file that contains row `i` of all files, and the number of the row in it."""
         which = bisect_right(self._firsts, i) - 1
         return self._shards[which], i - self._firsts[which]
 
@@ -203,7 +210,10 @@ class FileSource(IndexedSource):
 
 
 class RecordSource(FileSource):
-    """Records, each read separately; the operating system caches the surrounding bytes."""
+    """Source of files with records, such as TFRecord and tar files; each record is read separately.
+
+    The operating system caches the bytes around it.
+    """
 
     def __init__(self, data: Files, collate: Collate | None) -> None:
         super().__init__(data, collate)
@@ -227,7 +237,10 @@ class RecordSource(FileSource):
 
 
 class TableSource(FileSource):
-    """Columns, read a block at a time; the blocks of about two windows are cached, of large blocks one window."""
+    """Source of files with columns, such as Parquet and CSV files, which are read a block of rows at a time.
+
+    The blocks of about two windows (rows that are shuffled with each other) are cached, or of one if blocks are large.
+    """
 
     def __init__(self, data: Files, collate: Collate | None) -> None:
         super().__init__(data, collate)
@@ -238,7 +251,7 @@ class TableSource(FileSource):
         self._kept = 0
         """Bytes of the cached blocks."""
         self._is_plain = data.decode is None and collate is None
-        # Without user code reading is fast, and a thread can do it.
+        # Without user code reading is fast, and a thread can read instead of processes.
         self.max_workers = 0 if self._is_plain else 64
 
     def reader(self, seed: int, epoch: int) -> Callable[[Ids], Any]:
@@ -260,7 +273,7 @@ class TableSource(FileSource):
         return [self._decoded(i, table.sample(row)) for row, i in enumerate(ids)]
 
     def _taken(self, ids: Ids) -> ColumnTable:
-        """Return the rows of these ids, in their order, from the blocks that hold them."""
+        """Return the rows with these ids, in the order of the ids."""
         blocks = np.searchsorted(self._starts, ids, side="right") - 1
         by_block = np.argsort(blocks, kind="stable")
         bounds = np.flatnonzero(np.diff(blocks[by_block])) + 1
@@ -301,13 +314,13 @@ class TableSource(FileSource):
 
 
 class Handles:
-    """A few open files at a time; forked workers may use them too, because reads do not use the file position."""
+    """A cache of open files. Forked workers may use them too, because reads do not depend on the file position."""
 
     def __init__(self) -> None:
         self._open: dict[str, int] = {}
 
     def read(self, shard: FileShard, start: int, size: int) -> bytes:
-        """Read bytes of a file."""
+        """Return `size` bytes of a file from offset `start` on; raise DataError if the file has changed."""
         handle = self._open.get(shard.path)
         data = os.pread(self._opened(shard) if handle is None else handle, size, start)
         if len(data) < size:

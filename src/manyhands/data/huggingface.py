@@ -1,4 +1,4 @@
-"""Hugging Face datasets: columns of numbers and texts are read as Arrow tables, others sample by sample."""
+"""Sources of Hugging Face datasets: columns of numbers and strings are read as Arrow tables, others by sample."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CHUNK = 10_000
 
 
 def is_huggingface(data: Any) -> bool:
-    """Return whether this is a `datasets.Dataset` or `IterableDataset`, without importing the package."""
+    """Return whether data is a `datasets.Dataset` or `IterableDataset`, without importing the package."""
     return any(
         base.__module__.partition(".")[0] == "datasets" and base.__name__ in ("Dataset", "IterableDataset")
         for base in type(data).__mro__
@@ -28,7 +28,7 @@ def is_huggingface(data: Any) -> bool:
 
 
 def is_splits(data: Any) -> bool:
-    """Return whether this is a `datasets.DatasetDict` or its iterable kind: several datasets by name."""
+    """Return whether data is a `datasets.DatasetDict` or `IterableDatasetDict`: several datasets by name."""
     return any(
         base.__module__.partition(".")[0] == "datasets" and base.__name__ in ("DatasetDict", "IterableDatasetDict")
         for base in type(data).__mro__
@@ -36,7 +36,7 @@ def is_splits(data: Any) -> bool:
 
 
 def refuse_splits(data: Any, collate: Collate | None) -> Source:
-    """Raise for several datasets, because only the user knows which one is meant."""
+    """Raise DataError for several datasets by name, of which the user must choose one."""
     first = "train" if "train" in data else next(iter(data), "train")
     raise DataError(
         "data must be one dataset",
@@ -58,7 +58,7 @@ def huggingface_source(data: Any, collate: Collate | None) -> Source:
 
 
 class ShuffledStream(StreamSource):
-    """An iterable dataset that is reshuffled for every epoch."""
+    """Source of an iterable dataset of Hugging Face, which is reshuffled for every epoch if it shuffles."""
 
     def __init__(self, data: Any, collate: Collate | None) -> None:
         self._data = data if collate is not None else data.with_format("torch")
@@ -70,14 +70,17 @@ class ShuffledStream(StreamSource):
 
 
 class RowSource(MapSource):
-    """A dataset whose samples run code: a transform, image decoding, or the user's collate."""
+    """Source of a dataset whose samples are read by code: a transform, image decoding, or a user's collate function."""
 
     def lengths(self, length: str | Callable[[Any], int]) -> Ids:
         return _column_lengths(self._dataset, length) if isinstance(length, str) else super().lengths(length)
 
 
 class ArrowSource(IndexedSource):
-    """A dataset of numbers, texts and lists of numbers; they become int64 and float32, as in the format "torch"."""
+    """Source of a dataset of strings, numbers and lists of numbers.
+
+    Numbers become int64 or float32, as in the dataset's format "torch".
+    """
 
     max_workers = 0
 
@@ -105,7 +108,7 @@ class ArrowSource(IndexedSource):
 
 
 def _column_lengths(data: Any, column: str) -> Ids:
-    """Return the lengths of one column, without reading others."""
+    """Return the length of every value of one column, without reading other columns."""
     tables = data.with_format("arrow", columns=[column]).iter(batch_size=CHUNK)
     return np.concatenate([table_of(table, {}).columns[column].lengths() for table in tables])
 
@@ -118,7 +121,7 @@ def _is_plain(data: Any) -> bool:
 
 
 def _kind(feature: Any) -> str:
-    """Return the class of a feature, or of the items of its lists."""
+    """Return the class name of a feature, or of the items if it is a list; "nested" for lists of anything else."""
     if type(feature).__name__ in LISTS and hasattr(feature, "feature"):
         inner = type(feature.feature).__name__
         return inner if inner in PLAIN else "nested"

@@ -1,4 +1,4 @@
-"""Convert DataLoaders to sources: the feed uses their dataset, collate, workers, batch size and sampler."""
+"""Conversion of DataLoaders to sources, with their dataset, collate function, workers, batch size and sampler."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .source import IndexedSource, Source, Window, as_ids
 
 
 class SampledSource(IndexedSource):
-    """Another source in the order of a sampler, drawn for each epoch from (seed, epoch)."""
+    """Source that reads another one in the order of a DataLoader's sampler, which is seeded by (seed, epoch)."""
 
     def __init__(self, inner: IndexedSource, sampler: Any) -> None:
         self.name, self.max_workers = inner.name, inner.max_workers
@@ -35,7 +35,7 @@ class SampledSource(IndexedSource):
 
 
 class BatchedSource(SampledSource):
-    """Another source in the global batches of a batch sampler."""
+    """Source that reads another one in the global batches of a DataLoader's batch sampler."""
 
     def __init__(self, inner: IndexedSource, batch_sampler: Any) -> None:
         self.name, self.max_workers = inner.name, inner.max_workers
@@ -119,7 +119,7 @@ def _require_whole(sampler: Any) -> None:
 
 
 def _drawn(sampler: Any, seed: int, epoch: int) -> list[Any]:
-    """Return what a sampler yields, the same on every replica and in every call."""
+    """Return everything that a sampler yields in an epoch, which is the same on every replica and in every call."""
     key = mix(seed, epoch)
     if isinstance(getattr(sampler, "generator", None), torch.Generator):
         sampler.generator.manual_seed(key)

@@ -1,4 +1,4 @@
-"""Map-style datasets: `dataset[i]` and `len(dataset)`."""
+"""Source of map-style datasets, which have `dataset[i]` and `len(dataset)`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .source import Collate, IndexedSource, collated, unreadable
 
 
 class MapSource(IndexedSource):
-    """A dataset with `__getitem__` and `__len__`; `__getitems__` is used if it exists."""
+    """Source of a dataset with `__getitem__` and `__len__`; samples are read by its `__getitems__` if it has one."""
 
     max_workers = 64
 
@@ -56,7 +56,7 @@ class MapSource(IndexedSource):
 
 
 def _culprit(many: Callable[[Sequence[int]], list[Any]], ids: Sequence[int]) -> int:
-    """Return the first sample that cannot be read alone."""
+    """Return the first sample that cannot be read alone; the first of all if each of them can."""
     for i in ids:
         try:
             many([i])

@@ -1,6 +1,7 @@
-"""The order of an epoch: position -> sample, from (seed, epoch) and independent of the number of replicas.
+"""The order of an epoch: the sample at each position, from (seed, epoch) and independent of the number of replicas.
 
-Rows stored in blocks have an order of their own, and the orders of many epochs can be computed together on a device.
+`Order` permutes all samples, `BlockOrder` rows that files store in blocks, and `Orders` computes many orders at once
+on a device.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class Order:
         return self._run(start, max(start, stop))
 
     def _run(self, start: int, stop: int) -> Ids:
-        """Return positions [start, stop), from the chunks that hold them."""
+        """Return the samples at positions [start, stop), from the chunks that contain them."""
         pieces = []
         while start < stop:
             chunk_start = start - start % _CHUNK
@@ -86,7 +87,7 @@ class Order:
 
 
 def _round_tables(half: int, key: int) -> list[Ids]:
-    """Return one table of well-mixed half-words per round, which makes a round a lookup instead of a hash."""
+    """Return a table of hashed half-words for each round, so that a round is a lookup and computes no hash."""
     inputs = np.arange(1 << half, dtype=np.uint64)
     return [_hashed(inputs, mix(key, number), half) for number in range(_ROUNDS)]
 
@@ -100,9 +101,12 @@ def _hashed(inputs: npt.NDArray[np.uint64], key: int, bits: int) -> Ids:
 
 
 def from_windows(positions: slice, length: int, window_at: Callable[[int], tuple[int, Ids]]) -> Ids:
-    """Return the rows at contiguous positions of an order that is made window by window.
+    """Return the rows at contiguous positions of an order that is computed window by window.
 
-    `window_at` returns the first position of the window that holds a position, and the window's rows.
+    Args:
+        positions: The positions, as a slice with step 1.
+        length: Number of positions of the order.
+        window_at: Returns, for a position, the first position of its window and the rows of that window.
     """
     start, stop, step = positions.indices(length)
     assert step == 1, "positions of a batch are contiguous"
@@ -118,7 +122,8 @@ class BlockOrder:
     """A permutation of rows in which neighbors come from few blocks, so that a reader holds few blocks at a time.
 
     The blocks of all files are permuted; every `per_window` consecutive ones are a window, whose rows are permuted
-    together. Positions can be read in any order; reading one computes the window that holds it.
+    together. `starts` has the first row of every block, and the number of all rows at its end. Positions can be read in
+    any order; reading one computes the window that contains it.
 
     >>> order = BlockOrder(np.array([0, 3, 5, 9]), per_window=2, seed=0, epoch=0)
     >>> sorted(order[0:9].tolist())
@@ -142,7 +147,7 @@ class BlockOrder:
         return from_windows(positions, len(self), self._window_at)
 
     def _window_at(self, position: int) -> tuple[int, Ids]:
-        """Return the first position of the window that holds a position, and its rows in their order."""
+        """Return the first position of the window that contains a position, and the rows of the window in order."""
         number = int(np.searchsorted(self._bounds, position, side="right")) - 1
         if self._window[0] != number:
             blocks = self._blocks[number * self._per_window : (number + 1) * self._per_window]
@@ -152,7 +157,7 @@ class BlockOrder:
 
 
 class Orders:
-    """Orders of several (seed, epoch) pairs; row i is that of pair i.
+    """The orders of several (seed, epoch) pairs, computed together on a device; row i belongs to pair i.
 
     >>> rows = Orders(5, [(0, 0), (1, 2)], shuffle=True, device=torch.device("cpu"))[torch.arange(5).expand(2, 5)]
     >>> rows[1].tolist() == Order(5, seed=1, epoch=2, shuffle=True)[:].tolist()
@@ -170,10 +175,10 @@ class Orders:
         self._tables = torch.from_numpy(tables).to(device).flatten(1)
         places = torch.tensor([known[key] << self._half for key in passes], dtype=torch.int64)
         self._places = places.to(device).unsqueeze(1)
-        """The offset of each row's tables."""
+        """The offset of each row's tables in `_tables`."""
 
     def __getitem__(self, positions: Tensor) -> Tensor:
-        """Return the samples at some positions of every row."""
+        """Return the samples at the given positions of each order; row i of `positions` belongs to pair i."""
         if not self._shuffle:
             return positions
         places = self._places.expand_as(positions).reshape(-1)

@@ -1,4 +1,4 @@
-"""Prefetching: a background thread that reads ahead, and copies to an accelerator on a side stream."""
+"""Prefetching: a background thread reads batches ahead, and copies them to an accelerator on a side stream."""
 
 from __future__ import annotations
 
@@ -21,9 +21,14 @@ POLL_SECONDS = 0.001
 class Prefetcher(Generic[T]):
     """Run an iterator in a background thread, a few items ahead of the consumer.
 
-    The depth doubles, up to `limit`, whenever the consumer had to wait and `has_memory(item, depth)` returns True, so
-    that later input stalls are bridged. `is_idle()` is called when a wait starts, and returns a function
-    that reports whether the device has finished all work submitted until then.
+    Args:
+        items: The iterator.
+        depth: Number of items to read ahead. It doubles whenever the consumer had to wait, so that later input stalls
+            are bridged.
+        limit: Maximum depth.
+        has_memory: Returns, for an item and a depth, whether there is memory for as many items.
+        is_idle: Called when a wait starts; returns a function that reports whether the device has finished all work
+            that was submitted until then.
     """
 
     def __init__(
@@ -138,11 +143,11 @@ class DeviceCopy:
 
     @property
     def share(self) -> float:
-        """The fraction of the time before a batch is sent that is spent on sending it; the rest is reading."""
+        """The fraction of the thread's time that is spent on sending batches to the device; the rest is reading."""
         return self._sending / (self._reading + self._sending) if self._sending else 0.0
 
     def sent(self, batches: Iterator[Batch]) -> Iterator[tuple[Batch, Any, Any]]:
-        """Yield every batch with its data in flight, and the event that marks its arrival."""
+        """Yield every batch, its data on the way to the device, and the event that marks the data's arrival."""
         began = perf_counter()
         for batch in batches:
             read = perf_counter()
@@ -153,13 +158,16 @@ class DeviceCopy:
             began = perf_counter()
 
     def when_idle(self) -> Callable[[], bool]:
-        """Return a function that reports whether the consumer's stream has finished the work submitted until now."""
+        """Return a function that reports whether the device has finished the work of the current stream until now."""
         if self._stream is None:
             return lambda: True
         return self._module.current_stream(self._device).record_event().query  # type: ignore[no-any-return]
 
     def send(self, data: Any) -> tuple[Any, Any]:
-        """Start the copy, in any thread; return the batch and the event that marks its arrival."""
+        """Start to copy nested data to the device; return the copy and the event that marks its arrival, or None.
+
+        Any thread may call this.
+        """
         if self._stream is None:
             return to_device(data, self._device, dtype=self._dtype), None
         with self._module.stream(self._stream):
@@ -171,14 +179,14 @@ class DeviceCopy:
         return moved, arrival
 
     def _count(self, start: Any, arrival: Any) -> None:
-        """Add up the time of finished copies, without waiting for others."""
+        """Add the time of finished copies to `seconds`, without waiting for other copies."""
         self._under_way.append((start, arrival))
         while self._under_way and self._under_way[0][1].query():
             start, arrival = self._under_way.popleft()
             self.seconds += start.elapsed_time(arrival) / 1e3
 
     def receive(self, data: Any, arrival: Any) -> Any:
-        """Make the consumer's stream wait for the copy, without blocking the host."""
+        """Make the current stream wait for a copy, without blocking the host; return the data."""
         if arrival is None:
             return data
         current = self._module.current_stream(self._device)
@@ -196,7 +204,7 @@ class DeviceCopy:
         return to_device(pinned, self._device, non_blocking=True, dtype=self._dtype)
 
     def has_memory(self, data: Any, depth: int) -> bool:
-        """Return whether `depth` such batches are small compared with the memory of host and device."""
+        """Return whether `depth` batches like `data` are small compared with the memory of host and device."""
         needed = depth * sum(tensor.nbytes for tensor in tensors(data))
         on_device = getattr(self._module, "mem_get_info", None)
         if on_device is not None and needed > on_device(self._device)[1] // 20:

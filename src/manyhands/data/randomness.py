@@ -1,4 +1,4 @@
-"""Randomness of datasets: a function of (seed, epoch, sample) that does not affect other random draws."""
+"""Random draws of datasets: a function of (seed, epoch, sample), without effect on the draws of other code."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _EQUAL: list[Callable[[Any, Any], bool]] = [
 
 
 def mix(*parts: int) -> int:
-    """Return a well-mixed 64-bit number from integers (splitmix64, chained).
+    """Return a 64-bit hash of integers, which depends on their order (splitmix64, chained).
 
     >>> mix(0, 1) != mix(1, 0)
     True
@@ -47,39 +47,43 @@ def mix(*parts: int) -> int:
 
 
 def capture() -> States:
-    """Return the states of the three global generators."""
+    """Return the states of the global generators of torch (on the CPU), numpy and Python."""
     return [get() for get in _GET]
 
 
 def restore(states: States) -> None:
-    """Restore the three global generators."""
+    """Restore the global generators of torch (on the CPU), numpy and Python to the result of `capture`."""
     for put_back, state in zip(_SET, states, strict=True):
         put_back(state)
 
 
 def seed_all(seed: int) -> None:
-    """Seed the three global generators of the CPU."""
+    """Seed the global generators of torch (on the CPU), numpy and Python."""
     for set_seed in _SEED:
         set_seed(seed)
 
 
 class SampleRandomness:
-    """Read samples so that the random draws of each depend on (seed, epoch, sample) alone.
+    """Read samples so that the random draws of each sample depend on (seed, epoch, sample) alone.
 
-    Seeding costs microseconds per sample, so only generators that were seen to draw are seeded: detected on the first
-    sample, which is read twice for that, or on a later batch, which is then read again.
+    Seeding costs microseconds per sample, so only global generators from which the dataset draws are seeded. Which
+    ones these are is detected at the first sample, which is read twice for that, or at a later batch, which is then
+    read again.
     """
 
     def __init__(self) -> None:
         self._drawn: set[int] = set()
-        """Which of the three generators samples draw from."""
+        """Indices in `_GET` of the generators from which the dataset draws."""
         self._is_tried = False
         self._of_worker: States | None = None
 
     def read(self, key: int, ids: Sequence[int], read: Callable[[Sequence[int]], list[Any]]) -> list[Any]:
-        """Read the samples `ids` by `read`; the global generators are restored."""
+        """Read the samples `ids` with the function `read`, and restore the global generators.
+
+        `key` is a hash of the seed and the epoch.
+        """
         if get_worker_info() is not None:
-            # Nothing else draws from a worker's generators: there is nothing to restore or to check again.
+            # Nothing else in a worker draws from these generators: they need not be restored or captured again.
             self._of_worker = self._of_worker or capture()
             return self._read(key, ids, read, self._of_worker)
         before = capture()
@@ -104,7 +108,7 @@ class SampleRandomness:
             self._drawn |= new
 
     def _moved(self, before: States) -> set[int]:
-        """Return the generators that have drawn for the first time."""
+        """Return the indices of generators that differ from their states `before`, but were not known to draw."""
         others = [which for which in range(len(before)) if which not in self._drawn]
         return {which for which in others if not _EQUAL[which](before[which], _GET[which]())}
 
@@ -116,7 +120,7 @@ class SampleRandomness:
 
 
 class OwnRandomness:
-    """A context with its own generators, whose state continues each time it is entered."""
+    """A context in which the global generators have states of its own, seeded once and continued at each entry."""
 
     def __init__(self, key: int) -> None:
         self._key = key

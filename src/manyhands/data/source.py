@@ -1,4 +1,4 @@
-"""Source: the base class of everything that a feed reads from."""
+"""Source: the base class of the data from which a feed reads."""
 
 from __future__ import annotations
 
@@ -20,42 +20,42 @@ CHUNK = 1024
 
 @dataclass(frozen=True)
 class Window:
-    """One global batch that is not read yet: its samples' ids, and the function that reads some of them."""
+    """One global batch that is not read yet: the ids of its samples, and the function that reads some of them."""
 
     ids: Ids
     fetch: Callable[[Ids], Any]
 
 
 class Source(ABC):
-    """Samples by id, read as batches."""
+    """Base class of sources of data, which read samples by id as batches."""
 
     max_workers: int
-    """Maximum number of reader processes; 0: reading runs no user code and is fastest in the training process."""
+    """Maximum number of worker processes; 0 if reading runs no user code and is fastest in the training process."""
 
     name: str
-    """Name of the data in error messages: the class of the dataset."""
+    """Name of the data in error messages, such as the class of the dataset."""
     size: int | None = None
-    """Number of samples in an epoch; None: a stream of unknown length."""
+    """Number of samples in an epoch; None for a stream of unknown length."""
     batch_size: int | None = None
-    """Global batch size given by the data itself, for example by a DataLoader."""
+    """Global batch size that the data itself sets, as a DataLoader does; None if the task sets it."""
     sized_by: str = "DataLoader"
     """What set `batch_size`, for error messages."""
     shuffle: bool | None = None
-    """Whether a DataLoader shuffles; None: the caller decides."""
+    """Whether the data itself decides to shuffle, as a DataLoader does; None if the task decides."""
     drop_last: bool = False
-    """Whether a DataLoader drops a smaller last batch."""
+    """Whether an epoch omits a last batch that is smaller than the others."""
     workers: int | None = None
-    """Number of worker processes that a DataLoader requested."""
+    """Number of worker processes that a DataLoader requested; None if there is none."""
     worker_init: Callable[[int], None] | None = None
-    """The `worker_init_fn` of a DataLoader, run at the start of each worker."""
+    """The `worker_init_fn` of a DataLoader, called at the start of each worker process."""
 
     @abstractmethod
     def windows(self, *, seed: int, epoch: int, shuffle: bool, start: int, batch_size: int) -> Iterator[Window]:
-        """Yield the global batches of an epoch, starting at position `start`."""
+        """Yield the global batches of an epoch, from the sample at position `start` on."""
 
     @abstractmethod
     def fetch(self, ids: Ids) -> Any:
-        """Read some samples as one batch."""
+        """Read the samples with these ids as one batch."""
 
     def num_steps(self, batch_size: int) -> int | None:
         """Return the number of global batches in an epoch; None if the length is unknown."""
@@ -68,15 +68,15 @@ class IndexedSource(Source):
     size: int
 
     def order(self, seed: int, epoch: int, shuffle: bool) -> Any:
-        """Return the sample order of an epoch: it has a length, and a slice of it gives ids."""
+        """Return the sample order of an epoch: an object with a length, whose slices are arrays of ids."""
         return Order(self.size, seed, epoch, shuffle)
 
     def reader(self, seed: int, epoch: int) -> Callable[[Ids], Any]:
-        """Return the function that reads samples in this epoch."""
+        """Return the function that reads samples by id in this epoch, with random draws that depend on it."""
         return self.fetch
 
     def samples(self, ids: Sequence[int]) -> list[Any]:
-        """Read some samples as a list, without collating them."""
+        """Read the samples with these ids as a list, without collating them."""
         raise DataError(
             "lengths can only be measured of data with single samples",
             got=self.name,
@@ -84,7 +84,7 @@ class IndexedSource(Source):
         )
 
     def lengths(self, length: str | Callable[[Any], int]) -> Ids:
-        """Return the length of every sample, by a function of the sample or as the length of one of its fields."""
+        """Return the length of every sample; `length` is a function of a sample, or the name of a field."""
         measure = partial(_length_of, length) if isinstance(length, str) else length
         chunks = (range(first, min(first + CHUNK, self.size)) for first in range(0, self.size, CHUNK))
         return as_ids([measure(sample) for ids in chunks for sample in self.samples(ids)])
@@ -100,7 +100,7 @@ def _length_of(field: str, sample: Any) -> int:
 
 
 def collated(samples: list[Any], collate: Collate, name: str) -> Any:
-    """Collate samples into one batch; on failure raise an error that names the data."""
+    """Collate samples into one batch; raise DataError with the name of the data if that fails."""
     try:
         return collate(samples)
     except Exception as error:
@@ -122,7 +122,10 @@ def unreadable(name: str, sample: int, error: BaseException) -> DataError:
 
 
 def check_source(source: Source, batch_size: int | None) -> int:
-    """Return the global batch size to train with; raise if this source cannot provide such batches."""
+    """Return the global batch size, from the task's `batch_size` or the source; raise DataError if there is none.
+
+    The error is also raised if the two differ, or if the source has less than one batch.
+    """
     if batch_size is not None and source.batch_size not in (None, batch_size):
         raise DataError(
             f"the batch_size of the task and of its {source.sized_by} must be equal",

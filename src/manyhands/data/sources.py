@@ -1,4 +1,4 @@
-"""The kinds of data that `Task.data` accepts, tried in order, the source of each, and a digest of its samples."""
+"""The kinds of data that `Task.data` accepts, the functions that make sources of them, and a digest of samples."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ NOT_SAMPLES = (dict, str, bytes, type, torch.Tensor, np.ndarray)
 """Types with items that are not collections of samples; arrays with rows are recognized before."""
 
 Kind = tuple[Callable[[Any], bool], Callable[[Any, Collate | None], Source]]
-"""A test whether data is of a kind, and the function that makes a source of it."""
+"""A function that returns whether data is of a kind, and the function that makes a source of such data."""
 
 
 def as_source(data: Any, *, collate: Collate | None = None) -> Source:
-    """Return the source that reads this data.
+    """Return the source that reads data of any kind that `Task.data` accepts; raise DataError for any other object.
 
     >>> import numpy as np
     >>> as_source((np.zeros((8, 2)), np.zeros(8))).size
@@ -42,7 +42,7 @@ def as_source(data: Any, *, collate: Collate | None = None) -> Source:
     raise DataError(
         "data must be arrays, a dataset, an iterable, a DataLoader, or a function that returns one of these",
         got=_described(data),
-        remedy="a dataset has __getitem__ and __len__, or __iter__",
+        remedy="pass for example a dataset, which has __getitem__ and __len__, or __iter__",
     )
 
 
@@ -51,7 +51,7 @@ def source_of(task: Task) -> Source:
     source = as_source(task.data, collate=task.collate)
     if not task.drop_last or source.drop_last:
         return source
-    dropping = copy.copy(source)  # the user may pass a source, which stays as it is
+    dropping = copy.copy(source)  # a source that the user passed must not change
     dropping.drop_last = True
     return dropping
 
@@ -62,7 +62,7 @@ def _from_loader(loader: DataLoader[Any], collate: Collate | None) -> Source:
 
 
 def _from_dataset(dataset: Any, collate: Collate | None) -> Source:
-    """Return the source of a loader's dataset, where a tuple or a list is a sequence of samples, never of arrays."""
+    """Return the source of a DataLoader's dataset, in which a tuple or list contains samples and not arrays."""
     if isinstance(dataset, tuple | list):
         return MapSource(dataset, collate)
     return as_source(dataset, collate=collate)
@@ -139,14 +139,16 @@ KINDS: list[Kind] = [
     (_is_iterable, _from_iterable),
     (callable, _from_function),
 ]
-"""A new kind of data is one file and one line here; the first match is used."""
+"""The kinds of data, of which the first that matches is used. A new kind is one file and one line here."""
 
 
 NUM_SAMPLES = 16
 
 
 def data_digest(source: Source) -> str:
-    """Return a digest that is equal if length and some samples are; random augmentation draws the same numbers.
+    """Return a digest of the length and of some samples, by which hosts find out whether their data is the same.
+
+    Generators are seeded before a sample is read, so that random augmentation draws the same numbers.
 
     >>> from .sources import as_source
     >>> data_digest(as_source(torch.arange(5))) == data_digest(as_source(torch.arange(5)))
@@ -164,7 +166,7 @@ def data_digest(source: Source) -> str:
 
 
 def _some(source: Source) -> Iterator[Any]:
-    """Yield samples from all over the data if they can be read by index; else the first ones of a stream."""
+    """Yield samples that are spread evenly over the data, or the first samples of a stream."""
     if isinstance(source, IndexedSource):
         for number in np.unique(np.linspace(0, source.size - 1, NUM_SAMPLES).astype(np.int64)):
             seed_all(0)

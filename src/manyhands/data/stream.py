@@ -1,4 +1,4 @@
-"""Streams: iterable datasets, plain iterables and generator functions, of unknown length."""
+"""Source of streams, which have no known length: iterable datasets, other iterables, and generator functions."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from .source import Collate, Source, Window, collated, unreadable
 
 
 class StreamSource(Source):
-    """Samples in the order in which they arrive.
+    """Source of the samples of an iterable, in the order in which they arrive.
 
-    Every replica iterates over the whole stream and collates its own part; a sample's id is its position. The stream's
-    random draws are seeded by (seed, epoch), so that all replicas see the same stream.
+    Every replica iterates over the whole stream and collates its own part. The id of a sample is its position. Random
+    draws of the stream are seeded by (seed, epoch), so that all replicas get the same stream.
     """
 
     max_workers = 1
@@ -51,7 +51,7 @@ class StreamSource(Source):
         return collated([samples[i - start] for i in ids.tolist()], self._collate, self.name)
 
     def _skip(self, stream: Iterator[Any], count: int) -> int:
-        """Skip samples one by one, so that none of them is kept."""
+        """Read and drop `count` samples one by one, so that only one at a time is in memory; return `count`."""
         for position in range(count):
             self._take(stream, 1, position)
         return count

@@ -16,20 +16,21 @@ import torch
 from torch import Tensor
 
 SLOT_BYTES = 1 << 25
-"""Bytes of a slot for one batch; a larger batch is sent by PyTorch. Only pages that are written take memory."""
+"""Bytes of a slot, which holds one batch; PyTorch sends larger batches. Only pages that are written take memory."""
 SLOTS = 4
-"""Slots per worker: two batches ahead, one that is being copied, and one spare."""
+"""Slots per worker: for two batches read ahead, one that is being copied, and one spare."""
 _ALIGN = 64
 _INLINE = 512
 
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """A batch whose tensor data is in a slot."""
+    """A batch whose tensor data is in a slot of the shared memory."""
 
     body: bytes
+    """The pickle of the batch without its large tensors."""
     places: tuple[tuple[int, int], ...]
-    """Offset of each tensor, and its number of bytes."""
+    """Offset of each large tensor in the shared memory, and its number of bytes."""
 
 
 class _Pickler(pickle.Pickler):
@@ -51,7 +52,7 @@ def _tensor(buffer: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
 
 
 class WorkerSlots:
-    """Memory shared by the consumer and its workers, allocated before the fork."""
+    """Memory that the training process shares with its workers, allocated before they are forked."""
 
     def __init__(self, num_workers: int) -> None:
         flags = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
@@ -60,7 +61,7 @@ class WorkerSlots:
         self._turn = 0
 
     def put(self, batch: Any, worker: int) -> Any:
-        """Pack a batch in a worker: into a slot, or unchanged if it does not fit."""
+        """Write a batch into a slot of this worker and return a `PackedBatch`; return the batch if it does not fit."""
         buffers: list[pickle.PickleBuffer] = []
 
         def is_small(buffer: pickle.PickleBuffer) -> bool:
@@ -83,7 +84,7 @@ class WorkerSlots:
         return PackedBatch(body.getvalue(), tuple(places))
 
     def take(self, item: Any) -> Any:
-        """Return the batch of a parcel, copied out of its slot, which is then free."""
+        """Return a batch that a worker sent; a `PackedBatch` is copied out of its slot, which is then free."""
         if not isinstance(item, PackedBatch):
             return item
         copies = [self._numbers[place : place + size].clone().numpy() for place, size in item.places]

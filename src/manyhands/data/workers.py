@@ -1,4 +1,4 @@
-"""Worker processes that read batches, and the transfer of their errors to the consumer."""
+"""Worker processes that read batches, and send batches and errors to the training process."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from .source import Source
 from .worker_memory import PackedBatch, WorkerSlots
 
 Read = Callable[[int, int], Iterator[Batch]]
-"""`read(first, step)` yields batches number first, first + step, ... of an epoch."""
+"""`read(first, step)` yields the batches number first, first + step, ... of an epoch."""
 
 
 @dataclass(frozen=True)
 class _Failure:
-    """An error of a worker and its cause, sent to the consumer."""
+    """An error of a worker and its cause, sent to the training process."""
 
     error: DataError
     cause: BaseException
@@ -33,7 +33,10 @@ class _Failure:
 
 
 class _InWorker(IterableDataset[Any]):
-    """Lets each worker read every n-th batch; the DataLoader takes from the workers in turn, which keeps the order."""
+    """Dataset of batches for a DataLoader with n workers: each worker reads every n-th batch.
+
+    The DataLoader takes batches from the workers in turn, which keeps their order.
+    """
 
     def __init__(self, read: Read, slots: WorkerSlots | None) -> None:
         self._read, self._slots = read, slots
@@ -51,7 +54,7 @@ class _InWorker(IterableDataset[Any]):
 
 
 def read_in_workers(read: Read, num_workers: int, source: Source) -> Iterator[Batch]:
-    """Yield the batches of an epoch in order, read by worker processes."""
+    """Return an iterator of the batches of an epoch in order, which `num_workers` processes read."""
     context = _context()
     slots = _slots(num_workers) if context == "fork" else None
     loader: DataLoader[Any] = DataLoader(
@@ -92,9 +95,10 @@ def _received(items: Iterator[Any], name: str, slots: WorkerSlots | None) -> Ite
 
 @contextmanager
 def _quiet_children() -> Iterator[None]:
-    """Remove DataLoader's signal handler, which raises the error of a dead worker anywhere in the consumer's code.
+    """Remove the SIGCHLD handler that a DataLoader has installed in the context, at the end of the context.
 
-    Without the handler the error is raised when the next batch is requested, some seconds later.
+    The handler would raise the error of a dead worker anywhere in the training process. Without it, the error is raised
+    some seconds later, when the next batch is requested.
     """
     handler = signal.getsignal(signal.SIGCHLD) if hasattr(signal, "SIGCHLD") else None
     yield
@@ -115,7 +119,7 @@ def _as_it_is(batch: Any) -> Any:
 
 
 def _context() -> str:
-    """Return fork if available, which needs no pickling, so datasets may hold functions and open files."""
+    """Return "fork" where it is available, so that datasets need no pickling and may have functions and open files."""
     return "fork" if "fork" in multiprocessing.get_all_start_methods() else "spawn"
 
 

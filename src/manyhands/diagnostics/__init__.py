@@ -1,4 +1,4 @@
-"""Diagnostics: checks for everything that could keep manyhands from working on a machine, or make it slow."""
+"""Diagnostics: checks for problems of a machine that prevent manyhands from working, or make it slow."""
 
 from __future__ import annotations
 
@@ -38,11 +38,15 @@ CHECKS: tuple[Callable[[], Finding], ...] = (
     software.compiler,
     software.extras,
 )
-"""All checks; a new check is one function without required arguments, and one line here."""
+"""All checks except that of the run folder. A new check is a function without required arguments, listed here."""
 
 
 def doctor(folder: str | Path = "runs", checks: Sequence[Callable[[], Finding]] | None = None) -> list[Finding]:
-    """Run all checks of this machine; `folder` is where runs are written.
+    """Run checks of this machine, and return what each of them has found.
+
+    Args:
+        folder: The folder in which runs are written, which is checked too.
+        checks: The checks to run; by default all.
 
     >>> doctor(checks=[software.system])[0].verdict
     'ok'
@@ -54,9 +58,9 @@ def doctor(folder: str | Path = "runs", checks: Sequence[Callable[[], Finding]] 
 
 
 def _look(check: Callable[[], Finding]) -> Finding:
-    """Run a check; if the check itself fails, report that without a verdict on the machine."""
+    """Run a check; if the check itself raises an error, return a finding that says so, without a problem."""
     try:
         return check()
     except Exception as error:
         name = getattr(check, "__name__", "run folder").replace("_", " ")
-        return Finding(name, f"could not be looked at: {type(error).__name__}: {error}")
+        return Finding(name, f"could not be checked: {type(error).__name__}: {error}")

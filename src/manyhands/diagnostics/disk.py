@@ -1,4 +1,4 @@
-"""Checks of the run folder: write permission, free space, and write speed."""
+"""Check of the folder in which runs are written: write permission, free space and write speed."""
 
 from __future__ import annotations
 
@@ -11,22 +11,26 @@ from pathlib import Path
 from .finding import Finding, broken, slow
 
 TRIAL_BYTES = 32 * 2**20
+"""Bytes that are written to measure the speed."""
 _GIB = 2**30
 
 
 def run_folder(folder: str | Path = "runs", free: int | None = None, speed: float | None = None) -> Finding:
-    """Check the folder of runs; `speed` is in bytes per second, to the disk itself."""
+    """Check that the folder of runs is writable, and has enough free space and speed.
+
+    `free` (bytes) and `speed` (bytes per second that reach the disk) are measured by default.
+    """
     name, place = "run folder", _nearest(Path(folder).absolute())
     if not os.access(place, os.W_OK | os.X_OK):
-        cure = "choose another folder= (--folder), or ask for the right to write"
-        return broken(name, f"{place} may not be written to", "no run can be recorded", cure)
+        cure = "choose another folder= (--folder), or get permission to write to it"
+        return broken(name, f"{place} is not writable", "no run can be recorded", cure)
     free = shutil.disk_usage(place).free if free is None else free
     if free < _GIB // 4:
         return broken(name, f"{free // 2**20} MiB free in {place}", "checkpoints do not fit", "remove old runs")
     try:
         speed = measure_speed(place) if speed is None else speed
     except OSError as error:
-        return broken(name, f"{place}: {error}", "no run can be recorded", "see the error")
+        return broken(name, f"{place}: {error}", "no run can be recorded", "choose another folder= (--folder)")
     text = f"{free / _GIB:.1f} GiB free in {place}, written at {speed / 1e6:.0f} MB/s"
     if free < 2 * _GIB:
         return slow(name, text, "a few checkpoints of a large network fill it", "remove old runs, or lower keep=")
@@ -37,7 +41,7 @@ def run_folder(folder: str | Path = "runs", free: int | None = None, speed: floa
 
 
 def measure_speed(folder: Path, num_bytes: int = TRIAL_BYTES) -> float:
-    """Return the bytes per second that reach the disk, measured with one temporary file."""
+    """Return the bytes per second that reach the disk, measured by writing a temporary file to `folder`."""
     data = os.urandom(2**20)
     with tempfile.NamedTemporaryFile(dir=folder, prefix=".manyhands-trial-") as file:
         start = time.perf_counter()

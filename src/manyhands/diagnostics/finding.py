@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 OK, SLOW, BROKEN = "ok", "slow", "broken"
-"""Works; works, but slowly or unreliably; does not work."""
+"""Verdicts of checks: no problem; slow, or fails under load; does not work."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of a check: its name, what was found, and for a problem why it matters and how to fix it.
+    """The result of a check of the machine.
+
+    It has the name of the check, what was found, the verdict, and for a problem why it matters and how to fix it.
 
     >>> Finding("swap", "none in use").verdict
     'ok'
@@ -24,10 +26,10 @@ class Finding:
 
 
 def slow(name: str, found: str, why: str, cure: str) -> Finding:
-    """Return a finding that costs time, or fails under load."""
+    """Return a finding of a problem that makes manyhands slow, or fail under load."""
     return Finding(name, found, SLOW, why, cure)
 
 
 def broken(name: str, found: str, why: str, cure: str) -> Finding:
-    """Return a finding that keeps manyhands, or a device, from working."""
+    """Return a finding of a problem that prevents manyhands or a device from working."""
     return Finding(name, found, BROKEN, why, cure)

@@ -1,4 +1,4 @@
-"""Checks of GPUs: the driver against torch's build, other processes that use them, and causes of slowdowns."""
+"""Checks of GPUs: the driver and torch's build, other processes that use the GPUs, and causes of slowdowns."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from .finding import Finding, broken, slow
 from .nvidia import Gpu, NvidiaDriver, count_on_bus, read_driver
 
 MOSTLY = 0.1
-"""The fraction of a GPU's memory that other processes may hold before it is reported."""
+"""The fraction of a GPU's memory in use above which it is reported."""
 
 
 def driver(found: NvidiaDriver | None = None, num_on_bus: int | None = None, cuda: str | None = None) -> Finding:
-    """Check that the NVIDIA driver exists and is new enough for the CUDA version of torch."""
+    """Check that the NVIDIA driver is installed, and new enough for the CUDA version with which torch was built."""
     found, cuda = found or read_driver(), cuda or torch.version.cuda
     num_on_bus = count_on_bus() if num_on_bus is None else num_on_bus
     if found is None and num_on_bus:
         return broken(
             "driver",
-            f"{num_on_bus} NVIDIA GPU(s) on the bus, and no driver that answers",
+            f"{num_on_bus} NVIDIA GPU(s) on the PCI bus, but no driver answers",
             "the GPU cannot be used",
-            "install the NVIDIA driver and see that nvidia-smi works; in a container start it with --gpus all",
+            "install the NVIDIA driver, and check that nvidia-smi works; if in a container, start it with --gpus all",
         )
     if found is None:
         return Finding("driver", "no NVIDIA GPU")
@@ -34,14 +34,14 @@ def driver(found: NvidiaDriver | None = None, num_on_bus: int | None = None, cud
         return broken(
             "driver",
             text,
-            "torch cannot start CUDA on a driver older than its own CUDA's generation",
+            "torch cannot use CUDA with a driver that is older than the major version of its CUDA",
             f"update the driver, or install a torch that was built with CUDA {found.cuda[0]}",
         )
     return Finding("driver", text)
 
 
 def torch_build(num_gpus: int | None = None, cuda: str | None = None, is_available: bool | None = None) -> Finding:
-    """Check that torch was built for the GPUs of this machine and can see them."""
+    """Check that torch was built with CUDA if this machine has NVIDIA GPUs, and that it finds them."""
     if num_gpus is None:
         num_gpus = len(_gpus(None))
         cuda, is_available = torch.version.cuda or torch.version.hip, torch.cuda.is_available()
@@ -51,7 +51,7 @@ def torch_build(num_gpus: int | None = None, cuda: str | None = None, is_availab
     if not cuda:
         return broken(
             "torch build",
-            f"{build} is built for the CPU alone, and there are {num_gpus} NVIDIA GPU(s)",
+            f"{build} is built without CUDA, but there are {num_gpus} NVIDIA GPU(s)",
             "everything runs on the CPU",
             "install torch with CUDA: see pytorch.org/get-started for the command",
         )
@@ -72,7 +72,7 @@ def torch_build(num_gpus: int | None = None, cuda: str | None = None, is_availab
 
 
 def gpu_architecture(found: list[Device] | None = None) -> Finding:
-    """Check that torch was compiled for the architecture of these GPUs."""
+    """Check that torch was compiled for the architecture of this machine's accelerators."""
     found = [device for device in (devices() if found is None else found) if device.kind != "cpu"]
     for device in found:
         if device.cure:
@@ -81,53 +81,53 @@ def gpu_architecture(found: list[Device] | None = None) -> Finding:
 
 
 def gpu_mode(found: NvidiaDriver | None = None) -> Finding:
-    """Check for compute modes that keep processes off a GPU."""
+    """Check for compute modes of GPUs that exclude processes."""
     odd = [gpu for gpu in _gpus(found) if gpu.mode != "Default"]
     if not odd:
         return Finding("GPU mode", "shared by processes" if _gpus(found) else "no NVIDIA GPU")
     text = _each(odd, lambda gpu: gpu.mode)
     cure = f"sudo nvidia-smi -i {odd[0].index} -c DEFAULT"
     if any(gpu.mode == "Prohibited" for gpu in odd):
-        return broken("GPU mode", text, "no process may compute on it", cure)
-    return slow("GPU mode", text, "one process only may use it: no 'cuda:0*2', no second program", cure)
+        return broken("GPU mode", text, "no process can compute on it", cure)
+    return slow("GPU mode", text, "only one process can use it: neither 'cuda:0*2' nor a second program works", cure)
 
 
 def gpu_memory(found: NvidiaDriver | None = None) -> Finding:
-    """Check for memory that other processes hold."""
+    """Check whether other processes use much of a GPU's memory."""
     taken = [gpu for gpu in _gpus(found) if gpu.total and gpu.used > MOSTLY * gpu.total]
     if not taken:
         return Finding("GPU memory", "free" if _gpus(found) else "no NVIDIA GPU")
-    text = _each(taken, lambda gpu: f"{gpu.used / gpu.total:.0%} taken by {', '.join(gpu.holders) or 'others'}")
+    text = _each(taken, lambda gpu: f"{gpu.used / gpu.total:.0%} used by {', '.join(gpu.holders) or 'other processes'}")
     return slow(
         "GPU memory",
         text,
-        "less memory for batches, and steps wait for each other",
+        "less memory is left for batches, and steps wait while the other processes compute",
         "end these processes, or name other devices with on=",
     )
 
 
 def leased_devices(found: Mapping[str, Holder] | None = None) -> Finding:
-    """Check for devices that other manyhands programs hold, for which a run would wait."""
+    """Check for devices that other manyhands programs have leased, for which a run would wait."""
     found = holders() if found is None else found
     if not found:
         return Finding("leases", "no device is held by another manyhands program")
     return slow(
         "leases",
         "; ".join(f"{name} is held by {holder}" for name, holder in found.items()),
-        "a run on it waits until that program is done",
+        "a run on this device waits until that program ends",
         "name another device with on=, or set MANYHANDS_ON_BUSY=share",
     )
 
 
 def gpu_clocks(found: NvidiaDriver | None = None) -> Finding:
-    """Check for clocks throttled by heat or power, and for persistence mode that is off."""
+    """Check whether clocks of GPUs are throttled because of heat or power, and whether persistence mode is off."""
     hot = [gpu for gpu in _gpus(found) if gpu.slowdowns]
     if hot:
         return slow(
             "GPU clocks",
             _each(hot, lambda gpu: ", ".join(gpu.slowdowns)),
-            "every step takes longer than this GPU needs",
-            "look at its cooling and power supply: nvidia-smi -q -d PERFORMANCE,TEMPERATURE",
+            "every step takes longer than at full speed",
+            "check its cooling and power supply: nvidia-smi -q -d PERFORMANCE,TEMPERATURE",
         )
     asleep = [gpu for gpu in _gpus(found) if not gpu.is_persistent]
     if asleep:
@@ -137,7 +137,7 @@ def gpu_clocks(found: NvidiaDriver | None = None) -> Finding:
             "the first program after a pause waits seconds for the driver",
             "sudo nvidia-smi -pm 1",
         )
-    return Finding("GPU clocks", "nothing holds them down" if _gpus(found) else "no NVIDIA GPU")
+    return Finding("GPU clocks", "nothing throttles them" if _gpus(found) else "no NVIDIA GPU")
 
 
 def _gpus(found: NvidiaDriver | None) -> tuple[Gpu, ...]:

@@ -17,12 +17,12 @@ from .finding import Finding, broken, slow
 
 NUM_REDUCES = 200
 SLOW_SECONDS = 2e-3
-"""A small all-reduce takes a tenth of this on an idle machine."""
+"""Seconds of a small all-reduce above which a problem is reported; on an idle machine it takes a tenth of this."""
 _PATIENCE = 60.0
 
 
 def loopback(address: str = "127.0.0.1") -> Finding:
-    """Check that one process can connect to another on this machine."""
+    """Check that a process can connect to `address`, by default the loopback interface of this machine."""
     try:
         with socket.socket() as listener:
             listener.bind((address, 0))
@@ -34,18 +34,18 @@ def loopback(address: str = "127.0.0.1") -> Finding:
         return broken(
             "loopback",
             f"{address} cannot be reached: {error}",
-            "ranks meet there",
-            "ip link set lo up, and let a firewall pass what comes from lo",
+            "the ranks of a run connect to each other there",
+            "ip link set lo up, and make sure that the firewall accepts packets from lo",
         )
     return Finding("loopback", f"reached in {1e6 * seconds:.0f} µs")
 
 
 def host_name(name: str | None = None, resolved: str | None = None, ours: frozenset[str] | None = None) -> Finding:
-    """Check that the host name resolves to this machine: gloo selects its interface by it."""
+    """Check that the host name resolves to an address of this machine, because gloo selects its interface by it."""
     name = this_host() if name is None else name
     resolved = _address(name) if resolved is None else resolved
     ours = _our_addresses() if ours is None else ours
-    why = "loops of your own with torch.distributed, and several machines, pick their interface by it"
+    why = "custom training loops with torch.distributed, and runs on several machines, select their interface by it"
     cure = f"add '127.0.1.1 {name}' to /etc/hosts, or set GLOO_SOCKET_IFNAME to the right interface"
     if not resolved:
         return slow("host name", f"{name} resolves to nothing", why, cure)
@@ -55,20 +55,20 @@ def host_name(name: str | None = None, resolved: str | None = None, ours: frozen
 
 
 def all_reduce(seconds: float | None = None, start: Callable[[], LocalEngine] = LocalEngine) -> Finding:
-    """Check the latency of an all-reduce between two ranks, started like those of a run."""
+    """Check the latency of an all-reduce between two ranks, which are started like those of a run."""
     try:
         seconds = _measure(start()) if seconds is None else seconds
     except Exception as error:
         return broken(
             "all-reduce",
-            f"two ranks could not work together: {type(error).__name__}: {error}",
+            f"an all-reduce of two ranks failed: {type(error).__name__}: {error}",
             "no strategy with several processes can run",
-            "correct the problems above first; the message names the failed rank and the reason",
+            "fix the problems above first; the message names the failed rank and the reason",
         )
     text = f"{1e6 * seconds:.0f} µs between two processes"
     if seconds <= SLOW_SECONDS:
         return Finding("all-reduce", text)
-    return slow("all-reduce", text, "every step of several processes waits for some", "see whether other programs run")
+    return slow("all-reduce", text, "every step of several processes waits for it", "end other programs on this host")
 
 
 def _measure(engine: LocalEngine) -> float:
@@ -79,7 +79,7 @@ def _measure(engine: LocalEngine) -> float:
 
 
 def _time_reduces(world: World) -> float:
-    """Return the median time of a small all-reduce, after a warm-up."""
+    """Return the median seconds of a small all-reduce, after a warm-up."""
     tensor, times = torch.zeros(1), []
     for _ in range(NUM_REDUCES):
         start = time.perf_counter()

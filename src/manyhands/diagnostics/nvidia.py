@@ -1,4 +1,4 @@
-"""Information from the NVIDIA driver, through NVML if nvidia-ml-py is installed, else through nvidia-smi."""
+"""The state of NVIDIA GPUs and their driver, from NVML if nvidia-ml-py is installed, else from nvidia-smi."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PCI = Path("/sys/bus/pci/devices")
 _NVIDIA, _DISPLAY = "0x10de", "0x03"
 _MODES = {0: "Default", 1: "Exclusive_Thread", 2: "Prohibited", 3: "Exclusive_Process"}
 _SLOWDOWNS = {0x08: "hardware slowdown", 0x20: "too hot", 0x40: "too hot", 0x80: "power brake"}
-"""Bits of the throttle reasons; an idle GPU and a power limit reached under load are not reported."""
+"""Bits of NVML's throttle reasons that indicate a problem, unlike an idle GPU or the power limit under load."""
 _QUERY = (
     "index,name,compute_mode,persistence_mode,memory.used,memory.total,clocks_throttle_reasons.active,driver_version"
 )
@@ -26,33 +26,39 @@ _QUERY = (
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """One GPU, as its driver describes it."""
+    """The state of an NVIDIA GPU, as its driver reports it."""
 
     index: int
+    """The driver's number of the GPU."""
     model: str = ""
+    """The name of the product."""
     mode: str = "Default"
+    """Compute mode: "Default", "Exclusive_Thread", "Exclusive_Process" or "Prohibited"."""
     is_persistent: bool = True
+    """Whether persistence mode is on, so that the driver stays loaded without clients."""
     used: int = 0
-    """Bytes in use."""
+    """Bytes of memory in use."""
     total: int = 0
+    """Bytes of memory."""
     holders: tuple[str, ...] = ()
-    """Other processes that compute on it."""
+    """IDs and names of other processes that compute on the GPU."""
     slowdowns: tuple[str, ...] = ()
+    """Why its clocks are throttled, such as "too hot"."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NvidiaDriver:
-    """The driver and its GPUs."""
+    """The NVIDIA driver, and the GPUs that it reports."""
 
     version: str = ""
     cuda: tuple[int, int] | None = None
-    """The newest CUDA version that the driver supports."""
+    """The newest CUDA version that the driver supports, as (major, minor); None if it is unknown."""
     gpus: tuple[Gpu, ...] = ()
 
 
 @functools.cache
 def read_driver() -> NvidiaDriver | None:
-    """Return the driver's information; None if no driver answers."""
+    """Return the state of the NVIDIA driver and its GPUs, cached; None if no driver answers."""
     with contextlib.suppress(Exception):
         return _from_nvml()
     with contextlib.suppress(Exception):
@@ -123,7 +129,7 @@ def _from_smi() -> NvidiaDriver:
 
 
 def parse_smi(row: Sequence[str], holders: tuple[str, ...] = ()) -> Gpu:
-    """Return a GPU from a line of nvidia-smi's table.
+    """Return the state of a GPU from the columns of its line in nvidia-smi's table (see `_QUERY`).
 
     >>> parse_smi(["0", "NVIDIA H200", "Default", "Enabled", "4", "143771", "0x0000000000000020", "570.86"]).slowdowns
     ('too hot',)
@@ -137,7 +143,7 @@ def parse_smi(row: Sequence[str], holders: tuple[str, ...] = ()) -> Gpu:
 
 
 def slowdowns(reasons: int) -> tuple[str, ...]:
-    """Return the reasons for throttled clocks that indicate a problem."""
+    """Return texts for the bits of NVML's throttle reasons that indicate a problem."""
     return tuple(dict.fromkeys(text for bit, text in _SLOWDOWNS.items() if reasons & bit))
 
 

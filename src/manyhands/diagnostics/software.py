@@ -26,25 +26,25 @@ _EXTRAS = {
     "ray": "ray",
     "opentelemetry": "traces",
 }
-"""Optional packages, and the extra that installs each."""
+"""Optional packages, and the extra of manyhands that installs each of them."""
 
 
 def system(platform: str = sys.platform) -> Finding:
-    """Check the operating system: several processes need Linux."""
+    """Check that the operating system is Linux, which runs with several processes need."""
     if platform == "linux":
         return Finding("system", "Linux")
-    return slow("system", platform, "several processes need Linux: one device only", "use Linux, or WSL on Windows")
+    return slow("system", platform, "several processes (and devices) need Linux", "use Linux, or WSL on Windows")
 
 
 def python(version: tuple[int, ...] | None = None, wanted: str | None = None) -> Finding:
-    """Check Python's version against the supported range."""
+    """Check that the version of Python is in the supported range."""
     text = ".".join(map(str, (version or sys.version_info)[:3]))
     wanted = wanted or importlib.metadata.metadata("manyhands")["Requires-Python"]
-    return _version("Python", text, wanted, f"install a Python {wanted} and make a new environment with it")
+    return _version("Python", text, wanted, f"install Python {wanted} and create a new environment with it")
 
 
 def torch_version(version: str | None = None, wanted: str | None = None) -> Finding:
-    """Check torch's version against the supported range."""
+    """Check that the installed version of torch is in the supported range."""
     version = version or importlib.metadata.version("torch")
     needs = (need for need in importlib.metadata.requires("manyhands") or () if need.startswith("torch"))
     wanted = wanted or next(needs, "torch").removeprefix("torch")
@@ -52,13 +52,13 @@ def torch_version(version: str | None = None, wanted: str | None = None) -> Find
 
 
 def compiler(found: str | None = None, has_headers: bool | None = None) -> Finding:
-    """Check for a C++ compiler and Python's headers, which torch.compile needs."""
+    """Check that a C++ compiler and Python's headers are installed, which torch.compile needs."""
     if found is None:
         names = (os.environ.get("CXX", ""), "g++", "clang++", "c++")
         found = next((path for name in names if name and (path := shutil.which(name))), "")
     headers = Path(sysconfig.get_path("include")) / "Python.h"
     has_headers = headers.exists() if has_headers is None else has_headers
-    why = "torch.compile cannot make programs of networks, and steps run operation by operation"
+    why = "torch.compile cannot compile networks, so steps run operation by operation"
     if not found:
         return slow("compiler", "no C++ compiler", why, "apt install g++, or set CXX")
     if not has_headers:
@@ -67,7 +67,7 @@ def compiler(found: str | None = None, has_headers: bool | None = None) -> Findi
 
 
 def extras(installed: frozenset[str] | None = None) -> Finding:
-    """List the optional packages that are installed; none of them is required."""
+    """Report which optional packages are installed; none of them is required."""
     if installed is None:
         installed = frozenset(name for name in _EXTRAS if importlib.util.find_spec(name) is not None)
     have = ", ".join(name for name in _EXTRAS if name in installed) or "none"
@@ -77,7 +77,7 @@ def extras(installed: frozenset[str] | None = None) -> Finding:
 
 
 def inside(version: str, wanted: str) -> bool:
-    """Return whether a version lies in a range of `>=`, `>`, `<=` and `<`.
+    """Return whether a version satisfies a specifier such as ">=2.11,<2.16", of `>=`, `>`, `<=` and `<`.
 
     >>> inside("2.13.0+cpu", ">=2.11,<2.16"), inside("2.16.0", ">=2.11,<2.16")
     (True, False)
@@ -90,7 +90,7 @@ def inside(version: str, wanted: str) -> bool:
 def _version(name: str, version: str, wanted: str, cure: str) -> Finding:
     if inside(version, wanted):
         return Finding(name, version)
-    return broken(name, f"{version}, and {wanted} is supported", "nothing was tried with it", cure)
+    return broken(name, f"{version}, but only {wanted} is supported", "manyhands is not tested with it", cure)
 
 
 def _numbers(text: str) -> tuple[int, ...]:

@@ -1,8 +1,9 @@
 """Authentication between ranks: torch's store and gloo have none, so data read from them is verified here.
 
-The ranks of a generation share a key. Values in the store are signed with it (`SignedStore`), every connection of a new
-group is confirmed with it (`confirm`), and every message of objects carries an HMAC over its group, source, number and
-content (`ObjectGather`), which is checked before anything is decoded. Tensors are not covered.
+The ranks that joined at the same rendezvous (a generation) share a key. It signs values in the store (`SignedStore`),
+confirms every connection of a new group (`confirm`), and authenticates every message of Python values by an HMAC over
+its group, source, number and content (`ObjectGather`), which is checked before anything is decoded. Tensors are not
+authenticated.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class NotAuthentic(RunError):
 
 
 class RankKey:
-    """The key of the ranks of one generation; without a secret, codes detect corrupt messages but not forged ones."""
+    """The key of the ranks of one generation; without a secret, its codes detect corrupt but not forged messages."""
 
     def __init__(self, secret: bytes) -> None:
         self.is_secret = bool(secret)
@@ -66,16 +67,15 @@ class RankKey:
         return mac.digest()
 
     def accepts(self, tag: bytes | memoryview, *context: Context, payload: bytes | memoryview = b"") -> bool:
-        """Return whether a code is correct; compares in constant time."""
+        """Return whether an authentication code is correct for a payload in its context; compares in constant time."""
         return hmac.compare_digest(tag, self.tag(*context, payload=payload))
 
 
 class SignedStore(dist.Store):
-    """A store whose values are signed. Gloo and NCCL read their peers' addresses through it.
+    """A store whose values are signed; gloo and NCCL read their peers' addresses through it.
 
-    A value without a valid signature is not returned. It is read again for a while, because the authentic value may
-    still
-    replace one that a foreign process wrote under a guessed name.
+    A value without a valid signature is not returned. It is read again for `patience` seconds, because the authentic
+    value may still replace one that a foreign process wrote under a guessed name. Then NotAuthentic is raised.
     """
 
     def __init__(self, store: dist.Store, key: RankKey, patience: float) -> None:
@@ -124,7 +124,10 @@ class SignedStore(dist.Store):
 
 
 class ObjectGather:
-    """Exchanges Python values within one group. All ranks call it in the same order, so their message numbers match."""
+    """Exchange authenticated Python values within one group.
+
+    All ranks call it in the same order, so their message numbers match.
+    """
 
     def __init__(self, key: RankKey, group: str, rank: int) -> None:
         self._key, self._group, self._rank = key, group, rank
@@ -134,8 +137,8 @@ class ObjectGather:
         """Return the values of all ranks, in rank order.
 
         Args:
-            value: This rank's value; plain data, see `messages`.
-            all_gather: Stacks the byte tensors of all ranks, which have the same length.
+            value: This rank's value: plain data, as defined in `distributed.messages`.
+            all_gather: Function that stacks the byte tensors of all ranks, which have the same length.
 
         Raises:
             NotAuthentic: A message is not from the expected rank, or is not the next one.
@@ -166,7 +169,7 @@ class ObjectGather:
         return frame.ljust(FRAME_BYTES, b"\0")
 
     def _verify_frame(self, source: int, number: int, frame: memoryview) -> tuple[int, memoryview]:
-        """Return a message's length, and its content or, if it follows in the second round, its code."""
+        """Return the length of a message and its content, or the code of content that follows in the second round."""
         (length,) = _LENGTH.unpack_from(frame)
         start = _LENGTH.size + TAG_BYTES
         content = frame[start : start + (length if length <= _INLINE_BYTES else TAG_BYTES)]
@@ -196,16 +199,18 @@ class ObjectGather:
 def confirm(key: RankKey, group: dist.ProcessGroup, name: str, nonces: Mapping[int, bytes], timeout: float) -> None:
     """Verify that every connection of a new gloo group leads to a rank of this job.
 
-    Gloo's listeners accept the first peer that connects and sends the number of a pair. So each two ranks exchange
-    codes
-    over their connection, computed from the key and from fresh random numbers of all ranks.
+    Gloo's listeners accept the first peer that connects and sends the number of a connection. Therefore each two ranks
+    exchange codes over their connection, computed from the key and from fresh random numbers of all ranks.
 
     Args:
         key: The key of this generation.
         group: The new group.
-        name: The name that all its ranks use for it.
+        name: The name that all ranks of the group use for it.
         nonces: A fresh random number of each rank of the whole world, from the signed store.
         timeout: Seconds that a peer may take.
+
+    Raises:
+        NotAuthentic: A peer did not send the expected code in time.
     """
     ranks = dist.get_process_group_ranks(group)
     mine = dist.get_rank()

@@ -16,29 +16,29 @@ from ..core import Event
 
 _HEAD = struct.Struct("!cI")
 EVENT, CONTROL, RESULT, FAILURE, MESSAGE, CALL, ANSWER = b"E", b"C", b"R", b"F", b"M", b"Q", b"A"
-"""Kinds of frames; a result, a failure, a call and an answer carry a pickle in a file descriptor."""
+"""Kinds of frames. With a result, a failure, a call and an answer, a file descriptor of a pickle is sent."""
 MAX_FRAME = 64 * 1024 * 1024
 
 
 class ControlChannel(ABC):
-    """The messages between a rank and its coordinator."""
+    """The connection between a rank and its coordinator: events in one direction, messages in the other."""
 
     recovers = False
-    """Whether ranks that lost each other get a new rendezvous."""
+    """Whether the ranks join again (a new rendezvous) after one of them has failed."""
 
     is_watched = False
     """Whether a coordinator is connected that can ask all ranks for their stacks."""
 
     def __init__(self) -> None:
         self.report_stack: Callable[[], Event] | None = None
-        """Returns the stack and the current operation of this rank; called on another thread."""
+        """Function that returns an event with this rank's stack and operation; called on the channel's thread."""
         self.checks_stop = False
         """Whether the training loop checks the stop flag, as the loops of manyhands do after every step."""
         self._stopping = False
         self.lost = ""
         """A description of the failed peer, once the coordinator has sent it."""
         self.taps: list[Callable[[Event], None]] = []
-        """Called in this process with every event before it is sent."""
+        """Functions that this process calls with every event before it sends the event."""
         self._lost_generation = -1
         self._rendezvous: dict[str, Any] = {}
         self._is_closed = False
@@ -47,7 +47,7 @@ class ControlChannel(ABC):
 
     @property
     def stopping(self) -> bool:
-        """Return whether the user asked to stop; the loop then ends at the next step that all replicas agree on."""
+        """Whether the user asked to stop; the training loop then ends after the same step on all replicas."""
         self.checks_stop = True
         return self._stopping
 
@@ -66,28 +66,34 @@ class ControlChannel(ABC):
         """Send an event to the coordinator."""
 
     def report_peer_failure(self, generation: int, reason: str, step: int) -> None:
-        """Report to the coordinator that this rank has lost its peers, whose processes may all be alive."""
+        """Report to the coordinator that this rank's connections to other ranks broke, for `reason`, at step `step`.
+
+        All processes may be alive, for example after a network failure.
+        """
         raise NotImplementedError("there is no coordinator that could restart the ranks")
 
     def on_lost(self, generation: int, act: Callable[[], None]) -> None:
-        """Call `act` (on another thread) as soon as a peer of this generation is known to have failed."""
+        """Call `act`, on the channel's thread, as soon as the coordinator reports that the generation has ended."""
         with self._changed:
             self._on_lost = generation, act
         if self.has_lost(generation):
             act()
 
     def has_lost(self, generation: int) -> bool:
-        """Return whether the world of this generation has ended."""
+        """Return whether the coordinator has reported that the world of this generation has ended."""
         return self._lost_generation >= generation
 
     def wait_for_failure(self, generation: int, seconds: float) -> str:
-        """Wait for the description of the failed peer: a broken connection is noticed before its cause is known."""
+        """Wait at most `seconds` for the description of the failed peer, and return it; "" if none arrives.
+
+        A rank notices a broken connection before the coordinator knows the cause.
+        """
         with self._changed:
             is_known = self._changed.wait_for(lambda: self.has_lost(generation) or self._is_closed, seconds)
         return self.lost if is_known else ""
 
     def wait_for_rendezvous(self, generation: int) -> dict[str, Any] | None:
-        """Wait for the rendezvous info of the next generation; return None when there will be none."""
+        """Wait for the message by which ranks join a generation after this one; return None if there will be none."""
         with self._changed:
             self._changed.wait_for(lambda: self._rendezvous.get("generation", -1) > generation or self._is_closed)
             return None if self._is_closed else self._rendezvous
@@ -128,7 +134,7 @@ class DirectChannel(ControlChannel):
 
 
 class SocketChannel(ControlChannel):
-    """The channel of a rank in its own process, over a socket pair that it inherited."""
+    """The channel of a rank in its own process, over an inherited socket pair."""
 
     is_watched = True
 
@@ -136,7 +142,7 @@ class SocketChannel(ControlChannel):
         super().__init__()
         self._socket = sock
         self.calls: queue.SimpleQueue[tuple[int, int] | None] = queue.SimpleQueue()
-        """Calls to a service: a call's number and the file descriptor of its pickle; None when there are no more."""
+        """Calls of a service's methods: the number and the file descriptor of the pickle; None after the last call."""
         self._sending = threading.Lock()
         threading.Thread(target=self._listen, name="manyhands-channel", daemon=True).start()
 
@@ -147,12 +153,12 @@ class SocketChannel(ControlChannel):
         self.send(CONTROL, json.dumps({"lost_world": generation, "reason": reason, "step": step}).encode())
 
     def send(self, kind: bytes, body: bytes, fds: tuple[int, ...] = ()) -> None:
-        """Send one frame, with file descriptors where it carries a pickle."""
+        """Send one frame to the coordinator, and the file descriptors of its pickle if it has one."""
         with self._sending:
             send_frame(self._socket, kind, body, fds)
 
     def close(self) -> None:
-        """End the connection for good: nothing that this process sends reaches the coordinator any more."""
+        """Shut down the connection; nothing that this process sends afterwards reaches the coordinator."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
@@ -188,7 +194,7 @@ class FrameReader:
         self._rest = b""
 
     def feed(self, chunk: bytes) -> list[tuple[bytes, bytes]]:
-        """Return the frames that this chunk completes."""
+        """Return the frames that are complete with this chunk, as (kind, body)."""
         self._rest += chunk
         frames = []
         while len(self._rest) >= _HEAD.size:
@@ -210,7 +216,7 @@ def frame(message: dict[str, Any]) -> bytes:
 
 
 def send_frame(sock: socket.socket, kind: bytes, body: bytes, fds: Sequence[int] = ()) -> None:
-    """Send one frame over a socket pair, with file descriptors where it carries a pickle."""
+    """Send one frame over a socket pair, and the file descriptors of its pickle if it has one."""
     whole = _HEAD.pack(kind, len(body)) + body
     sent = socket.send_fds(sock, [whole], list(fds)) if fds else 0
     sock.sendall(whole[sent:])

@@ -20,31 +20,38 @@ _PART = re.compile(r"(?:(?P<host>[A-Za-z0-9_.-]+)/)?(?P<kind>[a-z]+)?(?::?(?P<in
 @message
 @dataclass(frozen=True)
 class Device:
-    """A device that a replica can run on, real or virtual.
+    """A device on which a replica can run: a GPU, the CPU, or a virtual device that shares one of these.
 
     >>> str(Device("cuda", 1, host="host2"))
     'host2/cuda:1'
     """
 
     kind: str
+    """The device type of torch, such as "cuda" or "cpu"."""
     index: int = 0
+    """The index among the devices of this kind on the host."""
     host: str = ""
+    """The name of the host; empty for this machine."""
     share: float = 1.0
-    """The fraction of the real device that this one may use; below 1 for virtual devices."""
+    """The fraction of the real device that this device may use; below 1 for virtual devices."""
     slot: int = 0
-    """The index among the virtual devices of the same real one."""
+    """The index among the virtual devices that share a real one."""
     model: str = field(default="", compare=False)
+    """The product name of a GPU, or the number of CPU cores."""
     memory: int = field(default=0, compare=False)
-    """Total bytes of the real device."""
+    """Total bytes of the real device's memory."""
     free: int = field(default=0, compare=False)
+    """Free bytes of the real device's memory."""
     capability: str = field(default="", compare=False)
+    """The CUDA compute capability, such as "9.0"."""
     links: str = field(default="", compare=False)
+    """How the device reaches the others of its host, as text."""
     cure: str = field(default="", compare=False)
     """Why this torch build cannot use the device and how to fix that; empty if it can."""
 
     @property
     def torch(self) -> torch.device:
-        """Return the torch.device."""
+        """Return the device as a torch.device."""
         return torch.device("cpu") if self.kind == "cpu" else torch.device(self.kind, self.index)
 
     @property
@@ -58,12 +65,12 @@ class Device:
 
 
 def this_host() -> str:
-    """Return the name of this machine."""
+    """Return the host name of this machine."""
     return socket.gethostname()
 
 
 def num_cores() -> int:
-    """Return the number of cores that this process may use."""
+    """Return the number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -81,9 +88,12 @@ def resolve(
     num_wanted: int | None = None,
     arithmetic: str = "",
 ) -> tuple[list[Device], list[str]]:
-    """Return the devices that `on=` names, and notices about choices made for the user.
+    """Return the devices that a user's argument `on` names, and notices about choices made for the user.
 
-    `num_wanted` is the number that the strategy needs, and `arithmetic` explains it; None takes all named devices.
+    Args:
+        on: Names of devices, `Device` objects, or None for the accelerators of this machine, else its CPU.
+        num_wanted: Number of devices that the strategy needs; None takes all named devices.
+        arithmetic: How that number results from the strategy, for the error if there are too few devices.
     """
     notices: list[str] = []
     if on is None or on == "gpu":
@@ -107,7 +117,7 @@ def resolve(
 
 
 def place_of(name: str, among: Sequence[Device]) -> int:
-    """Return the index of the device with this name, kind and number, or index in the list.
+    """Return the index in `among` of the device that `name` is: a device's name, a kind and number, or an index.
 
     >>> place_of("cpu:1", _virtual(Device("cpu"), 2)), place_of("0", [Device("cuda", 3)])
     (1, 0)
@@ -142,7 +152,7 @@ def _listed(on: object) -> list[Device]:
 
 
 def _crowd(found: Sequence[Device]) -> list[str]:
-    """Return a notice if more processes than cores would compute on the CPU."""
+    """Return a list with a notice if more processes than cores would compute on the CPU; else an empty list."""
     num_processes = sum(device.kind == "cpu" for device in found)
     if num_processes <= max(1, num_cores()):
         return []
@@ -252,7 +262,7 @@ def _described(device: Device) -> Device:
 
 
 def require_usable(device: Device) -> None:
-    """Raise if this torch build does not support the device; called in the process that will use it."""
+    """Raise DeviceError if this torch build does not support the device; called in the process that will use it."""
     described = _described(device)
     if described.cure:
         raise DeviceError(
@@ -261,7 +271,7 @@ def require_usable(device: Device) -> None:
 
 
 def _capability_cure(capability: tuple[int, int], built_for: list[str], cuda: str) -> str:
-    """Return "" if a build for these architectures runs on a device of this capability, else the remedy.
+    """Return "" if a torch build for the architectures `built_for` runs on a GPU of this capability, else the remedy.
 
     >>> _capability_cure((9, 0), ["sm_80", "sm_90"], "13.0")
     ''

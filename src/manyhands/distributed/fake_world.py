@@ -1,4 +1,4 @@
-"""A world without other ranks: shows in one process how a network would be sharded."""
+"""A world without other ranks, with which one process can show how a network would be sharded."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 
 
 class FakeWorld(World):
-    """Rank 0 of a world of this size. Its collectives send nothing, so only shapes and layouts are meaningful."""
+    """Rank 0 of a world of `size` ranks, the others of which do not exist.
+
+    Collectives send nothing, so only the shapes and layouts of their results are meaningful.
+    """
 
     def __init__(self, size: int) -> None:
         super().__init__(RankInfo(size=size), DirectChannel())

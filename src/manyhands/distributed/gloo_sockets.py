@@ -1,4 +1,4 @@
-"""Gloo's sockets in this process: gloo cannot abort a collective, so a blocked one is ended by shutting them down."""
+"""Sockets of gloo: gloo cannot abort a collective, so a blocked collective is ended by shutting down its sockets."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import time
 from collections.abc import Iterator
 
 DRAIN_SECONDS = 0.005
-"""Pause between two attempts to read what peers still send."""
+"""Seconds between two attempts to read what peers still send."""
 _PAIR = struct.Struct("@n")
-"""The number of a pair in the format that gloo's listeners read."""
+"""Format in which gloo's listeners read the number of a pair, gloo's name for a connection between two ranks."""
 
 
 def sockets() -> Iterator[socket.socket]:
-    """Yield duplicates of this process's TCP sockets."""
+    """Yield duplicates of this process's TCP sockets, which the caller must close."""
     for name in os.listdir("/proc/self/fd"):
         try:
             if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
@@ -49,12 +49,12 @@ def inodes() -> set[int]:
 
 
 def shut_down(ports: set[int], seconds: float) -> None:
-    """End every collective that is blocked on a connection with one of these ports at either end.
+    """End every collective that is blocked on a connection with one of the ports at either end.
 
     Gloo fails all pending operations of a connection when it reads the end of the stream. But when a write fails, it
     does not notify the thread that waits for this write (`Pair::signalException` skips the operation that is being
-    written), and the thread stays blocked until the time limit. So only the reading side is shut down, and for some
-    seconds the sockets stay open and what peers still send is read, so that no write of theirs fails either.
+    written), and the thread stays blocked until gloo's timeout. So only the reading side is shut down. For `seconds`
+    seconds the sockets stay open, and what peers still send is read, so that their writes do not fail either.
     """
     held = []
     for sock in sockets():
@@ -86,7 +86,7 @@ def _drain(held: list[socket.socket], seconds: float) -> None:
 
 
 def _inodes_without(fds: set[int]) -> set[int]:
-    """Return the inodes of this process's open files, without those of some descriptors."""
+    """Return the inodes of this process's open files, except those of the descriptors `fds`."""
     found = set()
     for name in os.listdir("/proc/self/fd"):
         if int(name) not in fds:
@@ -96,10 +96,14 @@ def _inodes_without(fds: set[int]) -> set[int]:
 
 
 def break_off(before: set[int], size: int) -> None:
-    """Wake threads that wait in gloo for a connection that no peer will make: gloo itself only gives up at its timeout.
+    """Wake threads that wait in gloo for a connection that no peer will make; gloo itself waits until its timeout.
 
-    A connecting peer sends gloo's listener the number of its pair; this function connects to every pair and closes the
-    connection at once. Pending connections to peers that do not answer are shut down.
+    A connecting peer sends gloo's listener the number of a pair (a connection between two ranks). This function
+    connects with every number, and closes the connection at once. Pending connections to other peers are shut down.
+
+    Args:
+        before: Inodes of older sockets, which are left alone.
+        size: Number of ranks.
     """
     for sock in sockets():
         with sock, contextlib.suppress(OSError):

@@ -18,15 +18,15 @@ STALL = 0.25
 ANSWER_SECONDS = 2.0
 """Seconds that a rank may take to report its stack; a frozen rank never does."""
 CROSSED_SECONDS = 2.0
-"""Seconds that every rank must have been blocked; one of them has been blocked for too long already."""
+"""Seconds for which every rank must have been blocked in a collective to be reported as deadlocked."""
 MAX_FRAMES = 12
 STEP = "a step"
 _ALONE = ("", STEP, "send", "receive")
-"""Operations that do not involve all of the other ranks."""
+"""Operations in which a rank does not wait for all other ranks."""
 
 
 class CollectiveListener(Protocol):
-    """Is notified when a rank starts and stops waiting in a collective."""
+    """Protocol of objects that are notified when a rank starts and stops waiting in a collective."""
 
     def begin(self, name: str) -> None:
         """Handle the start of a wait."""
@@ -40,12 +40,12 @@ class CollectiveLog:
 
     def __init__(self) -> None:
         self.spans: CollectiveListener | None = None
-        """Receives the waits of this rank while a step is timed."""
+        """Object that is notified of the waits of this rank while a step is timed; else None."""
         self.operation, self.since, self.number = "", time.monotonic(), 0
         self.thread = threading.get_ident()
 
     def begin(self, operation: str) -> str:
-        """Record the start of a collective; return the previous operation, to be passed to `end`."""
+        """Record the start of a collective; return the previous operation, which the caller must pass to `end`."""
         before = self.operation
         if self.spans is not None and threading.get_ident() == self.thread:
             self.spans.begin("communication")
@@ -60,7 +60,7 @@ class CollectiveLog:
 
     @contextlib.contextmanager
     def waiting(self, operation: str) -> Iterator[None]:
-        """Record that the rank waits for another rank outside of a collective."""
+        """Record within the context that the rank waits for another rank outside of a collective."""
         before, self.operation, self.since = self.operation, operation, time.monotonic()
         try:
             yield
@@ -69,7 +69,7 @@ class CollectiveLog:
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
-        """Record a step, including its computation and its waits."""
+        """Record within the context that the rank computes a step."""
         self.operation, self.since = STEP, time.monotonic()
         try:
             yield
@@ -77,7 +77,7 @@ class CollectiveLog:
             self.operation = ""
 
     def describe(self) -> dict[str, Any]:
-        """Return the current operation, its duration, its number, and the stack of the computing thread."""
+        """Return the operation, its duration, the number of collectives so far, and the training thread's stack."""
         seconds = time.monotonic() - self.since if self.operation else 0.0
         frames = traceback.extract_stack(sys._current_frames().get(self.thread))
         stack = [f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}" for frame in frames]
@@ -85,7 +85,7 @@ class CollectiveLog:
 
 
 class StallWatchdog:
-    """A thread beside a rank that reports each operation that stalls, once."""
+    """A thread that reports each operation of its rank that takes more than `seconds`, once."""
 
     def __init__(self, collective_log: CollectiveLog, seconds: float, report: Callable[[Event], None]) -> None:
         self._log, self._seconds, self._report = collective_log, seconds, report
@@ -118,14 +118,14 @@ class HangReport:
 
     @property
     def is_due(self) -> bool:
-        """Return whether every rank has answered or the time to answer is over."""
+        """Return whether every rank has answered, or the time to answer is over."""
         return len(self.answers) >= self.size or time.monotonic() > self.began + ANSWER_SECONDS
 
     @property
     def crossed(self) -> str:
-        """Return which rank waits in which collective if they are deadlocked in collectives that do not match, else "".
+        """Return which rank waits in which collective if all ranks wait in collectives that do not match; else "".
 
-        A send and a receive between two ranks do match.
+        Such ranks are deadlocked. Sends and receives are not compared, because they match each other.
         """
         every = sorted(self.answers.items())
         all_wait = all(report["operation"] not in _ALONE and report["seconds"] > CROSSED_SECONDS for _, report in every)
@@ -135,7 +135,7 @@ class HangReport:
         return ", ".join(f"rank {rank} in {report['operation']}" for rank, report in every)
 
     def text(self, hosts: Mapping[int, str]) -> str:
-        """Return the report: first the ranks that have not arrived, then those that wait, each with its stack.
+        """Return the report as text: first the ranks that have not arrived, then those that wait, each with its stack.
 
         >>> waits = {"operation": "all_reduce", "seconds": 9.0, "number": 7, "stack": ["a.py:1 in f: f()"]}
         >>> works = {"operation": "", "seconds": 0.0, "number": 6, "stack": ["a.py:2 in g: sleep()"]}
@@ -177,10 +177,10 @@ class HangReport:
 
 
 def stack_event(collective_log: CollectiveLog) -> Event:
-    """Return a rank's answer when the coordinator asks for its current operation and stack."""
+    """Return the event with which a rank answers when the coordinator asks for its current operation and stack."""
     return event("stack", **collective_log.describe())
 
 
 def _shortened(stack: list[str]) -> list[str]:
-    """Return the innermost frames, without contextlib's; the outer frames are the same on every rank."""
+    """Return the innermost MAX_FRAMES frames, without contextlib's; the outer frames are the same on every rank."""
     return [frame for frame in stack if "/contextlib.py:" not in frame][-MAX_FRAMES:]

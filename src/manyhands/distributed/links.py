@@ -1,4 +1,4 @@
-"""Links: which interface connects two hosts, and its measured latency and bandwidth."""
+"""Network links: the interface that connects two hosts, and the measured latency and bandwidth."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from .world import World
 NUM_PINGS = 30
 NUM_BYTES, CHUNK = 16 * 2**20, 2**16
 SEND_SECONDS = 0.5
-"""Maximum seconds of sending; over a slow link that measures as well as sending all bytes."""
+"""Maximum seconds in which a measurement sends; on a slow link, fewer than NUM_BYTES bytes give the bandwidth too."""
 PATIENCE = 5.0
-"""Seconds to wait for a host that should answer at once."""
+"""Seconds to wait for the answer of a host."""
 
 
 @dataclass(frozen=True)
 class Reach:
-    """Whether a host is reachable from this one."""
+    """Whether a host is reachable from this one, by which interface, and how fast it answers."""
 
     host: str
     address: str = ""
@@ -35,18 +35,19 @@ class Reach:
     seconds: float | None = None
     """The round-trip time; None if there was no answer."""
     why: str = ""
+    """Why the host is not reachable; empty if it is."""
 
 
 @message
 @dataclass(frozen=True)
 class MeasuredLink:
-    """The link from a host to an address of the first host."""
+    """The measured link from a host to an address of the host of rank 0."""
 
     host: str
     interface: str
     address: str
     seconds: float
-    """The round-trip latency."""
+    """The median round-trip time."""
     bytes_per_second: float
 
     def __str__(self) -> str:
@@ -80,7 +81,11 @@ def reach(host: str, port: int, patience: float = PATIENCE) -> Reach:
 
 
 def measure(world: World) -> list[MeasuredLink]:
-    """Return every link from a host to the first one, the fastest of each host first; all ranks must call it."""
+    """Measure the links from every host to the host of rank 0; all ranks must call this.
+
+    Returns:
+        The links, sorted by host, the fastest link of each host first.
+    """
     hosts = world.gather_objects(world.rank_info.host)
     is_alone = len(set(hosts)) == 1
     with contextlib.ExitStack() as held:
@@ -101,7 +106,13 @@ def best(links: list[MeasuredLink]) -> dict[str, MeasuredLink]:
 
 
 def measured(host: str, ways: Sequence[tuple[str, int]], token: bytes) -> list[MeasuredLink]:
-    """Return the links from this host, named `host`, to those addresses of the first host that answer."""
+    """Measure the links from this host to another.
+
+    Args:
+        host: Name of this host.
+        ways: Addresses and ports on which the other host answers with `serving`; those that do not answer are omitted.
+        token: The secret with which `serving` was called.
+    """
     return [link for way in ways if (link := _measured(host, way, token)) is not None]
 
 
@@ -111,7 +122,7 @@ def _addresses(is_alone: bool) -> list[str]:
 
 
 def _measured(host: str, way: tuple[str, int], token: bytes) -> MeasuredLink | None:
-    """Return a measured link, or None if the address does not answer: it may be in an unreachable network."""
+    """Measure the link to one address; return None if it does not answer, for example in an unreachable network."""
     try:
         with socket.create_connection(way, timeout=PATIENCE) as link:
             link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -124,7 +135,7 @@ def _measured(host: str, way: tuple[str, int], token: bytes) -> MeasuredLink | N
 
 
 def _rate(link: socket.socket) -> float:
-    """Return the bytes per second, until the other end has received all of them."""
+    """Send bytes; return their number per second until the peer confirms that it has received all."""
     link.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 * CHUNK)  # bytes in this buffer are not sent yet
     payload, sent, began = bytes(CHUNK), 0, time.perf_counter()
     while sent < NUM_BYTES and time.perf_counter() - began < SEND_SECONDS:
@@ -147,7 +158,11 @@ def _pings(link: socket.socket) -> Iterator[float]:
 
 @contextlib.contextmanager
 def serving(addresses: list[str], token: bytes) -> Iterator[tuple[list[tuple[str, int]], bytes]]:
-    """Answer pings and receive bytes on each address, from peers that know the token."""
+    """Answer measurements of `measured` on each address within the context, from peers that send the token.
+
+    Yields:
+        The addresses with their ports, and the token.
+    """
     listeners = [listen(address) for address in addresses]
     threads = [threading.Thread(target=_answer_all, args=(item, token), name="links") for item in listeners]
     for thread in threads:

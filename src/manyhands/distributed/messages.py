@@ -1,8 +1,8 @@
 """Messages between ranks: Python values as MessagePack. Decoding a message never runs code of its sender.
 
 Plain values keep their types: None, numbers, strings, bytes, lists, tuples, dicts, sets, paths, tensors, numpy arrays,
-dtypes, and classes that were registered with `message`. Any other object is sent as `Opaque`, a pickle that the
-receiver opens explicitly, and only if the job has a key that authenticates the sender.
+dtypes, and instances of classes that were registered with `message`. Any other object is sent as `Opaque`, a pickle
+that the receiver opens explicitly, and only if the job has a key that authenticates the sender.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _DTYPES = {
     if isinstance(dtype, torch.dtype) and not str(dtype).startswith(("torch.q", "torch.bits"))
 }
 _ARRAY_DTYPE = re.compile(r"[<>|][biufcSUmM][0-9]{1,9}(\[[0-9]{0,9}[a-zA-Z]{1,2}\])?")
-"""NumPy dtypes whose bytes are values, unlike objects and records. NumPy itself would parse many other texts."""
+"""Names of NumPy dtypes whose bytes are plain values, unlike objects and records; NumPy would accept other texts."""
 _INTEGER, _TUPLE, _PAIRS, _SET, _FROZENSET, _COMPLEX, _PATH, _DTYPE, _SIZE = range(9)
 _TENSOR, _ARRAY, _SCALAR, _RECORD, _OPAQUE = range(9, 14)
 
@@ -53,7 +53,7 @@ class InvalidMessage(ValueError):
 
 
 def message(kind: type[T]) -> type[T]:
-    """Register a dataclass or NamedTuple, so that its instances can be sent; ranks recreate it from its fields.
+    """Register a dataclass or NamedTuple, so that its instances can be sent; receivers recreate them from their fields.
 
     >>> @message
     ... @dataclass
@@ -70,7 +70,7 @@ def message(kind: type[T]) -> type[T]:
 
 @dataclass(frozen=True)
 class Opaque:
-    """An object of any type, pickled. Opening it runs code of its sender, so the sender must be authenticated.
+    """A pickled object of any type. Opening it runs code of its sender, so the sender must be authenticated.
 
     >>> Opaque.of(range(3)).open()
     range(0, 3)
@@ -78,15 +78,15 @@ class Opaque:
 
     data: bytes = field(repr=False)
     is_authentic: bool = True
-    """Whether the message that contained it is authenticated as from a rank of this job."""
+    """Whether the message that contained the object was authenticated as sent by a rank of this job."""
 
     @classmethod
     def of(cls, value: Any) -> Opaque:
-        """Pickle a value; a class that cannot be imported by the receiver is sent with its code."""
+        """Pickle a value; the code of classes that the receiver cannot import is included."""
         return cls(cloudpickle.dumps(value))
 
     def open(self) -> Any:
-        """Return the object.
+        """Unpickle and return the object.
 
         Raises:
             SettingsError: The job has no key, so the pickle may not be from one of its ranks.
@@ -101,10 +101,10 @@ class Opaque:
 
 
 def encode(value: Any) -> bytes:
-    """Return a value as bytes.
+    """Return a value as the bytes of a message.
 
     Raises:
-        SendError: A part of it is neither plain data nor of a registered class.
+        SendError: A part of the value is neither plain data nor of a registered class, or is nested too deeply.
 
     >>> decode(encode({"shape": (2, 3), 7: [None, 1.5]}))
     {'shape': (2, 3), 7: [None, 1.5]}
@@ -135,11 +135,12 @@ def is_plain(value: Any) -> bool:
 
 
 def decode(data: bytes | memoryview, *, is_authentic: bool = True) -> Any:
-    """Return the value of these bytes.
+    """Return the value of a message.
 
     Args:
         data: The result of `encode`.
-        is_authentic: Whether they are authenticated as from a rank of this job; only then may an `Opaque` be opened.
+        is_authentic: Whether the message is authenticated as sent by a rank of this job; only then can an `Opaque` in
+            it be opened.
 
     Raises:
         InvalidMessage: The bytes are not a message.
@@ -185,7 +186,7 @@ class _Encoder:
             return _ext(_SCALAR, self._array(np.asarray(value)))
         raise SendError(
             "values that ranks exchange must be plain data: numbers, strings, lists, tuples, dicts, tensors, arrays",
-            got=f"a {kind.__module__}.{kind.__qualname__}",
+            got=f"{kind.__module__}.{kind.__qualname__}",
             remedy="send its parts, or wrap it in distributed.messages.Opaque",
         )
 
@@ -197,7 +198,7 @@ class _Encoder:
         return [self.plain(each) for each in values]
 
     def _append_buffer(self, data: memoryview) -> int:
-        """Store bytes outside of the MessagePack part, so that they are copied once; return their offset."""
+        """Store bytes after the MessagePack part, so that they are copied only once; return their offset there."""
         start = self._size
         self.buffers += [data, bytes(-data.nbytes % _ALIGNMENT)]
         self._size += data.nbytes + -data.nbytes % _ALIGNMENT

@@ -20,11 +20,11 @@ LOOPBACK = "127.0.0.1"
 FIRST_SECONDS = 1.0
 """Seconds that a new connection may be silent before it is closed."""
 MAX_UNPROVED, MAX_UNPROVED_OF_ONE = 16, 8
-"""Maximum number of unauthenticated connections at a time: in total, and from one address."""
+"""Maximum number of unauthenticated connections at the same time: in total, and from one address."""
 
 
 class PortTaken(SettingsError):
-    """Another program on this machine listens on the port."""
+    """Raised when another program on this machine listens on the port."""
 
 
 def parse_endpoint(text: str) -> tuple[str, int]:
@@ -42,7 +42,7 @@ def parse_endpoint(text: str) -> tuple[str, int]:
 
 
 def resolve_host(name: str) -> str:
-    """Return the IPv4 address of a host."""
+    """Return the IPv4 address of a host; raise SettingsError if its name has none."""
     try:
         found = socket.getaddrinfo(name, None, socket.AF_INET, socket.SOCK_STREAM)
     except OSError as error:
@@ -55,7 +55,7 @@ def resolve_host(name: str) -> str:
 
 
 def address_towards(address: str) -> str:
-    """Return this machine's address on the route to another; the same address if it is one of this machine's."""
+    """Return the address from which this machine sends packets to another address."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((address, 9))
@@ -79,7 +79,7 @@ def is_loopback(address: str) -> bool:
 
 
 def is_this_host(name: str) -> bool:
-    """Return whether a name or an address is this machine's.
+    """Return whether a host name or an address belongs to this machine.
 
     >>> is_this_host("localhost")
     True
@@ -93,7 +93,7 @@ def is_this_host(name: str) -> bool:
 
 
 def interface_of(address: str) -> str:
-    """Return the name of the interface that has an address."""
+    """Return the name of the network interface of this machine that has an address."""
     if is_loopback(address):
         return "lo"
     found = our_addresses().get(address)
@@ -106,7 +106,7 @@ def interface_of(address: str) -> str:
 
 
 def listen(address: str, port: int = 0) -> socket.socket:
-    """Return a listening socket on one address only."""
+    """Return a socket that listens on one address only; port 0 takes any free port."""
     listener = socket.socket()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -130,9 +130,9 @@ def listen(address: str, port: int = 0) -> socket.socket:
 
 
 class Unproved:
-    """Connections to a listener that are not authenticated yet; if there are too many, the oldest is closed.
+    """The connections to a listener that are not authenticated yet; if there are too many, the oldest is closed.
 
-    New connections are never refused, so idle ones cannot block a host with the right secret.
+    New connections are never refused, so idle connections cannot keep out a host that has the secret.
     """
 
     def __init__(self) -> None:
@@ -150,7 +150,7 @@ class Unproved:
             self._addresses[connection] = address
 
     def remove(self, connection: socket.socket) -> bool:
-        """Remove a connection that is authenticated or has ended; return False if `add` has closed it before."""
+        """Remove a connection that is authenticated or has ended; return False if it was closed to admit others."""
         with self._guard:
             return self._addresses.pop(connection, None) is not None
 
@@ -168,7 +168,7 @@ class Unproved:
 
 
 def serve_store(listener: socket.socket) -> dist.TCPStore:
-    """Serve a store on an existing listener: given a host name, torch would listen on every interface."""
+    """Serve a TCPStore on an existing listener; with a host name, torch would listen on every interface."""
     address, port = listener.getsockname()
     return dist.TCPStore(
         address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach(), use_libuv=True
@@ -176,13 +176,13 @@ def serve_store(listener: socket.socket) -> dist.TCPStore:
 
 
 def reach_store(address: str, port: int, timeout: float) -> dist.TCPStore:
-    """Connect to the store that another process serves."""
+    """Connect to the TCPStore that another process serves with `serve_store`."""
     return dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=timeout))
 
 
 @contextlib.contextmanager
 def gloo_on_loopback() -> Iterator[None]:
-    """Let gloo listen on loopback for a group of one process; by default it uses the host name's address."""
+    """Let gloo listen on loopback within the context; by default it listens on the address of the host name."""
     name = "GLOO_SOCKET_IFNAME"
     before = os.environ.get(name)
     if "lo" in psutil.net_if_addrs():
@@ -196,7 +196,7 @@ def gloo_on_loopback() -> Iterator[None]:
 
 
 def our_addresses() -> dict[str, str]:
-    """Return this machine's IPv4 addresses and their interfaces."""
+    """Return the names of this machine's network interfaces by IPv4 address."""
     return {
         entry.address: name
         for name, entries in psutil.net_if_addrs().items()

@@ -22,7 +22,7 @@ MAX_SKEW = 2.0
 @message
 @dataclass(frozen=True)
 class RankFacts:
-    """What one rank reports about itself."""
+    """What one rank reports about itself: its place, its software versions, its clock and its data."""
 
     rank: int
     host: str
@@ -45,19 +45,22 @@ class Survey:
 
     @property
     def chosen(self) -> dict[str, MeasuredLink]:
-        """Return the link of each host that carries the traffic."""
+        """Return the fastest measured link of each host."""
         return best(list(self.links))
 
 
 def survey(world: World, data: str = "") -> Survey:
-    """Compare the ranks of a world and measure the links between hosts; all ranks must call it."""
+    """Compare the ranks of a world, and measure the links between hosts; all ranks must call this.
+
+    `data` is a digest of this rank's data; "" if there is none.
+    """
     ranks = facts(world, data)
     links = measure(world) if world.size > 1 else []
     return Survey(tuple(ranks), tuple(links), tuple(differences(ranks)))
 
 
 def require_alike(world: World) -> None:
-    """Raise if ranks have different versions of manyhands, torch or Python: they would fail later, and less clearly."""
+    """Raise SettingsError if ranks have different versions of manyhands, torch or Python, which would fail later."""
     found = [text for text in differences(facts(world)) if " differs: " in text]
     if found:
         world.close()
@@ -69,7 +72,7 @@ def require_alike(world: World) -> None:
 
 
 def facts(world: World, data: str = "") -> list[RankFacts]:
-    """Return the facts of every rank, in rank order."""
+    """Return what every rank reports about itself, in rank order; all ranks must call this."""
     world.barrier()
     mine = RankFacts(
         rank=world.rank,

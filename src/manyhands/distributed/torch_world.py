@@ -40,24 +40,27 @@ _OPS = {
 CONFIRM_SECONDS = 20.0
 """Seconds that a peer may take to prove over a new connection that it is a rank of this job."""
 BLOCKED_SECONDS = 1.0
-"""Seconds that a rank stays in the same collective of shut connections before it counts as blocked."""
+"""Seconds after which a rank counts as blocked that is still in the same collective, with its connections shut down."""
 _TORCH_DISTRIBUTED = os.path.dirname(dist.__file__) + os.sep
 PART_BYTES, MAX_PARTS = 1 << 18, 8
-"""Size of the chunks in which gloo exchanges large messages, and the maximum number of chunks."""
+"""Minimum bytes of the chunks into which a large message is divided for gloo, and maximum number of its chunks."""
 
 
 def backend_for(devices: Sequence[Device]) -> str:
-    """Return NCCL with gloo where each rank has its own GPU (NCCL refuses two ranks on one), else gloo alone."""
+    """Return the backend of torch.distributed: gloo, and NCCL too if each device is a GPU of its own.
+
+    NCCL refuses two ranks on the same GPU.
+    """
     cuda = {(d.host, d.index) for d in devices if d.kind == "cuda"}
     return "cpu:gloo,cuda:nccl" if len(cuda) == len(devices) else "gloo"
 
 
 class _GroupWorld(World):
-    """Collectives within a process group of torch.distributed."""
+    """Base class of worlds whose collectives use a process group of torch.distributed."""
 
     _group: dist.ProcessGroup
     _aside: dist.ProcessGroup
-    """For collectives that overlap with backward: on gloo, a layer's own collectives must not interleave with them."""
+    """The group of collectives that overlap with backward: on gloo, those of a layer must not interleave with them."""
     _is_nccl = False
     _whole: World
     """The world that owns the connections and counts the time spent waiting."""
@@ -103,7 +106,7 @@ class _GroupWorld(World):
         return _Many(pending, lambda: torch._foreach_copy_([found[:, part] for part in parts], landed))
 
     def _parts_of(self, tensor: Tensor, count: int) -> Iterator[slice]:
-        """Yield the slices of a large message on gloo, so that one part is in flight while the next is prepared."""
+        """Yield slices of the `count` elements of a message: several on gloo, so that they overlap; one on NCCL."""
         num_parts = 1
         if not self._is_nccl:
             num_parts = max(1, min(MAX_PARTS, tensor.numel() * tensor.element_size() // PART_BYTES))
@@ -139,7 +142,7 @@ class _GroupWorld(World):
 
     @contextlib.contextmanager
     def _naming(self, operation: str) -> Iterator[None]:
-        """Convert a broken connection into a PeerLost error with the lost peer, the operation and the caller's line."""
+        """Convert the error of a broken connection to PeerLost, with the failed peer, the operation and the line."""
         start, before = time.perf_counter(), self._whole.collective_log.begin(operation)
         try:
             if self.channel.has_lost(self.rank_info.generation):
@@ -160,9 +163,9 @@ class _GroupWorld(World):
 
 
 class TorchWorld(_GroupWorld):
-    """Ranks in separate processes, joined through a store under the prefix of their generation.
+    """Ranks in separate processes, which find each other in a store, under a prefix for each generation.
 
-    `key` is the secret key of this generation; without one, messages of other processes are not detected as foreign.
+    `key` is the secret key of this generation; without it, messages that other processes inject are not detected.
     """
 
     def __init__(
@@ -180,7 +183,7 @@ class TorchWorld(_GroupWorld):
         self._parts: dict[tuple[tuple[int, ...], ...], World] = {}
         self._is_nccl = "nccl" in backend and self.device.type == "cuda"
         self._opening: set[int] | None = None
-        """The sockets that were open before, while connections are being made."""
+        """Inodes of the sockets that were open before the ranks began to connect a new group; None at other times."""
         self._is_closed = False
         channel.on_lost(rank_info.generation, self._abort)
         channel.report_stack = functools.partial(stack_event, self.collective_log)
@@ -189,7 +192,7 @@ class TorchWorld(_GroupWorld):
             self._connect(backend)
         except RuntimeError as error:
             self.close()
-            # A peer that never connected breaks no connection: the others' state is kept for the next rendezvous.
+            # If a peer never connected, no connection broke: the other ranks keep their state for the next rendezvous.
             is_missing = isinstance(error, dist.DistStoreError) and channel.recovers
             if not is_missing and not self.is_loss(error):
                 raise
@@ -268,9 +271,8 @@ class TorchWorld(_GroupWorld):
     def _opening_groups(self) -> Iterator[dict[str, dist.ProcessGroup]]:
         """Confirm the connections of new groups, which the caller puts into the dict under names that all ranks use.
 
-        Also adds the ports that gloo listens on, of all ranks, by which `_abort` recognizes their connections. All
-        ranks
-        create their groups in the same order, so they use the same round number.
+        Also exchange the ports on which gloo listens, by which `_abort` recognizes gloo's connections. All ranks create
+        their groups in the same order, so they use the same round number.
         """
         before, self._opening = set(listening_ports()), inodes()
         groups: dict[str, dist.ProcessGroup] = {}
@@ -284,7 +286,7 @@ class TorchWorld(_GroupWorld):
             self._opening = None
 
     def _report_stall(self, entry: Event) -> None:
-        """Report a stall to the coordinator, which asks the other ranks; without a coordinator, print it to stderr."""
+        """Report a stall to the coordinator, which asks all ranks for their stacks; print it if there is none."""
         if self.channel.is_watched:
             self.channel.report(entry)
         else:
@@ -300,7 +302,7 @@ class TorchWorld(_GroupWorld):
         self._is_closed = True
 
     def _abort(self) -> None:
-        """Wake threads that are blocked in a collective: gloo has no abort, but its sockets can be shut down."""
+        """Wake threads that are blocked in a collective. Gloo has no abort, so its sockets are shut down."""
         shut_down(self._ports.known, self.rank_info.patience)
         if self._opening is not None:
             break_off(self._opening, self.rank_info.size)
@@ -315,7 +317,7 @@ class TorchWorld(_GroupWorld):
                 group.abort()
 
     def _leave_gloo(self) -> None:
-        """Exit the process if it stays blocked in one collective; the coordinator replaces it."""
+        """Exit the process if it stays blocked in the same collective; the coordinator then replaces the rank."""
         before = self._blocked_in()
         time.sleep(BLOCKED_SECONDS)
         if before and self._blocked_in() == before:
@@ -343,7 +345,7 @@ class TorchWorld(_GroupWorld):
 
 
 class _Along(_GroupWorld):
-    """A subset of a world's ranks; the whole world still owns the connections."""
+    """The world of a subset of another world's ranks, which still owns the connections."""
 
     def __init__(
         self, whole: TorchWorld, group: dist.ProcessGroup, aside: dist.ProcessGroup, objects: ObjectGather
@@ -371,7 +373,7 @@ class _Along(_GroupWorld):
         )
 
     def close(self) -> None:
-        """Do nothing: the whole world closes its groups."""
+        """Do nothing, because the world of all ranks closes the process groups."""
 
 
 class _Many(Pending):
@@ -390,7 +392,10 @@ class _TorchPending(Pending):
     def __init__(
         self, world: _GroupWorld, work: Any, operation: str, landing: tuple[Tensor, Tensor] | None = None
     ) -> None:
-        """Wrap a torch work handle; `landing` is a tensor's destination and its buffer, which must live until then."""
+        """Wrap a work handle of torch.
+
+        `landing` is a destination and the buffer from which its values are copied when the work is complete.
+        """
         self._world, self._work, self._operation, self._landing = world, work, operation, landing
 
     def wait(self) -> None:
@@ -403,7 +408,7 @@ class _TorchPending(Pending):
 
 
 def _brief(error: RuntimeError) -> str:
-    """Return a transport error without its source file and its advice.
+    """Return the first line of an error of gloo or NCCL without the source file and the advice.
 
     >>> _brief(RuntimeError("[/gloo/pair.cc:537] Connection closed by peer. This is typically caused by a crash."))
     'Connection closed by peer'
@@ -417,14 +422,14 @@ def _is_connection_error(error: RuntimeError) -> bool:
 
 
 class _Ports:
-    """The ports that gloo listens on, of all ranks, and the store's: every connection has one of them at one end."""
+    """The ports on which gloo listens in all ranks, and the store's; every connection has one of them at one end."""
 
     def __init__(self, known: set[int]) -> None:
         self.known = known
         self._num_rounds = 0
 
     def add(self, store: dist.Store, rank_info: RankInfo, ours: set[int]) -> dict[int, bytes]:
-        """Add the ports that every rank has opened since the last call; return a fresh random number of each rank."""
+        """Exchange the ports that ranks have opened since the last call; return a fresh random number by rank."""
         prefix, self._num_rounds = str(self._num_rounds), self._num_rounds + 1
         store.set(f"{prefix}/{rank_info.rank}", f"{secrets.token_hex(16)} {','.join(map(str, ours)) or '0'}")
         texts = [store.get(f"{prefix}/{rank}").decode().split() for rank in range(rank_info.size)]

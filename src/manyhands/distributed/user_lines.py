@@ -21,7 +21,7 @@ _NOT_THEIRS = (
 
 
 def culprit(error: BaseException) -> str:
-    """Return the innermost line of user code in an error's traceback, as `file.py:12: text`.
+    """Return the innermost line of user code in an error's traceback, as `file.py:12: source text`.
 
     >>> try:
     ...     exec(compile("x = 1\\nx / 0", "train.py", "exec"))
@@ -34,7 +34,7 @@ def culprit(error: BaseException) -> str:
         return type(error).__name__
     frame = innermost(frames)
     if frame.name == "_engine_run_backward":
-        # Autograd's own threads have no line of the user's.
+        # The stacks of autograd's threads contain no user code.
         return "the backward pass"
     return _shown(frame)
 
@@ -62,13 +62,13 @@ def _shown(frame: traceback.FrameSummary) -> str:
 
 
 def caller_lines() -> list[str]:
-    """Return the lines of user code in the current stack, the same on every host that runs it."""
+    """Return the lines of user code in the current stack as `file.py:12`, which are equal on hosts with equal code."""
     frames = [frame for frame, _ in traceback.walk_stack(None)]
     theirs = [frame for frame in frames if not frame.f_code.co_filename.startswith(_NOT_THEIRS)]
     return [f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}" for frame in reversed(theirs)]
 
 
 def innermost(frames: Sequence[traceback.FrameSummary]) -> traceback.FrameSummary:
-    """Return the last frame of user code, not of torch, Keras, Python or manyhands; the last frame if there is none."""
+    """Return the last frame that is not of torch, Keras, Python or manyhands; else the last frame of all."""
     theirs = [frame for frame in frames if not frame.filename.startswith(_NOT_THEIRS)]
     return (theirs or frames)[-1]

@@ -1,4 +1,4 @@
-"""World: the ranks of a job and the collectives between them. Rank and size are only defined here."""
+"""World: the ranks of a job, and the collectives between them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DEFAULT_TIMEOUT = 300.0
 
 @dataclass(frozen=True, kw_only=True)
 class RankInfo:
-    """The rank, device and host of a process: plain data that an engine passes to it."""
+    """The rank, device and host of a process: plain data that the engine passes to the process at its start."""
 
     rank: int = 0
     size: int = 1
@@ -36,26 +36,27 @@ class RankInfo:
     address: str = LOOPBACK
     """The address at which other hosts of the cluster reach this one."""
     generation: int = 0
+    """The number of the rendezvous at which these ranks joined; it grows when ranks are replaced, added or removed."""
     timeout: float = DEFAULT_TIMEOUT
     """Seconds that a healthy operation may take; every other time limit is derived from it."""
     reported_step: int = 0
-    """The last step whose loss value the coordinator had received at the time of the rendezvous."""
+    """The last step whose loss the coordinator had received when the ranks joined (the rendezvous)."""
 
     @property
     def patience(self) -> float:
-        """Return the seconds to wait for something that should arrive at once."""
+        """Return the seconds to wait for messages that should arrive without delay."""
         return min(5.0, self.timeout / 10)
 
 
 class Pending:
-    """A collective in flight."""
+    """A collective, send or receive in flight."""
 
     def wait(self) -> None:
         """Wait until the result is available."""
 
 
 class World(ABC):
-    """The replicas that train together. Collectives work in place or return new tensors, as documented for each."""
+    """The ranks that train together, and the collectives between them."""
 
     def __init__(self, rank_info: RankInfo, channel: ControlChannel) -> None:
         require_usable(rank_info.device)
@@ -90,7 +91,7 @@ class World(ABC):
         return Pending()
 
     def start_all_to_all(self, tensor: Tensor, into: Tensor) -> Pending:
-        """Start to send row r of a tensor to rank r; row r of `into` comes from rank r."""
+        """Start to send row r of a tensor to every rank r, and to receive row r of `into` from every rank r."""
         into.copy_(self.all_gather(tensor)[:, self.rank])
         return Pending()
 
@@ -99,38 +100,41 @@ class World(ABC):
         """Copy a tensor from one rank to all, in place."""
 
     def start_send(self, tensor: Tensor, to: int, tag: int) -> Pending:
-        """Start to send a tensor to one rank, under a tag that both use; it must not change while in flight."""
+        """Start to send a tensor to one rank, which must receive it with the same tag.
+
+        The tensor must not change while it is in flight.
+        """
         raise UsageError("a world of one rank cannot send", got=f"destination rank {to}", remedy="use several devices")
 
     def start_receive(self, into: Tensor, source: int, tag: int) -> Pending:
-        """Start to receive a tensor of this shape and dtype from one rank."""
+        """Start to receive a tensor from one rank, which sends it with the same tag, shape and dtype, into `into`."""
         raise UsageError(
             "a world of one rank cannot receive", got=f"source rank {source}", remedy="use several devices"
         )
 
     @abstractmethod
     def gather_objects(self, value: Any) -> list[Any]:
-        """Return a Python value of every rank, in rank order.
+        """Return the values of all ranks, in rank order; all ranks must call this.
 
-        Values are plain data: numbers, texts, lists, tuples, dicts, sets, tensors, arrays and classes that were
-        registered with
-        `distributed.messages.message`. Wrap any other object in `distributed.messages.Opaque`.
+        Values are plain data: numbers, strings, lists, tuples, dicts, sets, tensors, arrays, and instances of classes
+        that were registered with `distributed.messages.message`. Wrap any other object in
+        `distributed.messages.Opaque`.
         """
 
     @abstractmethod
     def mark(self, name: str) -> None:
-        """Set a named flag for ranks that wait for it now or later, once for each name; does not block."""
+        """Set a named flag, and wake the ranks that wait for it in `wait_for`; does not block. A name is used once."""
 
     @abstractmethod
     def wait_for(self, *names: str) -> None:
-        """Wait until some rank has set one of these flags with `mark`."""
+        """Wait until any rank has set one of the named flags with `mark`."""
 
     @abstractmethod
     def mesh(self, axes: Mapping[str, int]) -> DeviceMesh:
         """Return a device mesh over all ranks, one dimension per axis, for torch's own parallel modules."""
 
     def along(self, axes: Mapping[str, int], *names: str) -> World:
-        """Return the world of the ranks that differ from this one only along some axes of a mesh.
+        """Return the world of the ranks that differ from this rank only along the axes `names` of the mesh `axes`.
 
         >>> NullWorld().along({"replicas": 1, "tensor": 1}, "tensor").size
         1
@@ -154,13 +158,13 @@ class World(ABC):
         return self._of(inside), self._of([list(ranks) for ranks in zip(*inside, strict=True)])
 
     def _of(self, groups: Sequence[Sequence[int]]) -> World:
-        """Return the world of this rank's group among some groups of equal size."""
+        """Return the world of this rank's group, given all groups, which have the same size."""
         if len(groups[0]) == self.size:
             return self
         return NullWorld(self.rank_info.device, self.channel) if len(groups[0]) == 1 else self._part(groups)
 
     def _part(self, groups: Sequence[Sequence[int]]) -> World:
-        """Return the world of this rank's group; called for groups of more than one rank and less than all."""
+        """Return the world of this rank's group, given all groups; each has at least two ranks, but not all of them."""
         raise UsageError(
             "this world cannot be split into groups", got=type(self).__name__, remedy="use a world of several processes"
         )
@@ -174,21 +178,21 @@ class World(ABC):
         self.gather_objects(None)
 
     def require_current(self) -> None:
-        """Raise PeerLost if this world has ended: a rank without collectives must also notice that others joined."""
+        """Raise PeerLost if this world has ended, which a rank that runs no collectives would not notice otherwise."""
         if self.channel.has_lost(self.rank_info.generation):
             raise PeerLost("a step", caller_line(), self.channel.lost)
 
     def is_loss(self, error: BaseException) -> bool:
-        """Return whether an error only means that this world has ended."""
+        """Return whether an error only reports that this world has ended, for example because a rank failed."""
         return isinstance(error, PeerLost)
 
     @abstractmethod
     def close(self) -> None:
-        """Leave the world."""
+        """Leave the world, and close its process groups."""
 
 
 def groups_along(axes: Mapping[str, int], *names: str) -> list[list[int]]:
-    """Return the ranks of a mesh, the last axis innermost, in groups that differ only along some axes.
+    """Return groups of ranks that differ only along the axes `names` of the mesh `axes`, whose last axis is innermost.
 
     >>> groups_along({"replicas": 2, "tensor": 2}, "replicas")
     [[0, 2], [1, 3]]
@@ -233,7 +237,7 @@ class NullWorld(World):
         pass
 
     def mesh(self, axes: Mapping[str, int]) -> DeviceMesh:
-        """Return a mesh of one rank; it needs a process group all the same, for which gloo listens on loopback."""
+        """Return a mesh of one rank. Its process group is created if there is none; gloo listens on loopback only."""
         import torch.distributed as dist
 
         with gloo_on_loopback():
@@ -254,16 +258,16 @@ _current: list[World] = []
 
 
 def enter_world(world: World) -> None:
-    """Set the world that this process takes part in."""
+    """Set the world to which this process belongs."""
     _current[:] = [world]
 
 
 def current_world() -> World | None:
-    """Return the world that this process was started in; None in a program that no launcher started."""
+    """Return the world to which this process belongs; None in a program that no launcher started."""
     return _current[0] if _current else None
 
 
 def caller_line() -> str:
-    """Return the innermost line of user code in the current stack; the innermost line of all if there is none."""
+    """Return the innermost line of user code in the current stack, as `path:number`; without one, that of any code."""
     last = innermost(traceback.extract_stack()[:-1])
     return f"{last.filename}:{last.lineno}"

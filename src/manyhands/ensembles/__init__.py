@@ -1,4 +1,4 @@
-"""Ensembles: trained networks that answer as one, in one program or in separate processes."""
+"""Ensembles: trained networks whose predictions are combined, in one program or with each in its own process."""
 
 from .combination import Combination, require_combination
 from .ensemble import Batches, CombinationRule, Ensemble

@@ -1,6 +1,7 @@
-"""Combinations of the members' predictions into one. Those with weights fit them on validation data.
+"""Combinations of the predictions of an ensemble's members: mean, vote, weighted mean and stacking.
 
-The form of the outputs decides how they are combined: logits, probabilities, or plain numbers.
+The form of an output decides how it is combined: logits, probabilities or plain numbers. Weights are fitted to
+validation data.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ _TINY = 1e-12
 
 
 def form_of(answers: Tensor, labels: Tensor | None) -> str:
-    """Return the form of predictions by member, row and class, judged by their values and labels.
+    """Return the form of an output: "logits", "probabilities" or "numbers", inferred from values and labels.
+
+    `answers` has the dimensions member, row and, for classes, class. `labels` are those of the rows, if known.
 
     >>> form_of(torch.tensor([[[2.0, -1.0]]]), torch.tensor([0]))
     'logits'
@@ -36,23 +39,33 @@ def form_of(answers: Tensor, labels: Tensor | None) -> str:
 
 
 def as_probabilities(answers: Tensor, form: str) -> Tensor:
-    """Return logits as probabilities; anything else unchanged."""
+    """Return predictions with logits converted to probabilities; those of another form are returned unchanged."""
     return answers.softmax(-1) if form == LOGITS else answers
 
 
 def as_form(probabilities: Tensor, form: str) -> Tensor:
-    """Return probabilities in the members' form: for logits their logarithms, whose softmax gives them back."""
+    """Return probabilities in the form of the members' output: for "logits" their logarithms, else unchanged."""
     return probabilities.clamp_min(_TINY).log() if form == LOGITS else probabilities
 
 
 ROUNDS = 200
+"""Maximum number of iterations with which weights are fitted."""
 
 
 class Combination(nn.Module):
-    """Combine predictions, given by member and row, into one per row, in the members' output form."""
+    """Base class of rules that combine the members' predictions for one output into one prediction per row.
+
+    The result has the form of the members' output.
+
+    Args:
+        num_members: Number of members of the ensemble.
+        form: The form of the output: "logits", "probabilities" or "numbers".
+    """
 
     name: ClassVar[str] = ""
+    """The name of the rule in `combine=`."""
     needs_data: ClassVar[bool] = False
+    """Whether `fit` must be called with labelled data before the rule is used."""
 
     def __init__(self, num_members: int, form: str) -> None:
         super().__init__()
@@ -60,19 +73,22 @@ class Combination(nn.Module):
 
     @abstractmethod
     def forward(self, answers: Tensor) -> Tensor:
-        """Return the combined prediction of all members."""
+        """Return the combined prediction for every row; the first dimension of `answers` is the member."""
 
     def of_some(self, answers: Tensor, who: Sequence[int]) -> Tensor:
-        """Return the combined prediction of the members that have answered."""
+        """Return the combined prediction of some members.
+
+        `who` has the numbers of the members whose predictions are in `answers`, in this order.
+        """
         found: Tensor = self(answers)
         return found
 
     def fit(self, answers: Tensor, labels: Tensor) -> None:
-        """Fit the weights to the members' predictions on labelled data."""
+        """Fit the weights to the members' predictions on labelled data; does nothing for a rule without weights."""
 
 
 class MeanCombination(Combination):
-    """Mean; for classes, of probabilities."""
+    """Mean of the members' predictions; for logits and probabilities, the mean of the probabilities."""
 
     name = "mean"
 
@@ -81,7 +97,7 @@ class MeanCombination(Combination):
 
 
 class Vote(Combination):
-    """Majority vote of classes; for real numbers the median, for integers the most frequent value."""
+    """Vote of the members: for classes the fractions of votes, for real numbers the median, for integers the mode."""
 
     name = "vote"
 
@@ -90,13 +106,16 @@ class Vote(Combination):
             return answers.long().mode(0).values.to(answers.dtype)
         if self.form == NUMBERS:
             ordered = answers.sort(0).values
-            return (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2  # torch's takes the lower one
+            return (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2  # Tensor.median takes the lower
         votes = F.one_hot(answers.argmax(-1), answers.shape[-1]).to(answers.dtype)
         return as_form(votes.mean(0), self.form)
 
 
 class Weighted(Combination):
-    """Mean with nonnegative weights that sum to 1 and maximize the likelihood of the validation data."""
+    """Weighted mean of the members' predictions, with nonnegative weights that sum to 1.
+
+    The weights maximize the likelihood of the validation data, or for numbers minimize the squared error.
+    """
 
     name = "weighted"
     needs_data = True
@@ -122,7 +141,7 @@ class Weighted(Combination):
         right = _of_label(as_probabilities(answers.double(), self.form), labels).clamp_min(1e-12)
         weights = self.weights.double()
         for _ in range(ROUNDS):
-            # Expectation-maximization of a mixture's weights, whose likelihood has one maximum.
+            # Expectation-maximization for the weights of a mixture, whose likelihood has only one maximum.
             shares = weights[:, None] * right
             weights = (shares / shares.sum(0)).mean(1)
         self.weights.copy_(weights)
@@ -133,7 +152,10 @@ class Weighted(Combination):
 
 
 class Stacking(Combination):
-    """Small linear model on the members' predictions: a weight per member and a bias per class or number."""
+    """Linear model of the members' predictions (log probabilities for classes), fitted to the validation data.
+
+    It has a weight per member, and a bias per class or one for numbers.
+    """
 
     name = "stacked"
     needs_data = True
@@ -153,7 +175,10 @@ class Stacking(Combination):
         return mixed.log_softmax(-1) if self.form == LOGITS else mixed.softmax(-1)
 
     def of_some(self, answers: Tensor, who: Sequence[int]) -> Tensor:
-        """Return the combined prediction; missing members are replaced by the mean of the others."""
+        """Return the combined prediction of some members, with the mean of their predictions for the missing ones.
+
+        `who` has the numbers of the members whose predictions are in `answers`, in this order.
+        """
         features = [answers[list(who).index(m)] if m in who else answers.mean(0) for m in range(self.num_members)]
         found: Tensor = self(torch.stack(features))
         return found
@@ -187,7 +212,7 @@ COMBINATIONS: dict[str, type[Combination]] = {kind.name: kind for kind in (MeanC
 
 
 def require_combination(name: str) -> type[Combination]:
-    """Return the combination with this name."""
+    """Return the class of the combination with this name; raise SettingsError if there is none."""
     if name not in COMBINATIONS:
         raise SettingsError(
             f"combine must be one of {', '.join(COMBINATIONS)}", got=repr(name), remedy="choose one of them"
@@ -196,7 +221,7 @@ def require_combination(name: str) -> type[Combination]:
 
 
 def _of_label(probabilities: Tensor, labels: Tensor) -> Tensor:
-    """Return the probability that each member assigns to the label, by member and row."""
+    """Return the probability that each member assigns to the correct class, by member and row."""
     index = labels.long().expand(len(probabilities), *labels.shape).unsqueeze(-1)
     return probabilities.gather(-1, index).squeeze(-1).flatten(1)
 
@@ -206,7 +231,7 @@ def _cross_entropy(scores: Tensor, labels: Tensor) -> Tensor:
 
 
 def _least_squares(answers: Tensor, labels: Tensor) -> Tensor:
-    """Return the weights on the simplex with the least squared error, found by multiplicative updates."""
+    """Return nonnegative weights that sum to 1 and minimize the squared error, found by multiplicative updates."""
     flat, wanted = answers.flatten(1), labels.expand_as(answers[0]).flatten()
     gram, slope = flat @ flat.T / flat.shape[1], flat @ wanted / flat.shape[1]
     weights = torch.full((len(flat),), 1.0 / len(flat), dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Ensemble: several trained networks that are run as one model, in one program."""
+"""Ensemble: several trained networks as one model, computed in one program, with their predictions combined."""
 
 from __future__ import annotations
 
@@ -18,18 +18,33 @@ from .uncertainty import Calibration, calibration, mutual_information, spread
 
 SPREAD, MUTUAL = "spread", "mutual_information"
 Batches = Sequence[tuple[dict[str, Tensor], Tensor | None]]
-"""Inputs by name, and their labels if there are any."""
+"""Batches of data: the inputs by name, and their labels or None."""
 
 
 class CombinationRule:
-    """How the members' predictions are combined: a combination for every output, and optional uncertainties."""
+    """How the predictions of an ensemble's members are combined.
+
+    Args:
+        combinations: The combination of each output, by the name of the output.
+        uncertainty: Whether the results also have outputs with the members' disagreement.
+    """
 
     def __init__(self, combinations: Mapping[str, Combination], uncertainty: bool) -> None:
         self.combinations, self.uncertainty = dict(combinations), uncertainty
 
     @classmethod
     def of(cls, name: str, answers: Mapping[str, Tensor], labels: Tensor | None, uncertainty: bool) -> CombinationRule:
-        """Create the rule of a name for predictions by output, member and row; fit it if it needs labels."""
+        """Create the rule with the combination `name`, and fit its weights if it has any.
+
+        Args:
+            name: Name of a combination, such as "mean".
+            answers: The members' predictions on validation data by output; the first dimension is the member.
+            labels: The labels of these data, for the first output; None if there are none.
+            uncertainty: Whether the results also have outputs with the members' disagreement.
+
+        Raises:
+            DataError: The combination is fitted to labels, but there are none.
+        """
         kind = require_combination(name)
         made: dict[str, Combination] = {}
         for place, (output, values) in enumerate(answers.items()):
@@ -48,7 +63,12 @@ class CombinationRule:
         return cls(made, uncertainty)
 
     def combined(self, answers: Mapping[str, Tensor], who: Sequence[int] | None = None) -> dict[str, Tensor]:
-        """Return one prediction for every row; `who` are the members that answered, if not all did."""
+        """Return the combined predictions by output, one for every row.
+
+        Args:
+            answers: The members' predictions by output; the first dimension is the member.
+            who: Numbers of the members whose predictions these are, in this order; None for all members.
+        """
         found = {
             name: rule(answers[name]) if who is None else rule.of_some(answers[name], who)
             for name, rule in self.combinations.items()
@@ -62,7 +82,7 @@ class CombinationRule:
         return found
 
     def signature(self, member: Signature) -> Signature:
-        """Return the signature of an ensemble whose members have this signature."""
+        """Return the signature of an ensemble whose members have the signature `member`."""
         outputs = dict(member.outputs)
         if self.uncertainty:
             first = next(iter(self.combinations))
@@ -76,9 +96,16 @@ class CombinationRule:
 class Ensemble(Predictor):
     """Ensemble in one program: a Predictor that is served and exported like any model.
 
-    `ensemble(inputs)` returns predictions in the members' output form; `ensemble.uncertainty(inputs)` measures how far
-    they disagree, and `ensemble.calibration()` how well confidence matches accuracy. `mh.remote_ensemble(ensemble)`
-    runs each member in its own process.
+    `ensemble(inputs)` returns combined predictions, in the form of the members' outputs. `ensemble.uncertainty(inputs)`
+    returns how far the members disagree, and `ensemble.calibration()` how well confidence matches accuracy.
+    `mh.remote_ensemble(ensemble)` runs each member in its own process.
+
+    Args:
+        members: The members, with the same inputs and outputs.
+        combine: Name of the combination: "mean", "vote", "weighted" or "stacked".
+        batches: Validation data, to which a combination with weights is fitted.
+        uncertainty: Whether predictions also have outputs with the members' disagreement.
+        devices: Devices over which the members are distributed; by default they stay on the CPU.
     """
 
     def __init__(
@@ -100,7 +127,7 @@ class Ensemble(Predictor):
         self.rule = CombinationRule.of(combine, answers, labels, uncertainty)
         self.signature = self.rule.signature(members[0].signature)
         self.is_stacked = bool(members[0].example) and self._program.settle(self._ordered(members[0].example))
-        """Whether all members are computed as one stacked program, because that is faster."""
+        """Whether all members are computed as one stacked program (vmap), because that was measured to be faster."""
 
     def __repr__(self) -> str:
         names = ", ".join(member.name for member in self.members)
@@ -111,30 +138,43 @@ class Ensemble(Predictor):
             return self.rule.combined(self._program.answer(*self._ordered(inputs)))
 
     def each(self, inputs: Any) -> dict[str, Tensor]:
-        """Return every member's predictions: by output, member and row."""
+        """Return the predictions of every member by output; the first dimension is the member, the second the row."""
         return self._program.answer(*self._ordered(self.checked(inputs)))
 
     def uncertainty(self, inputs: Any) -> dict[str, Tensor]:
-        """Return the members' disagreement for every row: their spread, and for classes the mutual information."""
+        """Return the members' disagreement for every row of `inputs`.
+
+        "spread" is the standard deviation of their predictions; for classes there is also "mutual_information".
+        """
         answers = self.each(inputs)
         measures = CombinationRule(self.rule.combinations, True).combined(answers)
         return {name: measures[name] for name in (SPREAD, MUTUAL) if name in measures}
 
     def calibration(self, batches: Batches | None = None) -> tuple[Calibration, list[Calibration]]:
-        """Return the calibration of the ensemble and of every member alone, on the validation data."""
+        """Return the calibration of the ensemble and of each member, on `batches` or else on the validation data.
+
+        Raises:
+            DataError: The data have no class labels.
+        """
         answers, labels = self._on(self._batches if batches is None else batches)
         first = next(iter(self.rule.combinations))
         form = self.rule.combinations[first].form
         if labels is None or form == NUMBERS:
             raise DataError(
                 "calibration needs class labels, but the validation data have none",
-                remedy="pass valid= with labels to the task, or options=mh.options.Combining(data=...)",
+                remedy="pass valid= with class labels to the task, or options=mh.options.Combining(data=...)",
             )
         together = as_probabilities(self.rule.combinations[first](answers[first]), form)
         return calibration(together, labels), [calibration(as_probabilities(a, form), labels) for a in answers[first]]
 
     def export(self, path: str | Path) -> Path:
-        """Write the ensemble as the next version under a folder: all members and their combination in one program."""
+        """Export all members and their combination as one model, the next version in the folder `path`.
+
+        Return the folder of the version.
+
+        Raises:
+            DataError: There is no example of the inputs, because the members are exported models.
+        """
         example = self.members[0].example
         if not example:
             raise DataError(
@@ -142,11 +182,11 @@ class Ensemble(Predictor):
                 remedy="create the ensemble from runs",
             )
         extra = {"members": [member.name for member in self.members], "combine": self.combine}
-        network = _Exported(self._together(), self.rule)  # where it is served there may be other devices
+        network = _Exported(self._together(), self.rule)  # on the CPU, because a server may have other devices
         return export(network, _called, example, Path(path), free=self.members[0].free, extra=extra)
 
     def _together(self) -> StackedMembers:
-        """Return all members in one program, on the CPU."""
+        """Return a module on the CPU that computes all members."""
         return StackedMembers([m.model for m in self.members], [m.predict for m in self.members], named).eval()
 
     def _ordered(self, inputs: Mapping[str, Tensor]) -> list[Tensor]:
@@ -154,7 +194,7 @@ class Ensemble(Predictor):
 
     @torch.no_grad()
     def _on(self, batches: Batches) -> tuple[dict[str, Tensor], Tensor | None]:
-        """Return all members' predictions for some batches, and the labels."""
+        """Return the predictions of all members for the rows of `batches`, and the labels or None."""
         parts = [self._program.answer(*self._ordered(inputs)) for inputs, _ in batches if inputs]
         if not parts:
             raise DataError(
@@ -168,7 +208,7 @@ class Ensemble(Predictor):
 
 
 class _Exported(nn.Module):
-    """The whole ensemble as one module."""
+    """All members of an ensemble and their combination as one module, to be exported."""
 
     def __init__(self, program: StackedMembers, rule: CombinationRule) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Members of an ensemble: trained networks whose inputs and outputs must be the same."""
+"""Members of an ensemble: trained networks with the same inputs and outputs, from runs or exported models."""
 
 from __future__ import annotations
 
@@ -15,22 +15,25 @@ from ..training import Run
 
 @dataclass(frozen=True)
 class Member:
-    """A network, its predict function, and an example of its inputs."""
+    """A trained network as a member of an ensemble."""
 
     name: str
     model: nn.Module
     predict: Callable[..., Any]
+    """Function of the model and its inputs that returns the predictions."""
     signature: Signature
     example: dict[str, Tensor]
+    """A batch of inputs by name; empty for an exported model."""
     free: dict[str, set[int]]
+    """By input, the dimensions that may have any size in an exported model."""
 
     def answer(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the prediction for validated inputs."""
+        """Return the outputs by name for inputs that have been checked against the signature."""
         return named(self.predict(self.model, *(inputs[name] for name in self.signature.inputs)))
 
 
 def member_of(source: Any) -> Member:
-    """Return a member from a run, or from an exported model."""
+    """Return the member for a run or an exported model; raise TaskError for anything else."""
     if isinstance(source, Run):
         predictor = source.predictor()
         task = source.require_task()
@@ -52,7 +55,7 @@ def member_of(source: Any) -> Member:
 
 
 def require_alike(names: Sequence[str], signatures: Sequence[Signature]) -> None:
-    """Raise an error unless all members have the same inputs and outputs."""
+    """Raise TaskError unless all members have the same inputs and outputs; `names` are for the error."""
     first = signatures[0]
     for name, other in zip(names[1:], signatures[1:], strict=True):
         for side in ("inputs", "outputs"):
@@ -71,7 +74,7 @@ def require_alike(names: Sequence[str], signatures: Sequence[Signature]) -> None
 
 
 def named(outputs: Any) -> dict[str, Tensor]:
-    """Return outputs as a dict; a bare tensor is named "output"."""
+    """Return a network's outputs as a dict by name; a single tensor gets the name "output"."""
     return {"output": outputs} if isinstance(outputs, Tensor) else dict(outputs)
 
 

@@ -1,7 +1,7 @@
-"""Remote members of an ensemble, each in a process or behind a server, and a coordinator with deadlines.
+"""Ensemble with remote members, each in its own process or behind a server, and with a deadline for answers.
 
-A query goes to all members at once. The answers that arrive before the deadline are combined if there is a quorum, and
-the result lists the members it is from. A member whose process dies is restarted.
+A query is sent to all members at once. The answers that arrive before the deadline are combined if they are at least a
+quorum, and the result lists the members that have answered. A member whose process dies is restarted.
 """
 
 from __future__ import annotations
@@ -25,37 +25,42 @@ from .ensemble import CombinationRule
 from .member import Member
 
 ANSWERED = "answered"
+"""Name of the output that lists the members that have answered."""
 AGAIN_SECONDS = 0.5
-"""Seconds between two attempts to restart a member."""
+"""Minimum seconds between two attempts to restart a member's process."""
 MOST_OPEN = 128
-"""Maximum queries in flight per member; with more, the pipe to its process would fill up and block."""
+"""Maximum number of queries in flight per member; more would fill the pipe to its process, and block."""
 
 
 @dataclass(frozen=True)
 class EnsemblePrediction:
-    """Combined prediction of an ensemble, and the members it is from."""
+    """The combined prediction of a remote ensemble, with the members that have answered."""
 
     outputs: dict[str, Tensor]
+    """The combined predictions, by output."""
     members: tuple[int, ...]
-    """Members that answered in time."""
+    """Numbers of the members that have answered before the deadline."""
     missing: dict[int, str]
-    """The other members, with the reasons."""
+    """For each other member, by number, why its answer is missing."""
 
     @property
     def is_degraded(self) -> bool:
-        """Whether a member is missing."""
+        """Whether the answer of a member is missing."""
         return bool(self.missing)
 
 
 class MemberHandle(ABC):
-    """Handle of a member that answers queries asynchronously."""
+    """Base class of handles of remote members, which answer queries asynchronously."""
 
     def __init__(self) -> None:
         self._num_open = 0
         self._counting = threading.Lock()
 
     def ask(self, inputs: dict[str, Tensor]) -> Future[dict[str, Tensor]]:
-        """Send a query; an unresponsive member gets no more queries until it answers, so that they do not pile up."""
+        """Send a query to the member; return a future of its outputs.
+
+        The future has an error if the query cannot be sent, or if MOST_OPEN earlier queries are unanswered.
+        """
         answer: Future[dict[str, Tensor]]
         try:
             if self._num_open >= MOST_OPEN:
@@ -76,7 +81,7 @@ class MemberHandle(ABC):
 
     @abstractmethod
     def _asked(self, inputs: dict[str, Tensor]) -> Future[dict[str, Tensor]]:
-        """Send a query to the member, regardless of other queries in flight."""
+        """Send a query to the member; return a future of its outputs. `ask` limits the queries in flight."""
 
     @abstractmethod
     def close(self) -> None:
@@ -84,7 +89,7 @@ class MemberHandle(ABC):
 
 
 class ProcessMember(MemberHandle):
-    """Member in a separate process on a device; a process that dies is restarted."""
+    """Handle of a member in its own process on a device; if the process dies, the next query restarts it."""
 
     def __init__(self, engine: Engine, member: Member, device: Device) -> None:
         super().__init__()
@@ -101,12 +106,12 @@ class ProcessMember(MemberHandle):
             return self._service.call("answer", inputs)
 
     def ready(self) -> None:
-        """Wait until the member answers."""
+        """Wait until the member's process can answer queries."""
         self._service.call("is_ready").result()
 
     @property
     def pid(self) -> int:
-        """The process ID of the member."""
+        """The ID of the member's process."""
         return int(self._service.call("process").result())
 
     def close(self) -> None:
@@ -114,7 +119,7 @@ class ProcessMember(MemberHandle):
 
 
 class CalledMember(MemberHandle):
-    """Member that is reached by a function, such as a server's client; it is called on a thread."""
+    """Handle of a member that is queried by calling a function, such as the client of a server, in a thread."""
 
     def __init__(self, call: Callable[[dict[str, Tensor]], dict[str, Tensor]], name: str) -> None:
         super().__init__()
@@ -129,13 +134,21 @@ class CalledMember(MemberHandle):
 
 
 class RemoteEnsemble(Predictor):
-    """Ensemble whose members run remotely and are coordinated here; usable from any number of threads.
-
-    - `deadline`: seconds for an answer;
-    - `quorum`: number of members that must have answered; with fewer the query is refused.
+    """Ensemble whose members run in other processes or behind servers; may be used by several threads.
 
     `ensemble.ask(inputs)` returns an EnsemblePrediction, which lists the members that have answered. As a Predictor,
-    the ensemble reports them in the output "answered", a row of bools for every row of the inputs.
+    the ensemble returns them in the output "answered": for every row of the inputs, a row with a bool per member.
+
+    Args:
+        handles: Handles of the members.
+        rule: How predictions are combined.
+        signature: The signature of the members.
+        deadline: Seconds to wait for answers.
+        quorum: Number of members that must answer before the deadline, otherwise a query raises RequestRefused; by
+            default more than half.
+
+    Raises:
+        SettingsError: The quorum or the deadline is out of range.
     """
 
     def __init__(
@@ -167,7 +180,7 @@ class RemoteEnsemble(Predictor):
 
     @property
     def handles(self) -> list[MemberHandle]:
-        """Handles of the members."""
+        """The handles of the members, in order of their numbers."""
         return self._handles
 
     def run(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -177,11 +190,15 @@ class RemoteEnsemble(Predictor):
         return {**answer.outputs, ANSWERED: mask.expand(rows, -1).clone()}
 
     def ask(self, inputs: Any) -> EnsemblePrediction:
-        """Return the ensemble's answer, and the members it is from."""
+        """Return the combined prediction for inputs, with the members that have answered.
+
+        Raises:
+            RequestRefused: Fewer members than the quorum have answered before the deadline.
+        """
         return self._ask(self.checked(inputs))
 
     def close(self) -> None:
-        """Close all members."""
+        """Release all members: stop their processes, and end their threads."""
         for handle in self._handles:
             handle.close()
 
@@ -223,7 +240,7 @@ class RemoteEnsemble(Predictor):
 
 
 class _Making:
-    """Create a member's service in its process."""
+    """Function, as an object that can be pickled, that creates the service in a member's process."""
 
     def __init__(self, member: Member) -> None:
         self._member = member
@@ -239,16 +256,16 @@ class _Answering:
 
     @torch.no_grad()
     def answer(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the member's prediction, on the CPU."""
+        """Return the member's predictions for inputs, copied to the CPU."""
         moved = {name: tensor.to(self._device) for name, tensor in inputs.items()}
         return {name: tensor.cpu() for name, tensor in self._member.answer(moved).items()}
 
     def is_ready(self) -> bool:
-        """Return True once the member can answer."""
+        """Return True; the call returns when the process has started and loaded the member."""
         return True
 
     def process(self) -> int:
-        """Return the process ID."""
+        """Return the ID of this process."""
         import os
 
         return os.getpid()

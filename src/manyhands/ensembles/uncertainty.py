@@ -1,4 +1,4 @@
-"""Uncertainty: how far members disagree, and how well an ensemble's confidence matches its accuracy."""
+"""Uncertainty of ensembles: how far members disagree, and how well confidence matches accuracy (calibration)."""
 
 from __future__ import annotations
 
@@ -10,10 +10,15 @@ from torch import Tensor
 from .combination import NUMBERS, as_probabilities
 
 NUM_BINS = 15
+"""Number of bins of confidence with which calibration is measured."""
 
 
 def spread(answers: Tensor, form: str) -> Tensor:
-    """Return the standard deviation over the members by row: of the winning class, or the mean over all numbers."""
+    """Return the members' disagreement for each row: the standard deviation of their predictions over the members.
+
+    For classes it is that of the probability of the predicted class; for numbers it is averaged over the numbers of a
+    row. The first dimension of `answers` is the member, and `form` is the form of the output.
+    """
     values = as_probabilities(answers if answers.is_floating_point() else answers.float(), form)
     deviation = values.std(0, unbiased=False)
     if form == NUMBERS:
@@ -23,9 +28,9 @@ def spread(answers: Tensor, form: str) -> Tensor:
 
 
 def mutual_information(answers: Tensor, form: str) -> Tensor:
-    """Return the mutual information of class and member by row: the uncertainty that more data could resolve.
+    """Return the mutual information of class and member for each row, in nats: the uncertainty about the model.
 
-    Zero if all members agree, however unsure they are.
+    It is 0 if all members predict the same probabilities, even if these are far from 0 and 1.
 
     >>> sure = torch.tensor([[[0.9, 0.1]], [[0.1, 0.9]]])
     >>> unsure = torch.tensor([[[0.5, 0.5]], [[0.5, 0.5]]])
@@ -37,31 +42,37 @@ def mutual_information(answers: Tensor, form: str) -> Tensor:
 
 
 def entropy(probabilities: Tensor) -> Tensor:
-    """Return the entropy of the classes, in nats."""
+    """Return the entropy of class probabilities (the last dimension), in nats."""
     found: Tensor = torch.special.entr(probabilities).sum(-1)
     return found
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """Accuracy of predictions compared with their confidence."""
+    """How well the confidence of predictions matches their accuracy.
+
+    The confidence of a row is the probability of its predicted class.
+    """
 
     error: float
-    """Expected calibration error: the mean gap between confidence and accuracy over bins of confidence."""
+    """Expected calibration error: the mean difference between confidence and accuracy over bins of confidence."""
     accuracy: float
+    """Fraction of rows whose predicted class is correct."""
     loss: float
-    """Mean negative log likelihood."""
+    """Mean negative log likelihood of the labels."""
     confidence: tuple[float, ...]
-    """Mean confidence of every nonempty bin; the following fields have the accuracy and the number of its rows."""
+    """Mean confidence in each bin that has rows."""
     right: tuple[float, ...]
+    """Accuracy in each bin that has rows."""
     counts: tuple[int, ...]
+    """Number of rows in each bin that has rows."""
 
     def __str__(self) -> str:
         return f"calibration error {self.error:.4f}, accuracy {self.accuracy:.4f}, loss {self.loss:.4f}"
 
 
 def calibration(probabilities: Tensor, labels: Tensor) -> Calibration:
-    """Return the calibration of probabilities by row and class.
+    """Return the calibration of predicted class probabilities; the last dimension of `probabilities` is the class.
 
     >>> calibration(torch.tensor([[0.75, 0.25], [0.75, 0.25]]), torch.tensor([0, 1])).error
     0.25
@@ -82,5 +93,5 @@ def calibration(probabilities: Tensor, labels: Tensor) -> Calibration:
 
 
 def _by_row(values: Tensor) -> Tensor:
-    """Return one number per row: the mean if a row has several positions."""
+    """Return one number per row: the mean over its other dimensions, such as the positions of a sequence."""
     return values.flatten(1).mean(1) if values.dim() > 1 else values

@@ -1,4 +1,4 @@
-"""Networks as graphs: tracing, partitioning, and the memory of activations."""
+"""Networks as graphs of operations: tracing, partitioning, and the memory of activations."""
 
 from .activations import Life, StorageWatch, kept_bytes, largest_sum, lives
 from .layers import Call, layer_of

@@ -1,4 +1,4 @@
-"""Activation memory: what forward keeps for backward, by module, and the peak of both."""
+"""Activation memory: the bytes that forward keeps for backward, by module, and the peak of forward and backward."""
 
 from __future__ import annotations
 
@@ -19,20 +19,24 @@ from torch.utils._pytree import tree_leaves
 
 @dataclass
 class Life:
-    """A storage that forward or backward allocated, with the times at which it was allocated and freed."""
+    """A storage (the memory of a tensor) that forward or backward allocated, and when it was allocated and freed.
+
+    Times count allocations.
+    """
 
     name: str
-    """The module in which it was allocated."""
+    """The name of the module that was running when the storage was allocated; empty outside of modules."""
     size: int
     born: int
     died: int | None = None
     is_kept: bool = False
-    """Whether it still existed when forward returned."""
+    """Whether the storage still existed when forward returned."""
     in_backward: bool = False
+    """Whether backward allocated the storage."""
 
 
 def lives(model: nn.Module, forward: Callable[[], Any]) -> list[Life]:
-    """Return every storage that `forward` and the backward of its result allocate, in order.
+    """Run `forward` and the backward of its result; return every storage that they allocate, in order.
 
     >>> net = nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 1))
     >>> inputs = torch.zeros(16, 2)
@@ -52,8 +56,8 @@ def lives(model: nn.Module, forward: Callable[[], Any]) -> list[Life]:
 def kept_bytes(found: list[Life]) -> dict[str, int]:
     """Return the bytes that existed when forward returned, by the name of the module that allocated them.
 
-    Tensors computed outside of the model are under the empty name. The result itself is included, since backward starts
-    from it.
+    The empty name is for tensors that were computed outside of the model's modules. The result of forward is included,
+    since backward starts from it.
 
     >>> net = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1))
     >>> inputs = torch.zeros(16, 2)
@@ -70,7 +74,8 @@ def kept_bytes(found: list[Life]) -> dict[str, int]:
 def largest_sum(few: int, small: list[Life], many: int, large: list[Life], rows: int) -> int:
     """Return the peak bytes for `rows` rows, extrapolated from the storages for `few` and for `many` rows.
 
-    Storages of backward whose size does not depend on the rows are gradients of parameters, and not counted here.
+    Storages of backward whose size does not depend on the number of rows are gradients of parameters; they are not
+    counted.
     """
     if [life.name for life in small] != [life.name for life in large]:
         few, small = 0, [replace(life, size=0) for life in large]
@@ -85,7 +90,10 @@ def largest_sum(few: int, small: list[Life], many: int, large: list[Life], rows:
 
 
 class StorageWatch(TorchDispatchMode):
-    """Records every storage that an operation allocates, and its module."""
+    """Dispatch mode that records every storage that an operation allocates, and the module that was running.
+
+    `names` has the names of the modules.
+    """
 
     def __init__(self, names: dict[nn.Module, str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -98,7 +106,7 @@ class StorageWatch(TorchDispatchMode):
 
     @contextmanager
     def modules(self) -> Iterator[None]:
-        """Track which module is running."""
+        """Track within the context which module is running."""
 
         def enter(module: nn.Module, *_: Any) -> None:
             self._inside.append(self._names.get(module, self._inside[-1]))
@@ -132,7 +140,7 @@ class StorageWatch(TorchDispatchMode):
             self.lives.append(life)
 
     def _look(self) -> None:
-        """Record which storages were freed since the last one was allocated."""
+        """Record which storages have been freed since the last allocation."""
         self._time += 1
         for key in [key for key, (reference, _) in self._made.items() if reference.expired()]:
             self._made.pop(key)[1].died = self._time

@@ -1,6 +1,6 @@
-"""Layers: modules that a trace keeps as one operation each, so that they can be computed in another way.
+"""Layers: modules that are one operation each in a traced graph, so that they can be computed in another way.
 
-`Call` holds the arguments that a network, or a part of it, was called with.
+`Call` has the arguments with which a network, or a module in it, was called.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _TENSOR = "(a tensor)"
 
 @dataclass(frozen=True)
 class Call:
-    """The arguments of a network's call: tensors, and the structure around them."""
+    """The arguments of a network's call: the tensors, and how they are nested in the arguments."""
 
     tensors: tuple[Tensor, ...]
     rest: tuple[Any, ...]
-    """The leaves that are no tensors, and a placeholder for each tensor."""
+    """The leaves of the arguments, with a placeholder for each tensor."""
     structure: Any
 
     @classmethod
@@ -36,7 +36,7 @@ class Call:
         return cls(tensors, tuple(_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves), structure)
 
     def arguments(self, tensors: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return arguments of the same structure with other tensors."""
+        """Return positional and keyword arguments of the same structure with other tensors."""
         given = iter(tensors)
         leaves = [next(given) if leaf is _TENSOR else leaf for leaf in self.rest]
         args, kwargs = pytree.tree_unflatten(leaves, self.structure)
@@ -44,27 +44,30 @@ class Call:
 
     @property
     def key(self) -> Any:
-        """Return a key that is equal for calls that can share a trace, apart from their sizes."""
+        """Return a key that is equal for calls that can share a trace if their sizes allow it."""
         kinds = tuple((tensor.dtype, tensor.dim()) for tensor in self.tensors)
         return self.structure, tuple(map(repr, self.rest)), kinds
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Return the shapes of its tensors."""
+        """Return the shapes of the tensors."""
         return tuple(tuple(tensor.shape) for tensor in self.tensors)
 
 
 MARK = "layer"
-"""The key under which a graph node's metadata stores its layer."""
+"""The key of the layer in the metadata of a graph node."""
 _library = torch.library.Library("manyhands", "FRAGMENT")
 _library.define("layer(Tensor[] tensors, int number) -> Tensor[]")
 _under_way: list[Layer] = []
-"""The layers of the current trace, by their numbers in it."""
+"""The layers of the current trace, in the order of their calls."""
 
 
 @dataclass
 class Layer:
-    """A call of a module; its inputs are tensors, followed by the module's parameters and buffers, in a fixed order."""
+    """A call of a module as one operation of a graph.
+
+    Its inputs are the tensors of the call, then the module's parameters, then its buffers.
+    """
 
     path: str
     module: nn.Module
@@ -74,11 +77,11 @@ class Layer:
     answer: Callable[[Sequence[Tensor]], Any] = tuple
 
     def run(self, tensors: Sequence[Tensor], number: int = 0) -> list[Tensor]:
-        """Run the module's own forward."""
+        """Run the module's own forward on the inputs of the operation, and return the tensors among its outputs."""
         return self.by(lambda _, own, *args, **kwargs: own(*args, **kwargs))(tensors, number)
 
     def by(self, compute: Callable[..., Any]) -> Callable[[Sequence[Tensor], int], list[Tensor]]:
-        """Return a function that computes the layer by `compute(module, forward, *args, **kwargs)`."""
+        """Return a function like `run` that calls `compute(module, forward, *args, **kwargs)` instead of forward."""
 
         def run(tensors: Sequence[Tensor], number: int = 0) -> list[Tensor]:
             count = len(self.call.tensors)
@@ -92,7 +95,7 @@ class Layer:
 
     @contextmanager
     def _holding(self, own: Sequence[Tensor]) -> Iterator[None]:
-        """Replace the module's parameters and buffers by these tensors within the context."""
+        """Replace the module's parameters and buffers by the tensors `own` within the context."""
         places = [_place(self.module, name) for name in (*self.parameters, *self.buffers)]
         before = [held[name] for held, name in places]
         try:
@@ -105,29 +108,29 @@ class Layer:
 
     @property
     def draws(self) -> bool:
-        """Return whether the layer draws random numbers, as attention with dropout does."""
+        """Return whether the layer draws random numbers, as attention with dropout does in training."""
         share = getattr(self.module, "dropout", 0.0)
         return self.module.training and isinstance(share, float) and share > 0
 
     @property
     def changes(self) -> bool:
-        """Return whether the layer changes its buffers, as batch statistics do."""
+        """Return whether the layer changes its buffers, as BatchNorm does in training."""
         return isinstance(self.module, _NormBase) and self.module.training and self.module.track_running_stats
 
 
 def layer_of(node: fx.Node) -> Layer | None:
-    """Return the layer of a node, or None."""
+    """Return the layer that a graph node calls; None if it calls another operation."""
     return node.meta.get(MARK)
 
 
 def changed_by(node: fx.Node, layer: Layer) -> list[fx.Node]:
-    """Return the nodes of the buffers that a layer changes."""
+    """Return the graph nodes of the buffers that the layer called by `node` changes."""
     return list(node.args[0])[len(layer.call.tensors) + len(layer.parameters) :] if layer.changes else []  # type: ignore[arg-type]
 
 
 @contextmanager
 def kept_whole(model: nn.Module, names: Sequence[str]) -> Iterator[list[Layer]]:
-    """Trace modules of these names as one operation each within the context; yields the list of their calls."""
+    """Let a trace within the context contain each named module as one operation; yield the list of their calls."""
     found: list[Layer] = []
     modules = [model.get_submodule(name) for name in names]
     before = [module.__dict__.get("forward") for module in modules]
@@ -145,7 +148,7 @@ def kept_whole(model: nn.Module, names: Sequence[str]) -> Iterator[list[Layer]]:
 
 
 def mark(graph: fx.Graph, found: Sequence[Layer]) -> None:
-    """Store the layers in the metadata of their nodes."""
+    """Store the layers `found` by a trace in the metadata of the nodes that call them."""
     for node in graph.nodes:
         if node.op == "call_function" and node.target is torch.ops.manyhands.layer.default:
             node.meta[MARK] = found[node.args[1]]

@@ -1,6 +1,6 @@
-"""Partitioning of a traced network into pieces, each for one rank, and the tensors that cross between them.
+"""Partitioning of a traced network into pieces, each for one rank, and the tensors that are sent between them.
 
-Operations that need only the inputs, or only parameters, are recomputed on every rank that needs them: a mask or a
+Operations that need only inputs, or only parameters, are recomputed on every rank that needs their results: a mask or a
 transposed weight is never sent. An operation that changes a tensor in place stays together with all operations that
 see the change, as one *unit*.
 """
@@ -23,42 +23,42 @@ from .tracing import TracedGraph
 
 @dataclass
 class Unit:
-    """Operations that are not separated: most often a single one."""
+    """Operations that must run on the same rank, most often a single one."""
 
     nodes: list[fx.Node]
     path: str
-    """The path of the module that it belongs to."""
+    """The path of the module that contains the last operation."""
     takes: set[int] = field(default_factory=set)
-    """Indices of the units whose results it needs."""
+    """Indices of the units whose results this unit needs."""
 
 
 @dataclass
 class GraphPiece:
-    """The operations that one rank runs without waiting for another."""
+    """Operations that a rank runs without waiting for another rank."""
 
     index: int
-    """The position in the one order that all ranks follow; backward follows it in reverse."""
+    """Position of the piece in the order that all ranks follow in forward, and in reverse in backward."""
     rank: int
     nodes: list[fx.Node]
     takes: list[str] = field(default_factory=list)
-    """Results of other pieces that it needs."""
+    """Names of the results of other pieces that this piece needs."""
     gives: list[str] = field(default_factory=list)
-    """Its results that other pieces need."""
+    """Names of the results of this piece that other pieces need."""
 
 
 @dataclass
 class Works:
-    """The operations of a traced network that are placed on ranks, as units in topological order."""
+    """The operations of a traced network that must be placed on ranks, as units in topological order."""
 
     traced: TracedGraph
     facts: GraphFacts
     units: list[Unit]
     unit_of: dict[str, int]
-    """The unit of every placed operation; the others are recomputed on every rank that needs them."""
+    """Index of the unit of each placed operation; other operations are recomputed on every rank that needs them."""
 
     @cached_property
     def users(self) -> dict[str, list[int]]:
-        """Return the units that need each result, without its own unit, in order."""
+        """Return the indices of the units that need each result, except the unit that computes it, in order."""
         users: dict[str, list[int]] = defaultdict(list)
         for index, unit in enumerate(self.units):
             for name in self.needs(unit.nodes):
@@ -66,7 +66,7 @@ class Works:
         return users
 
     def needs(self, nodes: Iterable[fx.Node]) -> list[str]:
-        """Return the results of other units that these operations need, also through recomputed operations."""
+        """Return the results of other units that operations need, directly or through recomputed operations."""
         own = {node.name for node in nodes}
         seen: dict[str, None] = {}
         for node in self.closure(nodes):
@@ -76,7 +76,7 @@ class Works:
         return list(seen)
 
     def closure(self, nodes: Iterable[fx.Node]) -> list[fx.Node]:
-        """Return these operations with everything recomputed for them, parameters and inputs, in graph order."""
+        """Return operations with all recomputed operations, parameters and inputs that they need, in graph order."""
         found: set[fx.Node] = set()
         todo = list(nodes)
         while todo:
@@ -89,19 +89,19 @@ class Works:
 
     @cached_property
     def outputs(self) -> list[str]:
-        """Return the results that the network returns."""
+        """Return the names of the results that the network returns."""
         return [node.name for node in self.traced.outputs if isinstance(node, fx.Node)]
 
     @cached_property
     def output_needs(self) -> list[str]:
-        """Return the results of units from which the network's outputs are computed."""
+        """Return the results of units that are the network's outputs, or from which those are recomputed."""
         nodes = [node for node in self.traced.outputs if isinstance(node, fx.Node)]
         rest = self.needs([node for node in nodes if node.name not in self.unit_of])
         return list(dict.fromkeys([*(node.name for node in nodes if node.name in self.unit_of), *rest]))
 
 
 def works_of(traced: TracedGraph, facts: GraphFacts) -> Works:
-    """Divide a network's operations into units that are placed and operations that are recomputed where needed."""
+    """Divide the operations of a network into units to be placed on ranks, and operations to be recomputed."""
     nodes = [n for n in traced.graph.nodes if n.op == "call_function" and n.name not in facts.numbers]
     _require_inputs_kept(traced, facts, nodes)
     placed = _placed(traced, facts, nodes)
@@ -117,7 +117,7 @@ def works_of(traced: TracedGraph, facts: GraphFacts) -> Works:
 
 
 def _require_inputs_kept(traced: TracedGraph, facts: GraphFacts, nodes: Sequence[fx.Node]) -> None:
-    """Raise if a network changes its inputs in place: other ranks, and the loss, use them too."""
+    """Raise StrategyError if a network changes its inputs in place, because other ranks and the loss use them too."""
     for node in nodes:
         for target in mutated(node):
             while (source := aliased(target)) is not None and _dtype(facts, source) == _dtype(facts, target):
@@ -177,7 +177,7 @@ def _placed(traced: TracedGraph, facts: GraphFacts, nodes: Sequence[fx.Node]) ->
 
 
 class _Together:
-    """Operations that belong to one unit (union-find)."""
+    """Groups of operations that belong to the same unit (union-find)."""
 
     def __init__(self, nodes: Iterable[fx.Node]) -> None:
         self._above = {node: node for node in nodes}
@@ -215,7 +215,7 @@ def _together(traced: TracedGraph, nodes: Sequence[fx.Node], placed: set[fx.Node
             readers = [user for n in seen for user in n.users if user in order and order[user] <= last]
             together.join([*(n for n in seen if n in order), node, *readers])
         if not node.users and any(target.name in traced.buffers for target in changed_at_root(node)):
-            # A counter belongs to the layer that counts.
+            # The update of a counter belongs to the layer that contains it.
             path = traced.paths[node.name]
             near = [n for n in nodes[order[node] + 1 :] if n in placed and traced.paths[n.name] == path]
             together.join([node, *near[:1]])
@@ -223,9 +223,9 @@ def _together(traced: TracedGraph, nodes: Sequence[fx.Node], placed: set[fx.Node
 
 
 def _sorted(works: Works, order: Mapping[fx.Node, int]) -> Works:
-    """Sort the units topologically, as close to the program's order as possible.
+    """Sort the units topologically, as close to the order of the trace as possible.
 
-    Units that need each other, such as a buffer's old and new value, are merged.
+    Units that need each other, such as those of a buffer's old and new value, are merged.
     """
     takes = {i: {works.unit_of[name] for name in works.needs(u.nodes)} for i, u in enumerate(works.units)}
     users: dict[int, list[int]] = defaultdict(list)
@@ -255,7 +255,7 @@ def _sorted(works: Works, order: Mapping[fx.Node, int]) -> Works:
 
 
 def _ring(takes: Mapping[int, set[int]], stuck: set[int]) -> list[int]:
-    """Return a cycle of units, each of which needs the next; every unit in `stuck` needs another one in it."""
+    """Return a cycle of units, each of which needs the next; every unit in `stuck` needs another one of them."""
     way = [min(stuck)]
     while (following := min(takes[way[-1]] & stuck)) not in way:
         way.append(following)
@@ -273,7 +273,14 @@ def _merged(works: Works, ring: Sequence[int], order: Mapping[fx.Node, int]) -> 
 
 
 def in_stages(works: Works, stages: Sequence[int], ranks: Sequence[int], wanted: Iterable[str]) -> list[GraphPiece]:
-    """Return one piece per stage, and an end piece on the last stage's rank that takes the wanted results."""
+    """Return one piece per stage of a pipeline, and a last piece that collects the wanted results.
+
+    Args:
+        works: The units.
+        stages: The stage of each unit.
+        ranks: The rank of each stage; the last one also gets the last piece.
+        wanted: Names of the results from which the network's outputs are computed.
+    """
     members: dict[int, list[fx.Node]] = {stage: [] for stage in range(len(ranks))}
     for unit, stage in zip(works.units, stages, strict=True):
         members[stage] += unit.nodes
@@ -282,11 +289,16 @@ def in_stages(works: Works, stages: Sequence[int], ranks: Sequence[int], wanted:
 
 
 def in_pieces(works: Works, homes: Sequence[int], end: int, wanted: Iterable[str]) -> list[GraphPiece]:
-    """Return pieces from each unit's rank: as few as allow ranks to run concurrently and send results early.
+    """Return pieces for units that are placed on ranks: as few as allow ranks to run concurrently and to send early.
 
-    A unit's level is the largest number of crossings on a path to it. Within a level, units whose results other
-    ranks wait
-    for come first.
+    The level of a unit is the largest number of sends between ranks on a path to it. Within a level, units whose
+    results other ranks wait for come first.
+
+    Args:
+        works: The units.
+        homes: The rank of each unit.
+        end: The rank of the last piece, which collects the wanted results.
+        wanted: Names of the results from which the network's outputs are computed.
     """
     levels: list[int] = []
     for index, unit in enumerate(works.units):
@@ -301,7 +313,10 @@ def in_pieces(works: Works, homes: Sequence[int], end: int, wanted: Iterable[str
 
 
 def _awaited(works: Works, homes: Sequence[int], levels: Sequence[int], end: int, wanted: Iterable[str]) -> set[int]:
-    """Return the units that lead, within their level and rank, to a result that another rank waits for."""
+    """Return the indices of the units for which another rank waits, directly or through units of their rank and level.
+
+    `in_pieces` explains the arguments.
+    """
     wanted = set(wanted)
     found: set[int] = set()
     for index in reversed(range(len(works.units))):
@@ -316,7 +331,7 @@ def _awaited(works: Works, homes: Sequence[int], levels: Sequence[int], end: int
 
 
 def _joined(works: Works, pieces: list[GraphPiece], end: int, wanted: Iterable[str]) -> list[GraphPiece]:
-    """Fill in what pieces take and give; an additional last piece holds the network's outputs."""
+    """Set what pieces take and give, and return them with a last piece on rank `end` that takes the wanted results."""
     last = GraphPiece(len(pieces), end, [], takes=list(dict.fromkeys(wanted)))
     made = {node.name: piece for piece in pieces for node in piece.nodes}
     for piece in pieces:
@@ -337,11 +352,11 @@ class Crossing:
     source: GraphPiece
     to: int
     first: GraphPiece
-    """The first piece on that rank that needs it; in backward, its gradient is complete after that piece."""
+    """The first piece on rank `to` that needs the result, whose gradient is complete after that piece in backward."""
 
 
 def crossings(pieces: Sequence[GraphPiece]) -> Iterator[Crossing]:
-    """Yield everything that is sent between ranks, in the order in which it is computed."""
+    """Yield the results that are sent between ranks, in the order in which they are computed."""
     takers: dict[tuple[str, int], GraphPiece] = {}
     for piece in pieces:
         for name in piece.takes:

@@ -1,4 +1,4 @@
-"""A piece of a traced network as a function of named tensors, in segments that backward may recompute."""
+"""Segments of a piece of a traced network: functions of named tensors that backward may recompute."""
 
 from __future__ import annotations
 
@@ -16,31 +16,34 @@ from .shape_propagation import by_hash, changed_at_root, is_random, plainly
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 Substitute = Callable[[fx.Node, str], Callable[..., Any] | None]
-"""Returns a strategy's replacement for an operation of a module, or None."""
+"""Function that returns a strategy's replacement for an operation of the module at a path, or None."""
 
 
 @dataclass
 class DrawCounter:
-    """The number of the first random draw of the network in the current computation."""
+    """The number of the network's first random draw in the current forward; each operation adds its own number."""
 
     start: int = 0
 
 
 @dataclass
 class Segment:
-    """Operations that run as one function."""
+    """Operations of a piece that run as one function."""
 
     function: Callable[..., Any]
     takes: list[str]
+    """Names of the inputs of the function."""
     gives: list[str]
+    """Names of the results of the function."""
     is_repeated: bool
+    """Whether backward recomputes the segment (activation checkpointing)."""
     contexts: Callable[[], Contexts] | None = None
-    """Returns the contexts of the first computation and of the recomputation, where they matter."""
+    """Function that returns the contexts of the first computation and of the recomputation; None for no contexts."""
     changes: list[int] = field(default_factory=list)
-    """Indices in `takes` of buffers that it changes; a recomputation must not change them again."""
+    """Indices in `takes` of the buffers that the segment changes; a recomputation must not change them again."""
 
     def run(self, held: MutableMapping[str, Any], clock: DrawCounter) -> None:
-        """Run the segment; its inputs and outputs are in `held`."""
+        """Run the segment; take its inputs from `held` by name, and add its results to it."""
         given = [held[name] for name in self.takes]
         if self.is_repeated and torch.is_grad_enabled():
             made = self._keeping_little(given, clock)
@@ -57,7 +60,7 @@ class Segment:
 
 
 class _Again:
-    """A function that runs in forward and again in backward, where it must see the same buffers as before."""
+    """A function that runs in forward and again in backward, then with the buffers as they were before forward."""
 
     def __init__(self, function: Callable[..., Any], changed: dict[int, Tensor], clock: DrawCounter) -> None:
         self._function, self._changed, self._clock, self._start = function, changed, clock, clock.start
@@ -93,7 +96,18 @@ def segments_of(
     returned: Iterable[str] = (),
     contexts: Callable[[], Contexts] | None = None,
 ) -> list[Segment]:
-    """Return a piece as segments; `repeated` maps modules to their block, where blocks are recomputed."""
+    """Divide a piece into segments: consecutive operations of a block that is recomputed, or of none.
+
+    Args:
+        works: The units of the traced network.
+        piece: The piece.
+        repeated: The block of each module path whose block is recomputed in backward.
+        substitute: Returns a strategy's replacement of an operation.
+        clock: The counter of random draws that the strategy sets before it runs a segment.
+        counts_draws: Whether operations draw layout-free random numbers, by their number in the network.
+        returned: Names of results that an additional last segment returns.
+        contexts: Returns the contexts in which a block is computed and recomputed.
+    """
     runs: list[tuple[str, list[fx.Node]]] = []
     for node in piece.nodes:
         block = repeated.get(works.traced.paths[node.name], "")
@@ -162,7 +176,10 @@ def _compiled(root: torch.nn.Module, graph: fx.Graph) -> Callable[..., Any]:
 
 
 def _drawn(function: Callable[..., Any], clock: DrawCounter, offset: int) -> Callable[..., Any]:
-    """Return the function with the generator seeded by the draw's number, so that it draws as in the whole network."""
+    """Return `function` with torch's generator seeded by the draw's number in the whole network.
+
+    So layout-free randomness draws the same numbers as in the network that is not partitioned.
+    """
 
     def draw(*args: Any, **kwargs: Any) -> Any:
         torch.default_generator.manual_seed(clock.start + offset)

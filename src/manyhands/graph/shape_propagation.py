@@ -1,4 +1,4 @@
-"""Shape propagation: what each operation of a traced network returns for given input sizes, and how it is run."""
+"""Shape propagation: the shapes that the operations of a traced network return, and the functions that run them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Shape = Sequence[int]
 
 @dataclass(frozen=True)
 class Value:
-    """The shape, dtype and strides of a tensor that an operation returns."""
+    """The shape, dtype and strides of a tensor that an operation returns, and whether it requires a gradient."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -32,12 +32,12 @@ class Value:
 
     @property
     def num_bytes(self) -> int:
-        """Return its size in bytes."""
+        """Return the size of the tensor in bytes."""
         return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
 
     @property
     def order(self) -> tuple[int, ...]:
-        """Return the dimensions from the outermost to the innermost in memory."""
+        """Return the dimensions of the tensor from the outermost to the innermost in memory."""
         return tuple(sorted(range(len(self.shape)), key=lambda dim: (-self.stride[dim], dim)))
 
 
@@ -46,12 +46,13 @@ class GraphFacts:
     """What a traced network computes for inputs of given sizes."""
 
     values: dict[str, Value]
-    """Tensors, by node."""
+    """The tensors that operations return, by node name."""
     numbers: dict[str, Any]
-    """Results that are no tensors, such as sizes: known in advance, and the same on all ranks."""
+    """Results that are no tensors, such as sizes, by node name: known in advance, and the same on all ranks."""
     draws: dict[str, int]
-    """The number of random draws before each operation that draws."""
+    """The number of random draws before each operation that draws, by node name."""
     num_draws: int = 0
+    """The number of all random draws."""
 
 
 def follow(
@@ -63,7 +64,16 @@ def follow(
     *,
     counts_draws: bool = False,
 ) -> GraphFacts:
-    """Run a graph on fake tensors; `tensors` are the network's parameters and buffers by name, on any device."""
+    """Run a graph on fake tensors, and return what its operations compute.
+
+    Args:
+        traced: The graph.
+        call: Arguments of the sizes for which the graph is run.
+        tensors: The network's parameters and buffers by name, on any device.
+        device: The device of the fake tensors.
+        scope: Context in which the strategy computes the network.
+        counts_draws: Whether to count random draws, for layout-free randomness.
+    """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -114,7 +124,7 @@ def _follow_one(node: fx.Node, held: Mapping[str, Any], facts: GraphFacts, draws
 
 
 class _Count(LayoutFree):
-    """Counts random draws without drawing."""
+    """Layout-free randomness that counts random draws without computing numbers."""
 
     def words(self, shape: Shape, device: torch.device, owner: Tensor | None = None, *, shared: bool = False) -> Tensor:
         self.num_draws += 1
@@ -138,7 +148,7 @@ def _stride(made: Tensor) -> tuple[int, ...]:
 
 
 def plainly(node: fx.Node) -> Callable[..., Any]:
-    """Return the function of an operation; no_grad and autocast blocks run directly, without export's wrappers."""
+    """Return the function that runs an operation; for no_grad and autocast blocks one without export's wrappers."""
     assert callable(node.target)
     layer = layer_of(node)
     if layer is not None:
@@ -150,7 +160,7 @@ def plainly(node: fx.Node) -> Callable[..., Any]:
 
 
 def by_hash(node: fx.Node) -> Callable[..., Any]:
-    """Return the function of an operation that draws, in the form that layout-free randomness supports."""
+    """Return torch's public function for an operation that draws random numbers, which `LayoutFree` can replace."""
     name = getattr(node.target, "_opname", "")
     for place in (torch, F, Tensor):
         found = getattr(place, name, None)
@@ -160,7 +170,7 @@ def by_hash(node: fx.Node) -> Callable[..., Any]:
 
 
 def is_random(node: fx.Node) -> bool:
-    """Return whether an operation draws random numbers in this call."""
+    """Return whether an operation draws random numbers with the arguments that it has in the graph."""
     layer = layer_of(node)
     if layer is not None:
         return layer.draws
@@ -176,7 +186,7 @@ def is_random(node: fx.Node) -> bool:
 
 
 def mutated(node: fx.Node) -> list[fx.Node]:
-    """Return the arguments that an operation changes in place."""
+    """Return the arguments of an operation that it changes in place."""
     layer = layer_of(node)
     if layer is not None:
         return changed_by(node, layer)
@@ -192,19 +202,19 @@ def mutated(node: fx.Node) -> list[fx.Node]:
 
 
 def changed_at_root(node: fx.Node) -> list[fx.Node]:
-    """Return the tensors whose memory an operation changes in place, also through views of them."""
+    """Return the tensors whose memory an operation changes in place, directly or through their views."""
     return [root_of(target) for target in mutated(node)]
 
 
 def root_of(node: fx.Node) -> fx.Node:
-    """Return the tensor whose memory an operation's result shares; the node itself if it has its own."""
+    """Return the tensor whose memory the result of `node` shares, as a view does; `node` if it has its own memory."""
     while (source := aliased(node)) is not None:
         node = source
     return node
 
 
 def _changed_in_block(node: fx.Node) -> list[fx.Node]:
-    """Return the arguments that a block such as torch.no_grad() changes."""
+    """Return the arguments of a block, such as that of torch.no_grad(), that operations in it change in place."""
     place = next(
         i for i, argument in enumerate(node.args) if isinstance(argument, fx.Node) and argument.op == "get_attr"
     )

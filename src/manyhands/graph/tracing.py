@@ -1,4 +1,4 @@
-"""Tracing: a network as a graph of operations, each with the module it belongs to, without computing any values.
+"""Tracing: turns a network into a graph of operations and their modules, without computing any values.
 
 torch.export runs the network on fake tensors, so a network on the meta device, or one that is sharded over many ranks,
 can be traced as well. Sizes stay dynamic where the network allows it.
@@ -24,29 +24,29 @@ from ..distributed import culprit, line_in
 from .layers import Call, kept_whole, mark
 
 _FUNCTORCH = "torch._functorch.predispatch"
-"""The module of operations that torch.func's transforms leave in a trace."""
+"""The Python module of the operations that torch.func's transforms leave in a trace."""
 _CHECKS = ("_assert_tensor_metadata", "_assert_scalar", "_assert_async", "sym_constrain_range_for_size")
-"""Operations that only check that sizes are as expected."""
+"""Operations that only check sizes and dtypes; they are removed from a trace."""
 _NET = "net"
 
 
 @dataclass(frozen=True)
 class Absent:
-    """An output that cannot be sent between ranks, such as a cache of a class that torch does not know."""
+    """Stands for an output that cannot be sent between ranks, such as a cache of a class that torch does not know."""
 
     kind: str
 
 
 @dataclass(frozen=True)
 class OutputStructure:
-    """The structure of a network's output, with tensors at some of its leaves."""
+    """The nesting of a network's output in tuples, dicts and other containers, without its tensors."""
 
     structure: Any
     leaves: tuple[Any, ...]
-    """The index of a tensor among the graph's outputs, as a `_Place`; or a value of another kind."""
+    """For each leaf a `_Place` if it is a tensor, or else its value."""
 
     def filled(self, tensors: Sequence[Any]) -> Any:
-        """Return the structure with these tensors."""
+        """Return the network's output with these tensors, the outputs of the graph."""
         leaves = [tensors[leaf[0]] if isinstance(leaf, _Place) else leaf for leaf in self.leaves]
         return pytree.tree_unflatten(leaves, self.structure)
 
@@ -57,25 +57,30 @@ class _Place(tuple[int]):
 
 @dataclass
 class TracedGraph:
-    """A network's graph. Parameters, buffers, inputs and results are identified by node names."""
+    """The graph of a network. Parameters, buffers, inputs and results are identified by the names of graph nodes."""
 
     graph: fx.Graph
     root: nn.Module
-    """The module that holds the graph's own attributes, such as the bodies of no_grad blocks."""
+    """The module with the graph's own attributes, such as the bodies of no_grad blocks."""
     parameters: dict[str, str]
-    """Parameter names of the original module, by node."""
+    """Names of parameters in the network, by node name."""
     buffers: dict[str, str]
+    """Names of buffers in the network, by node name."""
     constants: dict[str, Tensor]
+    """Tensors that are neither parameters nor buffers, by node name."""
     inputs: list[str]
+    """Node names of the tensors among the network's arguments, in order."""
     outputs: list[Any]
-    """The outputs, as nodes or numbers, in order."""
+    """The outputs of the graph, as nodes or numbers, in order."""
     answer: OutputStructure
+    """How the outputs of the graph are nested in the network's output."""
     paths: dict[str, str] = field(default_factory=dict)
-    """The path of the module that each operation belongs to."""
+    """Path of the module that contains each operation, by node name."""
     bounds: Mapping[Any, Any] = field(default_factory=dict)
+    """Ranges of the dynamic sizes for which the graph is valid, by symbol."""
 
     def fits(self, call: Call) -> bool:
-        """Return whether the graph is valid for tensors of these sizes."""
+        """Return whether the graph is valid for the sizes of the tensors of a call."""
         placeholders = {node.name: node for node in self.graph.nodes if node.op == "placeholder"}
         found: dict[Any, int] = {}
         compound: list[tuple[Any, int]] = []
@@ -99,8 +104,16 @@ def trace(
 ) -> TracedGraph:
     """Trace a network through one call, in its current mode (training or evaluation).
 
-    With `free` the graph is valid for other sizes too, where the network allows it; that takes a few times as long.
-    Modules that `layers` names are one operation each.
+    Args:
+        model: The network, on any device.
+        call: The arguments of the call.
+        device: The device for which the network is traced.
+        free: Whether the graph must be valid for other sizes too, where the network allows it; tracing then takes a few
+            times as long.
+        layers: Names of modules, each of which becomes one operation of the graph.
+
+    Raises:
+        StrategyError: The network cannot be traced.
 
     >>> net = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1))
     >>> traced = trace(net, Call.of([torch.zeros(3, 2)], {}), torch.device("cpu"))
@@ -133,7 +146,7 @@ def trace(
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Suppress export's warnings, log lines and printed graphs; its errors still raise."""
+    """Suppress warnings, log lines and printed graphs of torch.export within the context, but no exceptions."""
     before = logging.root.manager.disable
     logging.disable(logging.ERROR)
     try:
@@ -146,7 +159,10 @@ def _quiet() -> Iterator[None]:
 
 @contextmanager
 def _without_reentrant_checkpoints() -> Iterator[None]:
-    """Trace the content of reentrant checkpoints, whose forward runs without gradients and whose backward is Python."""
+    """Let torch.export trace the functions of reentrant activation checkpoints within the context.
+
+    It cannot trace the checkpoints themselves, whose forward runs without gradients and whose backward is Python code.
+    """
     from torch.utils.checkpoint import CheckpointFunction
 
     CheckpointFunction.apply = lambda function, preserves, *args: function(*args)  # type: ignore[method-assign]
@@ -157,13 +173,13 @@ def _without_reentrant_checkpoints() -> Iterator[None]:
 
 
 class _Kept:
-    """Holds the output structure where export, which restores a module's attributes, does not reset it."""
+    """Holder of the output structure: torch.export resets attributes of modules, but not those of this object."""
 
     answer: OutputStructure
 
 
 class _Flat(nn.Module):
-    """Wraps a network so that it takes and returns tensors only."""
+    """A network that takes and returns a flat list of tensors, as torch.export requires."""
 
     def __init__(self, model: nn.Module, call: Call) -> None:
         super().__init__()
@@ -187,7 +203,7 @@ class _Flat(nn.Module):
 
 
 def register_dataclasses(outputs: Any) -> None:
-    """Register the dataclasses among a network's outputs as containers, so that their tensors are found.
+    """Register the dataclasses in a network's outputs as containers of torch's pytrees, so that tensors are found.
 
     >>> @dataclasses.dataclass
     ... class Outputs:
@@ -207,7 +223,10 @@ def register_dataclasses(outputs: Any) -> None:
 
 @contextmanager
 def _buffers_kept(model: nn.Module) -> Iterator[None]:
-    """Turn the replacement of a buffer by another tensor into an in-place change, which export would miss otherwise."""
+    """Turn the replacement of a buffer by another tensor within the context into an in-place change.
+
+    torch.export would miss the replacement. Raise StrategyError if a buffer changes its shape.
+    """
     before = [
         (module, name, held) for module in model.modules() for name, held in module._buffers.items() if held is not None
     ]
@@ -233,7 +252,7 @@ def _plain(leaf: Any) -> Any:
 
 @contextmanager
 def _without_values(model: nn.Module, mode: Any, device: torch.device) -> Iterator[None]:
-    """Replace parameters and buffers by fake tensors within the context; tied ones stay tied."""
+    """Replace parameters and buffers by fake tensors within the context; tied parameters stay tied."""
     made: dict[int, Tensor] = {}
 
     def blank(tensor: Tensor) -> Tensor:
@@ -275,7 +294,7 @@ def _is_empty(value: Any) -> bool:
 
 
 def _cannot(error: Exception) -> StrategyError:
-    """Return an error with the first line of export's long message and the line of user code."""
+    """Return the error for a network that cannot be traced, with the user's line and the start of export's message."""
     text = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
     return StrategyError(
         "a partitioned network must be traceable: its operations must not depend on values that it computes",
@@ -285,7 +304,7 @@ def _cannot(error: Exception) -> StrategyError:
 
 
 def _first_names(model: nn.Module) -> dict[str, str]:
-    """Return the first name of each tensor for all its names: a tied one has several."""
+    """Return the first name of each parameter and buffer by each of its names; tied ones have several names."""
     first: dict[int, str] = {}
     every = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
     return {name: first.setdefault(id(tensor), name) for name, tensor in every}
@@ -328,7 +347,7 @@ def _traced(program: Any, answer: OutputStructure, names: Mapping[str, str]) -> 
 
 
 def _require_tensors(graph: fx.Graph, known: set[str]) -> None:
-    """Raise for an object such as a torch.Generator, whose state a trace does not contain."""
+    """Raise StrategyError if the graph uses an object, such as a torch.Generator, that a trace does not contain."""
     for node in graph.nodes:
         if node.op == "placeholder" and node.name not in known and node.users:
             user = next(iter(node.users))
@@ -348,14 +367,14 @@ def _name_of(target: Any) -> str:
 
 
 def _path_of(node: fx.Node) -> str:
-    """Return the innermost module whose forward contains an operation; repeated calls of a module share its path."""
+    """Return the path of the innermost module whose forward contains an operation; "" for the network itself."""
     stack = [entry[0] for entry in node.meta.get("nn_module_stack", {}).values()]
     inner = [path.split("@")[0] for path in stack if path.split(".")[0] == _NET]
     return inner[-1][len(_NET) + 1 :] if inner else ""
 
 
 def _owner_of(node: fx.Node, buffers: Mapping[str, str]) -> str:
-    """Return the module of a buffer that is updated after the network's last operation."""
+    """Return the path of the module whose buffer an operation updates after the network's last operation, or ""."""
     if node.target is torch.ops.aten.copy_.default and isinstance(first := node.args[0], fx.Node):
         return buffers.get(first.name, "").rpartition(".")[0]
     return ""

@@ -12,7 +12,10 @@ BACKEND = "torch"
 
 
 def require_torch_backend() -> ModuleType:
-    """Import and return Keras; PyTorch is the default if no backend was chosen."""
+    """Import Keras and return the module; raise SettingsError if it is missing or its backend is not PyTorch.
+
+    If no backend was chosen, PyTorch becomes the backend.
+    """
     if "keras" not in sys.modules:
         os.environ.setdefault("KERAS_BACKEND", BACKEND)
     try:

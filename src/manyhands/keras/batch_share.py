@@ -1,4 +1,4 @@
-"""Which rows of a global batch belong to a replica."""
+"""Split of global Keras batches: the rows of each batch that a replica computes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..core import StrategyError
 
 @dataclass(frozen=True)
 class MicroBatchRows:
-    """The rows of one micro-batch that this replica computes."""
+    """The rows of one micro-batch that this replica computes: `size` rows from row `start` of the global batch."""
 
     start: int
     size: int
@@ -26,18 +26,20 @@ class MicroBatchRows:
 
     @property
     def is_padding(self) -> bool:
-        """Whether this replica has no rows, so that it borrows one to take part in the collectives."""
+        """Whether this replica has no rows of the micro-batch; it then computes a borrowed row for the collectives."""
         return self.size == 0
 
     @property
     def weight(self) -> float:
-        """Fraction of the step's rows."""
+        """Fraction of the step's rows that this replica computes in this micro-batch."""
         return self.size / self.total
 
 
 @dataclass(frozen=True)
 class KerasShare:
-    """A replica's rows of a global batch: micro-batches first, then replicas, as everywhere in manyhands.
+    """The rows of a global batch that one replica computes.
+
+    The batch is split into micro-batches first, and then each micro-batch over the replicas.
 
     >>> [(rows.start, rows.size) for rows in KerasShare.of(7, rank=1, size=2).rows]
     [(3, 4)]
@@ -49,9 +51,10 @@ class KerasShare:
 
     @classmethod
     def of(cls, total: int, *, rank: int | None, size: int, micros: int = 1) -> KerasShare:
-        """Return the share of a replica, or the empty share of a process beside the replicas (rank None).
+        """Return the share of replica `rank` of `size` replicas in a batch of `total` rows.
 
-        A batch with fewer rows than micro-batches has fewer of them.
+        The batch is split into `micros` micro-batches, or into one per row if it has fewer rows. A process that
+        computes no rows, such as a parameter server, has rank None and gets an empty share.
         """
         rows = []
         num_micros = max(1, min(micros, total))
@@ -68,12 +71,15 @@ class KerasShare:
         return self.rows[0].total
 
     def ids(self, ids: list[Any]) -> list[Any]:
-        """Return this replica's samples of the batch, with a borrowed one for each micro-batch without any."""
+        """Return this replica's elements of `ids`, the samples of the whole batch.
+
+        For a micro-batch in which this replica has no samples, the first sample of the batch is borrowed.
+        """
         return [sample for rows in self.rows for sample in ids[rows.start : rows.start + rows.size] or ids[:1]]
 
     @classmethod
     def among(cls, counts: list[int], rank: int) -> KerasShare:
-        """Return the share of a replica, given each replica's number of rows.
+        """Return the share of replica `rank` in a batch to which replica i contributes `counts[i]` rows.
 
         >>> KerasShare.among([3, 2], 1).rows
         (MicroBatchRows(start=3, size=2, total=5, last=True),)
@@ -82,15 +88,15 @@ class KerasShare:
 
     @property
     def is_empty(self) -> bool:
-        """Whether this replica has no rows at all."""
+        """Whether this replica has no rows in any micro-batch."""
         return all(rows.is_padding for rows in self.rows)
 
     def taken(self, batch: Any) -> Any:
-        """Return this replica's rows of a whole batch."""
+        """Return this replica's rows of `batch`, arrays in any structure with the rows of all replicas."""
         return _mapped(lambda leaf: leaf[self.ids(list(range(self.total)))], batch)
 
     def micros(self, own: Any) -> Iterator[tuple[MicroBatchRows, Any]]:
-        """Yield this replica's rows by micro-batch."""
+        """Yield the rows and the arrays of each micro-batch of `own`, this replica's part of a batch."""
         if len(self.rows) == 1:
             yield self.rows[0], own
             return
@@ -107,7 +113,7 @@ def num_rows(batch: Any) -> int:
 
 
 def without_rows(batch: Any) -> Any:
-    """Return a batch's arrays with zero rows."""
+    """Return the arrays of a batch sliced to zero rows, in the same structure."""
     return _mapped(lambda leaf: leaf[:0], batch)
 
 
@@ -117,18 +123,18 @@ def _mapped(cut: Callable[[Any], Any], batch: Any) -> Any:
 
 _handed_out: list[KerasShare] = []
 _shares: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""The share that each array of a batch belongs to, as long as the array exists."""
+"""The share to which each array passed to `hand_out` belongs, as long as the array exists."""
 
 
 def hand_out(share: KerasShare, own: Any = None) -> None:
-    """Record the share of a batch, which the next step of Keras will compute."""
+    """Record `share` for the next step of Keras, and as the share of the arrays in `own`, this replica's rows."""
     _handed_out[:] = [share]
     for leaf in _arrays(own):
         _shares[leaf] = share
 
 
 def known_share(values: Any) -> KerasShare | None:
-    """Return the share of the first of these arrays that was handed out; None if none was."""
+    """Return the share that `hand_out` recorded for the first known array in `values`; None if no array is known."""
     return next((_shares[leaf] for leaf in _arrays(values) if leaf in _shares), None)
 
 
@@ -137,7 +143,10 @@ def _arrays(values: Any) -> list[Any]:
 
 
 def take_share(own: Any) -> KerasShare:
-    """Return the recorded share for these rows and clear it."""
+    """Return the share that `hand_out` recorded for the step with the rows `own`, and clear it.
+
+    Raise StrategyError if no share was recorded.
+    """
     if not _handed_out:
         raise StrategyError(
             "a step of a distributed model needs this replica's part of a batch",

@@ -30,15 +30,15 @@ _PER_BATCH = {
         for when in ("begin", "end")
     },
 }
-"""Method names that a callback may implement, by the name that Keras calls for a batch."""
+"""For each per-batch method that Keras calls on a callback list: the methods that a callback may implement for it."""
 
 
 class OnceForAll(CallbackList):  # type: ignore[misc]
-    """The callbacks of a fit, an evaluation or a prediction.
+    """Callback list of a fit, an evaluation or a prediction that runs the callbacks on the first replica only.
 
-    On the first replica they run without the others, so an evaluation in a callback happens there only. After each call
-    the others receive changes of weights, attributes, optimizer state, the stop flag and the initial epoch. An
-    exception of a callback is raised on all replicas. At the end, callback attributes are copied to the others.
+    The other replicas take no part, so an evaluation in a callback runs on the first replica alone. After each call
+    they receive the changes of weights, attributes, optimizer state, the stop flag and the initial epoch. An exception
+    in a callback is raised on all replicas. At the end, the attributes of the callbacks are copied to all replicas.
     """
 
     def __init__(self, strategy: Strategy, model: Any, callbacks: Any, verbose: Any, **more: Any) -> None:
@@ -57,7 +57,7 @@ class OnceForAll(CallbackList):  # type: ignore[misc]
         self._per_batch, self._saves_in_between, is_logged = brought_by_all(strategy.hand, "call callbacks", own)[0]
         self._clock = FitTimer(strategy.hand) if is_logged else None
         if verbose == "auto" and not sys.stdout.isatty():
-            # Under launch every update of a progress bar would be a line; Keras recommends a line per epoch there.
+            # Without a terminal, every update of a progress bar would be a line; Keras recommends a line per epoch.
             verbose = 2
         strategy.failure = None
         try:
@@ -84,7 +84,7 @@ class OnceForAll(CallbackList):  # type: ignore[misc]
                     getattr(CallbackList, name)(self, *args)
                 changes = before.changes() if before is not None else changes
         except Exception as error:
-            # The others learn of the failure at the next synchronization, after a step at the latest.
+            # The other replicas learn of the failure at the next synchronization, after a step at the latest.
             self._strategy.failure = error
         if follow:
             met(self._strategy, changes).follow(hand, self.model)
@@ -103,8 +103,8 @@ class OnceForAll(CallbackList):  # type: ignore[misc]
             self._clock.end(what)
 
     def _share_known_state(self) -> None:
-        """Copy callback attributes to all replicas, such as EarlyStopping's best epoch or the history."""
-        # The first replica may have callbacks that the others lack; all have a history.
+        """Copy the first replica's callback attributes to all, such as EarlyStopping's best epoch or the history."""
+        # The first replica may have callbacks that the other replicas lack; all have a history.
         groups = [self._given, [self._history] if self._history else []]
         own = [[(type(each).__name__, plain_attributes(each)) for each in group] for group in groups]
         received = self._strategy.hand.world.gather_objects(own if self._strategy.hand.is_first else None)[0]
@@ -170,7 +170,10 @@ class OnceForAll(CallbackList):  # type: ignore[misc]
 
 
 def met(strategy: Strategy, changes: Changes | None = None) -> Changes:
-    """Return what the first replica's callbacks have changed; an exception raised there is raised on all replicas."""
+    """Return the changes that the first replica's callbacks made, on all replicas, which must all call this.
+
+    An exception that was raised on the first replica is raised on all replicas instead.
+    """
     own, strategy.failure = strategy.failure, None
     packed = None if own is None else _packed(own)
     failure, received = strategy.hand.world.gather_objects((packed, changes or Changes()))[0]
@@ -182,7 +185,10 @@ def met(strategy: Strategy, changes: Changes | None = None) -> Changes:
 
 
 def _packed(error: Exception) -> tuple[str, Opaque | None]:
-    """Return an exception's text and a pickle of it, or of its parts if it cannot be recreated from its arguments."""
+    """Return an exception's text and its pickle.
+
+    An exception that cannot be recreated from its arguments is pickled in parts; the pickle is None if that fails too.
+    """
     for form in (error, (type(error), error.args, vars(error))):
         with contextlib.suppress(Exception):
             packed = Opaque.of(form)
@@ -211,9 +217,14 @@ def _made_again(form: Any) -> Exception:
 
 
 class TensorBoard(Callback):  # type: ignore[misc]
-    """Write the logs of every epoch, and with `update_freq="batch"` or a number also those of batches.
+    """Callback that writes logs in TensorBoard's format, without TensorFlow.
 
-    Curves are `epoch_loss` and so on under log_dir/train and log_dir/validation, as Keras names them.
+    The curves have Keras' names, such as `epoch_loss`, in log_dir/train and log_dir/validation.
+
+    Args:
+        log_dir: Folder of the logs.
+        update_freq: "epoch" to write the logs of every epoch, "batch" to write those of every batch too, or a number
+            of batches after which to write the logs of a batch.
     """
 
     def __init__(self, log_dir: str | Path = "logs", update_freq: str | int = "epoch") -> None:
@@ -229,17 +240,17 @@ class TensorBoard(Callback):  # type: ignore[misc]
         self._writers: dict[str, Any] = {}
 
     def on_train_batch_end(self, batch: int, logs: Mapping[str, float] | None = None) -> None:
-        """Write the values of a batch."""
+        """Write the logs of this batch if `update_freq` selects it."""
         self._num_batches += 1
         if self._every and self._num_batches % int(self._every) == 0:
             self._write("batch", logs, self._num_batches)
 
     def on_epoch_end(self, epoch: int, logs: Mapping[str, float] | None = None) -> None:
-        """Write the values of an epoch."""
+        """Write the logs of this epoch."""
         self._write("epoch", logs, epoch)
 
     def on_train_end(self, logs: Mapping[str, float] | None = None) -> None:
-        """Close the files."""
+        """Close the event files."""
         for writer in self._writers.values():
             writer.close()
         self._writers.clear()
@@ -258,4 +269,4 @@ class TensorBoard(Callback):  # type: ignore[misc]
 
 
 _LOOKING = (BackupAndRestore, ModelCheckpoint, RunLog, TensorBoard)
-"""Callbacks that change nothing after a batch, so that replicas need not synchronize after it."""
+"""Callbacks that do not change the model after a batch, so that replicas need not synchronize because of them."""

@@ -10,7 +10,7 @@ from ..launcher import ResolvedCluster, described
 
 
 class ClusterResolver:
-    """The cluster that this process is in."""
+    """Resolver that describes the cluster of this process, as its environment defines it."""
 
     source = "TF_CONFIG, a scheduler or torchrun"
 
@@ -24,32 +24,32 @@ class ClusterResolver:
 
     @property
     def task_id(self) -> int | None:
-        """Index of this process among those with its role."""
+        """Index of this process among the processes with its role; None outside of a cluster."""
         if self._cluster is None:
             return None
         alike = [index for index, host in enumerate(self._cluster.hosts) if host.role == self.task_type]
         return alike.index(self._cluster.here)
 
     def cluster_spec(self) -> ClusterSpec:
-        """Return addresses by role."""
+        """Return the addresses of the cluster's processes by role; an empty ClusterSpec outside of a cluster."""
         jobs: dict[str, list[str]] = {}
         for host in () if self._cluster is None else self._cluster.hosts:
             jobs.setdefault(host.role, []).append(f"{host.name}:{host.port}" if host.port else host.name)
         return ClusterSpec(jobs)
 
     def num_accelerators(self, *args: Any, **kwargs: Any) -> dict[str, int]:
-        """Return the number of local accelerators by kind."""
+        """Return the number of this host's GPUs as `{"GPU": number}`; an empty dict if it has none."""
         import torch
 
         return {"GPU": torch.cuda.device_count()} if torch.cuda.is_available() else {}
 
     def master(self, *args: Any, **kwargs: Any) -> str:
-        """Return the rendezvous address of the ranks."""
+        """Return the address and port at which the ranks rendezvous; an empty string outside of a cluster."""
         return "" if self._cluster is None else f"{self._cluster.address}:{self._cluster.port}"
 
 
 class ClusterSpec:
-    """Addresses by role.
+    """The addresses of a cluster's processes by role, such as "chief", "worker" or "ps".
 
     >>> cluster = ClusterSpec({"worker": ["a:1", "b:1"]})
     >>> cluster, cluster.num_tasks("worker")
@@ -64,24 +64,24 @@ class ClusterSpec:
 
     @property
     def jobs(self) -> list[str]:
-        """The existing roles."""
+        """The roles that processes of the cluster have, sorted."""
         return sorted(self._jobs)
 
     def as_dict(self) -> dict[str, list[str]]:
-        """Return addresses by role."""
+        """Return a dict of the addresses by role."""
         return dict(self._jobs)
 
     def num_tasks(self, job_name: str) -> int:
-        """Return the number of processes with a role."""
+        """Return the number of processes with the role `job_name`."""
         return len(self._jobs[job_name])
 
     def job_tasks(self, job_name: str) -> list[str]:
-        """Return the addresses of a role."""
+        """Return the addresses of the processes with the role `job_name`."""
         return list(self._jobs[job_name])
 
 
 class TFConfigClusterResolver(ClusterResolver):
-    """Resolver for TF_CONFIG; without it, for any other detected cluster environment."""
+    """Resolver for TF_CONFIG; if that is not set, for any other cluster environment that is detected."""
 
 
 class SlurmClusterResolver(ClusterResolver):
@@ -93,16 +93,19 @@ class KubernetesClusterResolver(ClusterResolver):
 
 
 class SimpleClusterResolver(ClusterResolver):
-    """Resolver with a given cluster; ranks still rendezvous by TF_CONFIG, which must describe the same cluster."""
+    """Resolver that returns the cluster that the caller gives.
+
+    The ranks still rendezvous by their environment, such as TF_CONFIG; a cluster described there must be the same.
+    """
 
     def __init__(self, cluster_spec: ClusterSpec | Mapping[str, list[str]], **kwargs: Any) -> None:
         super().__init__()
         given = cluster_spec.as_dict() if isinstance(cluster_spec, ClusterSpec) else dict(cluster_spec)
         if self._cluster is not None and self.cluster_spec().as_dict() != given:
             raise SettingsError(
-                f"a given cluster must be the one that {self._cluster.source} describes",
-                got=f"{given} and {self.cluster_spec().as_dict()}",
-                remedy="omit one of them",
+                f"cluster_spec must be the cluster that {self._cluster.source} describes",
+                got=f"{given} instead of {self.cluster_spec().as_dict()}",
+                remedy="omit the resolver, or correct one of the two",
             )
         self._given = given
 
@@ -115,9 +118,9 @@ class GCEClusterResolver(ClusterResolver):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         raise SettingsError(
-            "machines of an instance group cannot be discovered",
+            "a resolver must read the environment, because manyhands does not query cloud APIs",
             got="GCEClusterResolver",
-            remedy="run manyhands launch script.py --hosts N --join FIRST:PORT on each of them, or set TF_CONFIG",
+            remedy="run manyhands launch script.py --hosts N --join FIRST:PORT on each machine, or set TF_CONFIG",
         )
 
 
@@ -129,7 +132,7 @@ class TPUClusterResolver(ClusterResolver):
 
 
 def TPUStrategy(*args: Any, **kwargs: Any) -> NoReturn:
-    """Raise an error: TPUs are not supported."""
+    """Raise DeviceError: TPUs are not supported."""
     _no_tpu("TPUStrategy")
 
 

@@ -8,7 +8,7 @@ from ..core import SettingsError
 
 
 def ClusterCoordinator(*args: Any, **kwargs: Any) -> NoReturn:
-    """Raise SettingsError: there is no scheduling, since every replica runs the loop."""
+    """Raise SettingsError: no process schedules functions on workers, since every replica runs the training loop."""
     raise SettingsError(
         "a ClusterCoordinator is not supported, because every replica runs the training loop itself",
         remedy="call model.fit, or strategy.run(step, args) in the loop where schedule was called",

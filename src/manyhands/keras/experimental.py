@@ -1,4 +1,4 @@
-"""Names of tf.distribute.experimental."""
+"""The names of tf.distribute.experimental, so that scripts need only change the import."""
 
 from __future__ import annotations
 

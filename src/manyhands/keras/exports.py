@@ -16,15 +16,19 @@ from ..storage import export as store_export
 from .strategy import strategy_of
 
 ROWS, FREE = 4, 8
-"""Rows, and the size of other dynamic dims, of the example that a model is traced with."""
+"""Number of rows, and size of other dynamic dimensions, of the example with which a model is traced."""
 
 
 def export(model: Any, path: str | Path, example: Any = None) -> Path | None:
-    """Write the next version of a model under a folder that `mh.serve` watches and `mh.load` reads.
+    """Write the next version of a Keras model into a folder that `mh.serve` watches and `mh.load` reads.
 
-    - `example`: a small batch of inputs, or a dict of them by name; by default made from the model's `keras.Input`s.
+    Args:
+        model: The built model.
+        path: Folder of the model; each version is a numbered folder in it.
+        example: A small batch of inputs, or a dict of inputs by name; by default made from the model's `keras.Input`s.
 
-    With several replicas, the first writes it and the others get None.
+    Returns:
+        The folder of the version. With several replicas, only the first writes it; the others get None.
 
     >>> import tempfile, keras
     >>> model = keras.Sequential([keras.Input((4,), name="features"), keras.layers.Dense(2)])
@@ -51,7 +55,7 @@ def _given(model: Any, example: Any) -> tuple[dict[str, Tensor], dict[str, set[i
 
 
 def _declared(model: Any) -> tuple[dict[str, Tensor], dict[str, set[int]]]:
-    """Return examples of the inputs of a model with `keras.Input`s, and which dims except the rows are dynamic."""
+    """Return example inputs of a model with `keras.Input`s, and the dynamic dims of each except the rows, by name."""
     declared = getattr(model, "inputs", None)
     if not declared:
         raise TaskError(
@@ -77,7 +81,7 @@ def _packed(model: Any, names: list[str], values: tuple[Tensor, ...]) -> Any:
 
 
 def _named(model: Any, outputs: Any) -> Any:
-    """Return a tensor, or a dict of them by output name."""
+    """Return a model's outputs as one tensor, or as a dict of tensors by output name."""
     if isinstance(outputs, (Tensor, Mapping)):
         return outputs
     names = getattr(model, "output_names", None) or [f"output_{number}" for number in range(len(outputs))]

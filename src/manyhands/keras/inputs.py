@@ -1,7 +1,8 @@
 """Distributed inputs: any input that Keras accepts, of which every replica gets its rows of each global batch.
 
-All replicas iterate over the same global batches in the same order. From an indexed DataLoader, which Keras also makes
-of arrays, a replica reads only its own samples; from iterable data every replica reads everything and keeps its rows.
+All replicas iterate over the same global batches in the same order. From a DataLoader with an indexed dataset, which
+Keras also makes of arrays, a replica reads only its own samples. From iterable data every replica reads all samples and
+keeps its rows.
 """
 
 from __future__ import annotations
@@ -38,20 +39,21 @@ if TYPE_CHECKING:
 
 
 class DistributedInput(DataAdapter):  # type: ignore[misc]
-    """A replica's share of an input: iterate over it, or pass it to fit, evaluate or predict."""
+    """A replica's share of an input: iterate over it, or pass it to `fit`, `evaluate` or `predict`."""
 
     def __init__(self, adapter: Any, strategy: Strategy, micros: int = 1) -> None:
         self._adapter, self._strategy, self._micros = adapter, strategy, micros
 
     def __iter__(self) -> Iterator[Any]:
-        """Iterate for a custom training loop; a replica without rows of a batch gets empty arrays, as in TensorFlow.
+        """Return an iterator over this replica's rows of each batch, for a custom training loop.
 
-        A process that never takes rows, such as a server, gets a borrowed row instead.
+        For a batch in which this replica has no rows it gets arrays with zero rows, as in TensorFlow. A process that
+        never has rows, such as a parameter server, gets a borrowed row instead.
         """
         return self._handed_out(self._strategy.worker is None)
 
     def _handed_out(self, borrows: bool) -> Iterator[Any]:
-        # Started immediately, as in Keras: the random order must not depend on when the first batch is requested.
+        # Begun immediately, as in Keras: the random order must not depend on when the first batch is requested.
         batches = self._begun()
 
         def handed_out() -> Iterator[Any]:
@@ -67,7 +69,7 @@ class DistributedInput(DataAdapter):  # type: ignore[misc]
         return handed_out()
 
     def _begun(self) -> Iterator[tuple[KerasShare, Any]]:
-        """Return this replica's batches, with borrowed rows where it has none; outside collective work, whole ones."""
+        """Return an iterator over this replica's share and rows of each batch; in a callback, over whole batches."""
         if not self._strategy.joint.is_alone:
             share_randomness(self._strategy.hand, "iterate over a distributed dataset")
         loader = self._adapter.get_torch_dataloader()
@@ -106,7 +108,7 @@ class DistributedInput(DataAdapter):  # type: ignore[misc]
         return self._handed_out(borrows=True)
 
     def of(self, strategy: Strategy, micros: int) -> DistributedInput:
-        """Return the input for a model's strategy, with this number of micro-batches."""
+        """Return this input with `micros` micro-batches per step; raise DataError if `strategy` has other replicas."""
         self.require_replicas_of(strategy)
         if micros == self._micros:
             return self
@@ -115,7 +117,7 @@ class DistributedInput(DataAdapter):  # type: ignore[misc]
         return split
 
     def require_replicas_of(self, strategy: Strategy | None) -> None:
-        """Raise DataError if a model that does not train on these replicas would take some rows for all."""
+        """Raise DataError if a model with this strategy (None: without one) would train on one replica's rows only."""
         own = self._strategy
         if own.joint.is_alone or own.hand.size == 1:
             return
@@ -123,7 +125,8 @@ class DistributedInput(DataAdapter):  # type: ignore[misc]
             raise DataError(
                 "a distributed dataset can only train a model that all replicas share",
                 got="a model that was created outside of the strategy's scope",
-                remedy="create and compile it in `with strategy.scope():`, or pass the dataset that was distributed",
+                remedy="create and compile the model in `with strategy.scope():`, or pass it the dataset itself "
+                "instead of the distributed one",
             )
 
     @property
@@ -154,7 +157,7 @@ class DistributedInput(DataAdapter):  # type: ignore[misc]
 
 
 def distributed(strategy: Strategy, x: Any, *args: Any, micros: int = 1) -> Any:
-    """Return Keras' data adapter for an input, split for the replicas; None stays None."""
+    """Return an input of `fit` and similar methods, split over the replicas of `strategy`; None if `x` is None."""
     if x is None:
         return None
     if isinstance(x, DistributedInput):
@@ -173,7 +176,7 @@ def distributed(strategy: Strategy, x: Any, *args: Any, micros: int = 1) -> Any:
 
 
 def _is_mixed_by_workers(adapter: Any) -> bool:
-    # Keras reads inputs of unknown length in its own order.
+    # Keras does not shuffle inputs of unknown length.
     return bool(adapter.shuffle and adapter.enqueuer) and adapter.num_batches is not None
 
 
@@ -185,7 +188,7 @@ class _InOneOrder(PyDataset):  # type: ignore[misc]
         self._inner, self._order = inner, list(range(inner.num_batches))
 
     def draw(self) -> None:
-        """Draw the order of an epoch."""
+        """Draw the order of the batches of an epoch."""
         self._order = list(range(self._inner.num_batches))
         random.shuffle(self._order)
 
@@ -216,14 +219,14 @@ def require_by_itself(x: Any, **beside: Any) -> None:
 
 @dataclass(frozen=True)
 class InputContext:
-    """Argument of a function that creates each replica's input: the replica and their number."""
+    """Argument of a dataset function: the replica for which it creates an input, and the number of replicas."""
 
     num_input_pipelines: int
     input_pipeline_id: int
     num_replicas_in_sync: int
 
     def get_per_replica_batch_size(self, global_batch_size: int) -> int:
-        """Return a replica's share of a global batch size.
+        """Return the batch size of each replica; raise DataError if the replicas cannot have equal batch sizes.
 
         >>> InputContext(2, 0, 2).get_per_replica_batch_size(64)
         32
@@ -240,21 +243,28 @@ class InputContext:
 
 @dataclass(frozen=True)
 class DatasetCreator:
-    """Function that creates each worker's input, for `fit` and `evaluate`; a step takes a batch of every worker."""
+    """Wrapper of a function that creates each worker's input, to be passed to `fit` or `evaluate` as `x`.
+
+    A step consists of one batch of every worker.
+
+    Args:
+        dataset_fn: Called in each process with an InputContext; returns any input that Keras accepts.
+        input_options: Accepted and ignored.
+    """
 
     dataset_fn: Callable[[InputContext], Any]
     input_options: Any = None
 
 
 def opened(x: Any) -> Any:
-    """Return the input that a single replica reads, calling a DatasetCreator."""
+    """Return `x`, or a DatasetCreator's dataset, for a model on one replica; raise DataError if `x` is distributed."""
     if isinstance(x, DistributedInput):
         x.require_replicas_of(None)
     return x.dataset_fn(InputContext(1, 0, 1)) if isinstance(x, DatasetCreator) else x
 
 
 class OwnInput(DistributedInput):
-    """Batches that every replica creates itself; a replica that runs out uses borrowed rows until all have."""
+    """Input whose batches each replica creates; one whose batches have ended borrows rows until all have ended."""
 
     def __init__(self, adapter: Any, strategy: Strategy) -> None:
         super().__init__(adapter, strategy)
@@ -284,7 +294,7 @@ class OwnInput(DistributedInput):
             if last is None:
                 raise DataError(
                     "every replica must have at least one batch",
-                    got="no batch on this one",
+                    got="no batch on this replica",
                     remedy="use fewer replicas",
                 )
             yield KerasShare.among(every, hand.rank), own if count else tree.map_structure(lambda leaf: leaf[:1], last)
@@ -296,7 +306,7 @@ def _moved(batch: Any, device: torch.device) -> Any:
 
 
 def share_randomness(hand: Hand, doing: str) -> None:
-    """Copy the first replica's random state to all, so that initial weights and data orders are equal."""
+    """Copy the first replica's random state to all replicas, so that initial weights and data orders are equal."""
     if hand.size == 1:
         return
     own = (random.getstate(), np.random.get_state(), torch.default_generator.get_state().numpy())
@@ -308,7 +318,7 @@ def share_randomness(hand: Hand, doing: str) -> None:
 
 
 def brought_by_all(hand: Hand, doing: str, value: Any = None) -> list[Any]:
-    """Gather a value from each replica at a point that all must reach; raises StrategyError if they do not."""
+    """Return the values that the replicas pass, by rank; raise StrategyError unless all are in the call `doing`."""
     mark_call(hand)
     gathered = hand.world.gather_objects((doing, value))
     every = [_doing(each) for each in gathered]
@@ -323,14 +333,14 @@ def brought_by_all(hand: Hand, doing: str, value: Any = None) -> list[Any]:
 
 
 def mark_call(hand: Hand) -> None:
-    """Count a synchronization point and mark on the first replica that it was reached."""
+    """Count a synchronization point; on the first replica, also set the flag that it was reached."""
     _num_calls[0] += 1
     if hand.is_first:
         hand.world.mark(_call_name(_num_calls[0]))
 
 
 def next_call_name() -> str:
-    """Return the mark that the first replica sets at the next synchronization point."""
+    """Return the name of the flag that the first replica sets at the next synchronization point."""
     return _call_name(_num_calls[0] + 1)
 
 
@@ -347,17 +357,17 @@ def _doing(gathered: Any) -> str:
 
 
 def _seed_tensorflow(seed: int) -> None:
-    """Seed TensorFlow's global generator if it has no seed: tf.data draws the seeds of its shuffles from it."""
+    """Seed TensorFlow's global generator, from which tf.data draws the seeds of its shuffles, if it has no seed."""
     context, tensorflow = (sys.modules.get(name) for name in ("tensorflow.python.eager.context", "tensorflow"))
     if context is not None and tensorflow is not None and context.global_seed() is None:
         tensorflow.random.set_seed(seed)
 
 
 def _require_same(hand: Hand, batch: Any) -> None:
-    """Raise if replicas have different inputs, which would train some rows twice and others never.
+    """Raise DataError if the first batches of the replicas have different rows: some rows would never be trained.
 
-    If labels are equal but images differ, the images were randomly augmented and the order is still the same, unless
-    the labels are so few or so similar that they may be equal by chance.
+    Batches may differ in some arrays, such as randomly augmented images, if another array, such as the labels, is equal
+    and has enough distinct values to show that the rows are in the same order.
     """
     if hand.size == 1:
         return
@@ -378,11 +388,11 @@ def _require_same(hand: Hand, batch: Any) -> None:
 
 
 NUM_COMPARED = 16
-"""Number of samples compared if each can be read by itself."""
+"""Number of samples that replicas compare if samples can be read by index."""
 
 
 def _require_same_samples(hand: Hand, adapter: Any) -> None:
-    """Raise if arrays or datasets differ between replicas, judged by some of their samples.
+    """Raise DataError if arrays or datasets differ between replicas, judged by their length and some of their samples.
 
     Of a custom dataset only the length is compared: reading a sample may be slow or draw random numbers.
     """
@@ -431,7 +441,7 @@ def _differs(hand: Hand, facts: list[Any]) -> bool:
 
 
 def _is_indexed(loader: Any) -> bool:
-    """Return whether a replica may read single samples; a custom collate function may depend on the whole batch."""
+    """Return whether a replica may read only its samples; a custom collate function may depend on the whole batch."""
     return (
         isinstance(loader, DataLoader)
         and loader.batch_sampler is not None
@@ -441,7 +451,7 @@ def _is_indexed(loader: Any) -> bool:
 
 
 class _OwnSamples(Sampler[list[Any]]):
-    """Sampler of a replica's samples of each global batch; records the shares in order."""
+    """Batch sampler that yields the ids of this replica's samples of each global batch, and queues their shares."""
 
     def __init__(self, batches: Any, share: Callable[[int], KerasShare], require: Callable[[list[Any]], None]) -> None:
         self._batches, self._share, self._require = batches, share, require
@@ -460,7 +470,7 @@ class _OwnSamples(Sampler[list[Any]]):
 def _indexed(
     loader: DataLoader[Any], share: Callable[[int], KerasShare], require: Callable[[list[Any]], None]
 ) -> Iterator[tuple[KerasShare, Any]]:
-    """Iterate over a DataLoader reading only this replica's samples; `require` checks the first batch's ids."""
+    """Iterate over a DataLoader reading only this replica's samples; `require` checks the first batch's sample ids."""
     inner = getattr(loader.batch_sampler, "sampler", None)
     if isinstance(inner, DistributedSampler) or isinstance(loader.batch_sampler, DistributedSampler):
         raise DataError(

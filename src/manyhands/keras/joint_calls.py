@@ -1,4 +1,4 @@
-"""Calls of a script that all replicas must make together, with the same models, or that one makes alone."""
+"""Coordination of a script's calls: those that all replicas must make together, and those that one makes alone."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from .model_changes import variables_of
 from .step import apart
 
 _num_done: dict[str, int] = {}
-"""Number of calls of `once` by name and place in the script."""
+"""Number of calls of `JointCalls.once`, by name and place in the script."""
 
 
 class JointCalls:
-    """Keeps the replicas of a strategy at the same place of the script, with equal models."""
+    """Checks that the replicas of a strategy make the same calls with equal models."""
 
     def __init__(self, hand: Hand) -> None:
         self.hand = hand
         self._num_alone = 0
         self._compared: WeakSet[Any] = WeakSet()
-        """Optimizers whose variables were verified to be equal on all replicas."""
+        """Optimizers whose model variables were verified to be equal on all replicas."""
 
     @property
     def is_alone(self) -> bool:
@@ -38,7 +38,7 @@ class JointCalls:
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """Run the block on this replica alone, without coordination with others."""
+        """Return a context whose block runs on this replica alone, without coordination with the others."""
         self._num_alone += 1
         try:
             with apart():
@@ -47,22 +47,32 @@ class JointCalls:
             self._num_alone -= 1
 
     def require(self, what: str) -> None:
-        """Raise if this replica is alone, as in a callback: the others would not take part."""
+        """Raise StrategyError if this replica works alone, as in a callback: the others would not take part.
+
+        `what` names the caller's function in the error.
+        """
         if self.is_alone:
             raise StrategyError(
                 f"all replicas must take part in {what}",
                 got="a call in a callback, which runs on the first replica only",
-                remedy="call the model there, or model.evaluate on all rows, or do it between two calls of fit",
+                remedy="in a callback, call the model or model.evaluate, which use all rows on one replica; make other "
+                "calls before or after fit",
             )
 
     def require_all(self, doing: str) -> None:
-        """Raise if only some replicas do this; otherwise they would wait for the others indefinitely."""
+        """Raise StrategyError if only some replicas make the call that `doing` names.
+
+        Without this check, those replicas would wait for the others indefinitely.
+        """
         self.require(doing)
         if self.hand.size > 1:
             brought_by_all(self.hand, doing)
 
     def require_equal(self, optimizer: Any, variables: Sequence[Any]) -> None:
-        """Raise if weights differ between replicas before the first step: summed gradients would not equalize them."""
+        """Raise StrategyError if weights differ between replicas before the first update of `optimizer`.
+
+        They would remain different, because updates by summed gradients are the same on all replicas.
+        """
         if optimizer in self._compared or self.hand.size == 1:
             return
         self._compared.add(optimizer)
@@ -76,7 +86,7 @@ class JointCalls:
                 )
 
     def once(self, name: str, act: Callable[[], Any]) -> Any:
-        """Run `act` on the first replica only; the others wait until it is done, so that they can read its files.
+        """Run `act` on the first replica only; the others wait until it has returned, so that they can read its files.
 
         The first replica does not wait, since a script may call this on it alone. The others wait for the call from the
         same place in the script, or until the first replica reaches the next synchronization point or the end.
@@ -91,24 +101,24 @@ class JointCalls:
             self.hand.world.mark(f"{place} ({number})")
 
     def begin(self, doing: str, model: Any) -> None:
-        """Require all replicas, and broadcast the first one's weights and optimizer state."""
+        """Check that all replicas make the call `doing`, and broadcast the first one's weights and optimizer state."""
         self.require_all(doing)
         for variable in variables_of(model):
             self.hand.replicas.broadcast(variable._value.data)
 
 
 class ScopeMetrics:
-    """Metrics created in the scope of a strategy, which `run` sums over the replicas."""
+    """The metrics that were created in the scope of a strategy, which `Strategy.run` sums over the replicas."""
 
     def __init__(self, hand: Hand) -> None:
         self._hand = hand
         self.metrics: list[Any] = []
-        """In creation order, which is the same on all replicas."""
+        """The metrics in the order of their creation, which is the same on all replicas."""
 
     def drop_unused(self) -> None:
-        """Drop metrics without other references.
+        """Drop metrics that the script has deleted on some replica; all replicas must call this.
 
-        All replicas do this at the same point: with separate garbage collection, `run` would sum different metrics.
+        If each replica relied on its own garbage collection, `Strategy.run` would sum different metrics.
         """
         held, self.metrics = [ref(metric) for metric in self.metrics], []
         if held:

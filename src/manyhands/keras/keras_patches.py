@@ -1,6 +1,6 @@
 """Patches of Keras: a few of its functions are wrapped once, when this package is imported, to use the strategy.
 
-For models without a strategy they behave as before.
+For models without a strategy the wrapped functions behave as before.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _ONCE = (
 
 
 def install() -> None:
-    """Install the wrappers; does nothing if they are installed."""
+    """Install the wrappers in Keras' classes and modules; do nothing if they are installed."""
     if getattr(TorchTrainer, "knows_manyhands", False):
         return
     TorchTrainer.knows_manyhands = True
@@ -77,7 +77,7 @@ def install() -> None:
 
 
 def _remembering(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function so that a model is assigned to the strategy in whose scope it was created or compiled."""
+    """Wrap a method so that its model or optimizer is assigned to the strategy in whose scope the method is called."""
 
     @functools.wraps(original)
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -89,7 +89,7 @@ def _remembering(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _at_home(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a method so that a model computes on its strategy's device."""
+    """Wrap a method of a model so that Keras computes on the device of the model's strategy."""
 
     @functools.wraps(original)
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -101,7 +101,7 @@ def _at_home(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _remembering_metric(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a metric's constructor so that the scope's strategy sums it over the replicas."""
+    """Wrap a metric's constructor so that the strategy of the current scope sums the metric over the replicas."""
 
     @functools.wraps(original)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -158,7 +158,7 @@ def _sum_for_torch(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str
 
 
 def _own_seed(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the seed generator so that layers on each replica draw different numbers within a step."""
+    """Wrap Keras' seed generator so that within a step each replica's layers draw different numbers."""
 
     @functools.wraps(original)
     def torch_seed_generator(seed: Any) -> Any:
@@ -177,14 +177,17 @@ def _by_the_first(original: Callable[..., Any]) -> Callable[..., Any]:
     def once(model: Any, *args: Any, **kwargs: Any) -> Any:
         strategy = strategy_of(model)
         act = functools.partial(original, model, *args, **kwargs)
-        # Not by path: scripts for TensorFlow pass a different path on every worker, and only the chief's counts.
+        # Replicas cannot be matched by path: scripts for TensorFlow use another one on each worker, for unused copies.
         return act() if strategy is None else strategy.joint.once(original.__name__, act)
 
     return once
 
 
 def _requiring_tensorflow(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the TensorBoard callback to raise immediately if TensorFlow is missing, instead of during `fit`."""
+    """Wrap the constructor of Keras' TensorBoard callback to raise SettingsError if TensorFlow is missing.
+
+    Without the wrapper, the error would be raised during `fit`.
+    """
 
     @functools.wraps(original)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:

@@ -1,4 +1,4 @@
-"""Losses over replicas: divided by the counts of all of them, and scaled for float16 as on one device."""
+"""Patches of Keras' losses: divide by the counts of all replicas, and scale for float16 as on one device."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .step import MicroBatchStep, current_step
 
 
 def over_replicas(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Wrap `reduce_weighted_values` to use the counts of all replicas within a step."""
+    """Wrap Keras' `reduce_weighted_values` so that within a step a loss is divided by the counts of all replicas."""
 
     def reduce_weighted_values(
         values: Tensor,
@@ -31,7 +31,7 @@ def over_replicas(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         if step is None or reduction in (None, "none"):
             return loss
         if not values.numel():
-            # The mean of no rows would be NaN, but must contribute nothing.
+            # The mean of zero rows would be NaN, but must contribute nothing.
             loss = ops.sum(values)
         if reduction == "sum":
             return step.part(loss)
@@ -43,7 +43,7 @@ def over_replicas(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _counted(values: Tensor, sample_weight: Any, mask: Any, reduction: str | None) -> Tensor:
-    """Return the number that this replica's loss was divided by."""
+    """Return the divisor of this replica's loss: the sum of its sample weights, or the number of unmasked values."""
     if reduction != "mean_with_sample_weight":
         return torch.as_tensor(ops.sum(ops.cast(mask, "float64")))
     weights = keras_loss.apply_mask(sample_weight, mask, dtype=values.dtype, reduction=reduction)
@@ -54,7 +54,7 @@ def _fraction(step: MicroBatchStep, count: Tensor) -> Tensor:
     if not step.rows.last or step.sums.held:
         raise StrategyError(
             "a loss that is divided by a count, a mask or weights needs its whole batch at once",
-            got="accumulate",
+            got="a batch that accumulate splits into micro-batches",
             remedy="omit accumulate, or use a mean over samples",
         )
     own = (count * (0.0 if step.rows.is_padding else 1.0)).detach().clone()
@@ -65,13 +65,14 @@ def _fraction(step: MicroBatchStep, count: Tensor) -> Tensor:
 
 LARGEST = torch.finfo(torch.float16).max
 Apply = Callable[..., Any]
-"""An optimizer's own function of gradients and variables."""
+"""An optimizer's unwrapped `apply`: takes the optimizer, the gradients and optionally the variables."""
 
 
 def weighing(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `LossScaleOptimizer.scale_loss`: within a step, a replica's loss is weighted by its rows.
+    """Wrap `LossScaleOptimizer.scale_loss` so that within a step a replica's loss is weighted by its rows.
 
-    The mean over fewer rows has larger gradients, which would overflow earlier.
+    Without the weight, the mean over a replica's rows has larger gradients than the mean over the whole batch, which
+    overflow earlier.
     """
 
     @functools.wraps(original)
@@ -83,7 +84,11 @@ def weighing(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def kept(step: MicroBatchStep, apply: Apply, gradients: Sequence[Tensor | None], variables: Sequence[Any]) -> Apply:
-    """Return the function with sums that overflow half precision made infinite, as one device would have them."""
+    """Return `apply`, with summed gradients above float16's maximum replaced by infinity, as on one device.
+
+    This concerns variables whose gradients are float16 numbers on every replica. Infinity shows LossScaleOptimizer that
+    the step has overflowed.
+    """
     none = torch.zeros((), device=step.hand.device)
     wide = torch.stack([none if g is None else (g.half() != g).any().float() for g in gradients])
     step.hand.replicas.all_reduce(wide)

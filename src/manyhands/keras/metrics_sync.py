@@ -22,7 +22,7 @@ _STEPS = ("train_step", "test_step", "compute_metrics")
 
 
 class Measures:
-    """State updated by one step: metrics, and in a model's step the layers' state."""
+    """Sums a step's changes of metrics over micro-batches and replicas; with a model, also those of layers' state."""
 
     def __init__(self, metrics: Sequence[Any], hand: Hand, model: Any = None) -> None:
         self._metrics, self._hand, self._model = metrics, hand, model
@@ -31,16 +31,16 @@ class Measures:
         self._logs: dict[Path, Tensor] = {}
         self._versions = {id(variable): variable._value._version for variable in _own_state(model)}
         self._is_plain = all(getattr(type(model), name, None) is getattr(TorchTrainer, name) for name in _STEPS)
-        """Whether the model uses Keras' own steps, which return only results of metrics."""
+        """Whether the model uses Keras' own step methods, whose logs are only results of metrics."""
         self._results: set[Path] = set()
         """Paths of the last micro-batch's logs that are results of metrics."""
         self._mixed: list[Tensor] = []
         self._has_rows = self._has_first_row = False
         self.has_failed = False
-        """Whether something had failed on some replica at the last synchronization."""
+        """Whether any replica had reported a failure at the last synchronization."""
 
     def take(self, logs: Any, rows: MicroBatchRows) -> None:
-        """Add a micro-batch's changes of the metrics; a borrowed row adds nothing."""
+        """Add a micro-batch's changes of the metrics, and reset the metrics; a borrowed row adds nothing."""
         self._results = self._results_in(logs)
         self._has_rows |= not rows.is_padding
         self._has_first_row |= not rows.is_padding and rows.start == 0
@@ -96,7 +96,10 @@ class Measures:
         )
 
     def _results_in(self, logs: Any) -> set[Path]:
-        """Return the log paths that are results of metrics; a custom step may log another number under such a name."""
+        """Return the paths in `logs` that are results of metrics.
+
+        A custom step may log another number under the name of a metric.
+        """
         values = dict(_flat(logs))
         if self._is_plain or not values:
             return set(values)
@@ -109,7 +112,7 @@ class Measures:
 
 
 def by_rows(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `Mean.update_state`: within a step, a scalar mean over this replica's rows is weighted by their share."""
+    """Wrap `Mean.update_state` so that within a step a scalar is weighted by this replica's share of the rows."""
 
     @functools.wraps(original)
     def update_state(self: Any, values: Any, sample_weight: Any = None) -> Any:
@@ -131,7 +134,7 @@ def _summed(hand: Hand, tensors: list[Tensor]) -> list[Tensor]:
 
 
 def _flat(logs: Any, before: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Yield the entries of a step's logs by path; the metrics of `compile` are a nested dict."""
+    """Yield the path and value of each entry of a step's logs, in which the metrics of `compile` are a nested dict."""
     for name, value in logs.items() if isinstance(logs, dict) else ():
         if isinstance(value, dict):
             yield from _flat(value, (*before, name))
@@ -140,7 +143,7 @@ def _flat(logs: Any, before: Path = ()) -> Iterator[tuple[Path, Any]]:
 
 
 def _filled(logs: Any, results_by_path: dict[Path, Any], before: Path = ()) -> Any:
-    """Return the logs with the values of all replicas filled in."""
+    """Return `logs` with the values in `results_by_path`, computed over all replicas, at their paths."""
     if not isinstance(logs, dict):
         return results_by_path.get(before, logs)
     return {name: _filled(value, results_by_path, (*before, name)) for name, value in logs.items()}
@@ -160,7 +163,10 @@ def _is_same(value: Any, result: Any) -> bool:
 
 
 def _own_state(model: Any) -> list[Any]:
-    """Return state that layers update from their inputs; batch statistics are synchronized already."""
+    """Return the floating-point state that layers update from their inputs.
+
+    The statistics of BatchNormalization are omitted, because they are synchronized in the forward pass.
+    """
     if model is None:
         return []
     synchronized = {

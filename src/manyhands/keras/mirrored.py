@@ -1,4 +1,4 @@
-"""Strategies under TensorFlow's names."""
+"""MirroredStrategy, MultiWorkerMirroredStrategy and OneDeviceStrategy, under their names in TensorFlow."""
 
 from __future__ import annotations
 
@@ -14,11 +14,15 @@ from .strategy import Strategy
 
 
 class MirroredStrategy(Strategy):
-    """A replica on every device. Under plain `python script.py` the script is started again on all of them.
+    """Train with one replica on every device of this host.
 
-    - `devices`: names as in TensorFlow or manyhands: ["gpu:0", "gpu:1"], "cpu*2"; by default all;
-    - `cross_device_ops`: accepted and ignored: Gloo or NCCL is chosen by the devices;
-    - `accumulate`, `precision`, `recompute`: as in `mh.Mirrored`.
+    If the script was started with plain `python script.py` and there are several devices, the constructor replaces the
+    process by `manyhands launch`, which runs the script once per device.
+
+    Args:
+        devices: Names as in TensorFlow or manyhands, such as ["gpu:0", "gpu:1"] or "cpu*2"; by default all devices.
+        cross_device_ops: Accepted and ignored; Gloo or NCCL is chosen by the devices.
+        **chosen: `accumulate`, `precision` and `recompute`, as in `mh.Mirrored`.
     """
 
     def __init__(self, devices: Sequence[str] | str | None = None, cross_device_ops: Any = None, **chosen: Any) -> None:
@@ -26,7 +30,15 @@ class MirroredStrategy(Strategy):
 
 
 class MultiWorkerMirroredStrategy(Strategy):
-    """A replica on every device of every worker in the cluster of TF_CONFIG, a scheduler or `manyhands launch`."""
+    """Train with one replica on every device of every worker in a cluster.
+
+    The cluster is that of TF_CONFIG, of a scheduler, or of `manyhands launch`.
+
+    Args:
+        cluster_resolver: Only stored as an attribute; by default a TFConfigClusterResolver.
+        communication_options: Accepted and ignored; manyhands chooses the size of messages.
+        **chosen: `accumulate`, `precision` and `recompute`, as in `mh.Mirrored`.
+    """
 
     def __init__(self, cluster_resolver: Any = None, communication_options: Any = None, **chosen: Any) -> None:
         super().__init__(hand_of_all(None, type(self).__name__), **chosen)
@@ -34,7 +46,11 @@ class MultiWorkerMirroredStrategy(Strategy):
 
 
 class OneDeviceStrategy(Strategy):
-    """One replica on one device.
+    """Train with one replica on one device.
+
+    Args:
+        device: Name as in TensorFlow or manyhands, such as "/gpu:0", "cuda:0" or "cpu".
+        **chosen: `accumulate`, `precision` and `recompute`, as in `mh.Mirrored`.
 
     >>> OneDeviceStrategy("/cpu:0").num_replicas_in_sync
     1

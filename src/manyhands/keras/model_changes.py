@@ -1,7 +1,7 @@
 """Detect what callbacks change in the first replica's model, and apply it to the others.
 
-Variables are compared by torch's version counter. Attributes are those of the model, its layers, optimizer and losses,
-and of objects attached to them: numbers, strings, flags, schedules, functions, arrays, anything that can be sent.
+Variables are compared by torch's version counter. Attributes of the model, its layers, optimizer and losses, and of
+objects attached to these, are compared by value: numbers, strings, flags, schedules, functions and arrays.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ..distributed import Opaque, is_plain, message
 from ..training import Hand
 
 Key = tuple[int, str, str]
-"""Index of an object of a model, the name of an attached object, if any, and the name of the attribute."""
+"""Place of an attribute: index of its owner in a model, name of an object attached to that or "", and its name."""
 _RATE = "_learning_rate"
 _OWN = {"history", "train_function", "test_function", "predict_function"}
 _OWN |= vars(Layer()).keys() - {"_trainable", "training", "activity_regularizer"}
@@ -38,13 +38,13 @@ _SCALARS = (bool, int, float, complex, str, bytes, np.generic, type(None))
 _STATE = (nn.Module, Variable, Optimizer, Metric)
 _NO_HOLDERS = (nn.Module, Variable, Metric, Callback, Initializer, Tensor, type, FunctionType, MethodType, ModuleType)
 MARKED = 1 << 13
-"""Number of elements of an array that are compared."""
+"""Number of first elements of an array that are compared."""
 DEEPEST = 4
-"""Depth to which nested lists and dicts are compared, since some contain themselves."""
+"""Depth to which nested lists and dicts are compared; some contain themselves."""
 
 
 def variables_of(model: Any) -> list[Any]:
-    """Return the variables that must be equal on all replicas, in the same order; unbuilt ones are omitted."""
+    """Return a model's and its optimizer's variables, in the same order on all replicas; omit unbuilt ones."""
     optimizer = getattr(model, "optimizer", None)
     found = [*model.variables, *(optimizer.variables if optimizer is not None else ())]
     return [variable for variable in found if variable._value is not None]
@@ -53,18 +53,18 @@ def variables_of(model: Any) -> list[Any]:
 @message
 @dataclass(frozen=True)
 class Changes:
-    """Changes that callbacks have made to a model, in the form that is sent."""
+    """Changes that callbacks have made to a model: packed attributes, and indexes of variables to be broadcast."""
 
     attributes: dict[Key, Any] = field(default_factory=dict)
     variables: list[int] = field(default_factory=list)
 
     def follow(self, hand: Hand, model: Any) -> None:
-        """Apply the first replica's changes to the other replicas' models."""
+        """Apply the first replica's changes to the other replicas' models; all replicas must call this."""
         if not hand.is_first:
             holders = _holders(model)
             for (number, inner, name), packed in self.attributes.items():
                 holder = getattr(holders[number], inner, None) if inner else holders[number]
-                # An attached object that could not be sent is missing here.
+                # An attached object that could not be sent is missing on this replica.
                 if holder is not None:
                     # The setter of learning_rate also updates the variable.
                     setattr(holder, "learning_rate" if name == _RATE else name, _unpacked(packed, hand.device))
@@ -74,7 +74,7 @@ class Changes:
 
 
 class ModelSnapshot:
-    """State of a model at one moment."""
+    """Variable versions and attribute values of a model at one moment, to detect later changes."""
 
     def __init__(self, model: Any) -> None:
         self._model, holders = model, _holders(model)
@@ -85,10 +85,10 @@ class ModelSnapshot:
         self._marks = {key: _mark(value) for key, value in self._values.items()}
 
     def changes(self) -> Changes:
-        """Return what was changed since the snapshot."""
+        """Return the changes since the snapshot; raise StrategyError if one of them cannot be sent."""
         holders = _holders(self._model)
         if len(holders) != self._num_holders:
-            raise _refused("a layer that was added or taken away")
+            raise _refused("a layer that was added or removed")
         now = _attributes(holders)
         changed = {key: value for key, value in now if self._marks.get(key, _NOTHING) != _mark(value)}
         packed = {key: _packed(key, value, self._values.get(key, _NOTHING)) for key, value in changed.items()}
@@ -103,7 +103,7 @@ _NOTHING = object()
 
 
 def plain_attributes(holder: Any) -> dict[str, Any]:
-    """Return an object's numbers, strings and flags, and lists and dicts of them."""
+    """Return those attributes of an object that are numbers, strings, flags, or lists and dicts of such values."""
     found = {name: _sent(value) for name, value in vars(holder).items() if _is_plain(value)}
     return {name: value for name, value in found.items() if is_plain(value)}
 
@@ -129,7 +129,10 @@ def _attributes(holders: list[Any]) -> Iterator[tuple[Key, Any]]:
 
 
 def _steering(holder: Any) -> Iterator[tuple[str, Any]]:
-    """Yield attributes that users may set; of private ones, mostly internal to Keras, only scalars."""
+    """Yield names and values of the attributes that a callback may set.
+
+    Private attributes are mostly internal to Keras: of these, only scalars and the learning rate.
+    """
     # torch stores submodules here instead of in the attributes.
     modules = holder._modules if isinstance(holder, nn.Module) else {}
     for name, value in [*vars(holder).items(), *modules.items()]:
@@ -174,7 +177,11 @@ def _sent(value: Any) -> Any:
 
 
 def _packed(key: Key, value: Any, before: Any) -> Any:
-    """Return a value in packed form; nothing for one that the others never had, such as a file, and no step needs."""
+    """Return an attribute in the form that is sent; `_NOTHING` if neither it nor its earlier value can be sent.
+
+    Raise StrategyError if only the new value cannot be sent. An attribute that could never be sent, such as an open
+    file, is ignored: the other replicas have computed their steps without it.
+    """
     name = ".".join(part for part in key[1:] if part)
     try:
         state = next((each for each in tree.flatten(value) if isinstance(each, _STATE)), None)
@@ -188,7 +195,7 @@ def _packed(key: Key, value: Any, before: Any) -> Any:
 
 
 def _sendable(value: Any) -> Any:
-    """Return plain data unchanged; a schedule or a function pickled."""
+    """Return plain data unchanged, and anything else, such as a schedule or a function, pickled."""
     sent = _sent(value)
     return sent if is_plain(sent) else Opaque.of(sent)
 

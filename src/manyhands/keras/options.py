@@ -7,7 +7,7 @@ from typing import Any
 
 
 class KerasOption:
-    """An option under TensorFlow's name."""
+    """Base class of tf.distribute's options: accepts any arguments and ignores them."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
@@ -21,15 +21,15 @@ class HierarchicalCopyAllReduce(KerasOption):
 
 
 class ReductionToOneDevice(KerasOption):
-    """Ignored: sums are computed on all devices."""
+    """Ignored: gradients are summed on all devices by all-reduce."""
 
 
 class CommunicationOptions(KerasOption):
-    """Ignored: manyhands chooses the size of messages."""
+    """Ignored: manyhands chooses the size of the messages that replicas exchange."""
 
 
 class RunOptions(KerasOption):
-    """Ignored: nothing is compiled."""
+    """Ignored: `Strategy.run` calls its function eagerly."""
 
 
 class InputOptions(KerasOption):

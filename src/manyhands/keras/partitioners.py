@@ -1,4 +1,4 @@
-"""Ways to cut variables over servers: taken, and not needed, because whole variables are dealt out by their size."""
+"""Variable partitioners of tf.distribute: accepted and ignored, because each server stores whole variables."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from .options import KerasOption
 
 
 class FixedShardsPartitioner(KerasOption):
-    """A number of parts."""
+    """Ignored: would split each variable into a fixed number of shards."""
 
 
 class MinSizePartitioner(KerasOption):
-    """Parts of at least some bytes."""
+    """Ignored: would split variables into shards of a minimum size in bytes."""
 
 
 class MaxSizePartitioner(KerasOption):
-    """Parts of at most some bytes."""
+    """Ignored: would split variables into shards of a maximum size in bytes."""

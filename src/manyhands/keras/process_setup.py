@@ -1,4 +1,4 @@
-"""Find a script's replicas: its launch, its cluster, or all local devices, on which the script is started again."""
+"""Find a script's replicas: those of its launch or cluster, or one per local device by restarting the script."""
 
 from __future__ import annotations
 
@@ -16,7 +16,11 @@ from ..training import Hand, hand, joined_world
 
 
 def hand_of_all(devices: Sequence[str] | str | None, name: str) -> Hand:
-    """Return this process's hand; a plain program with several devices is started again on all of them."""
+    """Return the `Hand` (handle) of this process's replica on `devices`.
+
+    A script that runs as one process although there are several devices is restarted by `manyhands launch`, with one
+    process per device. Messages about that begin with `name`, the name of the strategy.
+    """
     on = named(devices)
     if devices is not None:
         _require_one_choice(str(on))
@@ -31,11 +35,11 @@ def hand_of_all(devices: Sequence[str] | str | None, name: str) -> Hand:
 
 
 _chosen: list[str] = []
-"""Devices that this program's strategies have named, if it is one of several ranks."""
+"""Devices that the first strategy of this program has named, if the program is one of several ranks."""
 
 
 def _require_one_choice(on: str) -> None:
-    """Raise an error for a second choice of devices when the replicas already exist."""
+    """Raise DeviceError if `on` differs from the devices of an earlier strategy, whose replicas already exist."""
     world = current_world()
     if world is None or world.size == 1:
         return
@@ -50,13 +54,13 @@ def _require_one_choice(on: str) -> None:
 
 
 def settled(hand: Hand) -> Hand:
-    """Make Keras use the replica's device, in all threads and after `clear_session`."""
+    """Make the device of `hand` Keras' default in all threads, also after `clear_session`, and return `hand`."""
     keras_torch.DEFAULT_DEVICE = str(hand.device)
     return hand
 
 
 def named(devices: Sequence[str] | str | None) -> str | None:
-    """Translate TensorFlow's device names to manyhands'; the default is MANYHANDS_ON.
+    """Return TensorFlow's device names in manyhands' notation; the value of MANYHANDS_ON if `devices` is None.
 
     >>> named(["/gpu:0", "GPU:1"]), named(["cpu:0", "cpu:1"]), named("cpu*2")
     ('cuda:0,1', 'cpu*2', 'cpu*2')
@@ -82,16 +86,16 @@ def _kind_and_number(text: str) -> tuple[str, str]:
 
 
 def _start_again(on: str | None, name: str, where: str) -> None:
-    """Replace this process by `manyhands launch SCRIPT`."""
+    """Replace this process by `manyhands launch SCRIPT`; if the program is not a script file, only print a message."""
     script = getattr(sys.modules["__main__"], "__file__", None)
     if script is None or getattr(sys.modules["__main__"], "__spec__", None) is not None:
         print(
-            f"{name}: this is no script that could be started again on {where}, so there is one replica; "
-            "put it in a file, or use manyhands launch",
+            f"{name}: this program is not a script file that can be restarted on {where}, so it has one replica; "
+            "write it to a file, or use manyhands launch",
             file=sys.stderr,
         )
         return
-    print(f"{name}: starting {Path(script).name} again, a replica on each of {where}", file=sys.stderr, flush=True)
+    print(f"{name}: restarting {Path(script).name} on {where}, one replica each", file=sys.stderr, flush=True)
     sys.stdout.flush()
     chosen = [] if on is None else ["--on", on]
     command = [sys.executable, "-m", "manyhands", "launch", *chosen, script, "--", *sys.argv[1:]]

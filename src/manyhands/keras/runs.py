@@ -21,11 +21,11 @@ from ..training import RECORD, Hand, held_now, new_folder
 from .strategy import home_of
 
 SECONDS = 1.0
-"""Interval in seconds at which batches are written."""
+"""Interval in seconds at which the losses of batches are written."""
 
 
 class FitTimer:
-    """Measure where a replica's time goes in a fit; waiting for other replicas counts as sync."""
+    """Measures how a replica spends the time of a fit; waiting for other replicas counts as sync."""
 
     def __init__(self, hand: Hand) -> None:
         self._hand = hand
@@ -59,18 +59,21 @@ class FitTimer:
 
 
 class RunLog(Callback):  # type: ignore[misc]
-    """Callback that writes batch losses, epoch metrics and learning rates to a run folder under `folder`.
+    """Callback that writes batch losses, epoch metrics and learning rates, as `manyhands dashboard` shows them.
 
-    A run with an existing `name` is continued.
+    Args:
+        folder: Folder of all runs.
+        name: Name of the run's folder in it; an existing run of this name is continued. By default every fit is a new
+            run, named after the model.
     """
 
     def __init__(self, folder: str | Path = "runs", name: str | None = None) -> None:
         super().__init__()
         self._folder, self._name = Path(folder), name
         self.path: Path | None = None
-        """The run's folder, once it has started."""
+        """The run's folder; None until the first epoch begins."""
         self.waits: list[dict[str, Any]] = []
-        """Timings of each replica; set by the caller of the callback."""
+        """Timings of each replica in this epoch; the callback list sets them."""
         self._record: dict[str, Any] = {}
         self._step = self._epoch = 0
         self._batches: list[tuple[int, float]] = []
@@ -79,24 +82,24 @@ class RunLog(Callback):  # type: ignore[misc]
         self._written_at = 0.0
 
     def on_train_begin(self, logs: Mapping[str, float] | None = None) -> None:
-        """Start a new run for each fit."""
+        """Forget the run of an earlier fit; `on_epoch_begin` opens a new one."""
         self.path = None
 
     def on_epoch_begin(self, epoch: int, logs: Mapping[str, float] | None = None) -> None:
-        """Open the run at the first epoch, when all callbacks have started: one may have restored another step."""
+        """Open the run at the first epoch: by then another callback may have restored an earlier step."""
         self._epoch, self._reported = epoch, (0.0, 0.0)
         if self.path is None:
             self._begin()
 
     def on_train_batch_end(self, batch: int, logs: Mapping[str, float] | None = None) -> None:
-        """Record a batch's loss."""
+        """Record the loss of a batch."""
         self._step += 1
         self._batches.append((self._step, self._loss(logs or {})))
         if time.monotonic() > self._written_at + SECONDS:
             self._write_batches()
 
     def on_epoch_end(self, epoch: int, logs: Mapping[str, float] | None = None) -> None:
-        """Write the values of an epoch."""
+        """Write the metrics of an epoch and the timings of each replica."""
         self._write_batches()
         metrics = {name: float(value) for name, value in (logs or {}).items() if name not in ("loss", "learning_rate")}
         self._write("epoch", epoch=epoch, step=self._step, metrics=metrics)

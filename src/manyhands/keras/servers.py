@@ -1,7 +1,8 @@
 """ParameterServerStrategy: servers sum the gradients of a step, apply the update, and send the values to the workers.
 
-A step is a whole batch, so the result is that of one device. Every process runs the script: a worker takes rows, a
-server (and the chief, if there are workers) takes none and takes part with a borrowed row of weight zero.
+A step computes a whole global batch, so the result is that of one device. Every process runs the script. A worker
+computes its rows of the batch. A server, and the chief if there are workers, has no rows; it takes part with a borrowed
+row of weight zero.
 """
 
 from __future__ import annotations
@@ -23,18 +24,19 @@ from .process_setup import hand_of_all, named
 from .strategy import Strategy
 
 PARTS = (*TRAINERS, SERVER)
-"""The tasks of a cluster that run the script together, ordered by rank."""
+"""The roles of processes that run the script together, in the order of their ranks."""
 
 
 class ParameterServerStrategy(Strategy):
-    """Workers compute, servers update: the chief, workers and servers of TF_CONFIG.
+    """Train with workers that compute gradients and servers that update variables, as TF_CONFIG assigns them.
 
-    Without TF_CONFIG, as under `manyhands launch script.py --on cpu*2`, every replica is a worker and a server of its
-    share of the variables.
+    Without TF_CONFIG, as under `manyhands launch script.py --on cpu*2`, every replica is both a worker and the server
+    of its share of the variables.
 
-    - `cluster_resolver`: a resolver of manyhands, all of which read the environment;
-    - `variable_partitioner`: accepted and ignored: whole variables are assigned to servers, balanced by size;
-    - `accumulate`, `precision`, `recompute`: as in `mh.Mirrored`.
+    Args:
+        cluster_resolver: Only stored as an attribute; by default a TFConfigClusterResolver.
+        variable_partitioner: Accepted and ignored; whole variables are assigned to servers, balanced by size.
+        **chosen: `accumulate`, `precision` and `recompute`, as in `mh.Mirrored`.
     """
 
     def __init__(self, cluster_resolver: Any = None, variable_partitioner: Any = None, **chosen: Any) -> None:
@@ -44,13 +46,13 @@ class ParameterServerStrategy(Strategy):
         super().__init__(hand_of_all(None, type(self).__name__), **chosen)
         self.cluster_resolver = cluster_resolver or TFConfigClusterResolver()
         every = list(range(self.hand.size))
-        # A launch on many hosts knows only replicas, whatever the roles of its hosts in a cluster.
+        # With several ranks per host, as under `manyhands launch`, every rank is a worker, whatever its host's role.
         has_parts = SERVER in roles and len(roles) == self.hand.size
         by_role = {role: [rank for rank in every if roles[rank] == role] for role in PARTS} if has_parts else {}
         self._workers: list[int] = by_role.get(WORKER) or by_role.get(CHIEF) or every
         self._servers: list[int] = by_role.get(SERVER) or every
         self._taken: dict[int, set[int]] = {}
-        """By optimizer, the state variables that updates in this process have changed."""
+        """Indexes of the optimizer's variables that updates in this process have changed, by id of the optimizer."""
 
     @property
     def num_replicas_in_sync(self) -> int:
@@ -59,7 +61,7 @@ class ParameterServerStrategy(Strategy):
 
     @property
     def worker(self) -> int | None:
-        """Index among the workers; None for other processes."""
+        """Index of this process among the workers; None if it is not a worker."""
         return self._workers.index(self.hand.rank) if self.hand.rank in self._workers else None
 
     def share(self, total: int, micros: int = 1) -> KerasShare:
@@ -68,13 +70,13 @@ class ParameterServerStrategy(Strategy):
     def update(
         self, optimizer: Any, apply: Callable[..., Any], gradients: Sequence[Tensor | None], variables: Sequence[Any]
     ) -> None:
-        """Push gradients from the workers, apply their sums on the servers, and pull the values everywhere."""
+        """Send the workers' gradients to the servers, apply the sums there, and send the new values to all ranks."""
         if not optimizer.built:
             optimizer.build(list(variables))
         values = [variable.value for variable in variables]
         held = self._dealt_out(optimizer, values, self._used(gradients))
         if not held:
-            # Keras raises its own error for this.
+            # No variable has a gradient: Keras raises its own error.
             apply(optimizer, list(gradients), list(variables))
         sums = self._pushed(held, gradients, values)
         mine = [variables[index] for index in held.get(self.hand.rank, ())]
@@ -88,17 +90,17 @@ class ParameterServerStrategy(Strategy):
         self._count(optimizer, next(iter(held)))
 
     def _used(self, gradients: Sequence[Tensor | None]) -> list[bool]:
-        """Return which gradients exist on some replica."""
+        """Return for each gradient whether it exists on any replica."""
         counts = torch.tensor([float(gradient is not None) for gradient in gradients], device=self.hand.device)
         self.hand.replicas.all_reduce(counts)
         return [count > 0 for count in counts.tolist()]
 
     def _dealt_out(self, optimizer: Any, values: Sequence[Tensor], used: Sequence[bool]) -> dict[int, list[int]]:
-        """Return, by server, the indexes of its variables among those that were used."""
+        """Return, by rank of the server, the indexes of its variables that have a gradient."""
         load = dict.fromkeys(self._servers[:1] if _looks_at_all(optimizer) else self._servers, 0)
         held: dict[int, list[int]] = {}
         for index in sorted(range(len(values)), key=lambda index: -values[index].numel()):
-            # All variables are assigned, so that each has the same server whichever were used.
+            # Variables without a gradient are assigned too, so that each variable has the same server in every step.
             server = min(load, key=lambda rank: (load[rank], rank))
             load[server] += values[index].numel()
             if used[index]:
@@ -108,7 +110,7 @@ class ParameterServerStrategy(Strategy):
     def _pushed(
         self, held: dict[int, list[int]], gradients: Sequence[Tensor | None], values: Sequence[Tensor]
     ) -> list[Tensor]:
-        """Return the summed gradients of this rank's variables, and send its gradients for the other servers."""
+        """Send this rank's gradients to the other servers, and return the summed gradients of its own variables."""
         world, rank = self.hand.replicas, self.hand.rank
         sent, total = [], None
         buffers: dict[int, Tensor] = {}
@@ -142,7 +144,7 @@ class ParameterServerStrategy(Strategy):
                     variables[index].assign(part)
 
     def _count(self, optimizer: Any, server: int) -> None:
-        """Broadcast scalar optimizer variables, such as steps, rates and scales, from a server."""
+        """Broadcast the optimizer's scalar variables, such as its step and learning rate, from the rank `server`."""
         numbers = [variable for variable in optimizer.variables if variable._value.dim() == 0]
         values = torch.stack([number._value.detach().double() for number in numbers])
         self.hand.replicas.broadcast(values, server)
@@ -160,7 +162,7 @@ class ParameterServerStrategy(Strategy):
 
 
 def _roles() -> list[str]:
-    """Return the roles of a described cluster's processes in rank order; empty for a plain program."""
+    """Return the roles of the processes in the environment's cluster, by rank; empty if there is no cluster."""
     cluster = described()
     return [] if cluster is None else [host.role for host in cluster.hosts if host.role in PARTS]
 
@@ -178,8 +180,9 @@ def _cut(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
 
 
 def Server(*args: Any, **kwargs: Any) -> NoReturn:
-    """Raise SettingsError: tf.distribute.Server is not supported, since every task runs the script."""
+    """Raise SettingsError: tf.distribute.Server is not needed, since every process of the cluster runs the script."""
     raise SettingsError(
         "a Server is not needed, because every task runs the whole script and the strategy assigns its role",
-        remedy="remove that branch, so that workers and parameter servers reach ParameterServerStrategy and model.fit",
+        remedy="remove the branch that creates a Server, so that workers and parameter servers reach "
+        "ParameterServerStrategy and model.fit",
     )

@@ -13,14 +13,14 @@ from .step import MicroBatchStep, current_step
 
 
 def over_replicas(original: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Wrap `BatchNormalization._moments` to synchronize the statistics within a step."""
+    """Wrap `BatchNormalization._moments` so that within a step the mean and variance are those of all replicas."""
 
     def _moments(self: Any, inputs: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         step = current_step()
         if step is not None:
             return _of_all(step, inputs, mask, self._reduction_axes)
         if self.synchronized and mask is None:
-            # Keras refuses synchronized=True on this backend; with one replica they are its own statistics.
+            # Keras refuses synchronized=True with PyTorch; with one replica, synchronized statistics are its own.
             return ops.moments(inputs, axes=self._reduction_axes)  # type: ignore[no-any-return]
         return original(self, inputs, mask)
 
@@ -29,7 +29,7 @@ def over_replicas(original: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..
 
 def _of_all(step: MicroBatchStep, inputs: Tensor, mask: Tensor | None, axes: list[int]) -> tuple[Tensor, Tensor]:
     if step.rows.is_padding:
-        # There may be no rows at all, whose mean would be NaN.
+        # The batch may have zero rows, whose mean would be NaN.
         sums, slack = inputs.double().sum(axes).expand(3, -1) * 0.0, 0.0 if mask is None else backend.epsilon()
     elif mask is None:
         var, mean = (moment.double() for moment in torch.var_mean(inputs, axes, correction=0))
@@ -42,7 +42,7 @@ def _of_all(step: MicroBatchStep, inputs: Tensor, mask: Tensor | None, axes: lis
         slack = backend.epsilon()
     total, squares, number = _sum(sums, step)
     mean = total / (number + slack)
-    # Of all rows, whatever the divisor: the squared deviations from this mean.
+    # The sum of all rows' squared deviations from this mean, which is exact also if slack was added to the divisor.
     var = (squares - 2 * mean * total + number * mean.square()) / (number + slack)
     return mean.to(inputs.dtype), var.clamp(min=0).to(inputs.dtype)
 

@@ -33,7 +33,7 @@ class GradientSums:
     held: dict[int, list[Tensor | None]] = field(default_factory=dict)
 
     def add(self, key: int, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Add gradients to those of earlier micro-batches and return the sum."""
+        """Add gradients of the optimizer `key` to those of earlier micro-batches, and return the sums."""
         before = self.held.get(key, [None] * len(gradients))
         self.held[key] = [
             new if old is None else old if new is None else old + new
@@ -43,47 +43,47 @@ class GradientSums:
 
 
 Update = Callable[[Any, Callable[..., Any], Sequence[Tensor | None], Sequence[Any]], None]
-"""Takes an optimizer, its own function of gradients and variables, this replica's gradients, and the variables."""
+"""Function that takes an optimizer, its unwrapped `apply`, this replica's gradients and the variables to update."""
 
 
 @dataclass
 class MicroBatchStep:
-    """The micro-batch that is being computed."""
+    """State of the micro-batch that this replica computes: its rows, gradient sums and weights."""
 
     strategy: Strategy
     rows: MicroBatchRows
     sums: GradientSums
     is_plain_sum: bool = False
-    """Whether gradients are summed without weights, because losses are shares of the whole already."""
+    """Whether gradients are summed without weights, because each replica's loss is its share of the global loss."""
     is_weighed: bool = False
     """Whether the loss was weighted before backward, so that gradients must not be weighted again."""
     is_applying: bool = False
     update: Update | None = None
-    """How an optimizer is applied over the replicas; None if each of them applies the sums."""
+    """Function that applies an optimizer over the replicas; None if each replica applies the summed gradients."""
 
     @property
     def hand(self) -> Hand:
-        """The hand of the strategy."""
+        """The strategy's handle of this replica."""
         return self.strategy.hand
 
     @property
     def weight(self) -> float:
-        """Weight of this replica's gradients."""
+        """Factor by which this replica's gradients are multiplied before they are summed over the replicas."""
         if self.is_plain_sum:
             return 0.0 if self.strategy.worker is None else 1.0
         return 1.0 if self.is_weighed else self.rows.weight
 
     @property
     def is_borrowed(self) -> bool:
-        """Whether the computation uses a borrowed row, which must not count."""
+        """Whether this process computes a borrowed row, which must not count."""
         return self.strategy.worker is None or (self.rows.is_padding and not self.is_plain_sum)
 
     def part(self, contribution: Tensor) -> Tensor:
-        """Scale this replica's share of a loss so that the later weighting restores it."""
+        """Return this replica's share of a loss, divided by the weight that its gradients will get."""
         return contribution if self.is_plain_sum else contribution * (self.rows.total / max(1, self.rows.size))
 
     def weighed(self, loss: Tensor) -> Tensor:
-        """Weight a loss by this replica's rows before backward; its gradients are not weighted again."""
+        """Return a loss weighted by this replica's share of the rows; its gradients are not weighted again."""
         if self.is_plain_sum:
             return loss
         self.is_weighed = True
@@ -101,7 +101,7 @@ class MicroBatchStep:
 
     @contextlib.contextmanager
     def applying(self) -> Iterator[None]:
-        """Mark that an optimizer that wraps another one is calling it."""
+        """Mark that an optimizer is applying summed gradients: an optimizer that it wraps must not sum them again."""
         self.is_applying = True
         try:
             yield
@@ -135,7 +135,7 @@ def sum_gradients(hand: Hand, gradients: Sequence[Tensor | None], variables: Seq
 
 
 def _buckets(tensors: Sequence[Tensor]) -> list[list[int]]:
-    """Return the indexes of tensors per bucket: neighbours of one dtype."""
+    """Return the indexes of the tensors in each bucket: adjacent ones of one dtype, of at most BUCKET elements."""
     buckets: list[list[int]] = []
     filled = 0
     for index, tensor in enumerate(tensors):
@@ -152,13 +152,13 @@ _steps: list[MicroBatchStep] = []
 
 
 def current_step() -> MicroBatchStep | None:
-    """Return the step that is being computed, or None."""
+    """Return the step that this replica is computing; None outside of a step."""
     return _steps[-1] if _steps else None
 
 
 @contextlib.contextmanager
 def taking(step: MicroBatchStep) -> Iterator[None]:
-    """Set the current step inside; random numbers inside come from the replica's own generators."""
+    """Make `step` the current step within the context, and draw random numbers from the replica's own generators."""
     _steps.append(step)
     try:
         with own_numbers(step.hand) if step.hand.size > 1 else contextlib.nullcontext():
@@ -169,7 +169,7 @@ def taking(step: MicroBatchStep) -> Iterator[None]:
 
 @contextlib.contextmanager
 def apart() -> Iterator[None]:
-    """Run the block outside of any step."""
+    """Run the block of the context as if no step were computed."""
     held, _steps[:] = _steps[:], []
     try:
         yield
@@ -178,12 +178,15 @@ def apart() -> Iterator[None]:
 
 
 _states: dict[int, list[Tensor]] = {}
-"""Generator states for a replica's computation; data loading draws from the states that all replicas share."""
+"""Random states for the computation of each rank; data loading draws from the states that all replicas share."""
 
 
 @contextlib.contextmanager
 def own_numbers(hand: Hand) -> Iterator[None]:
-    """Draw from the replica's own generator states inside, leaving the shared ones, which order the data, unchanged."""
+    """Draw random numbers from the replica's own generator states within the context.
+
+    The states that all replicas share, which determine the order of the data, stay unchanged.
+    """
     generators = [torch.default_generator]
     if hand.device.type == "cuda":
         torch.cuda.init()

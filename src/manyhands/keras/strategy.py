@@ -1,4 +1,4 @@
-"""Strategy in the sense of tf.distribute, on manyhands' replicas: a process per device, each with the whole model."""
+"""Base class of the Keras strategies, and the functions of tf.distribute; a replica is a process with one device."""
 
 from __future__ import annotations
 
@@ -35,14 +35,23 @@ from .step import GradientSums, MicroBatchStep, Update, current_step, taking
 
 
 class ReduceOp(Enum):
-    """How the values of replicas are combined."""
+    """How `Strategy.reduce` combines the values of the replicas."""
 
     SUM = "SUM"
     MEAN = "MEAN"
 
 
 class Strategy:
-    """A replica's view of all replicas. `hand` provides rank, size, device and collectives."""
+    """Base class of strategies, with the methods of `tf.distribute.Strategy`.
+
+    Every replica is a process with a strategy and the whole model.
+
+    Args:
+        hand: The handle of this replica, with rank, size, device and collectives.
+        accumulate: Number of micro-batches per step in `fit`.
+        precision: "fp32" or "bf16".
+        recompute: Set it to recompute activations in backward, as in `mh.Mirrored`.
+    """
 
     def __init__(
         self,
@@ -55,7 +64,7 @@ class Strategy:
         chosen: dict[str, Any] = {"accumulate": accumulate, "precision": precision, "recompute": recompute}
         self.hand = hand
         self.spec = dataclasses.replace(hand.spec, **{name: value for name, value in chosen.items() if value})
-        """The strategy's spec, as far as Keras supports it."""
+        """The StrategySpec of the replicas: their number, `accumulate`, `precision` and `recompute`."""
         _require_mirrored(self.spec)
         self.joint, self.scope_metrics = JointCalls(hand), ScopeMetrics(hand)
         share_randomness(hand, "make a strategy")
@@ -69,13 +78,19 @@ class Strategy:
 
     @property
     def is_active(self) -> bool:
-        """Whether there is anything to coordinate: several replicas or micro-batches, or another precision."""
+        """Whether steps differ from plain Keras: several replicas or micro-batches, or a precision other than fp32.
+
+        False in a callback, which runs on one replica alone.
+        """
         changes = self.spec.accumulate > 1 or self.spec.precision != "fp32"
         return not self.joint.is_alone and (self.hand.size > 1 or changes)
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[Strategy]:
-        """Train models created or compiled inside with this strategy; initial weights are equal on all replicas."""
+        """Return a context in which to create and compile the models that this strategy trains.
+
+        Initial weights are equal on all replicas.
+        """
         if not self.joint.is_alone:
             share_randomness(self.hand, "enter strategy.scope()")
             self.scope_metrics.drop_unused()
@@ -88,7 +103,7 @@ class Strategy:
 
     @contextlib.contextmanager
     def at_home(self) -> Iterator[None]:
-        """Let Keras use this strategy's device inside; a program may have several strategies."""
+        """Make this strategy's device Keras' default within the context; a program may have several strategies."""
         before, keras_torch.DEFAULT_DEVICE = keras_torch.DEFAULT_DEVICE, str(self.hand.device)
         try:
             yield
@@ -104,11 +119,20 @@ class Strategy:
         kwargs: Mapping[str, Any] | None = None,
         options: Any = None,
     ) -> Any:
-        """Call a function on this replica's rows; optimizers inside get gradients summed over the replicas.
+        """Call a function on this replica's rows; optimizers in it get gradients summed over the replicas.
 
-        As in tf.distribute, a loss inside is the replica's share of the whole: Keras' own losses are, and
-        `compute_average_loss` computes one from values per sample. Metrics created in the scope count the rows of all
-        replicas.
+        As in tf.distribute, a loss in the function must be this replica's share of the global loss. Keras' own losses
+        are, and `compute_average_loss` computes it from losses per sample. Metrics created in the scope count the rows
+        of all replicas.
+
+        Args:
+            fn: The function, such as one training step.
+            args: Its positional arguments, such as a batch of a distributed dataset.
+            kwargs: Its keyword arguments.
+            options: Accepted and ignored.
+
+        Returns:
+            The function's result on this replica.
         """
         if any(type(leaf).__name__ == "SymbolicTensor" for leaf in tree.flatten([*args, *(kwargs or {}).values()])):
             raise SettingsError(
@@ -133,7 +157,13 @@ class Strategy:
         return result
 
     def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: int | None = None) -> Any:
-        """Return the sum or mean of the replicas' values; with `axis`, also over that axis."""
+        """Return the sum or mean of the replicas' values, on all replicas.
+
+        Args:
+            reduce_op: "SUM" or "MEAN", or a ReduceOp.
+            value: This replica's value: a tensor, a number, or a structure of them.
+            axis: Axis of the tensors over which to reduce too; None to reduce only over the replicas.
+        """
         self.joint.require("strategy.reduce")
         op = ReduceOp(reduce_op if isinstance(reduce_op, ReduceOp) else str(reduce_op).rpartition(".")[2].upper())
         return tree.map_structure(lambda leaf: self._reduced(op, torch.as_tensor(leaf), axis), value)
@@ -146,35 +176,48 @@ class Strategy:
         return (total if op is ReduceOp.SUM else total / self.hand.sum(count)).to(value.device)
 
     def gather(self, value: Any, axis: int = 0) -> Tensor:
-        """Concatenate the values of all replicas along an axis; in a step, gradients flow back to them."""
+        """Return the values of all replicas concatenated along `axis`, on all replicas.
+
+        In a step, gradients flow back to the replica of each value.
+        """
         self.joint.require("strategy.gather")
         rows = torch.as_tensor(value).movedim(axis, 0).contiguous()
         if self._is_borrowed:
             rows = rows[:0]
         step = current_step()
-        # The optimizer step weights a replica's gradients by its rows; cancel that weight for rows of other replicas.
+        # The optimizer step weights a replica's gradients by its rows; cancel that weight for other replicas' rows.
         weight = 1.0 if step is None else step.weight
         gathered = self.hand.gather(scaled(rows, 1.0 / weight if weight else 0.0))
         return scaled(gathered, weight).movedim(0, axis).to(rows.device)
 
     @property
     def _is_borrowed(self) -> bool:
-        """Whether this process has no rows: it is a server, or the step uses a borrowed row."""
+        """Whether this process has no rows: it is a server, or computes a borrowed row in this step."""
         step = current_step()
         return self.worker is None if step is None else step.is_borrowed
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
-        """Return the values of this process's replicas, of which there is one."""
+        """Return a tuple of the value of this process's only replica."""
         return (value,)
 
     def experimental_distribute_dataset(self, dataset: Any, options: Any = None) -> Any:
-        """Return this replica's rows of every global batch of a DataLoader, PyDataset, arrays or tf.data dataset."""
+        """Return this replica's rows of every global batch of a dataset, as a DistributedInput.
+
+        Args:
+            dataset: A DataLoader, PyDataset, arrays or tf.data dataset with global batches.
+            options: Accepted and ignored.
+        """
         return distributed(self, dataset)
 
     def distribute_datasets_from_function(
         self, dataset_fn: Callable[[InputContext], Any], options: Any = None
     ) -> DistributedInput:
-        """Return an input that every replica creates itself; the function gets an InputContext."""
+        """Return an input whose batches every replica creates itself.
+
+        Args:
+            dataset_fn: Called with an InputContext, which names the replica; returns any input that Keras accepts.
+            options: Accepted and ignored.
+        """
         from keras.src.trainers import data_adapters
 
         # A process that takes no rows creates the first worker's input.
@@ -182,7 +225,7 @@ class Strategy:
         return OwnInput(data_adapters.get_data_adapter(dataset_fn(context)), self)
 
     def experimental_distribute_values_from_function(self, value_fn: Callable[[Any], Any]) -> Any:
-        """Return `value_fn(context)` for this replica."""
+        """Return `value_fn(context)`, where `context` is this replica's ReplicaContext."""
         return value_fn(ReplicaContext(self))
 
     def barrier(self) -> None:
@@ -194,31 +237,35 @@ class Strategy:
     # -- used by training -----------------------------------------------------------------------------------------
 
     def narrow(self) -> contextlib.AbstractContextManager[Any]:
-        """Return a context with the spec's precision, such as `--strategy mirrored,precision=bf16`."""
+        """Return an autocast context if the spec's precision is bf16; otherwise a context without effect."""
         if self.spec.precision != "bf16":
             return contextlib.nullcontext()
         return torch.autocast(self.hand.device.type, dtype=torch.bfloat16)
 
     update: Update | None = None
-    """How an optimizer is applied in `fit`; None if every replica applies the summed gradients."""
+    """Function that applies an optimizer in `fit`; None if every replica applies the summed gradients."""
 
     failure: Exception | None = None
     """Exception raised by a callback on this replica, until all replicas know of it."""
 
     @property
     def worker(self) -> int | None:
-        """Index among the processes that take rows; None if this one takes none."""
+        """Index of this process among those that compute rows; None if it computes none."""
         return self.hand.rank
 
     def share(self, total: int, micros: int = 1) -> KerasShare:
-        """Return this replica's rows of a global batch."""
+        """Return this replica's rows of a global batch of `total` rows, split into `micros` micro-batches."""
         return KerasShare.of(total, rank=self.hand.rank, size=self.hand.size, micros=micros)
 
     def share_memory(self, model: Any) -> None:
-        """Give every replica the optimizer's state, if not all of them apply it; nothing to do here."""
+        """Copy the optimizer's state to all replicas; without effect here, where every replica applies updates."""
 
     def _share_of(self, args: Sequence[Any]) -> KerasShare:
-        """Return the share that these arrays were handed out as; for other arrays, gather each replica's row count."""
+        """Return the share of the batch in `args`, the arguments of `run`.
+
+        The share of a distributed dataset's batch is known. For other arrays, gather each replica's number of rows;
+        without any array, every replica counts as one row.
+        """
         share = known_share(args)
         if share is not None:
             return share
@@ -244,7 +291,7 @@ def _require_mirrored(spec: StrategySpec) -> None:
 
 
 class ReplicaContext:
-    """Replica context available to code inside `strategy.run`."""
+    """Index and collectives of this replica, for code in `strategy.run`."""
 
     def __init__(self, strategy: Strategy) -> None:
         self.strategy = strategy
@@ -252,11 +299,11 @@ class ReplicaContext:
         self.num_replicas_in_sync = strategy.num_replicas_in_sync
 
     def all_reduce(self, reduce_op: ReduceOp | str, value: Any) -> Any:
-        """Return the sum or mean over the replicas, on all of them."""
+        """Return the "SUM" or "MEAN" of the replicas' values, on all replicas."""
         return self.strategy.reduce(reduce_op, value)
 
     def all_gather(self, value: Any, axis: int = 0) -> Tensor:
-        """Return the values of all replicas, on all of them."""
+        """Return the values of all replicas concatenated along `axis`, on all replicas."""
         return self.strategy.gather(value, axis)
 
 
@@ -264,11 +311,11 @@ _scopes: list[Strategy] = []
 _made: list[Strategy] = []
 """The most recently created strategy with several replicas."""
 _strategies: WeakKeyDictionary[Any, Strategy] = WeakKeyDictionary()
-"""The strategy in whose scope a model or optimizer was created."""
+"""The strategy in whose scope each model or optimizer was created or compiled."""
 
 
 def remember(owner: Any) -> None:
-    """Assign a model or optimizer that is created or compiled in a scope to the scope's strategy."""
+    """Assign a model or optimizer to the strategy of the current scope, if there is one."""
     if not _scopes:
         return
     _strategies[owner] = _scopes[-1]
@@ -280,7 +327,10 @@ def remember(owner: Any) -> None:
 
 
 def require_step(optimizer: Any, variables: Sequence[Any]) -> None:
-    """Raise for an update outside of a step, which every replica would compute from its own rows alone."""
+    """Raise StrategyError if the optimizer or the variables belong to a strategy with several replicas.
+
+    The caller is outside of a step, where every replica would update the variables from its own rows alone.
+    """
     ids = {id(variable) for variable in variables}
     for owner, strategy in list(_strategies.items()):
         if strategy.hand.size == 1 or strategy.joint.is_alone:
@@ -320,7 +370,7 @@ def home_of(model: Any) -> Strategy | None:
 
 
 def strategy_of(model: Any) -> Strategy | None:
-    """Return the strategy that coordinates this model's computation; None if it runs alone."""
+    """Return the model's strategy if that is active; None if the model runs as in plain Keras."""
     strategy = home_of(model)
     return strategy if strategy is not None and strategy.is_active else None
 
@@ -338,7 +388,7 @@ def get_strategy() -> Strategy:
 
 
 def has_strategy() -> bool:
-    """Return whether the caller is inside a scope or a step."""
+    """Return whether the caller is within the scope of a strategy or a step."""
     return bool(_scopes) or current_step() is not None
 
 
@@ -356,7 +406,13 @@ def get_replica_context() -> ReplicaContext | None:
 def compute_average_loss(
     per_example_loss: Any, sample_weight: Any = None, global_batch_size: int | None = None
 ) -> Tensor:
-    """Return this replica's share of the mean over the global batch, for custom loops and steps.
+    """Return this replica's share of the mean loss over the global batch, for custom training loops and steps.
+
+    Args:
+        per_example_loss: The losses of this replica's rows.
+        sample_weight: Weights by which to multiply them; None for no weights.
+        global_batch_size: Number of rows over all replicas; by default that of the step, outside of a step the number
+            of losses.
 
     >>> compute_average_loss(torch.tensor([1.0, 3.0]), global_batch_size=4)
     tensor(1.)
@@ -372,7 +428,7 @@ def compute_average_loss(
 
 
 def scale_regularization_loss(regularization_loss: Any) -> Tensor:
-    """Return this replica's share of a loss that is the same on all replicas."""
+    """Return this replica's share of a loss that is the same on all replicas, such as a penalty of the weights."""
     step, loss = current_step(), torch.as_tensor(regularization_loss)
     # In a step of fit, gradients are weighted by rows, and the weights sum to 1.
     return loss if step is None or not step.is_plain_sum else loss / step.strategy.num_replicas_in_sync

@@ -24,11 +24,13 @@ def as_task(
 ) -> Task:
     """Return a task that trains the compiled Keras model created by a function.
 
-    - `model`: creates a built and compiled model; it is called in every process;
-    - `data`: batches of (x, y) or (x, y, sample_weight), of any kind that a task takes;
-    - `optimizer`: by default PyTorch's one of the same name and settings: SGD, Adam, AdamW or RMSprop. Epsilon has
-      PyTorch's meaning;
-    - `more`: other fields of a Task: `valid`, `metrics`, `seed`.
+    Args:
+        model: Function that creates a built and compiled model; every process calls it.
+        data: Batches of (x, y) or (x, y, sample_weight), of any kind that a Task takes.
+        batch_size: Rows of a global batch, as in a Task.
+        optimizer: Function that creates a PyTorch optimizer for the model. By default PyTorch's optimizer with the name
+            and settings of the model's: SGD, Adam, AdamW or RMSprop. Epsilon has PyTorch's meaning.
+        **more: Other fields of a Task, such as `valid`, `metrics` and `seed`.
 
     >>> def make():
     ...     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
@@ -69,7 +71,7 @@ def _predict(model: Any, input: Any) -> Any:
 
 
 def _where(input: Any) -> AbstractContextManager[Any]:
-    """Make Keras compute on a batch's device; by default it moves every tensor to the first GPU."""
+    """Return a context in which Keras computes on a batch's device; by default it moves tensors to the first GPU."""
     device = next(leaf.device for leaf in keras.tree.flatten(input) if isinstance(leaf, Tensor))
     return keras.device(str(device))  # type: ignore[no-any-return]
 
@@ -91,7 +93,7 @@ def _require_trainable(model: Any) -> None:
 
 
 def _torch_optimizer(model: Any) -> torch.optim.Optimizer:
-    """Return PyTorch's optimizer of the same name and settings."""
+    """Return PyTorch's optimizer with the name and settings of the model's; raise TaskError if there is none."""
     given = model.optimizer
     config = given.get_config()
     weights = [variable.value for variable in model.trainable_variables]

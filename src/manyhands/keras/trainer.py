@@ -1,7 +1,8 @@
-"""Keras' own fit, evaluate and predict, for models created in a strategy's scope.
+"""Wrappers of Keras' fit, evaluate and predict, for models created in a strategy's scope.
 
-The loop stays Keras': it gets this replica's rows as its input, callbacks that run once, and step functions that
-combine what the replicas computed. A model without a strategy, or with one replica, runs as in plain Keras.
+The training loop is that of Keras. It gets this replica's rows as its input, callbacks that run on the first replica
+only, and step functions that combine the results of the replicas. A model without a strategy, or with one replica, runs
+as in plain Keras.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ StrategyOf = Callable[[Any], "Strategy | None"]
 
 
 def fit(original: Callable[..., Any], strategy_of: StrategyOf) -> Callable[..., Any]:
-    """Wrap `Model.fit` to run over the replicas."""
+    """Wrap `Model.fit` so that each replica trains on its rows; `strategy_of` returns a model's active strategy."""
 
     @functools.wraps(original)
     def fit(
@@ -92,7 +93,7 @@ def fit(original: Callable[..., Any], strategy_of: StrategyOf) -> Callable[..., 
 
 
 def evaluate(original: Callable[..., Any], strategy_of: StrategyOf) -> Callable[..., Any]:
-    """Wrap `Model.evaluate` to run over the replicas."""
+    """Wrap `Model.evaluate` so that each replica evaluates its rows; all replicas get the results for all rows."""
 
     @functools.wraps(original)
     def evaluate(
@@ -121,7 +122,7 @@ def evaluate(original: Callable[..., Any], strategy_of: StrategyOf) -> Callable[
 
 
 def predict(original: Callable[..., Any], strategy_of: StrategyOf) -> Callable[..., Any]:
-    """Wrap `Model.predict` to run over the replicas; all of them get the predictions for all rows."""
+    """Wrap `Model.predict` so that each replica computes its rows; all replicas get the predictions for all rows."""
 
     @functools.wraps(original)
     def predict(
@@ -144,7 +145,10 @@ def predict(original: Callable[..., Any], strategy_of: StrategyOf) -> Callable[.
 
 
 def on_batch(original: Callable[..., Any], strategy_of: StrategyOf) -> Callable[..., Any]:
-    """Wrap `train_on_batch` and similar methods: every replica is given the whole batch and computes its rows."""
+    """Wrap `train_on_batch`, `test_on_batch` or `predict_on_batch`.
+
+    Every replica is given the whole batch and computes its rows; a batch of a distributed dataset is split already.
+    """
 
     @functools.wraps(original)
     def on_batch(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
@@ -156,7 +160,6 @@ def on_batch(original: Callable[..., Any], strategy_of: StrategyOf) -> Callable[
         known = known_share([x, args, kwargs])
         share = known or strategy.share(num_rows(x))
         hand_out(share)
-        # The batch of a distributed dataset is split already.
         cut = functools.partial(_own_rows, share if known is None else None)
         result = original(self, cut(x), *map(cut, args), **{name: cut(value) for name, value in kwargs.items()})
         strategy.share_memory(self)
@@ -171,7 +174,10 @@ def _own_rows(share: KerasShare | None, value: Any) -> Any:
 
 
 def make_function(original: Callable[..., Any], strategy_of: StrategyOf, kind: str) -> Callable[..., Any]:
-    """Wrap `make_train_function` and similar methods, so that Keras' function is combined over the replicas."""
+    """Wrap `make_train_function`, `make_test_function` or `make_predict_function`; `kind` is "train", for example.
+
+    The function that Keras makes then runs on this replica's rows, and its results are combined over the replicas.
+    """
 
     @functools.wraps(original)
     def make(self: Any, force: bool = False) -> Any:
@@ -198,15 +204,15 @@ def _joined(model: Any, plain: Callable[..., Any], strategy_of: StrategyOf, kind
                 return _predicted(strategy, plain, share, data[0])
             logs = _stepped(model, strategy, plain, share, data[0])
         if kind == "train" and model.optimizer is not None:
-            # A variable, or a tensor if the optimizer accumulates; on any device.
-            strategy.hand.report_step(lambda: int(ops.convert_to_numpy(model.optimizer.iterations)))
+            # `iterations` is a variable, or a tensor if the optimizer accumulates gradients, on any device.
+            strategy.hand.progress.report(lambda: int(ops.convert_to_numpy(model.optimizer.iterations)))
         return logs
 
     return function
 
 
 def _stepped(model: Any, strategy: Strategy, plain: Callable[..., Any], share: KerasShare, own: Any) -> Any:
-    """Run one step on this replica's rows, by micro-batch."""
+    """Run one step on this replica's rows `own`, by micro-batch, and return its logs over all replicas."""
     measures, sums, logs = Measures(model.metrics, strategy.hand, model), GradientSums(), None
     for rows, part in share.micros(own):
         with taking(MicroBatchStep(strategy, rows, sums, update=strategy.update)):
@@ -219,7 +225,7 @@ def _stepped(model: Any, strategy: Strategy, plain: Callable[..., Any], share: K
 
 
 def _predicted(strategy: Strategy, plain: Callable[..., Any], share: KerasShare, own: Any) -> Any:
-    """Return the predictions for all rows, gathered from the replicas."""
+    """Return the predictions for the rows of all replicas; `own` are the rows of this one."""
     (rows,) = share.rows
     with taking(MicroBatchStep(strategy, rows, GradientSums())):
         outputs = plain([own])

@@ -28,7 +28,7 @@ SETTLE_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class ProcessExit:
-    """How a rank's process ended."""
+    """How a rank's process ended: whether its function returned, a description, and the function's result."""
 
     done: bool
     text: str
@@ -36,7 +36,7 @@ class ProcessExit:
 
 
 class Rendezvous:
-    """The rendezvous of the ranks: a store on one address of this machine, started on first use."""
+    """The store through which ranks rendezvous, on one address of this host; the first use starts it."""
 
     def __init__(self, address: str = LOOPBACK) -> None:
         self.address, self.interface = address, interface_of(address)
@@ -45,7 +45,7 @@ class Rendezvous:
 
     @property
     def port(self) -> int:
-        """Return the port that the store listens on; start the store on first use."""
+        """Return the port on which the store listens; the first use starts the store."""
         if self._server is None:
             listener = listen(self.address)
             self._port = listener.getsockname()[1]
@@ -108,7 +108,7 @@ class Coordinator(RunningJob):
         unit: int = 1,
         selector: selectors.BaseSelector | None = None,
     ) -> None:
-        """Create a coordinator; `unit` is the number of ranks that together hold one network, one whole group."""
+        """Create a coordinator; `unit` is the number of ranks in a group, which hold one copy of the network."""
         self.selector = selector or selectors.DefaultSelector()
         self._here, self._rendezvous, self._after_loss, self._timeout = here, rendezvous, after_loss, timeout
         self._restart_policy = RestartPolicy()
@@ -136,7 +136,7 @@ class Coordinator(RunningJob):
         """Add a host's ranks to the job, at the start or at the next rendezvous."""
         self._ranks.admit(place)
         if self._has_begun:
-            self._interrupt(f"{place.host} has come")
+            self._interrupt(f"{place.host} has joined")
 
     def dismiss(self, place: RankHost, reason: str) -> None:
         """Remove a failed host and its ranks; depending on `after_loss`, end the job or regroup the other ranks."""
@@ -220,13 +220,13 @@ class Coordinator(RunningJob):
             if not member.waits or self._settles_at is not None or self._failed is not None:
                 continue
             if any(other.done for other in self._ranks.members):
-                self._record_failure(member, f"lost the others: {report['reason']}")
+                self._record_failure(member, f"lost its peers: {report['reason']}")
             else:
-                self._losses.append(RankFailure(member.rank, place.host, f"lost the others: {report['reason']}"))
+                self._losses.append(RankFailure(member.rank, place.host, f"lost its peers: {report['reason']}"))
                 self._interrupt(str(self._losses[-1]))
 
     def handle_failure(self, place: RankHost, slot: int, failure: dict[str, Any]) -> None:
-        """Handle an exception of a rank; a mere echo of another rank's failure is stored and not counted."""
+        """Handle an exception of a rank; do not count one that only follows from another rank's failure."""
         for member in self._ranks.at(place, slot):
             member.failure = failure
             if not failure["echo"]:
@@ -302,7 +302,7 @@ class Coordinator(RunningJob):
         return not running and (self._failed is not None or self._ranks.is_complete)
 
     def _record_failure(self, member: RankHandle, reason: str) -> None:
-        """Record a rank failure and notify the other ranks at once, so that none waits; `_decide` acts later."""
+        """Record a rank failure and notify the other ranks immediately, so that none waits; `_decide` acts later."""
         if self._failed is not None or member.loss is not None or member.done:
             return
         failure = member.failure
@@ -327,7 +327,7 @@ class Coordinator(RunningJob):
             self._interrupt(str(loss))
 
     def _interrupt(self, why: str) -> None:
-        """End this generation: notify all ranks and start the settling period."""
+        """End this generation: notify all ranks, and wait up to SETTLE_SECONDS for their reports."""
         if self._settles_at is None and self._failed is None:
             self._settles_at = time.monotonic() + SETTLE_SECONDS
             self._ranks.broadcast({"lost": why, "generation": self._generation})

@@ -26,7 +26,7 @@ OnOutput = Callable[[int, str, str], None]
 
 
 class RunningJob(ABC):
-    """A function that runs on several devices."""
+    """A job that an engine has started: a function that runs on several devices, one rank each."""
 
     @abstractmethod
     def wait(self, on_event: OnEvent, on_output: OnOutput) -> list[Any]:
@@ -38,7 +38,7 @@ class RunningJob(ABC):
 
     @abstractmethod
     def kill(self) -> None:
-        """Kill every rank at once."""
+        """Kill every rank immediately."""
 
 
 def ignore(*_: Any) -> None:
@@ -49,9 +49,9 @@ class Engine(ABC):
     """Starts a function on devices, one rank each, or a service on one device."""
 
     def devices(self, on: Any, num_wanted: int | None, arithmetic: str = "") -> tuple[list[Device], list[str]]:
-        """Return the devices that `on=` names, and notices about the choice; `num_wanted` of them, None for all.
+        """Return the devices that `on=` names, and notices about the choice for the user.
 
-        `arithmetic` explains how that number was computed.
+        `num_wanted` is the number of devices to return, None for all; `arithmetic` explains how it was computed.
         """
         return resolve(on, num_wanted, arithmetic)
 
@@ -67,8 +67,8 @@ class Engine(ABC):
     ) -> RunningJob:
         """Run `fn(world)` on every device; `after_loss` selects what happens when a rank fails.
 
-        `unit` is the number of ranks that hold one network together: the remaining ranks are regrouped in whole
-        groups only.
+        `unit` is the number of ranks in a group, which together hold one copy of the network: after a failure, the
+        remaining ranks continue in whole groups only.
         """
 
     @abstractmethod
@@ -83,9 +83,8 @@ class Engine(ABC):
     ) -> Service:
         """Create an object by `make(world)` in its own process on a device; its methods are called by message.
 
-        This method returns at once. Events that the object reports through `world.channel` and lines that it prints
-        are passed
-        to the callbacks on another thread.
+        This method returns immediately. Another thread passes events that the object reports through `world.channel`,
+        and lines that it prints, to the callbacks.
         """
 
 

@@ -50,7 +50,7 @@ _kept: list[dist.Store] = []
 
 
 def described(on: object = None, environ: Mapping[str, str] | None = None) -> ResolvedCluster | None:
-    """Return the cluster from a hosts file, if `on` names one, else from the environment; None if there is none."""
+    """Return the cluster in a hosts file, if `on` names one, else in the environment; None if there is no cluster."""
     given = os.environ if environ is None else environ
     return HostsFile(str(on), is_this_host).read(given) if is_hosts_file(on) else understood(given)
 
@@ -62,11 +62,10 @@ def launched(
     per_host: bool = False,
     roles: Sequence[str] = TRAINERS,
 ) -> ResolvedCluster | None:
-    """Return the cluster that this process is a rank of, with its rank; None if no launcher started this program.
+    """Return the cluster of which this process is a rank, with its rank; None if no launcher started this program.
 
-    With `per_host`, a process that represents a host with several devices is one rank too. Hosts with one of
-    `roles` have
-    ranks.
+    With `per_host`, a process that represents a host with several devices is one rank too. Only hosts whose role is in
+    `roles` have ranks.
 
     >>> launched(environ={"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "host1", "MASTER_PORT": "29500"}).size
     2
@@ -80,9 +79,8 @@ def launched(
 def whole_host(on: object = None, environ: Mapping[str, str] | None = None) -> Join | None:
     """Return how this host joins the others with one rank per device, if a scheduler started one process per host.
 
-    Returns None if the process is one rank, or if no launcher started it. With MANYHANDS_TOKEN set, hosts always
-    join like
-    this; the token is required if any host has several devices.
+    Return None if the process is one rank, or if no launcher started it. With MANYHANDS_TOKEN set, hosts always join
+    with one rank per device; the token is required if any host has several devices.
     """
     given = os.environ if environ is None else environ
     cluster = described(on, given)
@@ -103,7 +101,7 @@ def whole_host(on: object = None, environ: Mapping[str, str] | None = None) -> J
 
 
 def _hosts_of(cluster: ResolvedCluster, roles: Sequence[str]) -> list[Host]:
-    """Return the hosts with one of these roles; raise if this host is not one of them."""
+    """Return the hosts with one of these roles; raise SettingsError if this host is not one of them."""
     found = [host for host in cluster.hosts if host.role in roles]
     if cluster.host not in found:
         raise SettingsError(
@@ -115,14 +113,17 @@ def _hosts_of(cluster: ResolvedCluster, roles: Sequence[str]) -> list[Host]:
 
 
 def _with_standing(cluster: ResolvedCluster, per_host: bool, roles: Sequence[str]) -> ResolvedCluster:
-    """Return the cluster with one rank per host; raise if a host has several devices, unless `per_host` allows it."""
+    """Return the cluster with one rank per host.
+
+    Raise SettingsError if a host has several devices, unless `per_host` allows that.
+    """
     members = _hosts_of(cluster, roles)
     many = [host for host in members if (host.num_devices or 1) > 1]
     if many and not per_host:
         raise SettingsError(
             f"a process that {cluster.source} started must be one rank on one device, except in mh.fit and mh.launch",
             got=f"one process for the {many[0].num_devices} devices of {many[0]}",
-            remedy="use these functions, or start a process per device (torchrun --nproc-per-node, srun "
+            remedy="use mh.fit or mh.launch, or start a process per device (torchrun --nproc-per-node, srun "
             "--ntasks-per-node)",
         )
     standing = Standing(members.index(cluster.host), len(members))
@@ -166,7 +167,7 @@ def join_launched(
 
 
 def _host_by_rank(cluster: ResolvedCluster) -> list[str]:
-    """Return the host name of every rank, as far as the source provides it."""
+    """Return the host name of every rank; an empty list if the number of ranks per host is not known."""
     if cluster.size == cluster.num_hosts:
         return [host.name for host in cluster.hosts]
     counts = [host.num_devices or 1 for host in cluster.hosts]
@@ -183,9 +184,10 @@ def meet(
     is_served: bool = False,
     names: Sequence[str] = (),
 ) -> TorchWorld:
-    """Join ranks on one or more hosts at an address of the first one; rank 0 serves the store unless `is_served`.
+    """Join the other ranks through a store at an address of the first host, and return their world.
 
-    `names` are the hosts of all ranks, if known, used to name missing ranks in the error.
+    Rank 0 serves the store, unless `is_served`. `names` are the hosts of all ranks, if known, for the error that names
+    missing ranks. Raise SettingsError if a rank does not join in time.
     """
     address = resolve_host(host)
     if rank_info.rank == 0 and not is_served:
@@ -228,10 +230,9 @@ def _end_together(store: dist.Store, rank_info: RankInfo) -> None:
 def _introduced(store: dist.Store, rank_info: RankInfo, names: Sequence[str]) -> tuple[str, RankKey]:
     """Return the backend and the key of ranks that another launcher started, after they exchange their devices.
 
-    The backend is NCCL beside gloo where every rank has its own GPU. The key is derived from the token in
-    MANYHANDS_TOKEN
-    and a random number of every rank. Without a token there is no key: ranks then decode only plain data, but cannot
-    distinguish messages of other processes on their network from their own.
+    The backend is gloo, and NCCL too if every rank has its own GPU. The key is derived from the token in
+    MANYHANDS_TOKEN and a random number of every rank. Without a token there is no key: ranks then decode only plain
+    data, but cannot distinguish their messages from those of other processes on their network.
     """
     token = token_here("") if os.environ.get(TOKEN_VARIABLE) else None
     signing = (
@@ -266,7 +267,10 @@ def _introduced(store: dist.Store, rank_info: RankInfo, names: Sequence[str]) ->
 
 
 def _device(standing: Standing, on: object) -> Device:
-    """Return the device with this rank's local number; all ranks of a host share a CPU."""
+    """Return the device of this rank: the GPU with its local number, or a share of the CPU of its host.
+
+    Raise DeviceError if the host has fewer GPUs than ranks.
+    """
     found, _ = resolve(on)  # type: ignore[arg-type]
     if standing.local_rank < len(found):
         return found[standing.local_rank]

@@ -1,4 +1,4 @@
-"""Leases: keep two programs on one machine from training on the same accelerator without knowing of each other.
+"""Leases: keep two programs on one machine from using the same accelerator unless the user wants that.
 
 A lease is a lock on a file of this user, so it ends with the program that holds it, in whatever way that program ends.
 CPUs are never leased, because programs share them. MANYHANDS_ON_BUSY selects what a second program does: `wait`,
@@ -36,7 +36,7 @@ _MAX_COMMAND = 120
 
 @dataclass(frozen=True, kw_only=True)
 class LeaseSettings:
-    """What to do when another program holds a device."""
+    """What a program does when another program holds a device: `wait`, `refuse` or `share`."""
 
     on_busy: str = WAIT
 
@@ -51,7 +51,7 @@ class LeaseSettings:
 
 @dataclass(frozen=True)
 class Holder:
-    """The program that holds a device."""
+    """The program that holds a device: its process, its command, its run, and since when."""
 
     pid: int = 0
     command: str = ""
@@ -72,7 +72,7 @@ class Holder:
 
 
 class Busy(Exception):
-    """Raised when another program holds a device; caught in this file."""
+    """Raised within this file when another program holds a device."""
 
     def __init__(self, device: str, holder: Holder) -> None:
         super().__init__(device)
@@ -83,8 +83,9 @@ class Busy(Exception):
 def leased(
     devices: Sequence[Device], run: str = "", notify: Callable[[str], None] = lambda text: None
 ) -> Iterator[None]:
-    """Hold the devices within the context; wait, and report the holder, while another program of this user holds one.
+    """Hold the devices within the context, so that no other program of this user uses them.
 
+    If another program holds one of them, wait and report the holder; with MANYHANDS_ON_BUSY=refuse, raise DeviceError.
     Jobs of one program share its leases, and so do virtual devices that are parts of one real device.
 
     >>> with leased([Device("cpu")]):
@@ -112,7 +113,7 @@ def lease_name(device: Device) -> str:
 
 
 def _take(shown: Mapping[str, str], run: str, choice: str, notify: Callable[[str], None]) -> bool:
-    """Return True once the devices are held, False if no file can be locked on this machine."""
+    """Take the leases, waiting if necessary, and return True; return False if no file can be locked on this machine."""
     started, reported, names, listed = time.monotonic(), "", sorted(shown), ", ".join(shown.values())
     while True:
         try:
@@ -148,7 +149,7 @@ class _Table:
         os.register_at_fork(after_in_child=self.forget)
 
     def take(self, names: Sequence[str], run: str) -> None:
-        """Take all leases or none, so that no program holds one device while it waits for another."""
+        """Take all leases, or none and raise `Busy`, so that no program holds one device while it waits for another."""
         with self._guard:
             taken: list[str] = []
             try:
@@ -204,7 +205,7 @@ class _Table:
 
 
 def holders() -> dict[str, Holder]:
-    """Return the holder of each leased device, without this program; reads the files only and takes no lock."""
+    """Return the other programs that hold a device, by `lease_name`; only read the files, without a lock."""
     found: dict[str, Holder] = {}
     for path in sorted(lease_folder().glob("*.lock")):
         try:
@@ -248,7 +249,7 @@ def _read_holder(file: int) -> Holder:
 
 
 def _is_above(pid: int) -> bool:
-    """Return whether that process is an ancestor of this one."""
+    """Return whether the process `pid` is an ancestor of this one."""
     return any(parent.pid == pid for parent in psutil.Process().parents())
 
 

@@ -22,7 +22,7 @@ _PRELOAD = ["manyhands.launcher", "cloudpickle", "numpy"]
 
 
 class LocalEngine(Engine):
-    """Forks ranks from a zygote that it starts once and keeps for the life of the program."""
+    """Forks ranks from a zygote, a process with torch imported, which it starts once per program."""
 
     def __init__(self, preload: Sequence[str] = ()) -> None:
         self._preload = [*_PRELOAD, *preload]

@@ -1,4 +1,4 @@
-"""A service on this machine: a process forked from the zygote, called over its inherited control channel."""
+"""A service on this machine: a process forked from the zygote, whose methods are called over its control channel."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .zygote import ZygoteHandle
 
 
 class LocalService(Service, ProcessListener):
-    """A service whose process and answers are handled by a thread; arguments are passed in shared memory."""
+    """A service in a local process that a thread monitors; arguments and results are passed in shared memory."""
 
     def __init__(
         self,
@@ -131,7 +131,7 @@ def _answer(channel: SocketChannel, number: int, good: bool, outcome: Any) -> No
 
 
 def _assignment(make: Make, device: Device, timeout: float) -> Assignment:
-    """Return the assignment of one process; on a virtual CPU device it gets only that device's cores."""
+    """Return the assignment of a service's process; on a virtual CPU device it gets only that device's cores."""
     whole = Assignment.here(_RunService(make), [device], timeout, False)
     cores = core_share(whole.cores, device.slot, round(1 / device.share)) if device.kind == "cpu" else whole.cores
     return dataclasses.replace(whole, cores=cores)

@@ -40,11 +40,11 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 
 _OPERATIONS = (type(torch.ops), type(torch.ops.aten), torch._ops.OpOverloadPacket, torch._ops.OpOverload)
-"""`torch.ops` and what is in it, which has no pickle; functions of a notebook refer to `torch.ops` itself."""
+"""Types of `torch.ops`, its namespaces and operators, which cannot be pickled; notebook functions may refer to them."""
 
 
 def _path_of(operation: Any) -> str:
-    """Return where an operation or a namespace is in `torch.ops`, as `aten.addmm.default`."""
+    """Return the path of an operator or a namespace in `torch.ops`, such as `aten.addmm.default`."""
     if operation is torch.ops:
         return ""
     if isinstance(operation, type(torch.ops.aten)):
@@ -73,7 +73,10 @@ def _tensor(buffer: Any, dtype: torch.dtype, shape: tuple[int, ...], requires_gr
 
 
 def pack(obj: Any, what: str = "the task") -> int:
-    """Pickle an object into anonymous shared memory and return its file descriptor, which the caller closes."""
+    """Pickle an object into anonymous shared memory and return its file descriptor, which the caller must close.
+
+    Raise SendError if the object cannot be pickled; `what` names it in the error.
+    """
     buffers: list[pickle.PickleBuffer] = []
 
     def aside(buffer: pickle.PickleBuffer) -> bool:
@@ -99,7 +102,7 @@ def pack(obj: Any, what: str = "the task") -> int:
 
 
 def unpack(fd: int) -> Any:
-    """Return the object from a shared memory pickle; its arrays are private copy-on-write views of the memory."""
+    """Return the object that `pack` wrote to a file descriptor; its arrays are copy-on-write views of the memory."""
     token = _unpacking.set(True)
     try:
         return _unpack(fd)
@@ -108,13 +111,13 @@ def unpack(fd: int) -> Any:
 
 
 def require_unpacked() -> None:
-    """Raise if a module starts processes while unpickling imports it: its child processes would do the same."""
+    """Raise TaskError if a module that unpickling imports starts processes: these would start processes in turn."""
     if _unpacking.get():
         line = next((frame for frame in reversed(traceback.extract_stack()) if frame.name == "<module>"), None)
         raise TaskError(
             "a module that ranks import must not start ranks while it is imported",
             got=f"{line.filename}, line {line.lineno}" if line else "a module that starts ranks",
-            remedy='put that line under if __name__ == "__main__":',
+            remedy='put this line under if __name__ == "__main__":',
         )
 
 
@@ -152,7 +155,7 @@ def _unsendable(obj: Any, what: str, error: Exception) -> SendError:
 
 
 def _culprit(obj: Any, path: str, depth: int = 0) -> tuple[str, Any] | None:
-    """Return the innermost part that cannot be pickled, with the path to it."""
+    """Return the innermost part of an object that cannot be pickled, with the path to it; None if there is none."""
     if depth > 6 or _picklable(obj):
         return None
     for name, part in _parts(obj):

@@ -1,4 +1,4 @@
-"""A GPU's identity: a name that is the same in every program, whichever GPUs it sees and in whichever order."""
+"""Identity of a GPU: a name that is the same in every program, whatever CUDA_VISIBLE_DEVICES the program has."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 @dataclass(frozen=True)
 class Listed:
-    """A GPU that the driver lists, in bus order."""
+    """A GPU that the driver lists."""
 
     uuid: str
     model: str
@@ -23,11 +23,15 @@ def gpu_identity(
     listed: Callable[[], Sequence[Listed]] | None = None,
     asked: Callable[[int], str] | None = None,
 ) -> str:
-    """Return the UUID of the GPU with this program's index; if it cannot be determined, the index on this machine.
+    """Return the UUID of the GPU to which this program's `index` refers; the index on this machine if that is unknown.
 
     NVML is queried first, because that does not initialize CUDA in this process. NVML orders GPUs by bus, CUDA by
-    speed:
-    where GPU models differ, only CUDA knows which GPU an index means. A MIG instance has its own name.
+    speed, so if the GPU models differ, CUDA is asked to which GPU the index refers. A MIG instance has its own name.
+
+    Args:
+        index: CUDA's index in this program.
+        listed: Returns the GPUs that the driver lists, in bus order; by default asks NVML.
+        asked: Returns the UUID of an index, or ""; by default asks CUDA.
 
     >>> gpu_identity(0, listed=lambda: [Listed("GPU-5ebe", "H200")])
     'GPU-5ebe'
@@ -48,7 +52,7 @@ def gpu_identity(
 
 
 def _listed_by_driver() -> list[Listed]:
-    """Return the GPUs that NVML lists; empty without a driver or nvidia-ml-py."""
+    """Return the GPUs that NVML lists, in bus order; an empty list without a driver or nvidia-ml-py."""
     try:
         import pynvml as nvml
 
@@ -65,7 +69,7 @@ def _listed_by_driver() -> list[Listed]:
 
 
 def _asked_cuda(index: int) -> str:
-    """Return the UUID that CUDA reports; empty if it reports none."""
+    """Return the UUID of a GPU that CUDA reports; an empty string if it reports none."""
     with contextlib.suppress(Exception):
         if torch.cuda.is_available():
             return f"GPU-{torch.cuda.get_device_properties(index).uuid}"

@@ -1,4 +1,4 @@
-"""The ranks' processes on this host: forked from the zygote and monitored through one selector."""
+"""Processes of ranks on this host: forked from the zygote, and monitored through one selector."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ MAX_LINE = 65536
 """Maximum bytes of a printed line; longer lines are forwarded in pieces."""
 ENDING_SECONDS = 5.0
 LAST_OUTPUT_SECONDS = 5.0
-"""Seconds after the end of a process for which output of processes that it left behind is read."""
+"""Seconds after the exit of a process in which the output of its surviving child processes is still read."""
 FROZEN_SECONDS = 2.0
-"""Seconds that a rank may be stopped by a signal before it is killed; including polling, within five seconds."""
+"""Seconds that a rank may be stopped by a signal such as SIGSTOP before it is killed."""
 LOOK_SECONDS = 0.5
 UNKNOWN_CODE = 256
 """Exit code of a process whose parent, the zygote, has died; a real one is at most 255."""
@@ -51,10 +51,10 @@ class NativeTraces:
 
     def __init__(self) -> None:
         self._lines: list[str] = []
-        """The last line, and the lines of a stack trace after it."""
+        """The last ordinary line, and the lines of a stack trace after it."""
 
     def take(self, line: str | None) -> tuple[list[str], str]:
-        """Return the lines to show, and a complete stack trace or ""; None is the end of the output."""
+        """Process the next line of output, or None at its end; return the lines to show, and a stack trace or ""."""
         if line is not None and _FRAME.match(line.strip()) and len(self._lines) < MAX_TRACE:
             self._lines.append(line)
             return [], ""
@@ -91,8 +91,8 @@ class ProcessListener(ABC):
         """Handle the end of a rank's process."""
 
     def handle_answer(self, slot: int, report: dict[str, Any], outcome: Any) -> None:
-        """Handle a service's answer to a call; raises here, because ranks do not receive calls."""
-        raise RunError(f"rank {slot} sent a reply, although no call was made")
+        """Handle a service's answer to a call; the default raises RunError, because ranks do not receive calls."""
+        raise RunError(f"the rank in slot {slot} sent an answer, although no call was made")
 
 
 class Process:
@@ -106,9 +106,9 @@ class Process:
         self.err, self.child_err = os.pipe()
         self.pid = 0
         self.pid_fd = -1
-        """Refers to the process, once it exists; readable when it has exited."""
+        """The pidfd of the process, which is readable when it has exited; -1 before the fork and after the exit."""
         self._signalling = threading.Lock()
-        """Held while the descriptor is used, which another file may have once it is closed."""
+        """Lock that is held while `pid_fd` is used: once it is closed, another file may get its number."""
         self.must_end = False
         """Whether to kill the process as soon as its pid is known."""
         self.exit_code: int | None = None
@@ -125,7 +125,7 @@ class Process:
         self.open: set[int] = {self.channel_socket.fileno(), self.exit_socket.fileno(), self.out, self.err}
 
     def child_ends(self) -> list[int]:
-        """Return the child's ends: the control channel, stdout, stderr, and the socket that reports its exit."""
+        """Return the child's ends of the connections: control channel, stdout, stderr, and the socket for its exit."""
         return [self.child_channel_socket.fileno(), self.child_out, self.child_err, self.child_exit_socket.fileno()]
 
     def close_child_ends(self) -> None:
@@ -135,7 +135,7 @@ class Process:
         os.close(self.child_err)
 
     def close(self, fd: int) -> None:
-        """Close one of the parent's ends."""
+        """Close one of the parent's ends of the connections."""
         self.open.discard(fd)
         for sock in (self.channel_socket, self.exit_socket):
             if sock.fileno() == fd:
@@ -151,13 +151,13 @@ class Process:
                 signal.pidfd_send_signal(self.pid_fd, signal.SIGKILL)
 
     def take_pid_fd(self) -> int:
-        """Return the descriptor of the process, which is not signalled from now on."""
+        """Return the pidfd of the process, which the caller must close; the process is not signalled any more."""
         with self._signalling:
             pid_fd, self.pid_fd = self.pid_fd, -1
         return pid_fd
 
     def close_parent_ends(self) -> None:
-        """Close all of the parent's ends and the pickles that were not read."""
+        """Close all of the parent's ends of the connections, and the pickles that were not read."""
         self.take_pid_fd()
         for fd in list(self.open):
             self.close(fd)
@@ -168,15 +168,15 @@ class Process:
     def over(self) -> bool:
         """Return whether the process has exited and its output is read.
 
-        A process that it left behind may keep the pipes open, so after one second without output, or some seconds
-        with output, they are not waited for.
+        A child process that outlives it may keep the pipes open. Such pipes are no longer read after one second without
+        output, or LAST_OUTPUT_SECONDS after the exit.
         """
         until = min(self.received_at + 1.0, self.ended_at + LAST_OUTPUT_SECONDS)
         return self.exit_code is not None and (not self.open or time.monotonic() > until)
 
     @property
     def end(self) -> str:
-        """Return a description of how the process ended."""
+        """Return how the process ended, as text that follows its name."""
         if self.failure is not None:
             return f"raised {self.failure['reason']}"
         if self.was_frozen:
@@ -202,7 +202,7 @@ class LocalProcesses:
         self._looked_at = 0.0
 
     def start(self, slot: int, info: RendezvousInfo) -> None:
-        """Fork a rank that joins the other ranks by this rendezvous info."""
+        """Fork a rank for a slot; it joins the other ranks by the rendezvous info."""
         process = Process(slot)
         self._processes.append(process)
         line, out, err, exit_socket = process.child_ends()
@@ -214,13 +214,13 @@ class LocalProcesses:
             self._listen(fd, lambda fd=fd: self._read_output(process, fd))  # type: ignore[misc]
 
     def send_message(self, slot: int, message: dict[str, Any]) -> None:
-        """Send a message to the rank that is alive in this slot."""
+        """Send a message to the rank in a slot, if it is alive."""
         for process in self._alive(slot):
             with contextlib.suppress(OSError):
                 process.channel_socket.sendall(frame(message))
 
     def call(self, slot: int, number: int, pickle_fd: int) -> None:
-        """Send a call to the service that is alive in this slot."""
+        """Send a call, with its number and its pickled method and arguments, to the service in a slot."""
         for process in self._alive(slot):
             with contextlib.suppress(OSError):
                 send_frame(process.channel_socket, CALL, json.dumps({"number": number}).encode(), [pickle_fd])
@@ -236,7 +236,7 @@ class LocalProcesses:
         return all(process.over for process in self._processes)
 
     def look(self) -> None:
-        """Kill ranks that were stopped by a signal for too long: their peers would wait for them without end."""
+        """Kill ranks that have been stopped by a signal for too long: their peers would wait for them indefinitely."""
         now = time.monotonic()
         if now - self._looked_at < LOOK_SECONDS:
             return
@@ -251,7 +251,7 @@ class LocalProcesses:
                 process.kill()
 
     def finish(self) -> None:
-        """Kill all processes and close all pipes, however the wait ended."""
+        """Kill all processes and close all pipes; the caller must do this also after an error."""
         self.kill()
         try:
             # Exited ranks may have left processes that keep pipes open, but the zygote reports nothing more about them.
@@ -307,14 +307,14 @@ class LocalProcesses:
             self._listener.handle_exit(process.slot, process)
 
     def _lose_zygote(self, process: Process, *, last: bool) -> None:
-        """Watch a process itself, because the zygote that would report its exit has died."""
+        """Watch a process directly by its pidfd, because the zygote that would report its exit has died."""
         self._zygote.revive()
         if last:
             process.close(process.exit_socket.fileno())
         else:
             self._forget(process, process.exit_socket.fileno())
         if process.pid_fd < 0:
-            # It was never started, or cannot be distinguished from others.
+            # The process was never started, or its pid cannot be distinguished from a reused one.
             self._take_exit(process, UNKNOWN_CODE, last=last)
         elif not last:
             self._listen(process.pid_fd, lambda: self._end_orphan(process, last=False))
@@ -324,7 +324,7 @@ class LocalProcesses:
         self._end_orphan(process, last=True)
 
     def _end_orphan(self, process: Process, *, last: bool) -> None:
-        """Handle the exit of a process whose zygote has died: whether it was done is known, but not its exit code."""
+        """Handle the exit of a process whose zygote has died: its exit code is unknown, but not whether it was done."""
         pid_fd = process.take_pid_fd()
         if last:
             process.close(pid_fd)
@@ -334,7 +334,7 @@ class LocalProcesses:
         self._take_exit(process, 0 if process.done else UNKNOWN_CODE, last=last)
 
     def _read_remaining(self, process: Process) -> None:
-        """Read what a rank sent before it exited, so that it is handled before the exit."""
+        """Read the messages that a rank sent before it exited, so that they are handled before the exit."""
         with contextlib.suppress(BlockingIOError):
             while process.channel_socket.fileno() in process.open:
                 process.channel_socket.setblocking(False)
@@ -390,7 +390,7 @@ class LocalProcesses:
                 self._listener.handle_output(process.slot, text, stream)
 
     def _forget(self, process: Process, fd: int) -> None:
-        """Release the resources of an ended process at once: a job may outlive many of its processes."""
+        """Stop listening to a descriptor of a process and close it; forget the process after its last descriptor."""
         self._selector.unregister(fd)
         process.close(fd)
         if not process.open:
@@ -400,7 +400,7 @@ class LocalProcesses:
 
 
 def turn(selector: selectors.BaseSelector, seconds: float) -> None:
-    """Wait for events of the selector and handle them; skip those whose file descriptor was closed in between."""
+    """Wait up to `seconds` for events of a selector, and handle them unless their file was closed in between."""
     for key, _ in selector.select(seconds):
         if selector.get_map().get(key.fd) is key:
             key.data()

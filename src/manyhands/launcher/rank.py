@@ -54,7 +54,7 @@ class TorchSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class Assignment:
-    """What all ranks of a job have in common, sent to each process as a pickle."""
+    """What all ranks on a host have in common: the function and the state of the program; sent as a pickle."""
 
     fn: Callable[[World], Any]
     devices: Sequence[Device]
@@ -68,7 +68,7 @@ class Assignment:
     argv: Sequence[str]
     torch: TorchSettings
     confines: bool = False
-    """Whether the function sandboxes its process itself: it gets no environment, and sets up its own device."""
+    """Whether the function sandboxes its process itself: the process gets no environment, and no device is set up."""
 
     @classmethod
     def here(cls, fn: Callable[[World], Any], devices: Sequence[Device], timeout: float, recovers: bool) -> Assignment:
@@ -90,11 +90,11 @@ class Assignment:
 
 
 _kept: list[object] = []
-"""Never freed: the user's objects may wait for a process group that no longer exists."""
+"""Assignments, which are never freed: destructors of the user's objects may wait for a process group that has ended."""
 
 
 def run_rank(request: dict[str, Any], sock: socket.socket, pickle_fd: int) -> int:
-    """Run one rank and return its exit code; the outcome is sent over the control channel."""
+    """Run one rank and return its exit code; its result or failure is sent over the control channel `sock`."""
     channel = SocketChannel(sock)
     slot = int(request["slot"])
     try:
@@ -170,7 +170,10 @@ def core_share(cores: Sequence[int], rank: int, num_ranks: int) -> list[int]:
 
 
 def failure_of(error: BaseException) -> dict[str, Any]:
-    """Return a failure as a dict: the error if it is a ManyhandsError, its text, and whether it is only an echo."""
+    """Return a failure as a dict: the error if it is a ManyhandsError, its text and traceback, and its kind.
+
+    "echo" is whether it only follows from another rank's failure, "is_ours" whether it is a ManyhandsError.
+    """
     return {
         "error": error if isinstance(error, ManyhandsError) else None,
         "reason": f"{type(error).__name__}: {error}",
@@ -188,7 +191,7 @@ def _send_failure(channel: SocketChannel, error: BaseException) -> None:
 
 
 def _trimmed(error: BaseException) -> str:
-    """Return the traceback from the first line of user code on."""
+    """Return the traceback of an error as text, beginning at the first line of the user's code."""
     frames = traceback.extract_tb(error.__traceback__)
     start = next((i for i, frame in enumerate(frames) if os.sep + "manyhands" + os.sep not in frame.filename), 0)
     text = "".join(traceback.format_list(frames[start:]))

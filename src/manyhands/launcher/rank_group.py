@@ -1,4 +1,4 @@
-"""The ranks of a job as the coordinator sees them: the hosts they run on, who is a member, and who joins next."""
+"""The coordinator's view of a job's ranks: their hosts, the members of the generation, and ranks that join next."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .restart_policy import RankFailure
 
 
 class RankHost(ABC):
-    """A host with one or more ranks, as the coordinator sees it."""
+    """A host with one or more ranks, by which the coordinator reaches them."""
 
     host: str
     devices: Sequence[Device]
@@ -39,7 +39,7 @@ class RankHost(ABC):
 
 @dataclass(eq=False)
 class RankHandle:
-    """The coordinator's record of one rank, in any process; the rank number changes when others join or leave."""
+    """The coordinator's record of one rank; its number changes when ranks join or leave, its host and slot do not."""
 
     place: RankHost
     slot: int
@@ -57,7 +57,7 @@ class RankHandle:
     """Whether the rank is expected to end by itself: it checks the stop flag and is not blocked in a collective."""
 
     def fail(self, reason: str, *, raised: bool = False, is_ours: bool = False, is_echo: bool = False) -> RankFailure:
-        """Record the rank's failure in this generation."""
+        """Record and return the rank's failure in this generation."""
         self.loss = RankFailure(self.rank, self.place.host, reason, raised, is_ours, is_echo)
         return self.loss
 
@@ -100,7 +100,7 @@ class RankGroup:
     """The ranks of the current generation in order, and those that join at the next rendezvous."""
 
     def __init__(self, here: RankHost, unit: int) -> None:
-        """Create an empty group; `unit` is the number of ranks that together hold one network, one whole group."""
+        """Create an empty group; `unit` is the number of ranks that together hold one copy of the network."""
         self._here, self.unit = here, unit
         self.members: list[RankHandle] = []
         self.newcomers: list[RankHandle] = []
@@ -115,14 +115,14 @@ class RankGroup:
         self.newcomers += [RankHandle(place, slot, -1, is_running=slot in place.running) for slot in slots]
 
     def remove(self, place: RankHost) -> list[RankHandle]:
-        """Remove a host; return its members."""
+        """Remove the ranks of a host; return those that were members."""
         removed = [member for member in self.members if member.place is place]
         self.newcomers = [member for member in self.newcomers if member.place is not place]
         self.members = [member for member in self.members if member.place is not place]
         return removed
 
     def assemble(self) -> None:
-        """Make newcomers members, in whole groups, and number all ranks."""
+        """Make newcomers members, in whole groups of `unit` ranks, and number all ranks."""
         members = [*self.members, *self.newcomers]
         # The coordinator's own host comes first: its first rank reports for all ranks, and writes.
         members.sort(key=lambda member: member.place is not self._here)
@@ -139,13 +139,13 @@ class RankGroup:
                 yield member
 
     def mark_ended(self, place: RankHost, slot: int) -> None:
-        """Record that the process in a slot has ended."""
+        """Record that the process in a slot of a host has ended."""
         for member in (*self.members, *self.newcomers):
             if member.place is place and member.slot == slot:
                 member.is_running = False
 
     def broadcast(self, message: dict[str, Any], without: RankHandle | None = None) -> None:
-        """Send a message to every running member, except for one."""
+        """Send a message to every running member except `without`."""
         for member in self.members:
             if member is not without and member.is_running:
                 member.send(message)
@@ -156,7 +156,7 @@ class RankGroup:
             place.kill()
 
     def late(self, timeout: float) -> list[RankHandle]:
-        """Return the running members for which the others waited through a whole rendezvous."""
+        """Return the running members that have not answered a call to a rendezvous within `timeout` seconds."""
         now = time.monotonic()
         waited = [m for m in self.members if m.late_since is not None and now - m.late_since >= timeout]
         return [member for member in waited if member.is_running and member.loss is None]
@@ -168,7 +168,7 @@ class RankGroup:
 
     @property
     def is_running(self) -> bool:
-        """Whether the process of some member runs."""
+        """Whether the process of any member is running."""
         return any(member.is_running for member in self.members)
 
     @property

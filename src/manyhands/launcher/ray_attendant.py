@@ -18,7 +18,7 @@ from .service import ServiceRunner
 
 
 class RayServiceActor:
-    """Handles calls in order; concurrently it accepts requests to end and requests for events and output."""
+    """Holds a service's object and runs calls in order; concurrently, it answers requests to end and for events."""
 
     def __init__(self, path: Sequence[str], folder: str) -> None:
         settle_here(path, folder)
@@ -35,7 +35,7 @@ class RayServiceActor:
         return facts_here()
 
     def begin(self, make: bytes, device: Device, timeout: float) -> dict[str, Any] | None:
-        """Create the object; return the failure if that raises, else None."""
+        """Create the object by the pickled `make`; return the failure as a dict if that raises, else None."""
         try:
             address = facts_here()["address"]
             rank_info = RankInfo(device=device, host=device.host, address=address, timeout=timeout)
@@ -46,7 +46,7 @@ class RayServiceActor:
         return self._failure
 
     def call(self, asked: bytes) -> bytes:
-        """Run a pickled call and return the pickled answer."""
+        """Run a pickled call; return whether it succeeded, and its result or failure, as a pickle."""
         outcome = self._runner.answer(*cloudpickle.loads(asked)) if self._failure is None else (False, self._failure)
         try:
             return bytes(cloudpickle.dumps(outcome))
@@ -59,7 +59,7 @@ class RayServiceActor:
         self._channel.handle_message({"stop": True})
 
     def close(self) -> dict[str, Any] | None:
-        """Close the object as the last call; return the failure if that raises, else None."""
+        """Close the object after the last call; return the failure as a dict if that raises, else None."""
         try:
             self._runner.close()
         except Exception as error:

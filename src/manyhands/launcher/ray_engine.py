@@ -1,7 +1,7 @@
 """The Ray engine: one actor per host of a Ray cluster, each with one rank per device; the caller runs the coordinator.
 
-Ray places the hosts (a placement group with one bundle each) and reports when one fails. The rest works as on one
-machine: ranks are forked from a zygote, failed ranks are replaced, and the run resumes from a peer's memory.
+Ray reserves the hosts (a placement group with one bundle each) and reports when one fails. Everything else works as on
+one machine: ranks are forked from a zygote, failed ranks are replaced, and the run resumes from a peer's memory.
 """
 
 from __future__ import annotations
@@ -46,7 +46,11 @@ class RayEngine(Engine):
         self._address = address
 
     def devices(self, on: Any, num_wanted: int | None, arithmetic: str = "") -> tuple[list[Device], list[str]]:
-        """Return all GPUs of the cluster; if it has none, one CPU of every host, or as many CPUs as wanted."""
+        """Return all GPUs of the cluster, or `num_wanted` of them, and no notices.
+
+        In a cluster without GPUs, return one CPU of every host, or `num_wanted` CPUs. Raise DeviceError if there are
+        fewer; `arithmetic` explains how their number was computed.
+        """
         hosts = _hosts(self._connected())
         found = [
             Device("cuda", index, host=host) for host, has in hosts.items() for index in range(int(has.get("GPU", 0)))
@@ -121,7 +125,7 @@ class RayEngine(Engine):
 
 
 class RayJob(Coordinator):
-    """The coordinator of ranks on hosts that Ray has placed; the caller gets the results of all ranks."""
+    """The coordinator of ranks on hosts of a Ray cluster; the caller gets the results of all ranks."""
 
     def __init__(
         self, ray: Any, work: bytes, devices: Sequence[Device], *, timeout: float, after_loss: AfterLoss, unit: int
@@ -191,7 +195,7 @@ class RayJob(Coordinator):
         return super()._is_over() and (bool(self._ranks.members) or self._failed is not None)
 
     def start_actor(self, bundle: int, num_devices: int, kind: str) -> Any:
-        """Create an actor in a bundle; Ray starts it when resources are available."""
+        """Create an actor for a host in a bundle of the placement group; Ray starts it when resources are available."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         from .ray_host import RayHost
@@ -229,7 +233,7 @@ class _RayPlace(RankHost):
         self._thread.start()
 
     def wait_until_ready(self) -> None:
-        """Wait until the host can start ranks; raise if it cannot."""
+        """Wait until the host can start ranks; raise WorkerFailed or SettingsError if it cannot."""
         if not self._ready.wait(READY_SECONDS) or self._problem is not None:
             reason = str(self._problem).splitlines()[0] if self._problem else f"no answer within {READY_SECONDS:.0f} s"
             if isinstance(self._problem, SettingsError):
@@ -242,7 +246,7 @@ class _RayPlace(RankHost):
         return self._ready.is_set() and self._problem is None
 
     def meet(self) -> tuple[str, int]:
-        """Start a store on this host; return its address and port."""
+        """Start the store for the rendezvous on this host; return its address and port."""
         address = LOOPBACK if len(self._job.places) == 1 else self._address
         return address, int(self._job.ray.get(self.actor.meet.remote(address), timeout=READY_SECONDS))
 
@@ -361,7 +365,7 @@ class _RayRendezvous:
         self._server: Any = None
         self._where = LOOPBACK, 0
         self.interface = ""
-        """Empty, because every host determines its own interface."""
+        """Network interface: empty, because every host determines its own."""
 
     @property
     def address(self) -> str:
@@ -383,7 +387,7 @@ class _RayRendezvous:
 
 
 class _NoProcesses:
-    """Local processes of a program that runs no ranks itself."""
+    """Stands for the local processes of a program that runs no ranks itself."""
 
     is_over = True
 
@@ -405,7 +409,7 @@ class _Nowhere(LocalHost):
 
 
 def _hosts(ray: Any) -> dict[str, dict[str, float]]:
-    """Return the resources of each host."""
+    """Return the Ray resources of each host by its name."""
     return {host: node["Resources"] for host, node in _nodes(ray).items()}
 
 
@@ -433,7 +437,10 @@ def _cpus(hosts: dict[str, dict[str, float]], num_wanted: int | None) -> list[De
 
 
 def _placed(ray: Any, counts: Sequence[int], kind: str) -> Any:
-    """Return a placement group with one bundle per host, each on a different node."""
+    """Return a placement group with one bundle per host, each on a different node.
+
+    `counts` are the numbers of devices. Raise DeviceError if the resources do not become available in time.
+    """
     from ray.util import placement_group, remove_placement_group
 
     bundles = [{"CPU": count} if kind == "cpu" else {"GPU": count, "CPU": 1} for count in counts]

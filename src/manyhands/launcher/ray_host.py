@@ -30,7 +30,7 @@ News = tuple[str, int, Any]
 
 
 class Mailbox:
-    """A queue of reports since the last time they were fetched."""
+    """A thread-safe queue of the reports since they were last fetched."""
 
     def __init__(self) -> None:
         self._messages: deque[News] = deque()
@@ -52,7 +52,7 @@ class Mailbox:
 
 
 class RayHost(ProcessListener):
-    """The ranks of one host. Commands run in order, concurrently with the call that waits for reports."""
+    """Actor that runs the ranks of one host; commands run in order, concurrently with the call that fetches reports."""
 
     def __init__(self, path: Sequence[str], folder: str, preload: Sequence[str]) -> None:
         settle_here(path, folder)
@@ -83,7 +83,7 @@ class RayHost(ProcessListener):
         self._thread.start()
 
     def meet(self, address: str) -> int:
-        """Start a store on an address of this host; return its port."""
+        """Start the store for the rendezvous on an address of this host; return its port."""
         listener = listen(address)
         port = int(listener.getsockname()[1])
         self._store = serve_store(listener)
@@ -159,7 +159,7 @@ def settle_here(path: Sequence[str], folder: str) -> None:
 
 
 def facts_here() -> dict[str, Any]:
-    """Return the host, address, pid and versions of a process in the cluster."""
+    """Return the host, address, pid and versions of the Ray process that calls this function."""
     return {
         "host": this_host(),
         "address": ray.util.get_node_ip_address(),  # type: ignore[no-untyped-call]
@@ -171,5 +171,5 @@ def facts_here() -> dict[str, Any]:
 
 
 def _through(info: dict[str, Any]) -> dict[str, Any]:
-    """Return rendezvous info with this host's interface towards the rendezvous address."""
+    """Return rendezvous info with the network interface by which this host reaches the rendezvous address."""
     return {**info, "interface": interface_of(address_towards(info["address"]))}

@@ -1,4 +1,4 @@
-"""A service in a Ray cluster: an actor on a device that Ray has placed, monitored by the caller's program."""
+"""A service in a Ray cluster: an actor on a device of the cluster, monitored by the caller's program."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class RayService(Service):
         self._actor.call.remote(asked).future().add_done_callback(functools.partial(self._on_answer, number))
 
     def _on_answer(self, number: int, answer: Future[bytes]) -> None:
-        """Handle an answer; if the actor has failed without one, the monitoring thread handles that."""
+        """Handle an answer; if the actor has failed without an answer, the monitoring thread handles that."""
         if answer.exception() is None:
             self._answered(number, *cloudpickle.loads(answer.result()))
 
@@ -99,7 +99,7 @@ class RayService(Service):
 
 
 def pickled(what: Any) -> bytes:
-    """Return an object as pickled bytes for another host of a Ray cluster."""
+    """Return an object as pickled bytes for another host of a Ray cluster; raise SendError if that is impossible."""
     try:
         return bytes(cloudpickle.dumps(what))
     except Exception as error:
@@ -126,6 +126,6 @@ def _actor(ray: Any, device: Device, node: str | None) -> Any:
 
 
 def brief(error: BaseException) -> str:
-    """Return the first and the last line of a Ray error: what failed, and why."""
+    """Return the type, the first and the last line of a Ray error, which contain what failed and why."""
     lines: Sequence[str] = [line.strip() for line in str(error).splitlines() if line.strip()]
     return " ".join(dict.fromkeys([type(error).__name__ + ":", *lines[:1], *lines[-1:]]))

@@ -1,4 +1,4 @@
-"""Rendezvous info: where the ranks of a generation meet, and which rank each process has."""
+"""Rendezvous info: the address at which the ranks of a generation meet, and the rank of each process."""
 
 from __future__ import annotations
 
@@ -45,7 +45,10 @@ class RendezvousInfo:
         return dataclasses.asdict(self)
 
     def join_world(self, rank_info: RankInfo, channel: ControlChannel) -> World:
-        """Join the other ranks; `rank_info` holds what is equal in all generations: device, host and time limit."""
+        """Join the other ranks and return their world; raise PeerLost if that fails.
+
+        `rank_info` has the values that are equal in all generations: device, host and time limit.
+        """
         own_info = dataclasses.replace(
             rank_info, rank=self.rank, size=self.size, generation=self.generation, reported_step=self.reported_step
         )
@@ -63,7 +66,7 @@ class RendezvousInfo:
 
 
 def join(info: RendezvousInfo, rank_info: RankInfo, channel: ControlChannel) -> World:
-    """Return the world that a rank is invited to; if it fails before it is complete, join the next generation's."""
+    """Join the ranks of a generation and return their world; if a peer fails meanwhile, join the next generation."""
     while True:
         try:
             world = info.join_world(rank_info, channel)
@@ -77,9 +80,12 @@ def join(info: RendezvousInfo, rank_info: RankInfo, channel: ControlChannel) -> 
 
 
 def regroup(world: World, why: BaseException, step: int) -> World:
-    """Return the world of the next generation once the coordinator announces it; raise `why` if there will be none.
+    """Report a failed peer, and return the world of the next generation when the coordinator announces it.
 
-    `step` is the last step that this rank has completed.
+    Args:
+        world: The world of the generation that has failed.
+        why: The error that this rank has caught; raised again if there is no next generation.
+        step: The last step that this rank has completed.
     """
     info = _next(world.channel, world.rank_info.generation, why, step)
     world.close()

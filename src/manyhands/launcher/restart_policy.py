@@ -6,20 +6,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 MAX_ROUNDS = 3
-"""Maximum number of consecutive restarts without a committed step in between."""
+"""Maximum number of consecutive restarts without a completed step in between."""
 
 
 @dataclass(frozen=True)
 class RankFailure:
-    """The failure of a rank."""
+    """The failure of a rank: the rank, its host and the reason, with what the restart policy must know about it."""
 
     rank: int
     host: str
     reason: str
     raised: bool = False
-    """Whether the rank raised an exception, instead of being ended from outside."""
+    """Whether the rank raised an exception, rather than being killed."""
     is_ours: bool = False
-    """Whether the exception is one of manyhands' own, which a restart would raise again."""
+    """Whether the exception is a ManyhandsError, which a restart would raise again."""
     is_echo: bool = False
     """Whether the failure only follows from another rank's failure, which may be reported later."""
 
@@ -28,7 +28,7 @@ class RankFailure:
 
 
 class RestartPolicy:
-    """Counts restarts without progress.
+    """Decides whether failed ranks are replaced: at most MAX_ROUNDS times without a completed step in between.
 
     >>> policy = RestartPolicy()
     >>> killed = [RankFailure(1, "host1", "was killed")]
@@ -37,7 +37,7 @@ class RestartPolicy:
     >>> policy.allows_restart(killed, size=2, step=8)
     True
 
-    Exceptions that all ranks have raised since the last progress, also one after the other, end the job.
+    The job also ends if every rank has raised an exception since the last completed step, even one after the other.
 
     >>> [policy.allows_restart([RankFailure(rank, "host1", "typo", raised=True)], size=2, step=9) for rank in (0, 1)]
     [True, False]
@@ -47,10 +47,13 @@ class RestartPolicy:
         self._rounds = 0
         self._step = -1
         self._raised: set[int] = set()
-        """Ranks that raised since the last progress."""
+        """Ranks that have raised an exception since the last completed step."""
 
     def allows_restart(self, losses: Sequence[RankFailure], *, size: int, step: int) -> bool:
-        """Return whether failed ranks are replaced; `step` is the last step that is known to be committed."""
+        """Return whether the job continues after these failures.
+
+        `size` is the number of ranks, `step` the last step that some rank is known to have completed.
+        """
         if any(loss.is_ours for loss in losses):
             return False
         if step > self._step:
@@ -66,5 +69,5 @@ class RestartPolicy:
 
     @property
     def has_given_up(self) -> bool:
-        """Return whether the lack of progress ended the job."""
+        """Return whether the policy has ended the job because of too many restarts without progress."""
         return self._rounds > MAX_ROUNDS

@@ -14,12 +14,12 @@ from ..distributed import Device, World, this_host
 from .rank import failure_of
 
 Make = Callable[[World], Any]
-"""Creates a service's object in its process: a class or a function that takes the world of its one rank."""
+"""Class or function that creates a service's object in its process, from the world of that single rank."""
 STOP_SECONDS = 5.0
 
 
 class Service(ABC):
-    """A process that answers calls one at a time.
+    """An object in a process of its own, whose methods are called by message, one at a time.
 
     A method that raises fails only its own call. When the process ends, every unanswered call fails with the reason.
     """
@@ -44,7 +44,10 @@ class Service(ABC):
         return self.ended.exception() if self.ended.done() else None
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Call a method of the object; calls made before the object is created wait for it."""
+        """Call a public method of the object and return a future of its result.
+
+        Calls that are made before the object is created wait for it.
+        """
         if method.startswith("_"):
             raise SettingsError(
                 "methods of a service must be public", got=method, remedy="call a method without a leading underscore"
@@ -124,13 +127,13 @@ class Service(ABC):
 
 
 class ServiceRunner:
-    """The service process's side: holds the object and runs the calls."""
+    """Holds the object of a service in the service's process, and runs the calls that arrive by message."""
 
     def __init__(self, made: Any) -> None:
         self._made = made
 
     def answer(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, Any]:
-        """Call a method and return whether it succeeded, with its result or its failure."""
+        """Call a method of the object; return whether it succeeded, and its result or its failure as a dict."""
         try:
             act = getattr(self._made, method, None)
             if not callable(act):

@@ -1,4 +1,4 @@
-"""The stacks of a job's ranks: explain a hang, and tell whether a job that was asked to stop will do so."""
+"""Stacks of a job's ranks: they explain a hang, and show whether a job that was asked to stop is going to stop."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class StallWatch:
         self._ranks = ranks
         self.is_stopping = False
         self._ends_at = 0.0
-        """When the job is interrupted if no rank that was asked to stop is expected to end by itself."""
+        """Time at which the job is interrupted, unless some rank is expected to obey the request to stop."""
         self._hang: HangReport | None = None
         self._hung = -1
         """The number of the last collective that was reported as hanging."""
@@ -29,21 +29,21 @@ class StallWatch:
         self._hang, self._hung = None, -1
 
     def on_stalled(self, entry: Event) -> None:
-        """Request the stacks of all ranks, if no report about this hang is under way."""
+        """Request the stacks of all ranks, unless they were already requested for this hang."""
         if self._hang is None and entry["number"] > self._hung:
             self._hung = entry["number"]
             self._hang = HangReport(entry["number"], len(self._ranks))
             self._ranks.broadcast({"stacks": True})
 
     def on_stack(self, member: RankHandle, entry: Event) -> None:
-        """Store the stack that a rank returned."""
+        """Store the stack that a rank returned, and whether the rank is expected to stop by itself."""
         is_blocked = entry["operation"] not in ("", STEP) and entry["seconds"] > STOP_RESPONSE_SECONDS
         member.will_stop = entry["listens"] and not is_blocked
         if self._hang is not None:
             self._hang.answers[member.rank] = entry
 
     def take_report(self) -> HangReport | None:
-        """Return the report about a hang once it is due."""
+        """Return the report about a hang when it is due, once; None otherwise."""
         report = self._hang
         if report is None or not report.is_due:
             return None
@@ -57,7 +57,7 @@ class StallWatch:
         self._request_stop_status()
 
     def _request_stop_status(self) -> None:
-        """Request the stacks of all ranks, which show whether any rank will end by itself."""
+        """Request the stacks of all ranks, which show whether any rank is going to stop by itself."""
         self._ends_at = time.monotonic() + STOP_RESPONSE_SECONDS
         for member in self._ranks.members:
             member.will_stop = False

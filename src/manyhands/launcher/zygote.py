@@ -30,11 +30,14 @@ _PR_SET_PDEATHSIG = 1
 
 
 _life = -1
-"""Descriptor by which this process is killed when its program exits."""
+"""In a rank: file descriptor of a pipe by which the kernel kills the rank when the program exits; -1 elsewhere."""
 
 
 def serve(fd: int, life: int, preload: list[str]) -> None:
-    """Handle requests from the socket until it closes. `life` is a pipe whose other end only the program has."""
+    """Fork ranks on requests from the socket `fd` until it closes.
+
+    `life` is the read end of a pipe whose write end only the program has. `preload` are modules to import first.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for name in preload:
         importlib.import_module(name)
@@ -108,7 +111,7 @@ class _Zygote:
 
 
 def _send(job: socket.socket, message: dict[str, Any], fds: Sequence[int] = ()) -> None:
-    """Send a job a message about its rank; the job may no longer exist."""
+    """Send a message about a rank to its job, unless the job no longer exists."""
     with contextlib.suppress(OSError):
         socket.send_fds(job, [json.dumps(message).encode()], fds)
 
@@ -121,8 +124,8 @@ def life_descriptor() -> int:
 def _die_with_program(life: int, zygote: int) -> None:
     """Let the kernel kill this process when the program exits, but not when the zygote does.
 
-    The kernel sends the signal when the last writer of the pipe closes it. The owner belongs to an open file, so every
-    process opens the pipe again.
+    The kernel sends the signal when the last writer of the pipe closes it. Which process gets the signal is a property
+    of the open file, so every process opens the pipe itself.
     """
     global _life
     try:
@@ -191,7 +194,7 @@ class ZygoteHandle:
         self.socket = ours
 
     def revive(self) -> None:
-        """Start another zygote if this one has died."""
+        """Start another zygote if the current one has died."""
         with self._lock:
             if self._is_closed or self._process.poll() is None:
                 return
@@ -208,7 +211,7 @@ class ZygoteHandle:
         try:
             socket.send_fds(self.socket, [request], list(fds))
         except ConnectionError:
-            # It is dying at this moment.
+            # The zygote is dying at this moment.
             self._process.wait()
             self.revive()
             socket.send_fds(self.socket, [request], list(fds))
@@ -219,7 +222,7 @@ class ZygoteHandle:
         self._process.wait()
 
     def close(self) -> None:
-        """End the zygote and all ranks."""
+        """Stop the zygote, which kills all its ranks."""
         with self._lock:
             self._is_closed = True
         atexit.unregister(self.close)

@@ -1,4 +1,4 @@
-"""Objects of options classes as arguments, and errors that name the class of an option."""
+"""The `options=` argument of public functions, and errors that name the options class of an unknown argument."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ R = TypeVar("R")
 
 
 def takes_options(*kinds: type) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Let the TypeError for an unknown argument of a public function name the options class that has it."""
+    """Decorate a public function: its TypeError for an unknown argument names the options class that has the name."""
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         names = list(inspect.signature(function).parameters)
@@ -37,12 +37,12 @@ def takes_options(*kinds: type) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 
 def collect(function: str, kinds: Sequence[type], options: Any) -> list[Any]:
-    """Return an object of each class: the one in `options`, or the class's defaults.
+    """Return an object of each options class: the one in `options`, or one with the defaults.
 
     Args:
         function: Name of the public function, for errors.
-        kinds: Classes of options that the function has.
-        options: An object of one of the classes, a list of several, or None.
+        kinds: The options classes of the function.
+        options: An object of one of the classes, a list of several objects, or None.
     """
     given = list(options) if isinstance(options, list | tuple) else [] if options is None else [options]
     for one in given:
@@ -55,14 +55,14 @@ def collect(function: str, kinds: Sequence[type], options: Any) -> list[Any]:
     twice = [kind.__name__ for kind in kinds if sum(type(one) is kind for one in given) > 1]
     if twice:
         raise SettingsError(
-            "each class of options must be passed once", got=f"{twice[0]} twice", remedy="join them in one object"
+            "options must contain one object of a class", got=f"{twice[0]} twice", remedy="join them in one object"
         )
     by_kind = {type(one): one for one in given}
     return [by_kind.get(kind) or kind() for kind in kinds]
 
 
 def _meant(kinds: Sequence[type], given: Any) -> str:
-    """Return the expression that the user probably meant."""
+    """Return the expression that the user probably meant instead of the argument `given`, for an error."""
     if isinstance(given, type) and given in kinds:
         return f"an object: mh.options.{given.__name__}(...)"
     for name in given if isinstance(given, Mapping) else ():
@@ -77,6 +77,6 @@ def _home(kinds: Sequence[type], name: str) -> type | None:
 
 
 def _written(kind: type, values: Mapping[str, Any]) -> str:
-    """Return the expression that creates an object; long values are abbreviated."""
+    """Return the expression that creates an object of an options class; long values are abbreviated."""
     shown = ", ".join(f"{name}={text if len(text := repr(value)) < 40 else '...'}" for name, value in values.items())
     return f"mh.options.{kind.__name__}({shown})"

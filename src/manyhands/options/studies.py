@@ -1,4 +1,4 @@
-"""Options of studies and ensembles."""
+"""Options of `mh.tune` and `mh.ensemble`."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Budget:
             )
 
     def seconds_for(self, num_devices: int) -> float | None:
-        """Return the seconds that the study may take on this number of devices; None for no limit."""
+        """Return the seconds that a study may take on `num_devices` devices by its limits; None if there are none."""
         limits = [] if self.seconds is None else [self.seconds]
         if self.cost is not None and self.price is not None:
             limits.append(3600 * self.cost / (self.price * num_devices))
@@ -51,12 +51,12 @@ class Budget:
 
 @dataclass(frozen=True, kw_only=True)
 class Selection:
-    """Selection: which trials are allowed, count, and are kept."""
+    """Selection: which trials may run, which of them can be the best, and which are kept."""
 
     constraint: Callable[[Mapping[str, Any]], bool] | None = None
-    """Function of the parameters that returns whether they may be tried."""
+    """Function of a trial's parameters that returns whether they may be tried; None allows all."""
     limits: Mapping[str, float] | None = None
-    """Upper limits of metrics by name; trials that exceed one do not count."""
+    """Upper limits of metrics by name; a trial that exceeds one cannot be the best."""
     keep: int = option(
         1, "Number of best trials whose networks are kept, and which are trained to the end; 1 by default."
     )
@@ -92,5 +92,4 @@ class Combining:
         False, "Add the members' spread and mutual information as additional outputs of predictions."
     )
     data: Any = None
-    """Data with labels, to which the combinations "weighted" and "stacked" are fitted; by default the task's
-    validation data."""
+    """Inputs and labels to which the combinations "weighted" and "stacked" are fitted; by default validation data."""

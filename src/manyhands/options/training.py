@@ -1,4 +1,4 @@
-"""Options of training."""
+"""Options of `mh.fit`; `mh.tune` and `mh.ensemble` take `Display` too."""
 
 from __future__ import annotations
 
@@ -49,18 +49,23 @@ class Display:
     """Display: what is printed while a function runs."""
 
     progress: bool | None = None
-    """False to display nothing; by default a live view in a terminal, and lines elsewhere."""
+    """False displays nothing. By default, a terminal shows a live view, and any other output gets lines."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Resources:
-    """Resources: how much memory of the devices is used."""
+    """Resources: how much memory of the devices is used, and how batches are divided over unequal devices."""
 
     memory: str | int | None = option(None, "Memory limit of each replica on its device, such as 8GiB.")
     fit_in: str | int | None = option(
         None,
         "Memory such as 24GiB; recompute, accumulate, sharding and offload are chosen so that a step fits, at the "
         "least cost.",
+    )
+    balance: bool | None = option(
+        None,
+        "Give each replica a share of the batch that follows its measured speed. By default only if the devices are of "
+        "different kinds.",
     )
 
 
@@ -76,7 +81,7 @@ class Recovery:
     )
 
     copy_every: int = 100
-    """Steps between copies, in the memory of another rank, of state that only one rank holds."""
+    """Steps between copies of state that only one rank has to the memory of another rank."""
 
     def __post_init__(self) -> None:
         require_positive(copy_every=self.copy_every)

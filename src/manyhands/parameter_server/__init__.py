@@ -1,4 +1,4 @@
-"""Training with parameter servers: servers hold and update the values, workers compute, a coordinator hands out work.
+"""Training with parameter servers: servers hold and update parameters, workers compute gradients of assigned samples.
 
 The modules of servers and workers need ZeroMQ and msgspec, and are imported when a job starts.
 """

@@ -52,7 +52,7 @@ class TokenAuthenticator:
 
 
 def set_credentials(socket: Any, token: bytes) -> None:
-    """Set the username and password of one connection on a caller's socket."""
+    """Set a new username and its password on a socket that is going to connect once."""
     name = secrets.token_hex(16).encode()
     socket.plain_username, socket.plain_password = name, _password(token, name)
 

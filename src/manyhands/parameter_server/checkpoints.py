@@ -17,12 +17,12 @@ from .table import first_slot, kind_of, kind_of_optimizer, settings_of, slot_nam
 from .update import cut_slot, pack_slots, unpack_slots
 
 CHUNK = 1 << 18
-"""Rows of a table that are processed together."""
+"""Number of rows of an embedding table that are processed together."""
 
 
 @torch.no_grad()
 def load_frames(hand: Hand, share: Share, number: int, num_servers: int, term: int) -> Any:
-    """Return a server's share of a hand's network and optimizer state, as a message and its frames."""
+    """Return the message, and its frames, that loads a share of a hand's network and optimizer into server `number`."""
     held, optimizer = _held(hand.model), hand.optimizers[MAIN]
     tensors: list[Tensor] = []
     slots: list[Slots] = []
@@ -52,7 +52,7 @@ def load_frames(hand: Hand, share: Share, number: int, num_servers: int, term: i
 
 @torch.no_grad()
 def take_state(hand: Hand, shares: Sequence[Share], answers: Sequence[tuple[Any, list[Any]]]) -> None:
-    """Copy the servers' state into a hand's network and optimizer."""
+    """Copy the servers' state into a hand's network and optimizer; `answers` has a state and its frames per server."""
     held, optimizer = _held(hand.model), hand.optimizers[MAIN]
     slots: dict[str, dict[str, Any]] = {}
     tables = [
@@ -79,7 +79,7 @@ def take_state(hand: Hand, shares: Sequence[Share], answers: Sequence[tuple[Any,
 
 
 class _Whole:
-    """Assembles a whole table from the servers' rows."""
+    """Assembles a whole embedding table from the rows on the servers."""
 
     def __init__(self, table: Embedding, name: str, hand: Hand) -> None:
         self._table, self._name, self._hand = table, name, hand
@@ -94,14 +94,14 @@ class _Whole:
         self._slots = {slot: torch.full(shape, first, dtype=table.weight.dtype) for slot in slot_names(self._kind)}
 
     def add(self, num_updates: int, frames: Any) -> None:
-        """Add one server's rows."""
+        """Copy one server's rows and their optimizer slots into the table."""
         ids = tensor_of(next(frames), torch.int64)
         self._num_updates = max(self._num_updates, num_updates)
         for into in (self._values, *self._slots.values()):
             into[ids] = tensor_of(next(frames), into.dtype).view(len(ids), self._table.embedding_dim)
 
     def keep(self) -> None:
-        """Store the table and its optimizer state where checkpoints read them."""
+        """Store the table and its optimizer state in the hand, from which checkpoints are written."""
         self._table.whole = self._values
         optimizer = self._hand.optimizers[MAIN]
         step = torch.tensor(float(self._num_updates))
@@ -115,7 +115,7 @@ class _Whole:
 
 
 class _Rows:
-    """Collects the existing rows of a table that is too large to be assembled."""
+    """Collects the existing rows of an embedding table that is too large to be assembled."""
 
     def __init__(self, table: Embedding, name: str, hand: Hand) -> None:
         self._table, self._name, self._hand = table, name, hand
@@ -128,14 +128,14 @@ class _Rows:
         self._parts: list[list[Tensor]] = [[] for _ in self._names]
 
     def add(self, num_updates: int, frames: Any) -> None:
-        """Add one server's rows."""
+        """Add one server's rows and their optimizer slots."""
         self._num_updates = max(self._num_updates, num_updates)
         for name, parts in zip(self._names, self._parts, strict=True):
             part = tensor_of(next(frames), torch.int64 if name == SavedRows.IDS else self._table.weight.dtype)
             parts.append(part if name == SavedRows.IDS else part.view(-1, self._table.embedding_dim))
 
     def keep(self) -> None:
-        """Store the rows where checkpoints read them, sorted by id."""
+        """Store the rows, sorted by id, in the hand's replica, from which checkpoints are written."""
         replica = self._hand.replica
         assert isinstance(replica, ServedReplica)
         ids = torch.cat(self._parts[0])
@@ -148,7 +148,7 @@ class _Rows:
 
 
 def forget_tables(hand: Hand) -> None:
-    """Free tables that the servers hold."""
+    """Free the coordinator's copies of the embedding tables, whose rows are on the servers."""
     replica = hand.replica
     assert isinstance(replica, ServedReplica)
     for name, table in tables_of(hand.model).items():
@@ -158,7 +158,7 @@ def forget_tables(hand: Hand) -> None:
 
 
 def restore_tables(hand: Hand, first: Hand) -> None:
-    """Reset a hand's tables to those of a newly built one."""
+    """Reset a hand's embedding tables to those of `first`, a newly built hand."""
     tables, fresh = tables_of(hand.model), tables_of(first.model)
     for name, table in tables.items():
         table.whole = fresh[name].whole
@@ -170,7 +170,7 @@ def restore_tables(hand: Hand, first: Hand) -> None:
 def _some_rows(
     table: Embedding, saved: Mapping[str, Tensor], names: Sequence[str], number: int, num_servers: int
 ) -> list[Tensor]:
-    """Return the ids, values and slots of the saved rows that belong to one server."""
+    """Return the ids, values and optimizer slots of the saved rows that belong to server `number`."""
     ids = saved.get(SavedRows.IDS, torch.zeros(0, dtype=torch.int64))
     is_held = ids % num_servers == number
     none = torch.zeros(len(ids), table.embedding_dim, dtype=table.weight.dtype)
@@ -181,7 +181,7 @@ def _some_rows(
 
 
 def _saved_slots(hand: Hand, name: str, table: Embedding) -> Mapping[str, Tensor]:
-    """Return a table's saved slots, from the optimizer if it is of the same kind, else from the replica's slots."""
+    """Return a table's saved optimizer slots: the optimizer's if that trains the table, else those of the replica."""
     optimizer = hand.optimizers[MAIN]
     if not table.is_by_rows and kind_of(table, optimizer) == kind_of_optimizer(optimizer):
         found: Mapping[str, Tensor] = optimizer.state.get(table.weight, {})
@@ -199,7 +199,7 @@ def _first_slot(hand: Hand, name: str, table: Embedding) -> float:
 def _own_rows(
     table: Embedding, slots: list[Tensor | None], first: float, number: int, num_servers: int
 ) -> list[Tensor]:
-    """Return the ids, values and slots of one server's rows that differ from their initial values."""
+    """Return the ids, values and slots of those rows of server `number` that differ from their initial values."""
     dim = table.embedding_dim
     if table.whole is None:
         return [torch.zeros(0, dtype=torch.int64), *(torch.zeros(0, dim) for _ in range(1 + len(slots)))]
@@ -218,7 +218,7 @@ def _own_rows(
 
 
 def _put_slot(slots: dict[str, Any], name: str, value: Tensor, piece: TensorPiece, whole: Tensor) -> None:
-    """Copy a piece's slot into its place in the whole one."""
+    """Store an optimizer slot of a piece in `slots`, at its place in the slot of the whole tensor."""
     if value.dim() == 0 or piece.length == whole.numel():
         slots[name] = value
         return

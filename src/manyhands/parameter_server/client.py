@@ -19,11 +19,11 @@ from .sockets import Caller, ConnectionLost, Frame
 from .table import joined
 
 REACH = 1 / 16
-"""Fraction of the timeout within which a listed server must answer; then the coordinator is asked again."""
+"""Fraction of the timeout within which a server must accept a connection; otherwise it is reported as unreachable."""
 
 
 class ServersMoved(Exception):
-    """Raised when servers moved or hold older values: requests in flight are dropped and must be repeated."""
+    """Raised when a server was replaced or all were loaded again: requests in flight are lost and must be repeated."""
 
     def __init__(self, server_list: ServerList) -> None:
         self.server_list = server_list
@@ -38,11 +38,11 @@ class ServerUnreachable(ConnectionLost):
 
 
 class WorkEnded(Exception):
-    """Raised when the coordinator ends the work."""
+    """Raised in a worker when the coordinator ends the job."""
 
 
 class _Link:
-    """The connection to one server, with buffers for a gradient and for values, in shared memory on the same host."""
+    """The connection to one server, with buffers for its gradients and values; on the same host, in shared memory."""
 
     def __init__(self, share: Share, caller: Caller, worker: int | None, timeout: float) -> None:
         self.share, self.caller = share, caller
@@ -56,7 +56,7 @@ class _Link:
         self.is_pulling = False
 
     def _offer(self, worker: int, timeout: float) -> SharedSlots | None:
-        """Return memory that the server has mapped too; None if the server is on another host."""
+        """Return memory that the server has mapped too; None if the server cannot map it, as on another host."""
         slots = SharedSlots(self.share)
         self.caller.send(slots.offer(worker))
         try:
@@ -104,19 +104,19 @@ class ParameterClient:
         self._touched: list[list[tuple[Tensor, Tensor]]] = [[] for _ in self.tables]
         self._before: dict[str, Tensor] = {}
         self.on_wait: Callable[[], None] = lambda: None
-        """Called repeatedly while a client without a connection to the coordinator waits."""
+        """Called repeatedly while the coordinator's own client waits for a server."""
         self.waiting: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
         """Context in which the client waits for a server, for measuring how long that takes."""
         self.may_share = True
         """Whether tensors go through shared memory if a server is on the same host."""
         self.server_list = ServerList(-1, [])
         self.version = 0
-        """The oldest version among the values that are in the network now."""
+        """The oldest version among the servers' values that are in the network."""
 
     # -- connections ----------------------------------------------------------------------------------------------
 
     def connect(self, server_list: ServerList) -> None:
-        """Connect to these servers and close earlier connections."""
+        """Connect to these servers and close earlier connections; raise `ServerUnreachable` if one does not answer."""
         self.disconnect()
         self.server_list = server_list
         deadline = time.monotonic() + self._timeout
@@ -148,7 +148,7 @@ class ParameterClient:
         self._links = []
 
     def close(self) -> None:
-        """Close all connections and detach the tables."""
+        """Close all connections, and detach the network's embedding tables from this client."""
         self.disconnect()
         for table in self.tables:
             table.source = None
@@ -158,7 +158,7 @@ class ParameterClient:
     # -- values ---------------------------------------------------------------------------------------------------
 
     def begin_pull(self, version: int) -> None:
-        """Request values of at least this version from every server, without waiting for them."""
+        """Request values of at least this version from every server, without waiting for the answers."""
         for link in self._links:
             link.caller.send(Pull(self.server_list.term, version, link.is_shared))
             link.is_pulling = True
@@ -169,7 +169,10 @@ class ParameterClient:
         return any(link.is_pulling for link in self._links)
 
     def receive_values(self) -> int:
-        """Wait for the requested values without using them; return the oldest version among them."""
+        """Wait until the requested values have arrived; return the oldest version among them.
+
+        `put_values` then copies the values into the network.
+        """
         for link in self._links:
             if link.is_pulling:
                 self._await(link, Values)
@@ -193,7 +196,7 @@ class ParameterClient:
         self.version = min(link.version for link in self._links)
 
     def pull(self, version: int) -> None:
-        """Copy values of at least this version into the network, waiting for them."""
+        """Request values of at least this version, wait for them, and copy them into the network."""
         self.begin_pull(version)
         self.receive_values()
         self.put_values()
@@ -201,7 +204,13 @@ class ParameterClient:
     # -- gradients ------------------------------------------------------------------------------------------------
 
     def push(self, ticket: int, scale: float = 1.0, rates: list[float] | None = None) -> int:
-        """Send the network's gradients to all servers; return the largest staleness in updates."""
+        """Send the network's gradients to all servers; return the largest staleness in updates.
+
+        Args:
+            ticket: Number of the ticket (a worker's part of a step) whose gradients these are.
+            scale: Factor of the gradients in a separate update.
+            rates: Learning rates by parameter group if the push is a separate update; None if it is part of a step.
+        """
         rows = self._rows_by_server()
         for index, link in enumerate(self._links):
             unused = self._fill(link)
@@ -215,7 +224,7 @@ class ParameterClient:
 
     @torch.no_grad()
     def _fill(self, link: _Link) -> list[int]:
-        """Copy gradients and changes of buffers into the send buffers; return the numbers of unused parameters."""
+        """Copy gradients and changes of buffers into the send buffers; return the indexes of unused parameters."""
         unused = []
         into, gradients = [], []
         for flat_buffer, buffer in zip(link.share, link.pushed, strict=True):
@@ -241,7 +250,7 @@ class ParameterClient:
     # -- tables ---------------------------------------------------------------------------------------------------
 
     def rows(self, name: str, ids: Tensor, device: torch.device) -> Tensor:
-        """Return rows of a table, each from the server that has it; their gradients are kept for the next push."""
+        """Return rows of an embedding table from the servers that have them; the next push sends their gradients."""
         while True:
             try:
                 return self._rows(name, ids, device)
@@ -271,7 +280,7 @@ class ParameterClient:
         return rows
 
     def _rows_by_server(self) -> list[list[tuple[Tensor, Tensor]]]:
-        """Return, by table and server, the ids of the rows used, each once, and their gradients."""
+        """Return, by table and server, the unique ids of the rows that were used, and their gradients."""
         touched, self._touched = self._touched, [[] for _ in self.tables]
         spread = []
         for table, parts in zip(self.tables, touched, strict=True):
@@ -286,7 +295,7 @@ class ParameterClient:
 
     @property
     def row_gradients(self) -> list[Tensor]:
-        """Gradients of the rows that the last backward used."""
+        """Gradients of the embedding rows that the last backward pass used."""
         return [rows.grad for parts in self._touched for _, rows in parts if rows.grad is not None]
 
     # -- waiting --------------------------------------------------------------------------------------------------
@@ -332,7 +341,7 @@ class ParameterClient:
                 return message, frames
 
     def _await_others(self, link: _Link, deadline: float) -> NoReturn:
-        """Wait until a failed server is replaced; raise `ServersMoved` then, or `ConnectionLost` after the deadline."""
+        """Raise `ServersMoved` when a failed server has been replaced, or `ConnectionLost` after the deadline."""
         while link in self._links and time.monotonic() < deadline:
             time.sleep(0.05)
             self.on_wait()
@@ -356,7 +365,7 @@ def _on_message(coordinator: Caller) -> None:
 
 
 def _require_no_gradient(name: str, tensor: Tensor) -> None:
-    """Raise for a parameter that was frozen at the start and has a gradient now, which no server would apply."""
+    """Raise TaskError if a parameter that was frozen at the start has a gradient, which no server would apply."""
     if tensor.grad is not None:
         raise TaskError(
             "parameters on parameter servers must require a gradient from the start, or never",

@@ -41,12 +41,12 @@ from .work_schedule import WorkTicket
 from .worker_group import WorkerGroup
 
 LATE = 30.0
-"""Seconds after the last step in which externally started workers may still join, to learn that the work has ended."""
+"""Seconds after the last step in which externally started workers may still join, to learn that the job has ended."""
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """The loss of a closed step, and whether it was applied."""
+    """The loss of a closed step, and whether the servers applied its update."""
 
     loss: float
     is_taken: bool = True
@@ -80,7 +80,7 @@ class ServerCoordinator:
             hand, self.stats, jobs, connections, self._servers, self._workers, self._announce, timeout
         )
         self._num_entered = 0
-        """Gradients in closed steps since the servers were filled; every server must have applied exactly these."""
+        """Number of gradients in closed steps since the servers were loaded; each server must have applied as many."""
         self._client: ParameterClient | None = None
 
     def open(self) -> None:
@@ -105,7 +105,7 @@ class ServerCoordinator:
         self._connections.close()
 
     def _await_late_workers(self) -> None:
-        """Let late workers join, so that they learn that work has ended; they cannot learn it elsewhere."""
+        """Let late workers join, so that they learn that the job has ended; they cannot learn it elsewhere."""
         deadline = time.monotonic() + min(LATE, self._timeout)
         while len(self._workers.workers) < self.jobs.num_places and time.monotonic() < deadline:
             self._connections.poll()
@@ -115,9 +115,10 @@ class ServerCoordinator:
     # -- the whole network ----------------------------------------------------------------------------------------
 
     def publish(self, *, with_followers: bool = False) -> None:
-        """Load the hand's network and optimizer state into the servers; all workers start from it.
+        """Load the hand's network and optimizer state into the servers, from which all workers then start.
 
-        If a server fails during this, all servers are filled again.
+        If a server fails meanwhile, all servers are loaded again. `with_followers` also waits until every follower has
+        its server's state.
         """
         while True:
             try:
@@ -170,16 +171,16 @@ class ServerCoordinator:
     # -- steps ----------------------------------------------------------------------------------------------------
 
     def begin_epoch(self, epoch: int, windows: Iterator[Ids]) -> None:
-        """Hand out the batches of this epoch from now on."""
+        """Hand out the batches of this epoch from now on; `windows` yields the sample ids of each batch."""
         self._workers.begin_epoch(epoch, windows, self.hand.num_steps)
 
     @property
     def is_settled(self) -> bool:
-        """Whether the servers hold exactly the closed steps, with nothing in flight."""
+        """Whether the servers' values contain exactly the updates of the closed steps, with no gradient in flight."""
         return self._workers.is_settled
 
     def take_step(self, limit: int) -> StepResult:
-        """Wait until a step is complete and close it; nothing is handed out for steps from `limit` on."""
+        """Wait until a step is complete and close it; workers get no samples of steps from `limit` on."""
         self._workers.limit = limit
         tickets: list[WorkTicket] = []
 
@@ -201,13 +202,13 @@ class ServerCoordinator:
     def _close(self, tickets: list[WorkTicket], count: float) -> bool:
         samples = sum(len(ticket.ids) for ticket in tickets)
         weighed = [TicketWeight(t.number, t.weight / count, len(t.ids) / samples) for t in tickets]
-        is_measured = self.task.clip is not None or self.hand.skips
+        is_measured = self.task.clip is not None or self.hand.current.skips
         close = Close(self._servers.term, tickets[0].step, weighed, self.rates, is_measured)
         sums = self._servers.close_step(close)
         if not is_measured:
             return True
         norm = sum(message.square for message in sums) ** 0.5
-        is_taken = norm < float("inf") or not self.hand.skips
+        is_taken = norm < float("inf") or not self.hand.current.skips
         self._servers.apply_step(clip_factor(norm, self.task.clip) if is_taken else 0.0)
         return is_taken
 
@@ -219,7 +220,10 @@ class ServerCoordinator:
     # -- messages -------------------------------------------------------------------------------------------------
 
     def _process_until(self, is_done: Callable[[], bool], waiting_for: str) -> None:
-        """Process messages until `is_done`; with `waiting_for` raise `PeerLost` after the timeout."""
+        """Process messages until `is_done` returns True.
+
+        `waiting_for` names the condition in the `PeerLost` that is raised after the timeout; "" waits indefinitely.
+        """
         deadline = time.monotonic() + self._timeout if waiting_for else float("inf")
         while True:
             self.jobs.run_queued()
@@ -262,7 +266,7 @@ class ServerCoordinator:
             self._servers.take_answer(member, message, frames)
 
     def _admit(self, peer: bytes, message: JoinRequest) -> None:
-        """Let a process that joins be the member that it says it is, and send it what that member must know."""
+        """Bind the connection of a joining process to its member record, and send it the member's first messages."""
         member = self._worker_for(message) if message.role == "worker" else self._holder_for(message)
         if member is None:
             return
@@ -275,7 +279,7 @@ class ServerCoordinator:
             self._servers.resend(member)
 
     def _worker_for(self, message: JoinRequest) -> MemberRecord | None:
-        """Return the member for a joining worker; a worker that rejoins gives its work back first."""
+        """Return the record of a joining worker, None to ignore it; a rejoining worker's samples are reassigned."""
         before = self._workers.workers.get(message.number)
         if self.jobs.is_placed:
             if before is not None:
@@ -286,7 +290,7 @@ class ServerCoordinator:
         return before
 
     def _holder_for(self, message: JoinRequest) -> MemberRecord | None:
-        """Return the member for a joining server or follower: its previous one if still current, else a vacant one."""
+        """Return the record of a joining server or follower: its earlier one if still current, else a vacant one."""
         server, follower = self._servers.find(message)
         for member in (server, follower) if message.term == self._servers.term else ():
             if member is not None and member.peer is not None and message.address == member.address:

@@ -18,11 +18,11 @@ from .server_group import ServerGroup
 from .worker_group import WorkerGroup
 
 ANSWER = 2.0
-"""Seconds in which a server must answer after a worker reported it unreachable."""
+"""Seconds in which a server must answer after a worker has reported it as unreachable."""
 
 
 class ServerFailed(RunError):
-    """A server failed without a filled follower: its state since the last checkpoint is lost."""
+    """Raised when a server without an up-to-date follower fails: its state since the last checkpoint is lost."""
 
 
 @dataclass
@@ -30,21 +30,21 @@ class ServerStats:
     """Counters of the traffic between workers and servers."""
 
     staleness: Counter[int] = field(default_factory=Counter)
-    """Number of gradients by the staleness of the values they were computed with."""
+    """Number of gradients by the staleness, in updates, of the values with which they were computed."""
     late: int = 0
-    """Gradients that arrived after their step was closed."""
+    """Number of gradients that arrived after their step was closed."""
     lost_workers: int = 0
     lost_servers: int = 0
     lost_followers: int = 0
     applied: int = 0
-    """Gradients in closed steps."""
+    """Number of gradients in closed steps."""
     applied_counts: list[int] = field(default_factory=list)
-    """By server: gradients it has applied since it was filled, each counted once."""
+    """By server: number of gradients that it has applied since it was last loaded, each counted once."""
     bytes: list[int] = field(default_factory=list)
     """By server: bytes exchanged with workers, through shared memory or sockets."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return JSON-ready data."""
+        """Return the counters as JSON-ready data."""
         return {
             "staleness": {str(age): count for age, count in sorted(self.staleness.items())},
             "late": self.late,
@@ -58,7 +58,7 @@ class ServerStats:
 
 
 class Failover:
-    """Replaces failed members, and hands out again what failed workers were computing."""
+    """Replaces failed members, and hands out the samples of failed workers again."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class Failover:
         announce: Callable[[], None],
         timeout: float,
     ) -> None:
-        """Watch the members of a job; `announce` sends the servers' addresses to everyone who needs them."""
+        """Watch the members of a job; `announce` sends the servers' addresses to the workers and the coordinator."""
         self._hand, self._stats, self._jobs, self._connections = hand, stats, jobs, connections
         self._servers, self._workers, self._announce, self._timeout = servers, workers, announce, timeout
         self._restart_policy = RestartPolicy()
@@ -81,7 +81,7 @@ class Failover:
     # -- signs of a failure ---------------------------------------------------------------------------------------
 
     def _on_exit(self, member: MemberRecord, error: BaseException | None) -> None:
-        """Handle the end of a member's process; an exception of the user's program is raised here again."""
+        """Handle the unexpected exit of a member's process; re-raise an exception of the user's program."""
         if error is not None and not (isinstance(error, WorkerFailed) and not error.traceback):
             raise error
         reason = error.reason if isinstance(error, WorkerFailed) else "ended before its work was done"
@@ -97,7 +97,7 @@ class Failover:
             self._workers.start(member.place)
 
     def on_unreachable(self, member: MemberRecord, message: Unreachable) -> None:
-        """Handle a report that a server cannot reach its follower, or a worker a server."""
+        """Handle a report that a server cannot reach its follower, or that a worker cannot reach a server."""
         follower = self._servers.followers.get(message.number)
         if member.role == "server":
             if follower is not None and follower.address == message.address:
@@ -109,7 +109,7 @@ class Failover:
                 self._connections.send(server, Heartbeat())
 
     def check_silence(self) -> None:
-        """Give up members that were silent for too long: the process or its host may hang."""
+        """Treat members that have been silent for too long as failed: the process or its host may hang."""
         now = time.monotonic()
         for worker in self._workers.overdue(now - self._timeout):
             if worker.job is None:
@@ -130,7 +130,10 @@ class Failover:
                 self._on_placed_failure(member, f"was silent for {now - member.received_at:.0f} s")
 
     def replace_restarted(self, message: JoinRequest) -> MemberRecord | None:
-        """Return the record for an externally restarted server or follower that joins: a vacant one."""
+        """Return a vacant record for an externally restarted server or follower that joins; None if there is none.
+
+        A member whose record is still in use although its process was restarted is treated as failed.
+        """
         server, follower = self._servers.find(message)
         if server is not None and server.peer is not None and message.address == server.address:
             self._on_placed_failure(server, "was restarted")
@@ -163,7 +166,10 @@ class Failover:
     # -- replacements ---------------------------------------------------------------------------------------------
 
     def _require_progress(self, member: MemberRecord, reason: str) -> None:
-        """Raise `NoProgress` where the restart policy gives up; members that fail together count as one round."""
+        """Report a failed member; raise `NoProgress` if the restart policy allows no further restart.
+
+        Members that fail together count as one failure.
+        """
         entry = event("member_lost", role=member.role, number=member.number, reason=reason)
         self._hand.world.channel.report(entry)
         if member.round != self._jobs.num_rounds:
@@ -181,14 +187,17 @@ class Failover:
         self._remove(worker, f"worker {worker.number} has failed: its samples are assigned again")
 
     def _remove(self, worker: MemberRecord, notice: str) -> None:
-        """Remove a failed worker; the servers free what they share with it."""
+        """Remove a failed worker; the servers free the memory that they share with it."""
         self._stats.lost_workers += 1
         self._hand.notice(notice)
         self._workers.remove(worker)
         self._connections.send_joined(self._servers.members, WorkerGone(worker.number))
 
     def _replace_server(self, member: MemberRecord, reason: str) -> None:
-        """Promote the failed server's follower; without a filled one, raise `ServerFailed` to refill all servers."""
+        """Promote the failed server's follower; if that lacks the server's state, restart the server and raise.
+
+        The exception, `ServerFailed`, makes the coordinator load all servers again.
+        """
         number, follower = member.number, self._servers.followers.get(member.number)
         self._stats.lost_servers += 1
         if follower is None or not follower.is_filled:

@@ -1,4 +1,4 @@
-"""Layout: which server holds what. Tensors are concatenated and split evenly, so that servers have equal load."""
+"""Layout of the network over the servers: tensors are concatenated and split evenly, so that loads are equal."""
 
 from __future__ import annotations
 
@@ -13,14 +13,17 @@ from ..core import StrategyError
 from ..strategies import Embedding
 
 SMALL = 65536
-"""Minimum bytes per server; splitting a network further is not worthwhile."""
+"""Minimum bytes of parameters per server; splitting a network further is not worthwhile."""
 COUNTED = (torch.int32, torch.int64)
 """Integer dtypes of counting buffers: workers add to them, as to floating-point buffers."""
 
 
 @dataclass(frozen=True)
 class TensorPiece:
-    """A contiguous range of one tensor, and its position in a flat buffer."""
+    """A contiguous range of one tensor, and its position in a flat buffer.
+
+    `is_trained` is False for buffers and frozen parameters.
+    """
 
     name: str
     start: int
@@ -30,7 +33,7 @@ class TensorPiece:
 
     @property
     def length(self) -> int:
-        """Number of elements."""
+        """Number of elements of this piece."""
         return self.stop - self.start
 
     @property
@@ -48,17 +51,17 @@ class FlatBuffer:
 
     @property
     def length(self) -> int:
-        """Total number of elements."""
+        """Number of elements of all pieces."""
         return sum(piece.length for piece in self.pieces)
 
     @property
     def num_bytes(self) -> int:
-        """Total number of bytes."""
+        """Number of bytes of all pieces."""
         return self.length * self.dtype.itemsize
 
 
 Share = tuple[FlatBuffer, ...]
-"""Everything that one server holds, except rows of tables."""
+"""The parts of the network on one server, a flat buffer per dtype; rows of embedding tables are not included."""
 
 
 def tables_of(model: nn.Module) -> dict[str, Embedding]:
@@ -67,7 +70,7 @@ def tables_of(model: nn.Module) -> dict[str, Embedding]:
 
 
 def held_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return what the servers hold: trained parameters, and saved numeric buffers together with frozen parameters."""
+    """Return the tensors on the servers by name: trained parameters, and frozen parameters with saved buffers."""
     tables = {f"{name}.weight" if name else "weight" for name in tables_of(model)}
     trained: dict[str, Tensor] = {
         name: p for name, p in model.named_parameters() if p.requires_grad and name not in tables
@@ -83,7 +86,7 @@ def held_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]
 
 
 def cut(model: nn.Module, num_servers: int, *, whole: bool) -> list[Share]:
-    """Return what every server holds; `whole` if the optimizer needs whole tensors."""
+    """Return the share of each server; with `whole`, each tensor is on one server, as some optimizers require."""
     trained, buffers = held_tensors(model)
     _require_work(trained, bool(tables_of(model)), num_servers)
     for name, parameter in trained.items():
@@ -145,18 +148,18 @@ def _require_work(trained: Mapping[str, Tensor], has_tables: bool, num_servers: 
 
 
 def buffers_of(share: Share) -> list[Tensor]:
-    """Allocate buffers for one value, or one gradient, of everything that a server holds."""
+    """Return buffers of zeros for the values of a share, or for their gradients: a vector per dtype."""
     return [torch.zeros(flat_buffer.length, dtype=flat_buffer.dtype) for flat_buffer in share]
 
 
 def frames_of(tensors: Sequence[Tensor]) -> list[memoryview]:
-    """Return tensors as raw frames, without a copy."""
+    """Return the bytes of CPU tensors as frames of a message; only non-contiguous tensors are copied."""
     raw: list[Any] = [tensor.detach().contiguous().view(-1).view(torch.uint8).numpy() for tensor in tensors]
     return [memoryview(array) for array in raw]
 
 
 def tensor_of(frame: memoryview, dtype: torch.dtype) -> Tensor:
-    """Return a raw frame as a read-only tensor."""
+    """Return the vector whose bytes are in a frame of a message; only read-only frames are copied."""
     if not len(frame):
         return torch.zeros(0, dtype=dtype)
     if memoryview(frame).readonly:

@@ -23,6 +23,7 @@ from ..training import (
     ReplicaResult,
     Rollback,
     Sampler,
+    StartTrial,
     Stepper,
     TrainingLoop,
     start_from,
@@ -42,9 +43,16 @@ Output = Callable[[int, str, str], None]
 def train_served(
     world: World, job: Job, *, devices: Sequence[Device], start: Start | ProcessRole, on_output: Output, timeout: float
 ) -> ReplicaResult:
-    """Train with parameter servers; this process is the coordinator, and the devices are the workers'.
+    """Train with parameter servers, with this process as the coordinator.
 
-    `start` starts a member, or is this process's role in a cluster whose members are started externally.
+    Args:
+        world: The coordinator's world, a single rank.
+        job: What to train, and how.
+        devices: The device of each worker.
+        start: Function that starts a server, a follower or a worker; or this process's role in a cluster whose members
+            are started externally.
+        on_output: Called with a worker's index (-1 for servers), a line that it printed, and the stream.
+        timeout: Seconds after which a member that does not answer has failed.
     """
     hand = Hand(world, single_member_spec(job.spec))
     loop = ServedLoop(hand, job, devices, start, on_output, timeout)
@@ -60,12 +68,12 @@ def train_served(
 
 
 def single_member_spec(spec: StrategySpec) -> StrategySpec:
-    """Return a parameter server strategy's spec for a single member."""
+    """Return the spec of a parameter server strategy for one process: a single replica without backup workers."""
     return replace(spec, replicas=1, backup=0)
 
 
 def check_served(task: Task) -> None:
-    """Raise for tasks that parameter servers cannot train, before any process is started."""
+    """Raise TaskError or StrategyError if parameter servers cannot train a task, before any process is started."""
     _require_transport()
     if task.step is not None:
         raise TaskError(
@@ -116,7 +124,10 @@ def _require_dense(model: nn.Module) -> None:
 
 
 def _lazy_tables(hand: Hand) -> list[str]:
-    """Return tables whose untouched rows Adam would also move on one device; raise for unsupported optimizers."""
+    """Return the embedding tables whose unused rows Adam would change on one device, but not on servers.
+
+    Raise TaskError for an optimizer that cannot update single rows.
+    """
     optimizer, waiting = hand.optimizers[MAIN], []
     for name, table in tables_of(hand.model).items():
         settings_of(name, table, optimizer, hand.model)
@@ -155,12 +166,12 @@ class ServedLoop(TrainingLoop):
 
     @property
     def coordinator(self) -> ServerCoordinator:
-        """The coordinator of servers and workers; available after `try_out`."""
+        """The coordinator of servers and workers, which `try_out` creates."""
         assert self._coordinator is not None
         return self._coordinator
 
     def close(self) -> None:
-        """End servers and workers."""
+        """Stop the servers and workers."""
         if self._coordinator is not None:
             self._coordinator.close()
 
@@ -192,14 +203,8 @@ class ServedLoop(TrainingLoop):
                 self._begin_again()
                 coordinator.publish()
 
-    @property
-    def split(self) -> StrategySpec:
-        """The strategy by which the work is split over workers; the coordinator's own hand is a single replica."""
-        return self.job.spec
-
-    def why_not_verified(self, model: nn.Module) -> str:
-        tables = ", ".join(tables_of(self.hand.model))
-        return super().why_not_verified(model) or (f"rows of {tables} are on the servers alone" if tables else "")
+    def make_trial(self) -> StartTrial:
+        return _ServedTrial(self.hand, self.job)
 
     def ease(self, batch_size: int) -> None:
         """Do nothing: the coordinator's own hand computes no samples."""
@@ -244,32 +249,32 @@ class ServedLoop(TrainingLoop):
         self.stopped = self.stopped and self.coordinator.is_settled
 
     def refresh(self) -> None:
-        """Copy the servers' values into the hand's network, where they are evaluated and saved."""
+        """Copy the servers' values into the coordinator's network, which is evaluated and saved."""
         if self._refreshed_at != self.hand.num_steps:
-            with self.hand.timed("save"):
+            with self.hand.times.timed("save"):
                 self.coordinator.refresh()
             self._refreshed_at = self.hand.num_steps
 
     def take(self) -> None:
-        """Take one step with all workers and servers."""
+        """Wait until workers and servers have completed one step, and record its loss."""
         hand = self.hand
         step = self.coordinator.take_step(self._limit())
         hand.num_steps += 1
-        hand.losses = {MAIN: torch.tensor(step.loss, dtype=torch.float64)}
-        hand.good = torch.tensor(step.is_taken) if hand.skips else None
+        hand.current.losses = {MAIN: torch.tensor(step.loss, dtype=torch.float64)}
+        hand.current.good = torch.tensor(step.is_taken) if hand.current.skips else None
 
     def _limit(self) -> int:
-        """Return the step up to which work may be handed out, so that no update is in flight at a checkpoint."""
+        """Return the step before which samples may be handed out, so that no update is in flight at a checkpoint."""
         steps = self.job.steps if self.job.steps is not None else math.inf
         if self.job.save_every and (self.job.spec.staleness is None or self.job.spec.backup):
             steps = min(steps, (self.hand.num_steps // self.job.save_every + 1) * self.job.save_every)
         return int(min(steps, 1 << 62))
 
     def _go_back(self, reason: Exception) -> None:
-        """Restore the last checkpoint after a server failed or no gradient was finite, and refill the servers."""
+        """Restore the last checkpoint and load it into the servers; `reason` is a failed server or a rollback."""
         hand = self.hand
         before = hand.num_steps
-        hand.store(self.path).wait()
+        hand.checkpoints.store(self.path).wait()
         state = hand.restore(self.path, before=self.kept.resume_before)
         if state is None:
             self._begin_again()
@@ -284,17 +289,17 @@ class ServedLoop(TrainingLoop):
         self.coordinator.publish()
 
     def _begin_again(self) -> None:
-        """Reset network and optimizer to their initial values; an aborted save may have changed them."""
+        """Reset network and optimizer to their initial values, which an aborted save may have overwritten."""
         from .checkpoints import restore_tables
 
         hand, first = self.hand, Hand(self.hand.world, self.hand.spec)
         first.build(self.task)
-        hand.num_steps, hand.cursors = 0, []
+        hand.num_steps, hand.reader.cursors = 0, []
         hand.model.load_state_dict(first.model.state_dict())
         hand.optimizers[MAIN].load_state_dict(first.optimizers[MAIN].state_dict())
         restore_tables(hand, first)
         first.close()
-        hand.seed(self.task.seed)
+        hand.reader.seed(self.task.seed)
         start_from(hand, self.job.start_from)
 
     def _notify_differences(self, model: nn.Module) -> None:
@@ -306,8 +311,21 @@ class ServedLoop(TrainingLoop):
             )
 
 
+class _ServedTrial(StartTrial):
+    """What is tried before the first step, where workers compute the steps."""
+
+    @property
+    def split(self) -> StrategySpec:
+        """The strategy by which batches are split over workers; the coordinator's own hand is a single replica."""
+        return self.job.spec
+
+    def why_not_verified(self, model: nn.Module) -> str:
+        tables = ", ".join(tables_of(self.hand.model))
+        return super().why_not_verified(model) or (f"rows of {tables} are on the servers alone" if tables else "")
+
+
 class _Plan:
-    """Replaces the feed and the stepper: batches without data, and steps that the workers take."""
+    """Replaces feed and stepper in the training loop: yields batches without data, and waits for the workers' steps."""
 
     waited = 0.0
     limit = "compute"
@@ -316,13 +334,13 @@ class _Plan:
         self._loop, self._feed = loop, feed
 
     def epoch(self, cursor: Cursor) -> Iterator[Batch]:
-        """Yield the epoch's batches, without data, before they are computed."""
+        """Hand the epoch's samples to the coordinator, and yield the batches without data."""
         self._loop.coordinator.begin_epoch(cursor.epoch, (ids for ids, _ in self._feed.plan(cursor)))
         for ids, after in self._feed.plan(cursor):
             yield Batch(None, (len(ids),), (len(ids),), ids, after)
 
     def take(self, batch: Batch) -> None:
-        """Take one step."""
+        """Wait until workers and servers have completed one step."""
         self._loop.take()
 
     def look_again(self) -> None:

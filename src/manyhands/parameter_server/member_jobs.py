@@ -1,4 +1,4 @@
-"""The members of a job as their coordinator sees them: their state, their processes and their connections."""
+"""The coordinator's view of the servers, followers and workers of a job: their state, processes and connections."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .roles import ProcessRole
 from .sockets import MessageListener, new_context, new_token
 
 Start = Callable[[Callable[[Any], Any], Device], RunningJob]
-"""Starts a function in a separate process on a device."""
+"""Function that starts another function in a separate process on a device."""
 TICK = 0.1
 """Seconds that one poll for messages may block."""
 GRACE = 1.0
@@ -39,21 +39,21 @@ class MemberRecord:
     job: RunningJob | None = None
     thread: threading.Thread | None = None
     peer: bytes | None = None
-    """Its connection, once it has joined."""
+    """ZeroMQ identity of the member's connection; None until the member has joined."""
     address: str = ""
     ticket: int | None = None
     is_asking: bool = False
     step: int = -1
-    """The last step that it delivered a part of."""
+    """The last step for which this worker has delivered a gradient."""
     since: float = 0.0
     received_at: float = 0.0
     """The monotonic time of the last message from this member."""
     is_led: bool = False
-    """For a follower: whether its server has its address."""
+    """For a follower: whether the coordinator has sent the follower's address to its server."""
     is_filled: bool = False
-    """For a follower: whether it holds all that its server acknowledges."""
+    """For a follower: whether it has everything that its server acknowledges to workers."""
     round: int = 0
-    """The number of failure rounds when it was started."""
+    """The value of `MemberJobs.num_rounds` when this member was started."""
 
 
 class MemberConnections:
@@ -72,7 +72,7 @@ class MemberConnections:
         self._members: dict[bytes, MemberRecord] = {}
 
     def poll(self) -> None:
-        """Wait a moment for a message."""
+        """Wait up to TICK seconds for a message."""
         self._poller.poll(int(1000 * TICK))
 
     def receive(self) -> tuple[bytes, Any, list[Any]] | None:
@@ -80,7 +80,7 @@ class MemberConnections:
         return self._listener.receive()
 
     def find(self, peer: bytes) -> MemberRecord | None:
-        """Return the member of a connection; tell a process that is not a member any more."""
+        """Return the member of a connection; if it has none any more, notify its process and return None."""
         member = self._members.get(peer)
         if member is None:
             self._listener.send(peer, Unauthenticated())
@@ -93,7 +93,7 @@ class MemberConnections:
         self._members[peer] = member
 
     def forget(self, member: MemberRecord) -> None:
-        """Ignore what still arrives from a member that has failed or joined again."""
+        """Ignore further messages of the member's connection, because the member has failed or joined again."""
         self._members.pop(member.peer or b"", None)
         member.peer = None
 
@@ -127,7 +127,7 @@ class MemberJobs:
         self.is_placed = isinstance(start, ProcessRole)
         """Whether members are started and restarted externally."""
         self.num_places = len(devices)
-        """Number of workers."""
+        """Number of workers, one per device."""
         self.num_rounds = 0
         """Number of failure rounds so far: members that fail together count as one."""
         self.is_ending = False
@@ -140,7 +140,10 @@ class MemberJobs:
         self._reported: set[str] = set()
 
     def start(self, role: str, number: int, place: int) -> MemberRecord:
-        """Start a member; for an external one, only create its record."""
+        """Start a server, follower or worker and return its record; if it is started externally, only create that.
+
+        `place` is the index of a worker's device.
+        """
         member = MemberRecord(role, number, place, round=self.num_rounds)
         if isinstance(self._start, ProcessRole):
             return member
@@ -180,7 +183,7 @@ class MemberJobs:
             self._channel.report(entry)
 
     def run_later(self, act: Callable[[], None]) -> None:
-        """Let the coordinator's thread call a function between two messages."""
+        """Queue a function that the coordinator's thread calls between two messages."""
         self._queued.put(act)
 
     def run_queued(self) -> None:
@@ -189,7 +192,7 @@ class MemberJobs:
             self._queued.get()()
 
     def end(self, members: Iterable[MemberRecord]) -> None:
-        """Wait for members to exit, and kill those that do not in time."""
+        """Wait for members to exit, and kill those that do not exit within GRACE seconds."""
         deadline = time.monotonic() + GRACE
         for member in members:
             if member.thread is None or member.job is None:

@@ -1,4 +1,4 @@
-"""Members of a job with parameter servers: workers, which compute what the coordinator hands out, and servers."""
+"""Members of a job with parameter servers: workers, which compute the tickets of the coordinator, and servers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ OVERLAP_FROM = 0.1
 
 @dataclass(frozen=True, kw_only=True)
 class Membership:
-    """What a member needs to join a job: plain data."""
+    """The data with which a process joins a job as a server, a follower or a worker."""
 
     task: Task
     spec: StrategySpec
@@ -45,12 +45,12 @@ class Membership:
     token: bytes = field(repr=False)
     timeout: float
     every: int = 0
-    """Every how many steps a worker profiles one; 0 for none."""
+    """Number of steps after which a worker profiles one; 0 for no profiles."""
     listens: tuple[str, int] | None = None
     """Host and port on which a server listens; None for any loopback port."""
 
     def run(self, world: World) -> dict[str, Any]:
-        """Join the job and work until the coordinator ends it."""
+        """Join the job, work until the coordinator ends it, and return statistics."""
         with contextlib.suppress(OSError):
             # The process name that `ps` and `top` show.
             Path("/proc/self/comm").write_text(f"mh-{self.role}-{self.number}")
@@ -69,13 +69,13 @@ class Membership:
 
 
 def shares_of(hand: Hand) -> list[Share]:
-    """Return which server holds which part of a hand's network."""
+    """Return the share of each server in a hand's network."""
     optimizer = hand.optimizers[MAIN]
     return cut(hand.model, hand.spec.servers, whole=needs_whole(optimizer))
 
 
 def serve(member: Membership, hand: Hand) -> dict[str, Any]:
-    """Run a server or follower that holds one share of the network."""
+    """Run a server or follower, which holds one share of the network, and return its statistics."""
     shard = ServerShard(member.number, shares_of(hand)[member.number], hand.model, hand.optimizers[MAIN])
     listens, leads = member.listens or ("127.0.0.1", 0), member.role == "server"
     served_by = ParameterShardServer(
@@ -95,10 +95,10 @@ class _Worker:
     def __init__(self, member: Membership, hand: Hand) -> None:
         self.member, self.hand, self.task = member, hand, member.task
         # Workers must draw different numbers; layout-free ones are derived from the step and the samples.
-        hand.seed(self.task.seed)
+        hand.reader.seed(self.task.seed)
         seed_all(mix(self.task.seed, 1 + member.number))
         source = source_of(self.task)
-        self.feed = hand.make_feed(
+        self.feed = hand.reader.make_feed(
             source,
             check_source(source, self.task.batch_size),
             shuffle=self.task.shuffle,
@@ -110,7 +110,7 @@ class _Worker:
         self.client = ParameterClient(
             hand.model, shares_of(hand), member.number, self.coordinator, member.token, member.timeout
         )
-        self.client.waiting = partial(hand.during, "communication")
+        self.client.waiting = partial(hand.times.during, "communication")
         self.waited = 0.0
         self.computed = 1e-9
         self._num_delivered = 0
@@ -125,7 +125,7 @@ class _Worker:
         return coordinator
 
     def run(self) -> dict[str, Any]:
-        """Compute the parts that the coordinator hands out until the work ends."""
+        """Compute the tickets that the coordinator hands out until the job ends; return the seconds spent."""
         try:
             with contextlib.suppress(WorkEnded):
                 server_list = None
@@ -141,7 +141,7 @@ class _Worker:
                     except ConnectionLost:
                         self._join_again()
                         server_list = None
-                    self.hand.forget_step()
+                    self.hand.current.forget()
             return {"waited": self.waited, "computed": self.computed}
         finally:
             self.client.close()
@@ -173,7 +173,7 @@ class _Worker:
     def _work(self, server_list: ServerList) -> None:
         self.coordinator.send(WorkRequest(server_list.term))
         while True:
-            with self.hand.during("communication"):
+            with self.hand.times.during("communication"):
                 message, frames = self.coordinator.expect(None)
             if isinstance(message, WorkPart) and message.term == server_list.term:
                 self.coordinator.send(self._deliver(message, np.frombuffer(frames[0], np.int64).copy()))
@@ -184,71 +184,74 @@ class _Worker:
                 raise WorkEnded
 
     def _sample(self, step: int) -> None:
-        """Report the profile of the step since the last delivery, and start the next profile where due."""
+        """Report the profile of the step since the last delivery, and start the next profile if it is due."""
         hand, every = self.hand, self.member.every
-        if hand.spans is not None:
-            spans, hand.spans = hand.spans.end(), None
+        if hand.times.spans is not None:
+            spans, hand.times.spans = hand.times.spans.end(), None
             sample = Sample(step, dict.fromkeys(PHASES, 0.0) | by_phase(spans), tuple(spans))
             hand.world.channel.report({**profile_event(hand.world, sample), "rank": self.member.number})
         self._num_delivered += 1
         if every and self._num_delivered % every == 0:
-            hand.spans = Spans(hand.device)
+            hand.times.spans = Spans(hand.device)
 
     def _deliver(self, part: WorkPart, ids: Any) -> Delivered:
-        """Compute one part and push its gradient to the servers."""
+        """Compute one ticket, with the samples `ids`, and push its gradient to the servers."""
         hand, client = self.hand, self.client
         hand.num_steps = part.step
         if not client.is_pulling:
             client.begin_pull(part.version)
-        with hand.during("input"):
+        with hand.times.during("input"):
             batch = self.feed.read(ids, part.epoch)
         began = time.perf_counter()
         if client.receive_values() < part.version:
             client.begin_pull(part.version)
             client.receive_values()
-        with hand.during("copy"):
+        with hand.times.during("copy"):
             client.put_values()
         self.waited += time.perf_counter() - began
         began = time.perf_counter()
-        hand.take(batch)
+        hand.reader.take(batch)
         assert self.task.loss is not None
         compute(hand, self.task.loss, batch)
         self.computed += time.perf_counter() - began
-        tally = hand.recorded_tally()
+        tally = hand.current.captured_tally()
         count = float(tally.count) if tally.count is not None else float(batch.num_samples)
         # A part with count 0 has no mean, and adds nothing to the sum.
         total = float(tally.loss) * count if count else 0.0
         weight = 1.0 if tally.counts_tokens else float(batch.num_samples)
         scale, is_skipped = self._limit(weight / max(count, 1.0)) if part.rates else (1.0, False)
-        with hand.during("communication"):
+        with hand.times.during("communication"):
             staleness = client.push(part.ticket, scale, part.rates)
         if not part.rates:
             staleness = max(0, part.step - client.version)
         elif self.waited > OVERLAP_FROM * self.computed:
             # Prefetch values while the worker asks for work and reads the next samples.
             client.begin_pull(0)
-        hand.forget_step()
+        hand.current.forget()
         return Delivered(part.term, part.ticket, total, count, weight, staleness, skipped=is_skipped)
 
     def _limit(self, scale: float) -> tuple[float, bool]:
-        """Return the factor of a gradient that is an update by itself (mean and clipping), and whether to skip it."""
-        if self.task.clip is None and not self.hand.skips:
+        """Return the factor of a gradient that is a separate update, and whether the servers must skip it.
+
+        The factor combines `scale`, which makes the sum of losses a mean, and clipping.
+        """
+        if self.task.clip is None and not self.hand.current.skips:
             return scale, False
         gradients = [p.grad for p in self.hand.model.parameters() if p.grad is not None]
         norm = scale * total_norm([*gradients, *self.client.row_gradients])
-        if self.hand.skips and not norm < float("inf"):
+        if self.hand.current.skips and not norm < float("inf"):
             return 0.0, True
         return scale * clip_factor(norm, self.task.clip), False
 
 
 def total_norm(gradients: list[Tensor]) -> float:
-    """Return the norm of several gradients together."""
+    """Return the L2 norm of all gradients together."""
     norms = torch._foreach_norm(gradients) if gradients else []
     return float(torch.stack([norm.double().cpu() for norm in norms]).norm()) if norms else 0.0
 
 
 def clip_factor(norm: float, limit: float | None) -> float:
-    """Return the factor that clips a gradient of this norm to a limit, by torch's formula.
+    """Return the factor that clips a gradient of norm `norm` to `limit`, by torch's formula; 1 if `limit` is None.
 
     >>> clip_factor(2.0, 1.0) < 0.5 < clip_factor(2.0, 1.001)
     True

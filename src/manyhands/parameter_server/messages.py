@@ -36,11 +36,11 @@ class Proof(Message, tag=True):
 
 
 class Welcome(Message, tag=True):
-    """Accept the connection."""
+    """Accept a connection whose member has proved that it knows the token."""
 
 
 class Unauthenticated(Message, tag=True):
-    """Reject a message of a connection that has not proved to know the token."""
+    """Reject a message on a connection whose member has not proved that it knows the token."""
 
 
 class JoinRequest(Message, tag=True):
@@ -61,44 +61,44 @@ class ServerList(Message, tag=True):
 
 
 class WorkRequest(Message, tag=True):
-    """Request a part of the work, sent by a worker."""
+    """Request a ticket (the samples of a part of a step); sent by a worker."""
 
     term: int
 
 
 class WorkPart(Message, tag=True):
-    """A part of the work; the samples' ids follow as a frame."""
+    """A ticket that a worker must compute: its part of a step. The ids of the samples follow as a frame."""
 
     term: int
     ticket: int
     epoch: int
     step: int
     version: int
-    """The oldest version of the values that the part may be computed with."""
+    """The oldest version of the servers' values with which the worker may compute the ticket."""
     rates: list[float]
-    """Learning rates by parameter group, if the worker's push is a separate update."""
+    """Learning rates by parameter group if the worker's push is a separate update; otherwise empty."""
 
 
 class Delivered(Message, tag=True):
-    """Report that all servers have a part's gradient."""
+    """Report that all servers have the gradient of a ticket, with the sum of its losses and the divisor of the mean."""
 
     term: int
     ticket: int
     total: float
     count: float
     weight: float
-    """Factor of the part's gradient before the sum is divided by the counts of all parts."""
+    """Factor of the ticket's gradient, before the sum over the tickets of a step is divided by their counts."""
     staleness: int
-    """Staleness: the number of updates missing in the values that the part was computed with."""
+    """Number of updates that were missing in the values with which the gradient was computed."""
     skipped: bool = False
 
 
 class EndOfWork(Message, tag=True):
-    """End the work."""
+    """Notify a member that the job has ended, so that it exits."""
 
 
 class Attach(Message, tag=True):
-    """Offer a worker's shared memory to a server on the same machine: a process, a descriptor, and its contents."""
+    """Offer a worker's memory to a server on the same host: process, file descriptor, size, and bytes at its start."""
 
     worker: int
     pid: int
@@ -114,22 +114,22 @@ class Attached(Message, tag=True):
 
 
 class Push(Message, tag=True):
-    """A part's gradient: dense ones in frames or shared memory, then ids and rows of every table."""
+    """The gradient of a ticket: dense ones in frames or shared memory, then ids and gradients of rows of each table."""
 
     term: int
     ticket: int
     version: int
-    """The version of the values that the gradient was computed with."""
+    """The version of the values with which the gradient was computed."""
     is_shared: bool
     unused: list[int]
-    """Numbers of parameters without a gradient."""
+    """Indexes of the trained parameters without a gradient."""
     scale: float = 1.0
     rates: list[float] = []
     """Learning rates if the push is a separate update; empty if the coordinator closes the step."""
 
 
 class Pushed(Message, tag=True):
-    """Report that a gradient was stored or applied; `staleness` is the number of updates it did not include."""
+    """Report that a gradient was stored or applied; its values lacked `staleness` updates."""
 
     ticket: int
     staleness: int
@@ -137,7 +137,7 @@ class Pushed(Message, tag=True):
 
 
 class Pull(Message, tag=True):
-    """Request values of at least this version."""
+    """Request a server's values; the server answers when they have at least this version."""
 
     term: int
     version: int
@@ -145,13 +145,13 @@ class Pull(Message, tag=True):
 
 
 class Values(Message, tag=True):
-    """The values of a server's flat buffers."""
+    """Answer to `Pull`; the values follow as frames, or are in shared memory."""
 
     version: int
 
 
 class PullRows(Message, tag=True):
-    """Request rows of a table; their ids follow as a frame."""
+    """Request rows of an embedding table; their ids follow as a frame."""
 
     term: int
     table: int
@@ -165,7 +165,7 @@ class RowsReply(Message, tag=True):
 
 
 class TicketWeight(Message):
-    """A ticket of a step: the factor of its gradient, and its share of the step's samples."""
+    """The weight of a ticket (a worker's part of a step): the factor of its gradient, and its share of the samples."""
 
     ticket: int
     scale: float
@@ -180,7 +180,7 @@ class Close(Message, tag=True):
     tickets: list[TicketWeight]
     rates: list[float]
     is_measured: bool
-    """Whether the squared norm is requested before the update is applied."""
+    """Whether the server must answer with the squared norm of its sum, and apply the update on `Apply` only."""
 
 
 class Summed(Message, tag=True):
@@ -200,13 +200,13 @@ class Apply(Message, tag=True):
 
 
 class WorkerGone(Message, tag=True):
-    """Report that a worker has failed permanently."""
+    """Report that a worker has failed, so that the server frees the memory that it shares with the worker."""
 
     worker: int
 
 
 class Save(Message, tag=True):
-    """Request everything that a server holds."""
+    """Request the whole state of a server."""
 
 
 class SlotTensor(Message, tag=True):
@@ -220,17 +220,17 @@ Slots = dict[str, float | SlotTensor]
 
 
 class ServerState(Message, tag=True):
-    """A server's state: values, and optimizer slots by piece; tables follow as ids, rows and slots."""
+    """Answer to `Save`: the server's values and optimizer slots as frames, then ids, rows and slots of each table."""
 
     version: int
     slots: list[Slots]
-    """Slots by piece, then by name."""
+    """For each trained piece of a tensor: its optimizer slots by name."""
     tables: list[list[str]]
-    """By table: the number of its updates, and the names of its slots."""
+    """For each embedding table: the number of its updates, and the names of its slots."""
     applied: int
     """Number of gradients applied since the last load."""
     wire: int
-    """Bytes exchanged with workers."""
+    """Number of bytes exchanged with workers."""
 
 
 class Load(Message, tag=True):
@@ -241,7 +241,7 @@ class Load(Message, tag=True):
     slots: list[Slots]
     tables: list[list[str]]
     applied: list[int] = msgspec.field(default_factory=lambda: [0])
-    """The tickets applied: all below the first number, and the others listed."""
+    """The tickets that were applied: all numbers below the first entry, and the other entries themselves."""
 
 
 class Loaded(Message, tag=True):
@@ -257,7 +257,7 @@ class NewTerm(Message, tag=True):
 
 
 class SetFollower(Message, tag=True):
-    """The address of a server's follower, which the server must fill; empty: the server has no follower any more."""
+    """The address of a follower to which the server must send its state; empty if it has no follower any more."""
 
     address: str
 
@@ -275,18 +275,18 @@ class ReplicateMessage(Message, tag=True):
 
 
 class MessageReplicated(Message, tag=True):
-    """Report that the follower has applied the next replicated message."""
+    """Acknowledge the oldest replicated message that the follower has not acknowledged yet."""
 
 
 class Unreachable(Message, tag=True):
-    """Report that a member cannot reach the server of this number, or a server its follower."""
+    """Report that a worker cannot reach the server with this number, or that this server cannot reach its follower."""
 
     number: int
     address: str = ""
 
 
 class Heartbeat(Message, tag=True):
-    """Heartbeat: the request and its answer."""
+    """Request a sign of life from a server or follower, and the answer to it."""
 
 
 AnyMessage = (
@@ -331,7 +331,7 @@ _decoder = msgspec.msgpack.Decoder(AnyMessage)
 
 
 def encode(message: Message) -> bytes:
-    """Encode a message as bytes; raise if it is longer than the receiver accepts."""
+    """Return a message as bytes; raise RunError if it is longer than the receiver accepts."""
     data = _encoder.encode(message)
     if len(data) > MAX_HEADER:
         raise RunError(
@@ -342,7 +342,7 @@ def encode(message: Message) -> bytes:
 
 
 def decode(data: bytes | memoryview) -> AnyMessage:
-    """Decode a message; raise `msgspec.DecodeError` if the bytes are not a valid one."""
+    """Return the message in `data`; raise `msgspec.DecodeError` if the bytes are not a valid message."""
     if len(data) > MAX_HEADER:
         raise msgspec.DecodeError(f"a message has at most {MAX_HEADER} bytes, but got {len(data)}")
     try:

@@ -39,7 +39,7 @@ class ProcessRole:
         return f"tcp://{resolve_host(self.chief.name)}:{self.chief.port}"
 
     def fitted(self, spec: StrategySpec) -> StrategySpec:
-        """Return the strategy with as many servers and workers as the cluster has; raise where they differ."""
+        """Return `spec` with the cluster's numbers of servers and workers; raise SettingsError if it names others."""
         if spec.followers and self.num_servers % 2:
             raise SettingsError(
                 "with followers, a cluster must have two ps tasks for every server",
@@ -98,7 +98,7 @@ def token_of(environ: Mapping[str, str]) -> bytes:
 
 
 def run_member(place: ProcessRole, task: Task, spec: StrategySpec, device: Device, timeout: float) -> None:
-    """Run as server or worker until the coordinator ends the job; an evaluator returns at once."""
+    """Run as server, follower or worker until the coordinator ends the job; return immediately as an evaluator."""
     if place.role == EVALUATOR:
         return
     from .members import Membership

@@ -47,7 +47,7 @@ from .sockets import Caller, ConnectionLost, Frame, MessageListener, call_until_
 
 
 class ParameterShardServer:
-    """Serves workers and the coordinator, one message at a time, or follows another server (see `FollowerLink`)."""
+    """Answers the messages of workers and the coordinator one at a time; as a follower, those of another server."""
 
     def __init__(
         self,
@@ -67,13 +67,13 @@ class ParameterShardServer:
         self._listener = MessageListener(self._context, token, timeout, *listens)
         self._coordinator = call_until_reached(self._context, token, coordinator, timeout, self.on_wait)
         self._slots: dict[int, tuple[bytes, SharedSlots]] = {}
-        """By worker: its connection, and the memory shared with it."""
+        """By number of a worker: its connection, and the memory that it shares with this server."""
         self._waiting: list[tuple[bytes, Pull | PullRows, list[Frame]]] = []
         self._follower_link: FollowerLink | None = None
         self._has_reported_silence = False
         """Whether the coordinator was informed that the follower does not answer."""
         self._next_follower: str | None = None
-        """Address of a follower to fill after the update of the step that was summed."""
+        """Address of a follower to which to replicate after the update of the step that was summed."""
         self._closing: Close | None = None
         self._square = 0.0
         self._term = -1
@@ -82,7 +82,7 @@ class ParameterShardServer:
         """Seconds spent on pushes and on pulls."""
 
     def run(self) -> dict[str, Any]:
-        """Serve until the coordinator ends the work; return statistics."""
+        """Process messages until the coordinator ends the job; return statistics."""
         self._join()
         try:
             while not self._is_over:
@@ -204,7 +204,7 @@ class ParameterShardServer:
     # -- the follower ---------------------------------------------------------------------------------------------
 
     def _lead(self, address: str) -> None:
-        """Replicate to the follower at this address, or continue without a follower if it is empty."""
+        """Replicate to the follower at `address`; continue without a follower if the address is empty."""
         if self._follower_link is not None:
             self._follower_link.close()
         self._follower_link, self._next_follower, self._has_reported_silence = None, None, False
@@ -362,7 +362,7 @@ Then = Callable[[], None]
 
 
 class FollowerLink:
-    """Messages in flight to a follower, in the order in which its server applies them."""
+    """A server's connection to its follower, with the replicated messages that are not acknowledged yet, in order."""
 
     def __init__(self, context: zmq.Context[Any], token: bytes, address: str, timeout: float) -> None:
         self.caller = Caller(context, token, address, timeout)
@@ -389,7 +389,7 @@ class FollowerLink:
         return bool(self._unacknowledged) and time.monotonic() - self._unacknowledged[0][0] > self._timeout / 2
 
     def close(self) -> None:
-        """Continue without the follower: run the callbacks that wait for it."""
+        """Close the connection, and run the callbacks that wait for the follower's acknowledgements."""
         self.caller.close()
         while self._unacknowledged:
             self._unacknowledged.popleft()[1]()

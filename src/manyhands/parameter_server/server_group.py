@@ -1,4 +1,4 @@
-"""The servers of a job and their followers: which of them serve, under which term, and what they were asked."""
+"""The servers of a job and their followers: their records, the current term, and the requests that are pending."""
 
 from __future__ import annotations
 
@@ -13,11 +13,14 @@ from .member_jobs import MemberConnections, MemberJobs, MemberRecord
 from .messages import Apply, Close, JoinRequest, Loaded, NewTerm, ServerList, SetFollower, Summed
 
 Request = Callable[[int], tuple[Any, Sequence[Any]]]
-"""Maps a server's number to the request for it: a message and its frames."""
+"""Function that maps a server's number to the request for it: a message and its frames."""
 
 
 class ServerGroup:
-    """Servers under a common term, which changes whenever one is replaced or all are filled again."""
+    """The servers, with a common term that changes whenever a server is replaced or all servers are loaded again.
+
+    A follower is filled when it has everything that its server acknowledges, so that it can replace the server.
+    """
 
     def __init__(
         self,
@@ -31,8 +34,8 @@ class ServerGroup:
         Args:
             jobs: Starts the members.
             connections: Sends messages to them.
-            wait: Processes messages until a condition holds; the text says what is waited for.
-            num_closes: How many closed steps a promoted follower may lack.
+            wait: Processes messages until a condition holds; the text names the condition.
+            num_closes: Number of closed steps that a promoted follower may lack.
         """
         self._jobs, self._connections, self._wait = jobs, connections, wait
         self.servers: list[MemberRecord] = []
@@ -47,14 +50,14 @@ class ServerGroup:
         """Pending requests to servers by type of the answer, with the answers received so far."""
 
     def start(self, num_servers: int, *, with_followers: bool) -> None:
-        """Start all servers, each with a follower if there are followers."""
+        """Start all servers, each with a follower if `with_followers`."""
         for number in range(num_servers):
             self.servers.append(self._jobs.start("server", number, number))
             if with_followers:
                 self.restart_follower(number)
 
     def restart_server(self, number: int) -> None:
-        """Start a server, which holds no values, in place of a failed one that has no filled follower."""
+        """Start a server, which has no values yet, in place of a failed one that no follower can replace."""
         if number in self.followers:
             self.followers[number].is_led = False
         self.servers[number] = self._jobs.start("server", number, number)
@@ -70,18 +73,18 @@ class ServerGroup:
 
     @property
     def addresses(self) -> ServerList:
-        """The message by which workers learn the addresses of the servers."""
+        """The message that sends workers the current term and the addresses of the servers."""
         return ServerList(self.term, [server.address for server in self.servers])
 
     def find(self, message: JoinRequest) -> tuple[MemberRecord | None, MemberRecord | None]:
-        """Return the server and the follower of the number with which a process joins."""
+        """Return the current server and follower with the number in a join request; None for a missing one."""
         server = self.servers[message.number] if 0 <= message.number < len(self.servers) else None
         return server, self.followers.get(message.number)
 
     # -- terms ----------------------------------------------------------------------------------------------------
 
     def clear(self) -> None:
-        """Begin a new term in which all servers are filled again."""
+        """Begin a new term, in which the caller loads all servers again, and wait until all servers have joined."""
         self._begin_term()
         self._closes.clear()
         for follower in self.followers.values():
@@ -89,7 +92,7 @@ class ServerGroup:
         self._wait(lambda: all(server.peer is not None for server in self.servers), "servers to join")
 
     def promote(self, follower: MemberRecord) -> None:
-        """Begin a new term in which a follower is the server, and start a new follower for it."""
+        """Begin a new term in which `follower` is the server, and start a new follower for it."""
         follower.role, follower.is_filled = "server", False
         self.servers[follower.number] = follower
         self.restart_follower(follower.number)
@@ -100,7 +103,7 @@ class ServerGroup:
         self.term += 1
 
     def announce_term(self) -> bool:
-        """Let the servers continue under the new term; return whether it is still the current one afterwards."""
+        """Send the new term to the servers and wait for their answers; return whether it is still the current term."""
         term = self.term
         self.ask(lambda _: (NewTerm(term), ()), Loaded, "servers to continue")
         return self.term == term
@@ -108,14 +111,14 @@ class ServerGroup:
     # -- followers ------------------------------------------------------------------------------------------------
 
     def pair(self, follower: MemberRecord) -> None:
-        """Let the server fill its follower, once both have joined and the server holds values."""
+        """Let a server replicate to `follower`, if both have joined and the server has values."""
         server = self.servers[follower.number]
         if self.is_open and follower.peer is not None and server.peer is not None and not follower.is_led:
             follower.is_led = True
             self._connections.send(server, SetFollower(follower.address))
 
     def has_filled(self, server: MemberRecord, address: str) -> bool:
-        """Record that a server has filled the follower at this address; return False if it is not its follower."""
+        """Record that the follower at this address has the server's state; return False if it is not its follower."""
         follower = self.followers.get(server.number)
         is_pair = follower is not None and follower.address == address and self.servers[server.number] is server
         if follower is not None and is_pair:
@@ -130,7 +133,10 @@ class ServerGroup:
     # -- steps and requests ---------------------------------------------------------------------------------------
 
     def close_step(self, close: Close) -> list[Summed]:
-        """Close a step on all servers; if it is measured, return their sums and leave applying it to `apply_step`."""
+        """Close a step on all servers, which apply its update.
+
+        If the step is measured, return the squared norms of the servers instead; `apply_step` then applies the update.
+        """
         self._closes.append((close, None))
         if not close.is_measured:
             self._send_all(close)
@@ -139,7 +145,7 @@ class ServerGroup:
         return [message for message, _ in self.ask(request, Summed, "servers to sum gradients")]
 
     def apply_step(self, scale: float) -> None:
-        """Apply the last closed step with its gradients multiplied by a factor."""
+        """Apply the update of the last closed step with its gradients multiplied by `scale`; 0 skips it."""
         close, _ = self._closes[-1]
         self._closes[-1] = close, scale
         self._send_all(Apply(self.term, close.step, scale))
@@ -166,7 +172,7 @@ class ServerGroup:
         return [answers[number] for number in sorted(answers)]
 
     def take_answer(self, server: MemberRecord, message: Any, frames: list[Any]) -> None:
-        """Keep a message that answers a pending request."""
+        """Keep a message if it answers a pending request; ignore it otherwise."""
         if type(message) in self._asked and self._is_answer(message):
             self._asked[type(message)][1][server.number] = message, frames
 
@@ -177,7 +183,7 @@ class ServerGroup:
         return bool(getattr(message, "term", self.term) == self.term)
 
     def resend(self, server: MemberRecord) -> None:
-        """Resend to a server what it may have missed: closed steps and unanswered requests."""
+        """Resend the messages that a server may have missed: closed steps and unanswered requests."""
         for close, scale in list(self._closes):
             self._connections.send(server, msgspec.structs.replace(close, term=self.term))
             if close.is_measured and scale is not None:

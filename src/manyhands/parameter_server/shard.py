@@ -23,7 +23,7 @@ from .update import AppliedPushes, pack_slots, pieces_of, unpack_slots
 
 @dataclass
 class PendingGradient:
-    """A gradient that waits until its step closes."""
+    """The gradient of a ticket, which waits until its step closes."""
 
     dense: list[Tensor]
     unused: frozenset[int]
@@ -54,7 +54,7 @@ class ServerShard:
     # -- gradients ------------------------------------------------------------------------------------------------
 
     def keep(self, push: Push, dense: list[Tensor], tables: list[tuple[Tensor, Tensor]]) -> bool:
-        """Store a gradient until its step closes; return False if it was applied already."""
+        """Store the gradient of a push until its step closes; return False if it was applied already."""
         if push.ticket in self.applied_pushes:
             return False
         before = self.held.pop(push.ticket, None)
@@ -65,14 +65,14 @@ class ServerShard:
         return True
 
     def forget(self, tickets: list[int]) -> None:
-        """Drop gradients, for example late ones, and reuse their buffers."""
+        """Drop the stored gradients of these tickets, and keep their buffers for others."""
         for ticket in tickets:
             held = self.held.pop(ticket, None)
             if held is not None:
                 self._spare.append(held.dense)
 
     def sum(self, close: Close) -> float:
-        """Sum a step's gradients in the order of their tickets; return the squared norm if it was requested."""
+        """Sum a step's gradients in the order of their tickets; return the sum's squared norm if it was requested."""
         tickets = sorted(close.tickets, key=lambda weighed: weighed.ticket)
         parts = [self.held[weighed.ticket] for weighed in tickets]
         scales, shares = [w.scale for w in tickets], [w.share for w in tickets]
@@ -110,7 +110,10 @@ class ServerShard:
         self.forget(tickets)
 
     def apply_now(self, push: Push, dense: list[Tensor], tables: list[tuple[Tensor, Tensor]], slow: bool) -> int:
-        """Apply a push as a separate update; return its staleness in updates."""
+        """Apply a push as a separate update; return its staleness in updates.
+
+        `slow` divides the learning rates by 1 + staleness.
+        """
         # A follower that became the server may have an older version than the values pulled from the failed server.
         staleness = max(0, self.version - push.version)
         rates = [rate / (1 + staleness) for rate in push.rates] if slow else push.rates
@@ -123,7 +126,7 @@ class ServerShard:
     def _scaled(
         self, total: list[Tensor], rows: list[tuple[Tensor, Tensor]], scale: float
     ) -> tuple[list[Tensor], list[tuple[Tensor, Tensor]]]:
-        """Multiply gradients by a number in place; changes of buffers stay as they are."""
+        """Return the gradients multiplied by `scale`, dense ones in place; changes of buffers are not multiplied."""
         if scale != 1.0:
             for gradient in self._trained(total):
                 gradient.mul_(scale)
@@ -147,7 +150,7 @@ class ServerShard:
             for piece in flat_buffer.pieces:
                 part = gradient[piece.place]
                 if not piece.is_trained:
-                    # Workers whose updates came in between started from the same old statistics.
+                    # The workers of the `staleness` updates in between started from the same old statistics.
                     values[piece.place] += part / (1 + staleness) if part.is_floating_point() else part
                 elif self._number_of[piece.name] in unused:
                     self.pieces[piece].grad = None
@@ -173,7 +176,7 @@ class ServerShard:
     # -- saving and loading ---------------------------------------------------------------------------------------
 
     def state(self, wire: int) -> tuple[ServerState, list[Frame]]:
-        """Return everything that this server holds, as a message and its frames."""
+        """Return this server's state as a message and its frames; `wire` is the number of bytes exchanged so far."""
         slots: list[Slots] = []
         frames = list(self.values)
         for parameter in self.pieces.values():
@@ -188,7 +191,7 @@ class ServerShard:
         return ServerState(self.version, slots, names, len(self.applied_pushes), wire), frames_of(frames)
 
     def load(self, load: Load, frames: list[Frame]) -> None:
-        """Replace everything that this server holds, and drop pending gradients."""
+        """Replace the state of this server by that of a message and its frames, and drop pending gradients."""
         at = iter(frames)
         for values in self.values:
             values.copy_(tensor_of(next(at), values.dtype))
@@ -212,6 +215,6 @@ def _add_up(tensors: list[Tensor], scales: list[float]) -> None:
 
 
 def _weighted(tensors: list[Tensor], shares: list[float]) -> Tensor:
-    """Return the mean of tensors weighted by their shares, in a dtype that can hold it."""
+    """Return the sum of tensors weighted by their shares; that of integers as float64."""
     wide = [tensor if tensor.is_floating_point() else tensor.double() for tensor in tensors]
     return torch.stack([tensor * share for tensor, share in zip(wide, shares, strict=True)]).sum(0)

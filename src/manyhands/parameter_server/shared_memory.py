@@ -18,7 +18,7 @@ COOKIE = 64
 
 
 class SharedSlots:
-    """Buffers for one gradient sent to a server, and for the values it returns."""
+    """Memory that a worker shares with one server: buffers for a gradient and for the server's values."""
 
     def __init__(self, share: Share, *, attach: Attach | None = None) -> None:
         sizes = [_aligned(flat_buffer.num_bytes) for flat_buffer in share]
@@ -43,7 +43,7 @@ class SharedSlots:
 
     @classmethod
     def attached(cls, share: Share, attach: Attach) -> SharedSlots | None:
-        """Map a worker's memory in the server process; return None if it is not accessible from here."""
+        """Map a worker's memory in the server's process; return None if this process cannot access it."""
         try:
             fits = os.stat(f"/proc/{attach.pid}/fd/{attach.fd}").st_size == attach.size
             slots = cls(share, attach=attach) if fits and attach.size == expected_size(share) else None
@@ -59,12 +59,12 @@ class SharedSlots:
         return Attach(worker, os.getpid(), self._fd, self.size, self.cookie)
 
     def close(self) -> None:
-        """Unmap the memory; it is freed when both processes have done so."""
+        """Close the file descriptor; the memory is freed when both processes no longer use it."""
         os.close(self._fd)
 
 
 def expected_size(share: Share) -> int:
-    """Return the bytes for one gradient and one value of everything that a server holds."""
+    """Return the size in bytes of the memory that a worker shares with a server that has this share."""
     return COOKIE + 2 * sum(_aligned(flat_buffer.num_bytes) for flat_buffer in share)
 
 

@@ -29,11 +29,11 @@ from .messages import (
 )
 
 Frame = Any
-"""Anything with a buffer: bytes, an array, a ZeroMQ frame."""
+"""A part of a message: any object with a buffer, such as bytes, an array or a ZeroMQ frame."""
 NONCE = 32
 REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 SOON = 3.0
-"""Seconds of waiting after which the user is informed what the process waits for."""
+"""Seconds of waiting for the coordinator after which a notice informs the user."""
 LAST = 20
 """Milliseconds to wait for messages that were sent before a connection was lost."""
 _BIG = 65536
@@ -45,7 +45,7 @@ class ConnectionLost(RunError):
 
 
 def new_context() -> zmq.Context[Any]:
-    """Return a ZeroMQ context: one per process and purpose, terminated after its sockets are closed."""
+    """Return a new ZeroMQ context, which the caller must terminate after closing its sockets."""
     return zmq.Context()
 
 
@@ -78,7 +78,7 @@ class MessageListener:
         """Bytes sent and received, of messages and of tensors, including those in shared memory."""
 
     def receive(self) -> tuple[bytes, AnyMessage, list[Frame]] | None:
-        """Return the next message of an authenticated peer; None if there is none or it came from an unknown peer."""
+        """Return the peer, message and frames received next; None if there is none or the peer is not authenticated."""
         try:
             peer, *frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
         except zmq.Again:
@@ -154,7 +154,10 @@ class Caller:
                 return
 
     def receive(self, timeout: float | None = 0.0) -> tuple[AnyMessage, list[Frame]] | None:
-        """Return the next message within `timeout` seconds, or None if none arrived."""
+        """Return the next message and its frames; None if none arrives within `timeout` seconds.
+
+        Raise `ConnectionLost` if the connection is lost. A timeout of None waits indefinitely.
+        """
         if not self._has_arrived(timeout):
             return None
         head, *frames = self.socket.recv_multipart(copy=False)
@@ -167,7 +170,10 @@ class Caller:
         return message, _joined([frame.buffer for frame in frames])
 
     def _has_arrived(self, timeout: float | None) -> bool:
-        """Wait for a message; messages that arrived before the connection was lost are still read."""
+        """Return whether a message arrives within the timeout; raise `ConnectionLost` if the connection is lost.
+
+        Messages that arrived before the connection was lost can still be received.
+        """
         if self.socket.poll(0):
             return True
         if self._lost:
@@ -185,7 +191,7 @@ class Caller:
         return bool(self.socket.poll(0))
 
     def expect(self, timeout: float | None) -> tuple[AnyMessage, list[Frame]]:
-        """Return the next message; raise `ConnectionLost` if none arrives in time."""
+        """Return the next message and its frames; raise `ConnectionLost` if none arrives within `timeout` seconds."""
         got = self.receive(timeout)
         if got is None:
             assert timeout is not None
@@ -193,7 +199,7 @@ class Caller:
         return got
 
     def close(self) -> None:
-        """Close the connection; messages already sent get 200 ms to leave."""
+        """Close the connection; messages that are queued have 200 ms to be sent."""
         if self.socket.closed:
             return
         self.socket.disable_monitor()

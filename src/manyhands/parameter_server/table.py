@@ -1,4 +1,4 @@
-"""Tables: embedding rows on a server, created on first request and trained row by row."""
+"""Embedding tables on a server: rows are created when they are first requested, and updated one by one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..core import TaskError, each_of, parameters_of
 from ..strategies import Embedding, first_rows
 
 SLOTS: dict[str, tuple[str, ...]] = {"sgd": (), "adagrad": ("sum",), "adam": ("exp_avg", "exp_avg_sq")}
-"""Optimizer slots of every row, by the kind of optimizer, with torch's names."""
+"""Names in torch of the optimizer slots that every row has, by kind of optimizer."""
 KINDS = {"SGD": "sgd", "Adagrad": "adagrad", "Adam": "adam", "AdamW": "adam"}
 MOVING = {"sgd": ("momentum", "weight_decay"), "adagrad": ("weight_decay",), "adam": ("amsgrad",)}
 """Settings that would change rows that no batch uses, or that need slots which rows do not have."""
@@ -21,7 +21,10 @@ FIRST = 1024
 
 
 def kind_of(table: Embedding, optimizer: Any) -> str:
-    """Return the kind of optimizer for a table's rows: the table's own, or that of the task's optimizer."""
+    """Return the kind of optimizer ("sgd", "adagrad" or "adam") for a table's rows: its own, or the task's.
+
+    Raise TaskError if that optimizer cannot update single rows.
+    """
     owner = next((m for m in each_of(optimizer) if any(table.weight is p for p in parameters_of(m))), optimizer)
     kind = table.optimizer or kind_of_optimizer(owner)
     if kind is None:
@@ -34,9 +37,10 @@ def kind_of(table: Embedding, optimizer: Any) -> str:
 
 
 def settings_of(name: str, table: Embedding, optimizer: Any, model: nn.Module) -> Mapping[str, Any]:
-    """Return the settings with which a table's rows are trained; a table with its own optimizer uses the defaults.
+    """Return the optimizer settings for a table's rows; empty, for the defaults, if the table has its own optimizer.
 
-    Rows change only when a batch uses them. Settings that change all rows in each step, such as momentum, are rejected.
+    Rows change only when a batch uses them. A setting that changes all rows in each step, such as momentum, raises
+    TaskError.
     """
     kind = kind_of(table, optimizer)
     if table.optimizer is not None:
@@ -60,22 +64,22 @@ def group_of(name: str, optimizer: Any, model: nn.Module) -> int:
 
 
 def first_slot(kind: str, settings: Mapping[str, Any]) -> float:
-    """Return the initial value of a row's optimizer slots."""
+    """Return the initial value of a row's optimizer slots under this kind of optimizer and its settings."""
     return float(settings.get("initial_accumulator_value", 0.0)) if kind == "adagrad" else 0.0
 
 
 def kind_of_optimizer(optimizer: Any) -> str | None:
-    """Return the kind of an optimizer among those that can train single rows, or None."""
+    """Return the kind of an optimizer, "sgd", "adagrad" or "adam"; None if it cannot update single rows."""
     return KINDS.get(type(optimizer).__name__)
 
 
 def slot_names(kind: str) -> tuple[str, ...]:
-    """Return the names of a row's slots under this kind of optimizer."""
+    """Return the names of a row's optimizer slots under this kind of optimizer."""
     return SLOTS[kind]
 
 
 class ServerTable:
-    """One server's rows of one table: those with `id % num_servers == server number`."""
+    """One server's rows of one embedding table: those with `id % num_servers == server number`."""
 
     def __init__(self, table: Embedding, kind: str, group: Mapping[str, Any], dtype: torch.dtype) -> None:
         self.dim, self.seed, self.std, self.dtype = table.embedding_dim, table.seed, table.std, dtype
@@ -86,12 +90,12 @@ class ServerTable:
         self._slots = {name: torch.zeros(0, self.dim, dtype=dtype) for name in SLOTS[kind]}
 
     def rows(self, ids: Tensor) -> Tensor:
-        """Return the rows of these ids, creating those that were never requested before."""
+        """Return the rows with these ids; rows that are requested for the first time are created."""
         places = self._places(ids)
         return self._values[places]
 
     def update(self, ids: Tensor, gradients: Tensor, rate: float) -> None:
-        """Run one optimizer step on the rows with these ids, which must be unique."""
+        """Run one optimizer step with learning rate `rate` on the rows with these ids, which must be unique."""
         places = self._places(ids)
         self.num_updates += 1
         values = self._values[places]
@@ -125,7 +129,7 @@ class ServerTable:
         return ids, [self._values[:count], *(slot[:count] for slot in self._slots.values())]
 
     def load(self, ids: Tensor, tensors: list[Tensor], num_updates: int) -> None:
-        """Load what `state` returned."""
+        """Replace all rows by the ids and tensors that `state` returned after `num_updates` updates."""
         self._index = {row: place for place, row in enumerate(ids.tolist())}
         self.num_updates = num_updates
         shape = (len(ids), self.dim)
@@ -147,7 +151,7 @@ class ServerTable:
         return self.group.get(name, default)
 
     def _places(self, ids: Tensor) -> Tensor:
-        """Return the positions of rows in memory, appending new rows."""
+        """Return the positions in memory of the rows with these ids, after appending new rows."""
         wanted = ids.tolist()
         index = self._index
         new = [row for row in wanted if row not in index]

@@ -1,4 +1,4 @@
-"""Updates on the servers: the task's optimizer, moved from whole tensors to the pieces that a server holds.
+"""Updates on the servers: the task's optimizer, applied to the pieces of tensors that a server holds.
 
 A server records the pushes that it has applied, so that none is applied twice.
 """
@@ -24,7 +24,7 @@ DTYPES = {
 
 
 def moved(optimizer: Optimizer, parts: Mapping[Tensor, Sequence[nn.Parameter]]) -> Optimizer:
-    """Return a copy of an optimizer that holds these parts instead of its parameters; existing slots are split too."""
+    """Return a copy of an optimizer without its state, with the `parts` of each parameter instead of the parameter."""
     if isinstance(optimizer, Joined):
         return Joined([moved(member, parts) for member in optimizer.members])
     twin = stateless_copy(optimizer)
@@ -36,7 +36,10 @@ def moved(optimizer: Optimizer, parts: Mapping[Tensor, Sequence[nn.Parameter]]) 
 
 
 def pieces_of(optimizer: Optimizer, names: Mapping[str, nn.Parameter], share: Share, values: Sequence[Tensor]) -> Any:
-    """Return the optimizer on a server's pieces, and its parameters by piece."""
+    """Return a copy of an optimizer for the trained pieces in `share`, and its parameters by piece.
+
+    The parameters are views of `values`, the flat buffers of the share. Optimizer slots are split like the tensors.
+    """
     parameters: dict[TensorPiece, nn.Parameter] = {}
     parts: dict[Tensor, list[nn.Parameter]] = {}
     for flat_buffer, flat in zip(share, values, strict=True):
@@ -57,7 +60,7 @@ def pieces_of(optimizer: Optimizer, names: Mapping[str, nn.Parameter], share: Sh
 
 
 def cut_slot(slot: Any, piece: TensorPiece, whole: Tensor) -> Any:
-    """Return a piece's part of an optimizer slot: its range if the slot is shaped like the tensor, else all of it."""
+    """Return a piece's part of an optimizer slot: its range if the slot has the tensor's shape, else the whole slot."""
     if not isinstance(slot, Tensor):
         return slot
     if slot.shape != whole.shape or piece.length == whole.numel():
@@ -66,7 +69,7 @@ def cut_slot(slot: Any, piece: TensorPiece, whole: Tensor) -> Any:
 
 
 def pack_slots(slots: Mapping[str, Any]) -> tuple[Slots, list[Tensor]]:
-    """Return an optimizer's slots of one piece as plain data, and the tensors among them."""
+    """Return an optimizer's slots of one piece in the form that is sent: plain data, and the tensors among them."""
     plain: Slots = {}
     tensors = []
     for name, value in slots.items():
@@ -79,7 +82,7 @@ def pack_slots(slots: Mapping[str, Any]) -> tuple[Slots, list[Tensor]]:
 
 
 def unpack_slots(plain: Slots, frames: Iterator[Any]) -> dict[str, Any]:
-    """Restore what `pack_slots` returned, with the tensors as frames; a scalar becomes a tensor, as in torch."""
+    """Return the slots that `pack_slots` packed, reading tensors from `frames`; scalars become tensors, as in torch."""
     slots: dict[str, Any] = {}
     for name, value in plain.items():
         if isinstance(value, SlotTensor):
@@ -90,11 +93,11 @@ def unpack_slots(plain: Slots, frames: Iterator[Any]) -> dict[str, Any]:
 
 
 def needs_whole(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer needs whole tensors, found by trying it; raise if it needs several at once.
+    """Return whether an optimizer needs whole tensors rather than parts of them, found by trying it.
 
     Raises:
-        TaskError: It has optimizers inside it, draws random numbers, does not update what its groups hold, or its
-            update of one tensor depends on others.
+        TaskError: The optimizer contains other optimizers, draws random numbers, does not update the tensors of its
+            groups, or its update of one tensor depends on other tensors.
     """
     if isinstance(optimizer, Joined):
         return max(map(needs_whole, optimizer.members))  # max checks all members, each of which may raise
@@ -111,7 +114,7 @@ def needs_whole(optimizer: Optimizer) -> bool:
 
 
 def _require_movable(optimizer: Optimizer) -> None:
-    """Raise for an optimizer that servers cannot move to their own tensors."""
+    """Raise TaskError for an optimizer that servers cannot apply to their own tensors."""
     name, inner = type(optimizer).__name__, [type(one).__name__ for one in nested_in(optimizer).values()]
     hooks = [hook for hook in _hooks(optimizer) if hook is not match_strides]
     why, remedy = "", "use for example torch.optim.AdamW, or mh.Mirrored()"
@@ -141,7 +144,7 @@ def _hooks(optimizer: Optimizer) -> list[Any]:
 
 
 class AppliedPushes:
-    """A set of non-negative integers that are mostly consecutive.
+    """The numbers of the pushes that a server has applied: a compact set of mostly consecutive integers.
 
     >>> pushes = AppliedPushes()
     >>> for number in (0, 2, 1, 5):
@@ -164,7 +167,7 @@ class AppliedPushes:
         return [self._below, *sorted(self._others)]
 
     def add(self, number: int) -> None:
-        """Add a push; adding one twice is a bug in manyhands."""
+        """Add the number of a push, which must not be in the set."""
         assert number not in self, f"push {number} was applied before"
         self._others.add(number)
         while self._below in self._others:

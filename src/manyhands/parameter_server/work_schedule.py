@@ -1,7 +1,7 @@
 """The work schedule of an epoch: assigns samples to workers and decides when a step is complete. No I/O.
 
-Every sample of the epoch is on exactly one ticket. A ticket returned without a gradient is handed out again; the epoch
-ends when every ticket is in a closed step.
+Every sample of the epoch is on exactly one ticket. A ticket without a gradient, such as that of a failed worker, is
+handed out again; the epoch ends when every ticket is in a closed step.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ class WorkTicket:
 
     number: int
     step: int = field(compare=False)
-    """The step it belongs to; with backup workers, the step that was open when it was handed out."""
+    """The step to which the ticket belongs; with backup workers, the step that was open when it was handed out."""
     ids: Ids = field(compare=False, repr=False)
     total: float = field(default=0.0, compare=False)
-    """Sum of the losses."""
+    """Sum of the losses that the worker computed."""
     count: float = field(default=0.0, compare=False)
-    """The divisor of the sum for the mean."""
+    """Divisor that makes the sum of the losses a mean, such as a number of samples."""
     weight: float = field(default=0.0, compare=False)
-    """Factor of the gradient, before division by the count of all parts."""
+    """Factor of the gradient, before the sum over the step's tickets is divided by their counts."""
     staleness: int = field(default=0, compare=False)
-    """How many steps old the parameters were that it was computed with."""
+    """Age in steps of the parameters with which the gradient was computed."""
     is_skipped: bool = field(default=False, compare=False)
-    """Whether its gradient is not finite, so that the step is left out."""
+    """Whether the gradient is not finite, so that the step is skipped."""
 
 
 class WorkSchedule(ABC):
-    """Hands out tickets and takes them back; subclasses define when a step is complete."""
+    """Base class of schedules: hands out tickets and collects them; subclasses define when a step is complete."""
 
     def __init__(self, windows: Iterator[Ids], step: int, number: int, parts: int, accumulate: int = 1) -> None:
         self._windows, self._parts, self._accumulate = windows, parts, accumulate
         self.step = step
-        """The open step."""
+        """The open step, whose gradients are being collected."""
         self.number = number
         """The number of the next ticket."""
         self._next_step = step
@@ -50,12 +50,15 @@ class WorkSchedule(ABC):
         self._in: dict[int, list[WorkTicket]] = {}
         """By step: tickets that were delivered with a gradient."""
         self.late = 0
-        """Gradients that arrived after their step was closed."""
+        """Number of gradients that arrived after their step was closed."""
         self._sizes: dict[int, int] = {}
-        """By step: the number of tickets of its batch."""
+        """By step: the number of tickets into which its batch was split."""
 
     def take(self, limit: int, *, again: bool = False) -> WorkTicket | None:
-        """Return the next ticket of a step before `limit`; `again` if the worker already did one of the open step."""
+        """Return the next ticket of a step before `limit`; None if the worker must wait.
+
+        `again` is whether the worker has already computed a ticket of the open step.
+        """
         if not self._waiting or not self.may_take(self._waiting[0], again):
             self._cut(limit)
         if not self._waiting or not self.may_take(self._waiting[0], again):
@@ -70,20 +73,20 @@ class WorkSchedule(ABC):
 
     @abstractmethod
     def may_take(self, ticket: WorkTicket, again: bool) -> bool:
-        """Return whether a ticket may be handed out now; `again`: the worker has already done one of the open step."""
+        """Return whether a ticket may be handed out now; `again` if the worker has computed one of the open step."""
 
     @abstractmethod
     def may_cut(self, step: int) -> bool:
         """Return whether the samples of a step may be split into tickets now."""
 
     def give_back(self, number: int) -> None:
-        """Return a ticket without a gradient; it is handed out again."""
+        """Queue a ticket again, because its worker will deliver no gradient."""
         ticket = self.out.pop(number, None)
         if ticket is not None:
             heapq.heappush(self._waiting, ticket)
 
     def deliver(self, number: int) -> WorkTicket | None:
-        """Record a ticket whose gradient the servers have; None if it is unknown or too late."""
+        """Record and return a ticket whose gradient the servers have; return None if it is unknown or too late."""
         ticket = self.out.pop(number, None)
         if ticket is None:
             return None
@@ -94,13 +97,13 @@ class WorkSchedule(ABC):
         return ticket
 
     def _put_back(self, ticket: WorkTicket) -> None:
-        """Queue a ticket again whose gradient came too late."""
+        """Queue a ticket again, because its gradient came too late."""
         self.late += 1
         heapq.heappush(self._waiting, ticket)
 
     @abstractmethod
     def complete(self) -> list[WorkTicket] | None:
-        """Return the tickets of the open step if it is complete, and open the next one."""
+        """Return the tickets of the open step and open the next one; return None if the step is not complete."""
 
     @property
     def is_idle(self) -> bool:
@@ -131,7 +134,7 @@ class WorkSchedule(ABC):
 
 
 class InOrderSchedule(WorkSchedule):
-    """Every step is exactly its own batch; workers may be up to `ahead` steps ahead of the open one."""
+    """Schedule in which every step is exactly one batch; workers may be up to `ahead` steps ahead of the open step."""
 
     def __init__(
         self, windows: Iterator[Ids], step: int, number: int, parts: int, ahead: int, accumulate: int = 1
@@ -150,7 +153,10 @@ class InOrderSchedule(WorkSchedule):
 
 
 class FirstArrivalSchedule(WorkSchedule):
-    """A step takes the first tickets that arrive, as many as a batch has parts; late ones are handed out again."""
+    """Schedule with backup workers: a step takes the first tickets that arrive, and late ones are handed out again.
+
+    A step has as many tickets as a batch has parts.
+    """
 
     def __init__(
         self, windows: Iterator[Ids], step: int, number: int, parts: int, backup: int, accumulate: int = 1
@@ -158,7 +164,7 @@ class FirstArrivalSchedule(WorkSchedule):
         super().__init__(windows, step, number, parts, accumulate)
         self._backup = backup
         self._begun = 0
-        """Tickets that were handed out for the open step."""
+        """Number of tickets that were handed out for the open step."""
 
     def may_take(self, ticket: WorkTicket, again: bool) -> bool:
         # A fast worker must be free when the next step opens, not busy with a gradient that will come too late.
@@ -194,7 +200,7 @@ class FirstArrivalSchedule(WorkSchedule):
 
 
 class AsynchronousSchedule(WorkSchedule):
-    """Asynchronous: every ticket is a whole batch and a step by itself, in order of arrival."""
+    """Schedule in which every ticket is a whole batch and a step of its own, in the order in which gradients arrive."""
 
     def may_take(self, ticket: WorkTicket, again: bool) -> bool:
         return True

@@ -1,4 +1,4 @@
-"""The workers of a job and their work: hands out the samples of every step, again where a worker has failed."""
+"""The workers of a job: assigns the samples of every step to them, and those of a failed worker again."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from .work_schedule import AsynchronousSchedule, FirstArrivalSchedule, InOrderSc
 
 
 class WorkerGroup:
-    """Workers and the schedule of an epoch, by which they get tickets for samples."""
+    """The workers, and the schedule of the current epoch, from which they get tickets (samples of one step)."""
 
     def __init__(self, spec: StrategySpec, jobs: MemberJobs, connections: MemberConnections) -> None:
         self._spec, self._jobs, self._connections = spec, jobs, connections
         self.workers: dict[int, MemberRecord] = {}
         self.limit = 0
-        """The step from which on nothing is handed out."""
+        """The first step whose samples must not be handed out yet."""
         self._num_started = 0
         self._schedule: WorkSchedule | None = None
         self._epoch = 0
         self._next_ticket = 0
 
     def start(self, place: int) -> None:
-        """Start a worker under the next number; externally started ones get their number when they join."""
+        """Start a worker under the next number; externally started workers get their record in `admit` instead."""
         number, self._num_started = self._num_started, self._num_started + 1
         self.workers[number] = self._jobs.start("worker", number, place)
 
@@ -42,28 +42,28 @@ class WorkerGroup:
         del self.workers[worker.number]
 
     def take_back(self, worker: MemberRecord) -> None:
-        """Let the samples of a worker be handed out again."""
+        """Let the schedule hand out the samples of a worker again."""
         if worker.ticket is not None and self._schedule is not None:
             self._schedule.give_back(worker.ticket)
         worker.ticket, worker.is_asking = None, False
 
     def take_all_back(self) -> None:
-        """Let the samples of all workers be handed out again."""
+        """Let the schedule hand out the samples of all workers again."""
         for worker in self.workers.values():
             self.take_back(worker)
 
     def overdue(self, before: float) -> list[MemberRecord]:
-        """Return the workers that have worked on a ticket since before a monotonic time."""
+        """Return the workers that began their ticket before `before`, a monotonic time."""
         return [worker for worker in self.workers.values() if worker.ticket is not None and worker.since < before]
 
     # -- work -----------------------------------------------------------------------------------------------------
 
     def clear(self) -> None:
-        """Drop the schedule: the servers are filled again, and number tickets from 0."""
+        """Drop the schedule and number tickets from 0, because the servers are loaded again."""
         self._schedule, self._next_ticket = None, 0
 
     def begin_epoch(self, epoch: int, windows: Iterator[Ids], step: int) -> None:
-        """Hand out the batches of this epoch from now on."""
+        """Hand out the batches of this epoch from now on, starting at `step`; `windows` yields their sample ids."""
         spec, first = self._spec, (windows, step, self._next_ticket)
         workers = self._jobs.num_places
         self._epoch = epoch
@@ -76,7 +76,7 @@ class WorkerGroup:
 
     @property
     def is_settled(self) -> bool:
-        """Whether the servers hold exactly the closed steps, with nothing in flight."""
+        """Whether the servers' values contain exactly the updates of the closed steps, with no gradient in flight."""
         in_order = self._spec.staleness is not None and not self._spec.backup
         return in_order or self._schedule is None or self._schedule.is_idle
 
@@ -104,7 +104,7 @@ class WorkerGroup:
         assert self._schedule is not None
         ticket = self._schedule.deliver(message.ticket)
         if ticket is None:
-            # The servers keep its gradient until the next one with the same ticket replaces it.
+            # The servers keep a late gradient until the next gradient of the same ticket replaces it.
             return
         worker.step = ticket.step
         ticket.total, ticket.count, ticket.weight = message.total, message.count, message.weight
@@ -118,7 +118,7 @@ class WorkerGroup:
         return tickets or []
 
     def count_late(self) -> int:
-        """Return how many gradients arrived after their step was closed, since this was called last."""
+        """Return how many gradients arrived after their step was closed, and reset the counter."""
         assert self._schedule is not None
         late, self._schedule.late = self._schedule.late, 0
         return late

@@ -1,4 +1,4 @@
-"""Planning: cost models, simulation and search over the strategies for a network."""
+"""Planning: predicted time and memory of every strategy for a network on a cluster, and the search for the best."""
 
 from .calibration import Observation, Residuals, calibrated
 from .clusters import Cluster, as_cluster

@@ -1,8 +1,9 @@
 """Calibration: constants of devices and links fitted to a few measured steps, with residuals for similar steps.
 
-The constants are physical (the share of peak that products reach, an operation's start, a link's share), fitted in
-logarithms with the catalogue's values as the prior. What measured steps still differ by is carried over to steps that
-are alike: as many rows, as many devices sharing products, a network of that size.
+The constants are physical: the fraction of peak performance that matrix products reach, the time to launch an
+operation, the fraction of a link's bandwidth that transfers reach. Their logarithms are fitted, with the catalogue's
+values as the prior. The remaining residuals of measured steps are applied to similar steps: those with about as many
+rows per micro-batch, as many tensor-parallel devices, and blocks of about that size.
 """
 
 from __future__ import annotations
@@ -22,20 +23,20 @@ from .estimate import Correction, estimate
 from .workload import Workload
 
 LOOSE = {"reach": 0.5, "ramp": 1.5, "streaming": 0.5, "operation": 1.5, "share": 0.5, "exchange": 1.0, "spread": 0.5}
-"""How far a constant may be from the catalogue's, as the standard deviation of its logarithm."""
+"""The constants to fit, with the prior standard deviation of each one's logarithm around the catalogue's value."""
 FRACTIONS = ("reach", "streaming", "share")
-"""Constants that are fractions of a datasheet's figure."""
+"""Constants that are fractions of a figure in the datasheet, so that they cannot exceed 1."""
 NOISE = 0.05
-"""The standard deviation of a measured step's logarithm."""
+"""Assumed standard deviation of the logarithm of a measured step's time."""
 ALIKE = 0.6
-"""Number of doublings of the size over which a measured step is informative for another."""
+"""Distance, in doublings, over which the residual of a measured step is informative for another step."""
 TRUST = 0.05
-"""The weight of the prior, that the model is right, against measured steps."""
+"""Weight of the prior (the model is right, so the residual is 0) against measured steps."""
 
 
 @dataclass(frozen=True)
 class Observation:
-    """A measured step."""
+    """The measured seconds of a step of a workload under a strategy, to which a cluster's constants are fitted."""
 
     workload: Workload
     spec: StrategySpec
@@ -45,11 +46,14 @@ class Observation:
 def calibrated(
     cluster: Cluster, observations: Sequence[Observation], loose: Mapping[str, float] = MappingProxyType(LOOSE)
 ) -> Cluster:
-    """Return the cluster with constants that explain the observations and stay close to the catalogue's.
+    """Return the cluster with constants fitted to measured steps; they stay close to the catalogue's values.
 
-    `loose` names the constants that may be moved, and how far.
+    Args:
+        cluster: The cluster on which the steps were measured.
+        observations: The measured steps.
+        loose: The constants to fit, with the prior standard deviation of each one's logarithm.
     """
-    cluster = replace(cluster, measured=True)  # fitted as it is used: starting operations is measured, not assumed
+    cluster = replace(cluster, measured=True)  # so that the fit uses the same model as later estimates
     names = list(loose)
     start = np.zeros(len(names))
     target = np.log([one.seconds for one in observations])
@@ -66,20 +70,25 @@ def calibrated(
 
 @dataclass(frozen=True)
 class Residuals:
-    """The residuals of measured steps against the model, which are applied to similar steps."""
+    """The residuals of measured steps against the model, which are applied to predictions of similar steps."""
 
     places: tuple[tuple[float, ...], ...]
+    """For each measured step, its coordinates for similarity: rows, tensor-parallel devices and block size."""
     logs: tuple[float, ...]
+    """For each measured step, the logarithm of the factor on compute time with which the model is right."""
 
     @classmethod
     def of(cls, cluster: Cluster, observations: Sequence[Observation]) -> Residuals:
-        """Return the factors on compute time with which the model matches each observation."""
+        """Return the residuals of measured steps against the model of a (calibrated) cluster."""
         logs = tuple(_factor(cluster, one) for one in observations)
         places = tuple(_place(one.workload, one.spec, _rows(one.workload, one.spec)) for one in observations)
         return cls(places, logs)
 
     def correction(self, workload: Workload) -> Correction:
-        """Return the factor for any spec of this workload."""
+        """Return a function of a spec and rows per micro-batch, for `estimate`.
+
+        It returns the factor on the workload's compute time that follows from similar measured steps.
+        """
 
         def factor(spec: StrategySpec, rows: float) -> float:
             place = _place(workload, spec, rows)
@@ -90,7 +99,7 @@ class Residuals:
 
 
 def _with(cluster: Cluster, logs: dict[str, float]) -> Cluster:
-    """Return a cluster whose constants are shifted by these logarithms."""
+    """Return the cluster with each constant in `logs` multiplied by the exponential of its value there."""
     factors = {name: math.exp(log) for name, log in logs.items()}
     chip = cluster.chip
     own: dict[str, Any] = {
@@ -111,12 +120,15 @@ def _with(cluster: Cluster, logs: dict[str, float]) -> Cluster:
 
 
 def _bounded(name: str, value: float) -> float:
-    """Return a constant that is at most what the datasheet says; only times have no bound."""
+    """Return a constant's value, limited to 1 if it is a fraction of a figure in the datasheet."""
     return min(1.0, value) if name in FRACTIONS else value
 
 
 def _least_squares(residuals: object, start: NDArray[np.float64], rounds: int = 25) -> NDArray[np.float64]:
-    """Levenberg and Marquardt's way down, with differences for derivatives."""
+    """Return the arguments that minimize the sum of squared residuals, by the Levenberg-Marquardt algorithm.
+
+    Derivatives are approximated by finite differences. `residuals` maps arguments to an array.
+    """
     assert callable(residuals)
     at, damping = start, 1e-2
     now = residuals(at)
@@ -139,13 +151,13 @@ def _least_squares(residuals: object, start: NDArray[np.float64], rounds: int = 
 
 
 def _robust(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return Huber residuals: beyond two standard deviations their squares grow linearly, which limits outliers."""
+    """Return residuals whose squares are Huber's loss: beyond two standard deviations it grows only linearly."""
     size = np.abs(values)
     return np.sign(values) * np.where(size <= 2, size, np.sqrt(np.maximum(0.0, 4 * size - 4)))
 
 
 def _factor(cluster: Cluster, one: Observation) -> float:
-    """Return the logarithm of the factor on compute time with which the model gives the measured time."""
+    """Return the logarithm of the factor on compute time with which the model predicts the measured time."""
     low, high = math.log(0.2), math.log(5.0)
     for _ in range(30):
         middle = (low + high) / 2

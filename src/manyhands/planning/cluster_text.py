@@ -1,4 +1,4 @@
-"""Parser of a cluster that is written as a line of text, such as "8 hosts x 8 H100, 400Gb/s InfiniBand, $2/h".
+"""Parser for descriptions of a cluster in a line of text, such as "8 hosts x 8 H100, 400Gb/s InfiniBand, $2/h".
 
 Each feature (devices, price, network, hosts) is found anywhere in the line and removed from it. A word that is left
 over is an error, so that nothing that the user wrote is ignored.
@@ -15,7 +15,7 @@ from ..costs import device_names
 
 REMEDY = 'write for example "8 hosts x 8 H100, 400Gb/s InfiniBand, $2/h", or pass a TOML file'
 USUAL_PER_HOST = 8
-"""Devices of a host where a larger number is given without a number of hosts."""
+"""Assumed number of devices per host if a line gives a larger number of devices, and no number of hosts."""
 _NUMBER = r"\d+(?:[.,]\d+)?"
 _HOST = r"(?:hosts?|nodes?|servers?|machines?|instances?|boxe?s?)"
 _DEVICE = r"(?:devices?|gpus?|cards?|accelerators?)"
@@ -33,7 +33,7 @@ _RATE = re.compile(
     r"(?P<what>i?[bB](?:its?|ytes?)?\s*(?:/\s*s(?:ec)?|ps)|igab(?:it|yte)s?(?:\s*/\s*s|ps)?|b(?:it)?|bE|ps)?(?!\w)"
     rf"(?i:\s*(?:/|per|a|for each|each)\s*(?P<scope>{_DEVICE}|{_HOST}|nics?))?",
 )
-"""Bytes need "per second", so that they are not taken for the memory of a device."""
+"""Bandwidth of a network. Bytes need "per second", because "80GB" alone is the memory of a device."""
 _PER_DEVICE = re.compile(rf"\b(?:per|each|a)\s+{_DEVICE}\b", re.IGNORECASE)
 _NETWORKS = {
     "ib": "InfiniBand", "infiniband": "InfiniBand", "ndr": "InfiniBand", "hdr": "InfiniBand", "edr": "InfiniBand",
@@ -54,7 +54,7 @@ _FILLERS = {
 
 @dataclass
 class _Line:
-    """The rest of a line, from which features are removed one after the other."""
+    """A line of text from which the parser removes one feature (devices, price, network, hosts) after the other."""
 
     text: str
     whole: str = field(init=False)
@@ -63,19 +63,22 @@ class _Line:
         self.whole = self.text
 
     def take(self, pattern: re.Pattern[str]) -> re.Match[str] | None:
-        """Find a feature and remove it."""
+        """Find the first match of `pattern`, remove it from the text and return it; None if there is none."""
         found = pattern.search(self.text)
         if found is not None:
             self.text = f"{self.text[: found.start()]} , {self.text[found.end() :]}"
         return found
 
     def error(self, rule: str, got: str, remedy: str = REMEDY) -> SettingsError:
-        """Return an error about this line."""
+        """Return an error with the rule, the part of the line that breaks it, and the whole line."""
         return SettingsError(rule, got=f"{got} in {self.whole!r}" if got != self.whole else repr(got), remedy=remedy)
 
 
 def parse_cluster(text: str) -> dict[str, Any]:
-    """Return the settings that a line describes, as `Cluster.from_dict` takes them.
+    """Return the settings that a line of text describes, by name, for `Cluster.from_dict`.
+
+    Raises:
+        SettingsError: The line has no devices, a word without a meaning, or numbers that contradict each other.
 
     >>> parse_cluster("64 A100 SXM 80GB, 8 per node, 8x200Gb/s, 16 €/h per host")
     {'device': 'A100', 'hosts': 8, 'per_host': 8, 'gbits': 1600.0, 'price': 2.0, 'currency': '€'}
@@ -105,7 +108,7 @@ def parse_cluster(text: str) -> dict[str, Any]:
 
 
 def _normal(text: str) -> str:
-    """Return a line with one way to write products, and without brackets."""
+    """Return a line with "x" for all signs of multiplication, and with commas in place of brackets."""
     text = re.sub("[\u00d7\u2715\u2716\u2217*]", "x", text)  # signs of multiplication
     text = re.sub(r"[()\[\];:@]", " , ", text)
     return re.sub(r"(?<=\d)\s*x\s*(?=\D)", " x ", re.sub(r"\s+", " ", text)).strip()
@@ -139,7 +142,10 @@ _ON_HOSTS = re.compile(rf"\b(?:on|in|over|across)\s*(?P<hosts>\d+)\s*{_HOST}|\b(
 
 
 def _shape(line: _Line, parts: dict[str, str | None]) -> dict[str, Any]:
-    """Find and remove the numbers of hosts and of devices per host."""
+    """Return the numbers of hosts and of devices per host, as settings.
+
+    `parts` has the numbers that were matched together with the devices; others are removed from the line.
+    """
     per, on = line.take(_PER_HOST), line.take(_ON_HOSTS)
     if parts.get("hosts"):
         return {"hosts": int(str(parts["hosts"])), "per_host": int(parts.get("count") or USUAL_PER_HOST)}
@@ -164,7 +170,10 @@ def _is_gpu(name: str) -> bool:
 
 
 def _device(line: _Line, name: str, gigabytes: str | None) -> dict[str, Any]:
-    """Find and remove a device's form factor, memory and links; return its catalogue name and the link in a host."""
+    """Return the settings of a device: its name in the catalogue, and the link between devices of a host if given.
+
+    Its form factor, memory and link are removed from the line.
+    """
     values: dict[str, Any] = {}
     known = {re.sub(r"[\s-]", "", one).upper(): one for one in device_names()}
     plain = "CPU" if not _is_gpu(name) else re.sub(r"[\s-]", "", name).upper()
@@ -183,7 +192,7 @@ def _device(line: _Line, name: str, gigabytes: str | None) -> dict[str, Any]:
 
 
 def _with_memory(line: _Line, plain: str, gigabytes: int, known: dict[str, str]) -> str:
-    """Return the variant of a device with this memory."""
+    """Return the key in `known` of a device's variant with so much memory; raise SettingsError if there is none."""
     variants = {round(memory / 1e9): one for one, memory in device_names().items() if one.split("-")[0] == known[plain]}
     usual = round(device_names()[known[plain]] / 1e9)
     if gigabytes == usual:
@@ -195,7 +204,7 @@ def _with_memory(line: _Line, plain: str, gigabytes: int, known: dict[str, str])
 
 
 def _network(rate: re.Match[str]) -> dict[str, Any]:
-    """Return speed and kind of a network; a capital B means bytes, a small one bits."""
+    """Return a network's bandwidth in Gbit/s and its kind, as settings; in the text, "B" means bytes and "b" bits."""
     unit = {"G": 1.0, "M": 1e-3, "T": 1e3}[rate["unit"].upper()]
     what = rate["what"] or ""
     bits = 8.0 if "B" in what.replace("bE", "") or "byte" in what.lower() else 1.0
@@ -208,7 +217,7 @@ def _network(rate: re.Match[str]) -> dict[str, Any]:
 
 
 def _price(money: re.Match[str], per_host: int) -> dict[str, Any]:
-    """Return the price of a device per hour, and its currency."""
+    """Return the price of one device per hour and its currency, as settings."""
     price = _number(money["price"] or money["other"] or money["plain"])
     scope = money["of"] or money["each"] or ""
     if re.fullmatch(_HOST, scope, re.I):

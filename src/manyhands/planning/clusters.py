@@ -1,4 +1,4 @@
-"""Clusters to plan for, available or not, described by a line of text or a TOML file."""
+"""Clusters for which a plan is made, from a line of text or a TOML file; their hardware need not be available."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from ..costs import Chip, ExchangeGroup, Link, chip, link, make_chip
 from .cluster_text import REMEDY, parse_cluster
 
 SPREAD = 0.02
-"""Relative standard deviation of a replica's step time, if it was not measured."""
+"""Assumed relative standard deviation of a replica's step time, if it was not measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Hosts with equal devices.
+    """A cluster of hosts with equal devices, for which a plan is made.
 
     >>> cluster = Cluster.parse("8 hosts x 8 H100, 400Gb/s")
     >>> cluster.num_devices, cluster.chip.name, cluster.network.name
@@ -34,16 +34,17 @@ class Cluster:
     """Price of one device per hour."""
     currency: str = "$"
     spread: float = SPREAD
+    """Relative standard deviation of a replica's step time."""
     assumed: tuple[str, ...] = ()
-    """Assumptions about properties that were not given."""
+    """Assumptions about properties that were not given, as texts for the user."""
     measured: bool = False
-    """Whether its figures were measured instead of read off datasheets."""
+    """Whether its constants were fitted to measured steps; otherwise they are from the catalogue."""
     shared: bool = False
-    """Whether its devices share one physical device, such as a CPU's cores."""
+    """Whether its devices are parts of one physical device, such as cores of a CPU."""
     part: Chip | None = None
-    """Measured properties of each of a host's devices while all of them work."""
+    """Measured properties of each device of a host while all of them compute; only if `shared`."""
     exchange: float = 0.0
-    """Measured seconds of a collective apart from the transfer of its bytes."""
+    """Measured seconds of a collective apart from the transfer of its bytes; 0 if not measured."""
 
     def __post_init__(self) -> None:
         for name in ("hosts", "per_host"):
@@ -66,17 +67,21 @@ class Cluster:
 
     @classmethod
     def parse(cls, text: str) -> Cluster:
-        """Parse a line such as "8 hosts x 8 H100, 400Gb/s InfiniBand, $2/h"."""
+        """Create a cluster from a line of text such as "8 hosts x 8 H100, 400Gb/s InfiniBand, $2/h"."""
         return cls.from_dict(parse_cluster(text))
 
     @classmethod
     def read(cls, path: str | Path) -> Cluster:
-        """Read a TOML file: hosts, per_host, device, network, and custom figures under [chip]."""
+        """Create a cluster from a TOML file with hosts, per_host, device, network; [chip] describes a new device."""
         return cls.from_dict(read_toml(path))
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Cluster:
-        """Create a cluster from settings by name; raises SettingsError for unknown or contradictory ones."""
+        """Create a cluster from settings by name.
+
+        Raises:
+            SettingsError: A setting is unknown, missing or invalid, or settings contradict each other.
+        """
         known = (
             "hosts",
             "per_host",
@@ -95,7 +100,7 @@ class Cluster:
                 raise SettingsError(
                     f"a key of a cluster must be one of {', '.join(known)}, spread",
                     got=repr(key),
-                    remedy="correct the name",
+                    remedy="rename or remove this key",
                 )
         assumed: list[str] = [str(text) for text in values.get("assumed", ())]
         hosts, per_host = _shape(values)
@@ -125,7 +130,7 @@ class Cluster:
         )
 
     def chip_for(self, count: int) -> Chip:
-        """Return the properties of each device when this many are used."""
+        """Return the properties of each device while `count` of a host's are used; CPU cores share bandwidth."""
         count = min(count, self.per_host)
         if not self.shared or count == 1:
             return self.chip
@@ -135,7 +140,10 @@ class Cluster:
         return replace(self.chip, flops=flops, memory=self.chip.memory / count, bandwidth=self.chip.bandwidth / count)
 
     def with_devices(self, count: int) -> Cluster:
-        """Return the cluster with this many devices, filling one host after another; adds a network if needed."""
+        """Return a cluster of this kind with `count` devices, which fill one host after another.
+
+        If it then has several hosts and no known network, a usual one is assumed.
+        """
         per_host = min(self.per_host, count)
         hosts = -(-count // per_host)
         network = self.network
@@ -144,7 +152,10 @@ class Cluster:
         return replace(self, hosts=hosts, per_host=per_host, network=network)
 
     def group(self, size: int, stride: int) -> ExchangeGroup:
-        """Return the group of ranks `stride` apart: how many share a host, and how many such groups share its NIC."""
+        """Return a group of `size` ranks whose numbers are `stride` apart, as the cost model needs it.
+
+        It says how many of these ranks share a host, and how many such groups share the host's network card.
+        """
         together = max(1, min(size, self.per_host // stride)) if stride < self.per_host else 1
         sharing = max(1, min(self.per_host, self.num_devices) // together) if size > together else 1
         return ExchangeGroup(
@@ -157,14 +168,17 @@ class Cluster:
         )
 
     def way(self, stride: int) -> Link:
-        """Return the link between ranks this far apart; concurrent senders of a host share its NIC."""
+        """Return the link between ranks whose numbers are `stride` apart.
+
+        Between hosts, its bandwidth is the part of the network card for one of the ranks that send at the same time.
+        """
         if stride < self.per_host or self.network is None:
             return self.inside
         return replace(self.network, bandwidth=self.network.bandwidth / min(stride, self.per_host))
 
 
 def read_toml(path: str | Path) -> dict[str, Any]:
-    """Return the contents of a cluster file."""
+    """Return the settings in a cluster file; raise SettingsError if it is missing or not valid TOML."""
     try:
         return tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
@@ -172,7 +186,7 @@ def read_toml(path: str | Path) -> dict[str, Any]:
 
 
 def as_cluster(given: Cluster | str | Path) -> Cluster:
-    """Return a cluster from a user's argument."""
+    """Return the cluster that a user's argument describes: a Cluster, a line of text or the path of a TOML file."""
     if isinstance(given, Cluster):
         return given
     if isinstance(given, Path) or str(given).endswith(".toml"):

@@ -1,4 +1,4 @@
-"""Saturation curve: speed against the number of devices, where more stop paying, why, and what would help."""
+"""Saturation curve: speed-up by number of devices, where more devices stop to pay off, why, and what would help."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from .estimate import Estimate, estimate, servers_of
 from .workload import Workload
 
 MOST_DEVICES = 1024
-"""Number of devices up to which curves go at least, if the batch has as many samples."""
+"""Number of devices up to which curves go at least, if a batch has as many samples."""
 WORTH = 0.5
-"""Minimum average efficiency of a device for more devices to pay."""
+"""Minimum efficiency (speed-up divided by devices) with which a number of devices is worth using."""
 LEAST_GAIN = 1.02
+"""Minimum speed-up for which a change is reported as a remedy."""
 MOST_TRIED = 64
-"""Number of counts that are tried between two points of the curve."""
+"""Maximum number of device counts that are tried between two points of the curve to find the exact saturation."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,33 +39,37 @@ class Point:
 
 @dataclass(frozen=True, kw_only=True)
 class Remedy:
-    """A change that would move the point of saturation."""
+    """A change of hardware or settings that would make training faster, or let it use more devices."""
 
     text: str
     gain: float
-    """Relative speed on the cluster's devices after the change."""
+    """Speed on the cluster's devices after the change, relative to the present speed."""
     saturates: int
+    """Number of devices at which the speed-up saturates after the change."""
     is_lossy: bool = False
+    """Whether the change alters the mathematics."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
-    """Speed-ups from 1 to 1,024 devices, or to four times those of a larger cluster, for one batch size."""
+    """Speed-ups of a workload from 1 to 1,024 devices, or to four times those of the cluster if that is more."""
 
     points: tuple[Point, ...]
     saturates: int
-    """Number of devices up to which the efficiency is at least one half."""
+    """The largest number of devices with an efficiency of at least one half."""
     reason: str
+    """The largest loss with more devices than that, as a sentence."""
     remedies: tuple[Remedy, ...] = ()
+    """Changes that would help, best first."""
 
     @property
     def never(self) -> bool:
-        """Whether more devices still pay at the end of the curve."""
+        """Whether the efficiency is still at least one half at the end of the curve."""
         return self.saturates >= self.points[-1].num_devices
 
 
 class Curves:
-    """Compute the curve of a workload on clusters of one kind."""
+    """Compute the saturation curve of a workload on clusters of one kind, starting from the best strategy of a plan."""
 
     def __init__(self, workload: Workload, cluster: Cluster, best: StrategySpec) -> None:
         self._workload, self._cluster = workload, cluster
@@ -74,21 +79,22 @@ class Curves:
         self._alone = self._at(1).seconds
 
     def draw(self) -> Curve:
-        """Return the whole curve, with its reason and its remedies."""
+        """Return the curve with all points, where and why it saturates, and what would help."""
         points = tuple(self.point(count) for count in _grid(self._most()))
         saturates = self.saturation()
         return Curve(points=points, saturates=saturates, reason=self.reason(saturates), remedies=tuple(self.remedies()))
 
     def point(self, count: int) -> Point:
-        """Return the fastest of a few strategies for this number of devices."""
+        """Return the fastest of a few strategies on `count` devices, and its speed-up over one device."""
         found = self._at(count)
         return Point(num_devices=count, speedup=self._alone / found.seconds, estimate=found)
 
     def saturation(self, *, is_exact: bool = True) -> int:
-        """Return the largest number of devices with an average efficiency of at least one half.
+        """Return the largest number of devices with an efficiency of at least one half.
 
-        Efficiency is not monotone: it rises where a batch or the hosts divide evenly. So counts of this kind are tried
-        as well, and if `is_exact` all counts, or many of them, up to the next one that is too inefficient.
+        Efficiency is not monotone: it is higher if the batch or the hosts divide evenly. So such numbers are tried in
+        addition to the points of the curve. If `is_exact`, up to MOST_TRIED numbers above the largest efficient one are
+        tried too.
         """
         most = self._most()
         even = {-(-self._workload.batch_size // rows) for rows in range(1, 33)}
@@ -110,7 +116,7 @@ class Curves:
         return self.point(count).efficiency >= WORTH
 
     def reason(self, count: int) -> str:
-        """Return the largest loss beyond the point of saturation, as a sentence."""
+        """Return why the curve saturates at `count` devices: the largest loss of time with one more, as a sentence."""
         work = self._workload
         if count == self._most() < self._limit:
             return f"the batch has only {work.batch_size} samples to share out{_past_critical(work)}"
@@ -128,14 +134,14 @@ class Curves:
         return _WORDS[largest](found, self._cluster, lost[largest], work)
 
     def remedies(self) -> list[Remedy]:
-        """Return changes that would help, best first; each is the same curve with one thing changed."""
+        """Return changes that would help, best first. For each, the curve is computed again with one thing changed."""
         now = self.saturation(is_exact=False)
         here = self._cluster.num_devices
         speed = 1 / self._at(here).seconds
         result = []
         for text, is_lossy, workload, cluster, changes in self._changes():
             other = Curves(workload, cluster, replace(self._best, **changes))
-            # A larger batch has more samples per step, which count.
+            # Compare samples per second, because a larger batch has more samples per step.
             samples = workload.batch_size / self._workload.batch_size
             gain = samples / other._at(here).seconds / speed
             saturates = other.saturation(is_exact=False)
@@ -187,7 +193,11 @@ class Curves:
         return self._found[count]
 
     def _fastest(self, count: int) -> Estimate:
-        """Return the fastest of: replicas, shards in a host, shards on all, and the pick's axes with more replicas."""
+        """Return the estimate of the fastest strategy on `count` devices.
+
+        Considered are replicas only, shards within a host or over all devices, and the tensor and pipeline axes of the
+        plan's best strategy with more replicas.
+        """
         cluster = self._cluster.with_devices(count)
         base = replace(self._best, replicas=1, shards=1, tensor=1, stages=1, accumulate=1, microbatches=1)
         ways = [replace(base, replicas=count)]
@@ -208,12 +218,15 @@ class Curves:
         return min(made, key=lambda one: one.seconds)
 
     def _sync(self, replicas: int) -> str:
-        """Return the sync policy; without replicas there is nothing to synchronize."""
+        """Return the sync policy for this number of replicas: that of the plan's best strategy if there are several."""
         return self._best.sync if replicas > 1 else "allreduce"
 
 
 def _by_rows(work: Workload) -> tuple[str, Workload] | None:
-    """Return the workload with its largest table sharded by rows, and its name; None if no table dominates."""
+    """Return the name of the largest embedding table, and the workload with only its used rows sent.
+
+    None if no table has at least half of the gradients' bytes.
+    """
     networks = {}
     for precision, network in work.networks.items():
         table = max(network.pieces, key=lambda piece: piece.param_bytes)
@@ -227,7 +240,7 @@ def _by_rows(work: Workload) -> tuple[str, Workload] | None:
 
 
 def _with_links(cluster: Cluster, *, bandwidth: float = 1.0, latency: float = 1.0) -> Cluster:
-    """Return the cluster with bandwidth and latency of all links multiplied by these factors."""
+    """Return the cluster with the bandwidth and latency of all links multiplied by factors."""
 
     def changed(way: Link) -> Link:
         return replace(way, bandwidth=bandwidth * way.bandwidth, latency=latency * way.latency)
@@ -238,7 +251,7 @@ def _with_links(cluster: Cluster, *, bandwidth: float = 1.0, latency: float = 1.
 
 
 def _grid(most: int) -> list[int]:
-    """Return the numbers of devices of a curve: 1, 2, 3, 4, 6, 8, 12 and so on, two for each doubling."""
+    """Return the numbers of devices at a curve's points, up to `most`: 1, 2, 3, 4, 6, 8, 12, …, two per doubling."""
     counts = {1 << power for power in range(most.bit_length())} | {3 << power for power in range(most.bit_length())}
     return sorted(count for count in counts if count <= most)
 
@@ -257,7 +270,7 @@ def _by_servers(found: Estimate, cluster: Cluster, lost: float, work: Workload) 
 
 
 def _latency(found: Estimate, cluster: Cluster, work: Workload) -> float:
-    """Return the seconds of exchanges that remain with infinitely fast links and servers."""
+    """Return the seconds of communication in a step that would remain if all links had infinite bandwidth."""
     servers = servers_of(work, cluster, found.spec)
     if servers is not None:
         return sum(servers.rounds(0, 1))
@@ -301,7 +314,7 @@ def _by_input(found: Estimate, cluster: Cluster, lost: float, work: Workload) ->
 
 
 def _past_critical(work: Workload) -> str:
-    """Return whether a larger batch would use the devices better, but not train faster."""
+    """Return an addition to a sentence if a larger batch would exceed the gradient noise scale; else an empty text."""
     if work.noise is None or work.noise > work.batch_size:
         return ""
     return f"; a larger one would be past the critical batch, about {work.noise:.3g} samples"

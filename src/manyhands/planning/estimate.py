@@ -1,4 +1,4 @@
-"""Estimates of a step's time on a cluster with a strategy, broken down by cause."""
+"""Predict the seconds of a training step on a cluster under a strategy, broken down by cause, and its memory."""
 
 from __future__ import annotations
 
@@ -18,61 +18,67 @@ from .workload import Workload, period, wire_share
 BUCKET, FIRST_BUCKET = 25e6, 1e6
 """Bytes of gradients per bucket, and of the first bucket."""
 JITTER = 0.1
-"""How far hosts that launch operations one by one drift apart between two exchanges, as a fraction of that time."""
+"""Relative standard deviation of the time that hosts need to launch the operations between two collectives."""
 CONTENTION = (0.15, 0.02)
-"""Slowdown of computation during a concurrent exchange: over links inside a host, over a network."""
+"""Slowdown of computation during a concurrent exchange: over links inside a host, and over a network."""
 ROUND = 5e-4
-"""Seconds of overhead per round of a worker, the coordinator and the parameter servers, apart from its bytes: half a
-step of a tiny network, measured on two cores."""
+"""Overhead in seconds of a pull or push between a worker and the parameter servers, apart from its bytes.
+
+It is half the time of a step of a tiny network, measured on two cores.
+"""
 EXTRA = 3
-"""Operations that a collective costs its host."""
+"""Number of operations to whose launch time a collective's is equal."""
 
 Correction = Callable[[StrategySpec, float], float]
-"""Measured factor on the compute time, for a spec and the rows of a micro-batch."""
+"""Function of a spec and the rows of a micro-batch that returns the measured factor on the compute time."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """Predicted seconds of a step, their breakdown, and the memory of a device."""
+    """The predicted seconds of a step by cause, and the memory of a device."""
 
     spec: StrategySpec
     num_devices: int
     batch_size: int
     compute: float
     communication: float = 0.0
-    """Seconds that computation waits for exchanges."""
+    """Seconds in which computation waits for communication."""
     bubble: float = 0.0
-    """Seconds that pipeline stages wait for others."""
+    """Seconds in which pipeline stages wait for other stages."""
     stragglers: float = 0.0
-    """Seconds waiting for the slowest replica."""
+    """Seconds in which replicas wait for the slowest one."""
     input: float = 0.0
+    """Seconds in which a step waits for its batch."""
     update: float = 0.0
+    """Seconds of the optimizer's update."""
     memory: Footprint
+    """Peak memory of the rank that needs most."""
     fits: bool
+    """Whether `memory` fits into a device."""
     host_share: float = 0.0
     """Fraction of the compute time in which the device waits for its host to launch operations."""
     factor: float = 1.0
-    """Ratio of measured to predicted time, once measured."""
+    """Ratio of measured to predicted time; 1 if nothing was measured."""
 
     @property
     def seconds(self) -> float:
-        """Seconds of a whole step."""
+        """Predicted seconds of a whole step, multiplied by the measured factor."""
         parts = self.compute + self.communication + self.bubble + self.stragglers + self.input + self.update
         return parts * self.factor
 
     @property
     def samples_per_second(self) -> float:
-        """Throughput of all devices."""
+        """Samples per second of all devices together."""
         return self.batch_size / self.seconds
 
     def parts(self) -> dict[str, float]:
-        """Return seconds by cause."""
+        """Return the seconds of a step by cause, such as "compute" or "communication"."""
         names = ("compute", "communication", "bubble", "stragglers", "input", "update")
         return {name: getattr(self, name) * self.factor for name in names}
 
 
 def waiting(count: int) -> float:
-    """Return by how many standard deviations the slowest of `count` replicas exceeds the mean.
+    """Return by how many standard deviations the step time of the slowest of `count` replicas exceeds the mean.
 
     >>> [round(waiting(n), 1) for n in (1, 8, 50, 512)]
     [0.0, 1.4, 2.2, 3.0]
@@ -81,7 +87,9 @@ def waiting(count: int) -> float:
 
 
 def waiting_for(count: int, backups: int) -> float:
-    """Return the result of `waiting` if a step needs only `count` of `count + backups` replicas.
+    """Return by how many standard deviations a step exceeds the mean if `backups` slower replicas are not waited for.
+
+    A step needs the first `count` of `count + backups` replicas.
 
     >>> round(waiting_for(46, 4), 1)
     1.3
@@ -99,7 +107,16 @@ def estimate(
     pushers: int | None = None,
     correction: Correction | None = None,
 ) -> Estimate:
-    """Predict one step; with `servers`, gradients go to them from `pushers` workers instead of between replicas."""
+    """Predict the time and memory of a step of a workload on a cluster under a strategy.
+
+    Args:
+        workload: The network and its batch size.
+        cluster: The hardware.
+        spec: The strategy.
+        servers: Parameter servers; None derives them from the spec, which may have none.
+        pushers: Number of workers that push gradients to the servers; None for all.
+        correction: Measured factor on the compute time, such as `Residuals.correction` returns.
+    """
     whole = workload.network(spec.precision)
     network = whole.of_worker() if spec.servers else whole
     cluster = replace(cluster, chip=cluster.chip_for(spec.num_devices or 1)) if cluster.shared else cluster
@@ -109,7 +126,7 @@ def estimate(
     scale = correction(spec, rows) if correction else 1.0
     stages = times.stages(scale, workload.balanced)
     micros = spec.accumulate * spec.microbatches
-    schedule = "gpipe" if spec.schedule == "gpipe" else "1f1b"  # the others wait no longer than this one
+    schedule = "gpipe" if spec.schedule == "gpipe" else "1f1b"  # an upper bound for the other schedules
     forward, backward = [s.forward for s in stages], [s.backward for s in stages]
     sending = 0.0
     if spec.stages > 1:
@@ -133,6 +150,7 @@ def estimate(
         served = _served(busiest, servers, sizes, pushers or parts)
         if spec.staleness != 0:  # asynchronous workers wait only if the servers are the bottleneck
             served = max(0.0, sum(servers.rounds(size, pushers or parts)) - span)
+    gradients += micros * _attended(network, cluster, spec, rows)
     communication = exposed_tensor + gradients + served
     busy = span + gradients + served + late + update
     hosts = max(1, min(cluster.hosts, spec.num_devices or 1))
@@ -168,24 +186,26 @@ def estimate(
 
 @dataclass(frozen=True)
 class _Way:
-    """How operations are executed."""
+    """How a device executes operations."""
 
     captured: bool
+    """Whether a captured step (CUDA graphs) replaces launching operations one by one."""
     fused: bool
+    """Whether neighbouring operations are fused, as by torch.compile."""
     sequence: bool
-    """Whether tensor parallelism also splits norms and sums of rows, by tokens."""
+    """Whether tensor parallelism also shards norms and sums of rows, along the sequence."""
 
 
 def _way(workload: Workload, cluster: Cluster, spec: StrategySpec) -> _Way:
     on_cpu = cluster.chip.name == "CPU"
     captured = workload.captured and spec.capture != "off" and not on_cpu
     fused = captured and spec.capture in ("auto", "compile") if workload.fused is None else workload.fused
-    # Measured steps have the cost of starting operations in them.
+    # Constants that were fitted to measured steps include the cost of launching operations.
     return _Way(captured and not cluster.measured, fused, is_sequence(spec))
 
 
 def servers_of(workload: Workload, cluster: Cluster, spec: StrategySpec) -> Servers | None:
-    """Return the parameter servers of a spec, if any; with several hosts, they run on separate hosts."""
+    """Return the parameter servers of a spec, or None if it has none; in a cluster they are on separate hosts."""
     if not spec.servers:
         return None
     network = workload.network(spec.precision)
@@ -196,7 +216,7 @@ def servers_of(workload: Workload, cluster: Cluster, spec: StrategySpec) -> Serv
 
 
 def _waited(spec: StrategySpec) -> float:
-    """Return by how many standard deviations a step's wait exceeds the mean."""
+    """Return by how many standard deviations of replicas' step times a step exceeds the mean; 0 if asynchronous."""
     if spec.servers and spec.staleness != 0:
         return 0.0
     return waiting_for((spec.num_devices or 1) - spec.backup, spec.backup)
@@ -204,7 +224,10 @@ def _waited(spec: StrategySpec) -> float:
 
 @dataclass(frozen=True)
 class _Stage:
-    """Network parts that run on one rank, and their seconds per micro-batch."""
+    """The pieces of a network that run on one rank, and their seconds per micro-batch.
+
+    `exchange` is the part of `forward + backward` that waits for tensor-parallel all-reduces; `output` is in bytes.
+    """
 
     pieces: tuple[NetworkPart, ...]
     forward: float
@@ -216,13 +239,13 @@ class _Stage:
 
 
 class _Times:
-    """Times of all parts of a network for micro-batches of this many rows."""
+    """The seconds of all pieces of a network under a strategy, for micro-batches of `rows` rows."""
 
     def __init__(self, network: Network, cluster: Cluster, spec: StrategySpec, rows: float, way: _Way) -> None:
         self._network, self._cluster, self._spec = network, cluster, spec
         group = cluster.group(spec.tensor, 1)
         late = 1 + JITTER * waiting(spec.tensor)
-        samples = rows / network.rows
+        samples = rows / network.rows / spec.context
         self.device = self.whole = 0.0
         self._rows = []
         cached: dict[NetworkPart, tuple[float, float, float, float]] = {}
@@ -233,7 +256,7 @@ class _Times:
                 alone = cluster.chip.computing(
                     both, samples, spec.precision, spec.tensor, fused=way.fused, sequence=way.sequence
                 )
-                sending = 0.5 if network.precision == "bf16" else 1.0  # products give narrow numbers to wide sums
+                sending = 0.5 if network.precision == "bf16" else 1.0  # products are bf16, but `output` may be fp32
                 lot = _Lot(cluster.chip, spec, samples, way)
                 once = sending * piece.output * samples
                 cached[key] = (*_piece_times(piece, lot, all_reduce(once, group), late), alone)
@@ -243,7 +266,10 @@ class _Times:
             self._rows.append((forward, backward, exchange))
 
     def stages(self, scale: float, balanced: bool) -> list[_Stage]:
-        """Return the parts of each stage, partitioned for the fastest slowest stage, or with equally many blocks."""
+        """Return the pipeline stages: balanced so that the slowest is as fast as possible, or with equal block counts.
+
+        All times are multiplied by `scale`.
+        """
         pieces = self._network.pieces
         units = _units(pieces)
         ends = [*units[1:], len(pieces)]
@@ -274,7 +300,10 @@ class _Times:
 
 
 def _units(pieces: Sequence[NetworkPart]) -> list[int]:
-    """Return where a network may be partitioned: between its blocks; other parts stay with the block beside them."""
+    """Return the indices of pieces at which a stage may begin: blocks, or any piece if there are no repeated blocks.
+
+    Pieces that are not blocks stay with the block before them; those at the start stay with the first block.
+    """
     blocks = [index for index, piece in enumerate(pieces) if piece.is_repeated]
     if len(blocks) > 1:
         return [0, *blocks[1:]]
@@ -283,7 +312,7 @@ def _units(pieces: Sequence[NetworkPart]) -> list[int]:
 
 @lru_cache(maxsize=4096)
 def _kind(piece: NetworkPart) -> NetworkPart:
-    """Return a part without its name and position, so that equal blocks are computed once."""
+    """Return a piece without its name and parameters, as the key under which times of equal blocks are cached."""
     return NetworkPart(
         name="",
         forward=piece.forward,
@@ -296,7 +325,7 @@ def _kind(piece: NetworkPart) -> NetworkPart:
 
 @dataclass(frozen=True)
 class _Lot:
-    """Samples that a device computes in some way."""
+    """What a device computes: a number of samples (relative to the traced number), under a strategy."""
 
     chip: Chip
     spec: StrategySpec
@@ -311,7 +340,14 @@ class _Lot:
 
 
 def _piece_times(piece: NetworkPart, lot: _Lot, sum_seconds: float, late: float) -> tuple[float, float, float]:
-    """Return the seconds of forward and backward, and how much of both waits for tensor-parallel all-reduces."""
+    """Return the seconds of a piece's forward, of its backward, and of both while waiting for tensor-parallel sums.
+
+    Args:
+        piece: The piece.
+        lot: The samples, the device and the strategy.
+        sum_seconds: Seconds of one all-reduce of the piece's output.
+        late: Factor on the launch time of hosts, which wait for the slowest before a collective.
+    """
     spec, chip, way = lot.spec, lot.chip, lot.way
     spread = spec.tensor if piece.products else 1
     sums = piece.products / 2 if spread > 1 else 0.0
@@ -333,20 +369,31 @@ def _piece_times(piece: NetworkPart, lot: _Lot, sum_seconds: float, late: float)
 
 
 def _repeated(work: PassCost, spec: StrategySpec, *, fused: bool) -> PassCost:
-    """Return the cost of what backward recomputes: all of a block, or all but its products."""
+    """Return the cost of what backward recomputes of a block: its forward, or with "selective" all but its products."""
     if spec.recompute != "selective":
         return work
-    if fused:  # their results are computed again in any case
+    if fused:  # fused kernels of backward compute these results again in any case
         return PassCost()
     return PassCost(
         moved=work.moved - work.product_moved, unsharded=work.unsharded, operations=work.operations - work.products
     )
 
 
+def _attended(network: Network, cluster: Cluster, spec: StrategySpec, rows: float) -> float:
+    """Return the seconds in which keys and values go around the ranks of the context axis, once per attention.
+
+    Both are as large as a block's output; backward sends them again, with their gradients.
+    """
+    if spec.context == 1:
+        return 0.0
+    held = sum(piece.output for piece in network.pieces if piece.is_repeated) * rows / network.rows / spec.context
+    return 6 * send(held, cluster.way(spec.context)) * (spec.context - 1)
+
+
 def _exchanged(workload: Workload, cluster: Cluster, spec: StrategySpec, stage: _Stage, micros: int) -> float:
-    """Return the seconds that computation waits for gradients, and for parameters if they are sharded."""
+    """Return the seconds in which a stage waits for the exchange of gradients, and of sharded parameters."""
     stride = spec.tensor * spec.stages
-    shards, replicas = spec.shards or 1, spec.replicas or 1
+    shards, replicas = spec.shards or 1, (spec.replicas or 1) * spec.context
     waited = 0.0
     if shards > 1:
         group = cluster.group(shards, stride)
@@ -370,7 +417,10 @@ def _exchanged(workload: Workload, cluster: Cluster, spec: StrategySpec, stage: 
 
 
 def _overlapped(stage: _Stage, group: ExchangeGroup, share: float, *, overlaps: bool) -> float:
-    """Return the exposed time of bucketed gradient exchanges, which overlap with backward."""
+    """Return the seconds of bucketed gradient exchanges that backward does not hide.
+
+    `share` is the ratio of bytes on the network to those of the gradients.
+    """
     now = end = size = travelling = 0.0
     limit = FIRST_BUCKET
     for piece, seconds in zip(reversed(stage.pieces), reversed(stage.backwards), strict=True):
@@ -388,7 +438,10 @@ def _overlapped(stage: _Stage, group: ExchangeGroup, share: float, *, overlaps: 
 
 
 def _served(stage: _Stage, servers: Servers, sizes: Sequence[float], pushers: int) -> float:
-    """Return the exposed time of pulls, in the order forward needs parameters, and of pushes during backward."""
+    """Return the seconds of pulls that forward does not hide, and of pushes that backward does not hide.
+
+    Pulls are in the order in which forward needs parameters. `sizes` are the bytes of each piece.
+    """
     pull, push = servers.rounds(sum(sizes), pushers)
     total = sum(sizes) or 1
     arrived = now = 0.0

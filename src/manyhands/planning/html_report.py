@@ -1,4 +1,4 @@
-"""Pages of a plan: the curve as SVG, and everything as one standalone HTML file."""
+"""HTML report of a plan as one standalone file, and its saturation curve as an SVG image."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ STYLE = (
 
 
 def svg(curve: Curve, here: int) -> str:
-    """Return a chart of speed-up against devices, both in doublings, beside the ideal speed-up."""
+    """Return an SVG chart of the speed-up by number of devices, with the ideal speed-up; both axes are logarithmic.
+
+    `here` is the number of devices of the cluster, which is marked.
+    """
     top = max(1.0, math.log2(curve.points[-1].num_devices))
 
     def place(devices: float, speed: float) -> str:
@@ -57,7 +60,7 @@ def svg(curve: Curve, here: int) -> str:
 
 
 def html(plan: Plan, most: int = 30) -> str:
-    """Return a page with the table, the curve, the reason and the remedies."""
+    """Return an HTML page with the table (at most `most` strategies), the curve, its reason, and what would help."""
     best = plan.best.option
     rows = []
     for option in plan.options[:most]:

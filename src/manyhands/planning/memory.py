@@ -1,4 +1,4 @@
-"""Memory of a rank over a step, by simulating what is allocated and freed in its forward and backward."""
+"""Predict the peak memory of a rank by simulating what forward and backward of a step allocate and free."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ USABLE_SHARE = 0.92
 
 @dataclass(frozen=True, kw_only=True)
 class Footprint:
-    """Bytes of one rank at the peak, by what they hold."""
+    """Bytes of memory of one rank at its peak, by use; `working` is temporary memory of operations and the inputs."""
 
     parameters: float
     gradients: float
@@ -24,22 +24,30 @@ class Footprint:
 
     @property
     def total(self) -> float:
-        """Sum of all kinds."""
+        """Bytes of memory for all uses together."""
         return self.parameters + self.gradients + self.state + self.activations + self.working
 
 
 def footprint(
     network: Network, pieces: Sequence[NetworkPart], spec: StrategySpec, rows: float, in_flight: int = 1
 ) -> Footprint:
-    """Return the memory of a rank with these parts, with `in_flight` micro-batches of `rows` rows kept at a time."""
-    shards, replicas = spec.shards or 1, spec.replicas or 1
-    samples = rows / network.rows
+    """Return the peak memory of a rank.
+
+    Args:
+        network: The whole network.
+        pieces: The pieces of the network on this rank.
+        spec: The strategy.
+        rows: Number of rows of a micro-batch.
+        in_flight: Number of micro-batches whose activations the rank holds at a time.
+    """
+    shards, replicas = spec.shards or 1, (spec.replicas or 1) * spec.context
+    samples = rows / network.rows / spec.context
     own = sum(piece.param_bytes for piece in pieces) / spec.tensor
     whole = own / max(1, network.param_bytes / spec.tensor)
     trained = sum(piece.gradient_bytes for piece in pieces) / spec.tensor
     state = network.state_bytes * trained / max(1, network.gradient_bytes) / shards
     parameters = own / shards + network.buffer_bytes * whole
-    # A gradient and its communication buffer.
+    # Replicas hold each gradient and its communication buffer.
     gradients = trained / shards * (2 if replicas > 1 else 1)
     stay = spec.accumulate * spec.microbatches > 1 or replicas > 1 or shards > 1 or in_flight > 1
     kept = [_kept(piece, spec, samples) for piece in pieces]
@@ -52,19 +60,19 @@ def footprint(
         gradients=gradients if stay else grown,
         state=state,
         activations=before + activations,
-        # The whole batch of a step is in memory, whatever micro-batches it is split into.
+        # The rows of all micro-batches of a step are in memory.
         working=working + network.input_bytes * samples * spec.accumulate * spec.microbatches,
     )
 
 
 def is_sequence(spec: StrategySpec) -> bool:
-    """Return whether tensor parallelism also splits norms and sums of rows, by tokens."""
+    """Return whether tensor parallelism also shards norms and sums of rows, along the sequence (the tokens)."""
     return spec.tensor > 1 and ":sequence" in spec.layout
 
 
 def _kept(piece: NetworkPart, spec: StrategySpec, samples: float) -> float:
     if spec.recompute and piece.is_repeated:
-        # Only its input, which is as large as its output; "selective" also keeps the results of products.
+        # A recomputed block keeps only its input, which is as large as its output; "selective" also keeps products.
         share = 0.5 if spec.recompute == "selective" else 0.0
         split = spec.tensor if is_sequence(spec) else 1
         return (piece.output / split + share * piece.kept * piece.share(spec.tensor)) * samples
@@ -74,7 +82,15 @@ def _kept(piece: NetworkPart, spec: StrategySpec, samples: float) -> float:
 def _peak(
     pieces: Sequence[NetworkPart], spec: StrategySpec, samples: float, kept: Sequence[float], gradients: float
 ) -> tuple[float, float, float]:
-    """Return activations, working memory and gradients at the moment when their sum is largest."""
+    """Return the bytes of activations, working memory and gradients at the moment when their sum is largest.
+
+    Args:
+        pieces: The pieces on the rank, in order of execution.
+        spec: The strategy.
+        samples: Number of samples, relative to the traced number.
+        kept: Bytes of activations that each piece keeps for backward.
+        gradients: Bytes of gradients that are allocated during backward; 0 if they are allocated all the time.
+    """
     held, best = 0.0, (0.0, 0.0, 0.0)
     for piece, size in zip(pieces, kept, strict=True):
         working = max(0.0, piece.forward.peak * samples * piece.share(spec.tensor, sequence=is_sequence(spec)) - size)
@@ -86,12 +102,12 @@ def _peak(
         again = 0.0
         if spec.recompute and piece.is_repeated:
             again = piece.kept * samples * piece.share(spec.tensor, sequence=is_sequence(spec))
-        # Backward also holds the gradient that it starts from, as large as the part's output.
+        # Backward of a piece also holds the gradient of its output, which is as large as the output.
         working = (
             piece.backward.peak * piece.share(spec.tensor, sequence=is_sequence(spec)) + piece.output
         ) * samples + again
         if spec.accumulate * spec.microbatches > 1:
-            working += piece.largest / spec.tensor  # a new gradient exists separately until it is accumulated
+            working += piece.largest / spec.tensor  # autograd allocates a gradient before it is accumulated
         grown += gradients * piece.gradient_bytes / total
         best = max(best, (held, working, grown), key=sum)
         held -= size
@@ -99,7 +115,10 @@ def _peak(
 
 
 def _gathered(pieces: Sequence[NetworkPart], spec: StrategySpec) -> float:
-    """Return bytes of gathered parameters: the current block and the next; all if they stay whole until backward."""
+    """Return the bytes of gathered parameters of a sharded network: those of two blocks.
+
+    With sharding="gradients" all parameters are gathered, because they stay whole until backward.
+    """
     if (spec.shards or 1) == 1:
         return 0.0
     sizes = sorted((piece.param_bytes / spec.tensor for piece in pieces), reverse=True)

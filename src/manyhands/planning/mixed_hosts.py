@@ -1,5 +1,7 @@
-"""Clusters with several kinds of hosts, in a file or a line of text. Together they run at the speed of the slowest, so
-each kind is also planned by itself."""
+"""Clusters with several kinds of hosts, from a TOML file or a line of text.
+
+Together, all hosts run at the speed of the slowest, so each kind is also planned separately.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +15,13 @@ from .cluster_text import parse_cluster
 from .clusters import Cluster, as_cluster, read_toml
 
 KIND = "kind"
+"""Key of the tables, one per kind of host, in a cluster file."""
 
 
 def as_clusters(given: Cluster | str | Path) -> list[Cluster]:
-    """Return one cluster, or for several kinds of hosts all together and then each kind.
+    """Return the cluster that a user's argument describes, or several if it has several kinds of hosts.
+
+    For several kinds, the first cluster has all hosts, and each of the others has the hosts of one kind.
 
     >>> [f"{one.num_devices} {one.chip.name}" for one in as_clusters("2 hosts x 8 H100 + 1 host x 8 A100, 9Gb/s")]
     ['24 H100 and A100', '16 H100', '8 A100']
@@ -31,7 +36,9 @@ def as_clusters(given: Cluster | str | Path) -> list[Cluster]:
 
 
 def _texts(given: str) -> list[str]:
-    """Return a line for each kind; what follows the last kind's devices applies to all that say nothing themselves.
+    """Return a line of text for each kind of host in a line such as "2 hosts x 8 H100 + 4 hosts x 8 A100, 400Gb/s".
+
+    The text after the first comma of the last kind is appended to all kinds without a comma.
 
     >>> _texts("2 hosts x 8 H100 + 4 hosts x 8 A100, 400Gb/s")
     ['2 hosts x 8 H100, 400Gb/s', '4 hosts x 8 A100, 400Gb/s']
@@ -42,7 +49,9 @@ def _texts(given: str) -> list[str]:
 
 
 def mixed(values: Mapping[str, Any]) -> list[Cluster]:
-    """Create clusters from settings with a table for each kind; settings outside of these apply to all.
+    """Return the clusters of settings that have a table for each kind of host: all hosts together, then each kind.
+
+    Settings outside of these tables apply to all kinds.
 
     >>> strong, weak = {"device": "A100", "hosts": 1, "per_host": 8}, {"device": "V100", "hosts": 2, "per_host": 8}
     >>> together, *apart = mixed({"gbits": 100, "kind": [strong, weak]})
@@ -54,7 +63,7 @@ def mixed(values: Mapping[str, Any]) -> list[Cluster]:
         raise SettingsError(
             "hosts of several kinds must be written as two or more tables [[kind]]",
             got=repr(kinds),
-            remedy="write at least two tables, or none",
+            remedy="write a table [[kind]] for each of at least two kinds, or none",
         )
     apart = [Cluster.from_dict({**shared, **kind}) for kind in kinds]
     if len({one.per_host for one in apart}) > 1:

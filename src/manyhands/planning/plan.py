@@ -1,4 +1,4 @@
-"""Plan: the ranked strategies for a workload on a cluster, the pick and the curve; and plans of several clusters."""
+"""Plans: the strategies for a workload ranked by predicted cost, the best one, and plans compared over clusters."""
 
 from __future__ import annotations
 
@@ -18,20 +18,24 @@ from .search import PlanOption, Search
 from .workload import Workload, is_lossy, steps_needed
 
 Measure = Callable[[StrategySpec], float | str]
-"""Returns the measured seconds of a step with this spec on the available hardware, or why it could not run."""
+"""Function that measures steps under a spec on the available hardware; returns their seconds, or why it failed."""
 BANDS = {"measured": 0.05, "calibrated": 0.15, "catalogue": 0.3, "transferred": 1.0}
-"""Relative error of a time that nine of ten stay within, by the evidence: tried here, fitted to steps of this hardware,
-from the catalogue (published throughput), or from steps that were measured on other hardware."""
+"""Relative error that nine of ten predicted times do not exceed, by the evidence for them.
+
+"measured": the strategy was tried. "calibrated": constants were fitted to steps on this hardware. "catalogue": they
+are from the catalogue. "transferred": steps were measured on other hardware.
+"""
 SUFFIX = ".toml"
 TARGETS = (0.25, 0.5, 1, 2, 4, 8, 16)
-"""Batch sizes, relative to the task's own, whose time to a target is reported."""
+"""Batch sizes, relative to the task's, for which `Plan.to_target` reports the time to a target loss."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Predicted cost of every strategy, fastest first.
+    """The strategies for a workload on a cluster with their predicted costs, fastest first.
 
-    `plan.best` is the pick, `plan.show()` prints the table and the curve, `plan.save_html(path)` writes a page.
+    `plan.best` is the recommended strategy, `plan.show()` prints the table and the saturation curve, and
+    `plan.save_html(path)` writes both as a page.
     """
 
     name: str
@@ -39,7 +43,7 @@ class Plan:
     cluster: Cluster
     options: tuple[PlanOption, ...]
     control: PlanOption
-    """Plain data parallel, the baseline that the pick must not be slower than."""
+    """Plain data parallel, the baseline with which the recommended strategy is compared."""
     alone: float
     """Seconds of a step on one device."""
     curve: Curve
@@ -47,29 +51,32 @@ class Plan:
     fingerprint: str = ""
     num_networks: int = 1
     ways: tuple[ManyNetworksEstimate, ...] = ()
-    """Ways to train several such networks, fastest first, if several were requested."""
+    """Ways to train `num_networks` such networks, fastest first; empty for a single network."""
 
     @property
     def best(self) -> Pick:
-        """The fastest option that fits and can run; among measured ones if there are any."""
+        """The recommended strategy: the fastest that fits and can run, among the measured ones if there are any."""
         able = [option for option in self.options if option.can_run]
         tried = [option for option in able if option.measured is not None]
         return Pick(option=min(tried or able, key=lambda option: option.seconds), plan=self)
 
     @property
     def band(self) -> float:
-        """Expected relative error of predicted times."""
+        """Relative error that nine of ten predicted times do not exceed."""
         return BANDS[self.evidence]
 
     @property
     def evidence(self) -> str:
-        """What predicted times rest on: "calibrated", "catalogue", or "transferred" from steps on other hardware."""
+        """The evidence for predicted times: "calibrated", "catalogue", or "transferred" from other hardware."""
         if self.cluster.measured:
             return "calibrated"
         return "transferred" if self.workload.network(self.best.spec.precision).is_measured else "catalogue"
 
     def close(self) -> list[PlanOption]:
-        """Return options that may be as fast as the pick: predicted ones whose times differ by less than the band."""
+        """Return strategies that may be as fast as the best: their predicted times differ by less than `band`.
+
+        Empty if the best strategy was measured.
+        """
         best = self.best.option
         if best.measured is not None:
             return []
@@ -79,25 +86,29 @@ class Plan:
         ]
 
     def efficiency(self, option: PlanOption) -> float:
-        """Return the speed-up over one device, divided by the number of devices."""
+        """Return the speed-up of a strategy over one device, divided by its number of devices."""
         devices = 1 if self.cluster.shared else option.estimate.num_devices
         return self.alone / option.seconds / devices
 
     def cost(self, option: PlanOption, samples: float = 1e6) -> float | None:
-        """Return the cost of this many samples; None without a price."""
+        """Return the price of training on `samples` samples under a strategy; None if the cluster has no price."""
         if self.cluster.price is None:
             return None
         hours = option.seconds * samples / self.workload.batch_size / 3600
         return hours * option.estimate.num_devices * self.cluster.price
 
     def steps_over_least(self) -> float | None:
-        """Return the ratio of steps to a target to those of an infinite batch; None if gradient noise is unknown."""
+        """Return the number of steps to a target loss, relative to an infinitely large batch.
+
+        None if the gradient noise scale is unknown.
+        """
         return None if self.workload.noise is None else steps_needed(self.workload.batch_size, self.workload.noise)
 
     def to_target(self) -> dict[int, float]:
-        """Return the time to a target with other batch sizes on these devices, relative to this one.
+        """Return the time to a target loss by batch size, on these devices and relative to the task's batch size.
 
-        Empty if the gradient noise is not known. Steps come from the noise, their seconds from the model.
+        The number of steps is calculated from the gradient noise scale, and the seconds of a step are predicted. Empty
+        if the noise scale is unknown.
         """
         if self.workload.noise is None:
             return {}
@@ -113,25 +124,25 @@ class Plan:
         return {size: time / found[batch_size] for size, time in found.items()} if batch_size in found else {}
 
     def show(self, *, most: int = 12) -> None:
-        """Print the table and the curve."""
+        """Print the table, with at most `most` strategies, and the saturation curve."""
         from .report import show
 
         show(self, most=most)
 
     def save_html(self, path: str | Path) -> None:
-        """Write an HTML page with the table and the curve; it needs no other file."""
+        """Write a standalone HTML page with the table and the saturation curve."""
         from .html_report import html
 
         Path(path).write_text(html(self), encoding="utf-8")
 
     def save_svg(self, path: str | Path) -> None:
-        """Write the curve as SVG."""
+        """Write the saturation curve as an SVG image."""
         from .html_report import svg
 
         Path(path).write_text(svg(self.curve, self.cluster.num_devices), encoding="utf-8")
 
     def log(self, folder: str | Path) -> None:
-        """Append the plan to the event log of a folder, for the dashboard."""
+        """Append the plan to the event log in `folder`, which the dashboard shows."""
         keep_event(folder, event("plan", **self.to_dict()))
 
     def to_dict(self) -> dict[str, Any]:
@@ -180,24 +191,28 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True)
 class Pick:
-    """The pick of a plan: `fit(task, plan.best.spec)`, or `save` it, edit it, and `fit(task, "plan.toml")`."""
+    """The recommended strategy of a plan.
+
+    Train with it by `fit(task, plan.best.spec)`, or write it by `plan.best.save("plan.toml")`, edit the file, and train
+    by `fit(task, "plan.toml")`.
+    """
 
     option: PlanOption
     plan: Plan
 
     @property
     def spec(self) -> StrategySpec:
-        """The strategy."""
+        """The spec of the recommended strategy, for `fit`."""
         return self.option.spec
 
     @property
     def seconds(self) -> float:
-        """Seconds of a step."""
+        """Seconds of a step under the strategy, measured if it was tried, else predicted."""
         return self.option.seconds
 
     @property
     def why(self) -> str:
-        """Reason for the pick, as one sentence."""
+        """Why the strategy is recommended, as one sentence."""
         control = self.plan.control
         how = "measured" if self.option.measured is not None else "predicted"
         if self.spec == control.spec:
@@ -208,7 +223,7 @@ class Pick:
         return f"{format_duration(self.seconds)} a step, {how}: {gain:.2f} times plain data parallel"
 
     def save(self, path: str | Path) -> Path:
-        """Write the pick as TOML, to be edited and passed to `fit`."""
+        """Write the strategy as a TOML file, which can be edited and passed to `fit`; return its path."""
         plan = self.plan
         lines = [
             f"# {self.why}",
@@ -226,7 +241,13 @@ class Pick:
 
 
 def read_plan(path: str | Path) -> tuple[StrategySpec, str]:
-    """Return the strategy in a plan file, and the fingerprint of the network it was made for."""
+    """Return the strategy in a plan file, and the fingerprint of the network for which it was made.
+
+    The fingerprint is empty if the file has none.
+
+    Raises:
+        SettingsError: The file cannot be read, is not valid TOML, or has no strategy.
+    """
     remedy = 'write one with mh.plan(task).best.save("plan.toml")'
     try:
         values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
@@ -241,7 +262,10 @@ def read_plan(path: str | Path) -> tuple[StrategySpec, str]:
 
 
 def require_same(path: str | Path, planned: str, network: str) -> None:
-    """Raise SettingsError if a plan was made for another network."""
+    """Raise SettingsError if a plan file was made for another network.
+
+    `planned` and `network` are the fingerprints of the plan's network and of the given one; an empty `planned` matches.
+    """
     if planned and planned != network:
         raise SettingsError(
             f"{path} must be used for the network for which it was made, of {planned}",
@@ -262,7 +286,21 @@ def make_plan(
     notes: Sequence[str] = (),
     networks: int = 1,
 ) -> Plan:
-    """Estimate all strategies, measure the best few if possible, and compute the curve of the pick."""
+    """Predict the cost of all strategies, measure the best few, and compute the saturation curve.
+
+    Args:
+        workload: The network and its batch size.
+        cluster: The hardware.
+        search: Constraints on the strategies.
+        measure: Measures steps under a strategy; None if the hardware is not available.
+        tries: Number of strategies to measure, in addition to plain data parallel.
+        fingerprint: Text that identifies the network.
+        notes: Texts to show with the plan.
+        networks: Number of such networks to train.
+
+    Raises:
+        StrategyError: No strategy fits, or this version cannot run those that fit.
+    """
     options = search.options(workload, cluster)
     if not any(option.can_run for option in options):
         raise _nothing_fits(workload, cluster, search, options)
@@ -294,7 +332,10 @@ def make_plan(
 
 
 def _ways(workload: Workload, cluster: Cluster, search: Search, networks: int) -> list[ManyNetworksEstimate]:
-    """Return ways to train many networks of this kind, with step times fitted as t = start + each · samples."""
+    """Return ways to train `networks` such networks, fastest first; empty for one, or if it fits on no single device.
+
+    Step times are fitted as `start + each * samples` to predictions for two batch sizes.
+    """
     if networks == 1:
         return []
     each = replace(cluster, chip=cluster.chip_for(cluster.num_devices), shared=False)
@@ -311,7 +352,7 @@ def _ways(workload: Workload, cluster: Cluster, search: Search, networks: int) -
 
 
 def _tried(options: list[PlanOption], control: PlanOption, measure: Measure, tries: int) -> list[PlanOption]:
-    """Measure the best few options and the control; scale the others by the median error."""
+    """Measure the best `tries` strategies and `control`; scale the other predictions by the median error."""
     able = [option for option in options if option.can_run]
     chosen = {option.spec: option for option in [*able[:tries], *([control] if control.can_run else [])]}
     found = {spec: measure(spec) for spec in chosen}
@@ -330,7 +371,7 @@ def _tried(options: list[PlanOption], control: PlanOption, measure: Measure, tri
 
 
 def _nothing_fits(workload: Workload, cluster: Cluster, search: Search, options: list[PlanOption]) -> StrategyError:
-    """Return an error that names what would fit: more devices, lower precision, or a smaller batch."""
+    """Return an error with what would fit: lower precision, more devices, or devices with more memory."""
     near = min(options, key=lambda option: option.estimate.memory.total)
     need, have = near.estimate.memory.total, USABLE_SHARE * cluster.chip.memory
     able = [option for option in options if option.estimate.fits]
@@ -367,11 +408,11 @@ class Comparison:
 
     @property
     def best(self) -> Pick:
-        """The pick of the fastest plan."""
+        """The recommended strategy of the fastest plan."""
         return self.plans[0].best
 
     def why(self) -> str:
-        """Return which cluster is fastest, and why."""
+        """Return a text that says which cluster is fastest, where the others lose time, and which is cheapest."""
         first, *others = self.plans
         lines = []
         for other in others:
@@ -389,13 +430,13 @@ class Comparison:
         return "; ".join(lines)
 
     def show(self) -> None:
-        """Print all plans and the conclusion."""
+        """Print all plans, and a text that says which cluster is fastest, and why."""
         for plan in self.plans:
             plan.show(most=3)
         print(self.why())
 
     def log(self, folder: str | Path) -> None:
-        """Append all plans to the event log of a folder, for the dashboard."""
+        """Append all plans to the event log in `folder`, which the dashboard shows."""
         for plan in self.plans:
             plan.log(folder)
 
@@ -405,5 +446,5 @@ class Comparison:
 
 
 def compare(plans: Sequence[Plan]) -> Comparison:
-    """Rank plans by the speed of their picks."""
+    """Return a comparison of plans, ranked by the seconds per sample of their recommended strategies."""
     return Comparison(plans=tuple(sorted(plans, key=lambda plan: plan.best.seconds / plan.workload.batch_size)))

@@ -1,4 +1,4 @@
-"""Terminal report of a plan: its table, its curve, its reason and its remedies."""
+"""Terminal report of a plan: the table of strategies, the saturation curve, its reason, and what would help."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ EVIDENCE = {
     "transferred": "from steps measured on other hardware, because the network cannot be traced",
 }
 WORTH_A_CHANGE = 0.9
-"""Fraction of the time to a target below which another batch size is suggested."""
+"""Suggest another batch size if with it the time to a target is below this fraction of the present one."""
 
 
 def show(plan: Plan, *, most: int = 12, console: Console | None = None) -> None:
-    """Print a plan."""
+    """Print a plan, with at most `most` strategies and plain data parallel."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -58,12 +58,12 @@ def show(plan: Plan, *, most: int = 12, console: Console | None = None) -> None:
 
 
 def header(plan: Plan) -> tuple[str, ...]:
-    """Return the columns; costs only if a price is known."""
+    """Return the names of the table's columns; the column of costs only if the cluster has a price."""
     return (*COLUMNS, "efficiency", *(["per 1M samples"] if plan.cluster.price is not None else []))
 
 
 def cells(plan: Plan, option: PlanOption) -> list[str]:
-    """Return a row of the table."""
+    """Return the texts in the table's row for one strategy."""
     made = option.estimate
     parts = made.parts()
     sign = "" if option.measured is not None else "~"
@@ -84,7 +84,7 @@ def cells(plan: Plan, option: PlanOption) -> list[str]:
 
 
 def lines(plan: Plan) -> list[str]:
-    """Return the pick, the assumptions and the expected error as lines of text."""
+    """Return lines of text about a plan: the pick, the expected error, assumptions, notes and the batch size."""
     texts = [f"pick: {plan.best.spec} ({plan.best.why})"]
     texts.append(f"times with ~ are predicted, {EVIDENCE[plan.evidence]}: they may be off by {plan.band:.0%}")
     close = plan.close()
@@ -113,9 +113,9 @@ def _way(way: ManyNetworksEstimate) -> str:
 
 
 def draw(curve: Curve, here: int) -> list[str]:
-    """Return bars of the speed-up, in doublings.
+    """Return lines with a bar of the speed-up for each doubling of the devices, and for `here`, the cluster's number.
 
-    The scale is logarithmic, so that perfect speed-up is a straight staircase.
+    The scale is logarithmic, so that the bars of perfect speed-up form straight stairs.
     """
     top = max(1.0, math.log2(curve.points[-1].num_devices))
     result = ["", "devices  speed-up"]
@@ -131,7 +131,7 @@ def draw(curve: Curve, here: int) -> list[str]:
 
 
 def closing(curve: Curve) -> list[str]:
-    """Return where the speed-up saturates, why, and what would help."""
+    """Return lines of text about a curve: where the speed-up saturates, why, and what would help."""
     if curve.never:
         first = f"it pays up to {_devices(curve.saturates)}; what ends it or is lost there: {curve.reason}"
     else:

@@ -1,4 +1,4 @@
-"""Symbolic execution of pipeline schedules: the time of a step, and the micro-batches that a stage holds."""
+"""Simulation of pipeline schedules: the time of a step, the micro-batches that a stage holds, and balanced stages."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 Action = tuple[str, int]
 MOST_ACTIONS = 1024
-"""Number of actions beyond which the closed form is used, which is exact if stages are equal."""
+"""Number of actions above which a formula replaces the simulation; it is exact if all stages take the same time."""
 
 
 def orders(schedule: str, stages: int, micros: int) -> list[list[Action]]:
-    """Return the sequence of actions of each stage.
+    """Return the actions of each pipeline stage, in order: forward or backward, and the micro-batch.
 
     >>> orders("1f1b", 2, 2)[1]
     [('forward', 0), ('backward', 0), ('forward', 1), ('backward', 1)]
@@ -24,7 +24,7 @@ def orders(schedule: str, stages: int, micros: int) -> list[list[Action]]:
 
 
 def _one_each(ahead: int, micros: int) -> list[Action]:
-    """Return `ahead` forwards first, then alternating forwards and backwards."""
+    """Return a stage's actions under 1f1b: `ahead` forwards, then forwards and backwards in turn, then backwards."""
     actions: list[Action] = [("forward", i) for i in range(ahead)]
     for i in range(micros - ahead):
         actions += [("forward", ahead + i), ("backward", i)]
@@ -34,7 +34,14 @@ def _one_each(ahead: int, micros: int) -> list[Action]:
 def makespan(
     forward: Sequence[float], backward: Sequence[float], sending: float, micros: int, schedule: str = "1f1b"
 ) -> float:
-    """Return the seconds from the first forward to the last backward.
+    """Return the seconds from the start of the first forward to the end of the last backward of a pipeline.
+
+    Args:
+        forward: Seconds of one micro-batch's forward, by stage.
+        backward: Seconds of one micro-batch's backward, by stage.
+        sending: Seconds to send activations or gradients to the next stage.
+        micros: Number of micro-batches.
+        schedule: "gpipe" or "1f1b".
 
     >>> makespan([1.0, 1.0], [2.0, 2.0], 0.0, 4)
     15.0
@@ -54,7 +61,7 @@ def makespan(
 
 
 def in_flight(schedule: str, stage: int, stages: int, micros: int) -> int:
-    """Return the maximum number of micro-batches whose activations a stage holds.
+    """Return the maximum number of micro-batches whose activations a pipeline stage holds at a time.
 
     >>> in_flight("1f1b", 0, 4, 16), in_flight("gpipe", 0, 4, 16)
     (4, 16)
@@ -63,7 +70,9 @@ def in_flight(schedule: str, stage: int, stages: int, micros: int) -> int:
 
 
 def split_stages(costs: Sequence[float], stages: int) -> list[int]:
-    """Partition a sequence of parts into stages to minimize the slowest; return the first part of each stage.
+    """Partition a sequence into stages so that the most expensive stage is as cheap as possible.
+
+    Return the index of the first element of each stage. `costs` has the cost of each element.
 
     >>> split_stages([1, 1, 1, 3], 2)
     [0, 3]
@@ -76,7 +85,7 @@ def split_stages(costs: Sequence[float], stages: int) -> list[int]:
         else:
             low = middle
     starts = _filled(costs, high)
-    while len(starts) < stages:  # every stage has a piece: the longest ones are split again
+    while len(starts) < stages:  # split the longest stages, so that there are as many as requested
         lengths = [(end - start, start) for start, end in zip(starts, [*starts[1:], len(costs)], strict=True)]
         length, start = max(lengths)
         starts = sorted([*starts, start + length // 2])
@@ -95,7 +104,7 @@ def _filled(costs: Sequence[float], most: float) -> list[int]:
 
 @dataclass(frozen=True)
 class Turn:
-    """A task that takes time on one resource, after others have ended."""
+    """A task of the simulation, which occupies the resource `where` for `seconds` once the tasks in `after` ended."""
 
     name: Hashable
     where: Hashable
@@ -106,7 +115,9 @@ class Turn:
 
 
 def run(turns: Sequence[Turn]) -> dict[Hashable, float]:
-    """Return when each task ends. A resource runs its tasks in the given order; resources are independent.
+    """Simulate tasks; return the time in seconds at which each one ends, by name.
+
+    A resource runs its tasks in the given order. Different resources run in parallel.
 
     >>> run([Turn("a", "x", 1.0), Turn("b", "y", 2.0, after=("a",)), Turn("c", "x", 1.0)])["b"]
     3.0

@@ -1,4 +1,4 @@
-"""Search over all sensible strategies for a workload on a cluster, with estimated costs."""
+"""Search over the sensible strategies for a workload on a cluster, with the predicted cost of each."""
 
 from __future__ import annotations
 
@@ -12,52 +12,55 @@ from .workload import Workload
 
 MOST_STAGES = 64
 Refuses = Callable[[StrategySpec], str]
-"""Returns why a spec cannot be run by this version; empty if it can."""
+"""Function that returns why this version of manyhands cannot run a spec; an empty text if it can."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOption:
-    """One strategy and its estimated cost."""
+    """One strategy of a plan, with its predicted cost."""
 
     estimate: Estimate
     refused: str = ""
-    """Why it cannot be run by this version."""
+    """Why this version of manyhands cannot run the strategy; empty if it can."""
     measured: float | None = None
-    """Measured seconds of a step, if it was tried."""
+    """Measured seconds of a step; None if the strategy was not tried."""
 
     @property
     def spec(self) -> StrategySpec:
-        """The strategy."""
+        """The spec of the strategy."""
         return self.estimate.spec
 
     @property
     def seconds(self) -> float:
-        """Measured seconds of a step if available, else predicted."""
+        """Seconds of a step: measured if the strategy was tried, else predicted."""
         return self.measured if self.measured is not None else self.estimate.seconds
 
     @property
     def can_run(self) -> bool:
-        """Whether it fits and this version can run it."""
+        """Whether the strategy fits into memory and this version of manyhands can run it."""
         return self.estimate.fits and not self.refused
 
 
 @dataclass(frozen=True, kw_only=True)
 class Search:
-    """Constraints on the strategies that may be picked."""
+    """Search over strategies, with constraints on those that may be picked."""
 
     precision: str = "fp32"
     lossy: bool = False
-    """Whether policies that change the mathematics may be picked."""
+    """Whether strategies with a sync policy that changes the mathematics may be picked."""
     refuses: Refuses = lambda spec: ""
     correction: Correction | None = None
 
     def options(self, workload: Workload, cluster: Cluster) -> list[PlanOption]:
-        """Return all options, runnable and fastest first; data parallel and one device are always included."""
+        """Return all strategies found, those that can run first, then by time.
+
+        Plain data parallel and one device are always among them.
+        """
         found: dict[StrategySpec, PlanOption] = {}
         for spec in (self.control(workload, cluster), StrategySpec(precision=self.precision)):
             found[spec] = self.option(workload, cluster, spec)
         has_tables = any(piece.table_bytes for piece in workload.network(self.precision).pieces)
-        if cluster.hosts > 1 or (has_tables and not cluster.measured):  # steps with servers are not tried here
+        if cluster.hosts > 1 or (has_tables and not cluster.measured):  # a measured cluster cannot try servers
             served = replace(self.control(workload, cluster), servers=cluster.hosts)
             found[served] = self.option(workload, cluster, served)
         for devices in _counts(cluster.num_devices):
@@ -68,16 +71,20 @@ class Search:
         return sorted(found.values(), key=lambda o: (not o.estimate.fits, bool(o.refused), o.seconds))
 
     def control(self, workload: Workload, cluster: Cluster) -> StrategySpec:
-        """Return plain data parallel on all devices, or on as many as there are samples."""
+        """Return plain data parallel on all devices, or on as many as there are samples in a batch."""
         return StrategySpec(replicas=min(cluster.num_devices, workload.batch_size), precision=self.precision)
 
     def option(self, workload: Workload, cluster: Cluster, spec: StrategySpec) -> PlanOption:
-        """Estimate one strategy."""
+        """Return one strategy with its predicted cost, and with the reason if it cannot run."""
         made = estimate(workload, cluster, spec, correction=self.correction)
         return PlanOption(estimate=made, refused=self.refuses(spec))
 
     def _filled(self, workload: Workload, cluster: Cluster, layout: StrategySpec) -> Iterator[StrategySpec]:
-        """Yield a layout with precision, micro-batches and recomputation, as few of these as memory allows."""
+        """Yield complete specs, with the mesh axes of `layout`, that fit into memory.
+
+        They have as few micro-batches as possible, and recomputation only if needed. If none fits, yield the one that
+        is nearest to fitting.
+        """
         layout = replace(layout, precision=self.precision)
         most = workload.batch_size // layout.num_parts
         counts = [count for count in (1, 2, 4, 8, 16, 32, 64, 128, 256) if count <= most]
@@ -98,18 +105,21 @@ class Search:
             if fitting:
                 return
         if counts:
-            yield _parted(layout, counts[-1], ways[-1])  # shown as what is nearest to fitting
+            yield _parted(layout, counts[-1], ways[-1])  # the nearest to fitting, for the table and the error
 
 
 def _parted(layout: StrategySpec, count: int, recompute: str) -> StrategySpec:
-    """Return a layout with this many micro-batches: in flight together in a pipeline, else accumulated."""
+    """Return the spec `layout` with `count` micro-batches: pipelined if it has several stages, else accumulated."""
     if layout.stages > 1:
         return replace(layout, microbatches=count, recompute=recompute)
     return replace(layout, accumulate=count, recompute=recompute)
 
 
 def layouts(workload: Workload, cluster: Cluster, devices: int) -> Iterator[StrategySpec]:
-    """Yield axes for this many devices: tensor parallelism stays within a host, and stages do not exceed the blocks."""
+    """Yield the mesh axes (replicas, shards, tensor, stages) to consider for a number of devices.
+
+    Tensor parallelism stays within a host, and there are at most as many stages as repeated blocks.
+    """
     network = next(iter(workload.networks.values()))
     blocks = sum(piece.is_repeated for piece in network.pieces)
     products = any(piece.products > 1 for piece in network.pieces)
@@ -122,12 +132,12 @@ def layouts(workload: Workload, cluster: Cluster, devices: int) -> Iterator[Stra
 
 
 def _divisors(most: int, devices: int) -> list[int]:
-    """Return the powers of two up to a number that divide the devices."""
+    """Return the powers of two up to `most` that divide `devices`."""
     return [1 << power for power in range(most.bit_length()) if 1 << power <= most and devices % (1 << power) == 0]
 
 
 def _counts(devices: int) -> list[int]:
-    """Return all devices and repeated halves of them down to two: fewer may be faster."""
+    """Return the numbers of devices to consider: all, and up to three successive halves, since fewer may be faster."""
     counts = [devices]
     while counts[-1] % 2 == 0 and counts[-1] > 2 and len(counts) < 4:
         counts.append(counts[-1] // 2)

@@ -1,6 +1,6 @@
-"""Workload to plan for: a traced network, its batch size, its input rate, and measurements.
+"""Workload for which a plan is made: a traced network, its batch size, its input rate, and measurements.
 
-Statistical efficiency is how many steps a batch size needs, from the gradient noise at two batch sizes.
+Also statistical efficiency: how many steps a batch size needs, from the gradient noise at two batch sizes.
 """
 
 from __future__ import annotations
@@ -18,36 +18,40 @@ class Workload:
     """A network and how it is trained, independent of the hardware."""
 
     networks: Mapping[str, Network] = field(hash=False)
-    """Networks by precision, each traced with the same rows."""
+    """The traced network by precision, each with the same number of rows."""
     batch_size: int
-    """Global batch size: a step has the same samples on any number of devices."""
+    """Global batch size: the samples of a step, on any number of devices."""
     name: str = "task"
+    """Name of the task, for texts."""
     feed: float | None = None
-    """Samples per second that one host reads and prepares, if measured."""
+    """Samples per second that one host reads and prepares; None if it was not measured, which counts as unlimited."""
     noise: float | None = None
-    """Gradient noise scale in samples, beyond which a larger batch helps little."""
+    """Gradient noise scale in samples, above which a larger batch saves few steps; None if it was not measured."""
     captured: bool = True
-    """Whether steps on accelerators are captured as CUDA graphs, so that the host hardly matters."""
+    """Whether steps on accelerators are captured as CUDA graphs, so that the host launches no single operations."""
     fused: bool | None = None
-    """Whether operations between products run as one kernel, as torch.compile makes them; None follows the spec."""
+    """Whether operations between matrix products are fused, as by torch.compile; None: as the spec's capture says."""
     overlaps: bool = True
     """Whether gradients are exchanged while backward runs."""
     balanced: bool = True
-    """Whether stages are balanced by time; else each has equally many blocks, as in other systems."""
+    """Whether pipeline stages are balanced by time; otherwise all have equally many blocks, as in other systems."""
     whole_tensors: bool = False
-    """Whether a server holds whole parameters, so that the largest overloads one; manyhands shards them evenly."""
+    """Whether parameter servers hold whole parameters, so that the server of the largest one is overloaded.
+
+    manyhands shards parameters evenly over its servers; this describes other systems.
+    """
     gathered: float = 1.0
-    """Ratio of a sharded parameter's bytes when it is gathered to those in memory."""
+    """Ratio of the bytes sent to gather a sharded parameter to its bytes in memory."""
     wire: float = 1.0
-    """Ratio of a gradient's bytes on the network to those of its parameter."""
+    """Ratio of the bytes sent for a gradient to the bytes of its parameter."""
 
     def network(self, precision: str) -> Network:
-        """Return the network in this precision, or any if there is none."""
+        """Return the network traced in this precision, or else in any other."""
         return self.networks.get(precision) or next(iter(self.networks.values()))
 
 
 def wire_share(sync: str) -> float:
-    """Return the ratio of bytes on the network to the gradient's own, for a sync policy's text.
+    """Return the ratio of sent bytes to those of the exact sum under a sync policy, given as text.
 
     >>> wire_share("bf16"), wire_share("topk(0.01)"), wire_share("allreduce")
     (0.5, 0.02, 1.0)
@@ -59,7 +63,7 @@ def wire_share(sync: str) -> float:
 
 
 def period(sync: str) -> float:
-    """Return the number of steps from one exchange to the next.
+    """Return the number of steps from one gradient exchange to the next under a sync policy, given as text.
 
     >>> period("allreduce"), period("localsteps(8)"), period("diloco")
     (1, 8.0, 100)
@@ -70,21 +74,27 @@ def period(sync: str) -> float:
 
 
 def _parsed(sync: str) -> tuple[str, float | None]:
-    """Return a policy's name and its first number."""
+    """Return the name in a sync policy's text, and the first number in its brackets or None."""
     number = re.search(r"\d+(?:\.\d+)?", sync.partition("(")[2])
     return re.split(r"[^a-z0-9_]", sync.lower(), maxsplit=1)[0], float(number[0]) if number else None
 
 
 def is_lossy(sync: str) -> bool:
-    """Return whether a policy changes the mathematics."""
+    """Return whether a sync policy, given as text, changes the mathematics."""
     return sync.lower() != "allreduce"
 
 
 def noise_scale(small: int, squares: Sequence[float], large: int, large_squares: Sequence[float]) -> float:
-    """Return the gradient noise scale in samples, from squared gradient norms of small and of large batches.
+    """Return the gradient noise scale in samples: batches larger than that hardly reduce the number of steps.
 
-    A batch of B samples has |G|² + tr Σ/B on average; two sizes give both. Beyond about this many samples, a
-    larger batch hardly reduces the number of steps.
+    The squared gradient norm of a batch of B samples is |G|² + tr Σ/B on average, where G is the mean gradient and Σ
+    the covariance of the samples' gradients. Two batch sizes determine both; the result is tr Σ/|G|².
+
+    Args:
+        small: The smaller batch size.
+        squares: Squared gradient norms of batches of that size.
+        large: The larger batch size.
+        large_squares: Squared gradient norms of batches of that size.
 
     >>> noise_scale(8, [1 + 160 / 8], 32, [1 + 160 / 32])
     160.0
@@ -102,7 +112,7 @@ def noise_scale(small: int, squares: Sequence[float], large: int, large_squares:
 
 
 def steps_needed(batch_size: float, noise: float) -> float:
-    """Return the ratio of steps to a target to those of an infinite batch.
+    """Return the number of steps to a target loss with a batch size, relative to an infinitely large batch.
 
     >>> steps_needed(100, 100)
     2.0
@@ -111,7 +121,9 @@ def steps_needed(batch_size: float, noise: float) -> float:
 
 
 def best_batch(noise: float, seconds: dict[int, float]) -> int:
-    """Return the batch size that reaches a target soonest, given the seconds of a step with each.
+    """Return the batch size that reaches a target loss soonest.
+
+    `noise` is the gradient noise scale in samples, and `seconds` has the seconds of a step by batch size.
 
     >>> best_batch(1000, {100: 1.0, 1000: 2.0, 10000: 11.0})
     1000

@@ -1,4 +1,4 @@
-"""Where the time and the memory of a step go, and what to do about it."""
+"""Profiles of a task's steps: time by phase, module and operation, memory by kind, and advice."""
 
 from .advice import Advice
 from .memory import MemoryProfile

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Advice:
-    """A problem, its evidence, and a cure."""
+    """A problem of a profiled task, with its evidence, a cure and the expected benefit."""
 
     name: str
     evidence: str
@@ -20,7 +20,7 @@ class Advice:
     gain: float = 1.0
     """Maximum expected speedup; 1 if the advice is not about speed."""
     saves: str = ""
-    """Other expected benefits."""
+    """Other expected benefits as text, such as less memory."""
 
     @property
     def expected(self) -> str:

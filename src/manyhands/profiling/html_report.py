@@ -31,7 +31,7 @@ WIDTH, HEIGHT = 900, 180
 
 
 def html(profile: Profile) -> str:
-    """Return the whole page."""
+    """Return the HTML page of a profile."""
     title = escape(headline(profile))
     style = files(__package__).joinpath("page.css").read_text(encoding="utf-8")
     script = files(__package__).joinpath("page.js").read_text(encoding="utf-8")
@@ -88,7 +88,7 @@ def _table(title: str, columns: tuple[str, ...], rows: list[tuple[str, ...]]) ->
 
 
 def held_svg(memory: MemoryProfile) -> str:
-    """Return a stacked area chart of bytes by kind over a step."""
+    """Return an SVG chart of the bytes by kind over a step, as stacked areas."""
     top = max(memory.totals) or 1
     below = [0.0] * len(memory.moments)
     areas = []
@@ -114,7 +114,7 @@ def _point(moment: float, part: float) -> str:
 
 
 def _data(profile: Profile) -> str:
-    """Return the timeline's bars as JSON: tracks by rank, each name stored once."""
+    """Return the bars of the timeline as JSON: the tracks of each rank, with each name stored once."""
     names: dict[str, int] = {}
     tracks: dict[str, list[list[float]]] = {}
     for one in profile.ranks:

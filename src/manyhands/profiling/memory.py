@@ -1,4 +1,4 @@
-"""Memory of a step over time, by kind, observed on the storages that its operations create."""
+"""Memory of a step over time, by kind, measured on the storages that the step's operations create."""
 
 from __future__ import annotations
 
@@ -23,28 +23,31 @@ MAX_POINTS = 300
 @message
 @dataclass(frozen=True, kw_only=True)
 class MemoryProfile:
-    """Bytes by kind over a step. Moments are fractions of the step, from 0 to 1."""
+    """Bytes of memory by kind over a step.
+
+    Moments are positions in the sequence of the step's allocations, releases and phase changes, from 0 to 1.
+    """
 
     moments: tuple[float, ...]
     bytes: dict[str, tuple[int, ...]]
     phases: tuple[str, ...]
-    """Phase of the rank at each moment."""
+    """Phase of the rank at each moment, such as "forward"."""
 
     @property
     def totals(self) -> list[int]:
-        """All kinds together, at each moment."""
+        """Bytes of all kinds together, at each moment."""
         return [sum(column) for column in zip(*self.bytes.values(), strict=True)]
 
     @property
     def peak(self) -> dict[str, int]:
-        """Bytes by kind at the peak."""
+        """Bytes by kind at the moment with the most bytes."""
         totals = self.totals
         at = totals.index(max(totals))
         return {kind: sizes[at] for kind, sizes in self.bytes.items()}
 
     @property
     def peak_phase(self) -> str:
-        """Phase of the rank at the peak."""
+        """Phase of the rank at the moment with the most bytes."""
         totals = self.totals
         return self.phases[totals.index(max(totals))]
 
@@ -59,7 +62,7 @@ class _Life:
 
 
 class MemoryWatch(TorchDispatchMode):
-    """Track every storage of one step from its creation to its release."""
+    """Tracks every tensor storage that one step creates, from its creation to its release."""
 
     def __init__(self, hand: Hand) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -71,19 +74,19 @@ class MemoryWatch(TorchDispatchMode):
         self._made: dict[int, tuple[StorageWeakRef, _Life]] = {}
         self._lives: list[tuple[int, _Life]] = []
         self._standing: dict[int, int] = {}
-        """Storages of gradients that existed before the step: the communication buffers."""
+        """Bytes of gradient storages that existed before the step (communication buffers), by storage."""
         model = hand.model
         self._held = _storages([*model.parameters(), *model.buffers()])
         self._state = _storages(_state(hand))
         self._hooks = [o.register_step_pre_hook(self._look_at_gradients) for o in hand.optimizers.values()]
 
     def __enter__(self) -> MemoryWatch:
-        self._hand.spans = self._spans
+        self._hand.times.spans = self._spans
         return super().__enter__()  # type: ignore[no-untyped-call,no-any-return]
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
-        self._hand.spans = None
+        self._hand.times.spans = None
         for hook in self._hooks:
             hook.remove()
 
@@ -96,7 +99,7 @@ class MemoryWatch(TorchDispatchMode):
         return result
 
     def enter_phase(self, phase: str) -> None:
-        """Record a change of the rank's phase."""
+        """Record that the rank enters a phase; storages that outlive the forward phase are activations."""
         if self._phase == "forward" and phase != "forward":
             self._let_go()
             for _, life in self._made.values():
@@ -139,7 +142,7 @@ class MemoryWatch(TorchDispatchMode):
                 self._standing[key] = gradient.untyped_storage().nbytes()
 
     def found(self) -> MemoryProfile:
-        """Return the observed memory profile."""
+        """Return the memory profile of the step that was tracked."""
         self._tick()
         held, state = self._held, self._state
         steps = [dict.fromkeys(KINDS, 0) for _ in range(self._time + 1)]
@@ -165,7 +168,7 @@ class MemoryWatch(TorchDispatchMode):
 
 
 class _Following(Spans):
-    """Notify a watch of every change of phase."""
+    """Spans that only notify a MemoryWatch of every change of phase."""
 
     def __init__(self, watch: MemoryWatch) -> None:
         self._watch = watch
@@ -176,7 +179,7 @@ class _Following(Spans):
 
 
 def _thinned(rows: list[dict[str, int]], phases: list[str]) -> MemoryProfile:
-    """Reduce to a maximum number of moments: of each interval the one with most memory."""
+    """Return a profile of at most MAX_POINTS moments: of each interval, the moment with the most memory."""
     stretch = max(1, -(-len(rows) // MAX_POINTS))
     picked = []
     for start in range(0, len(rows), stretch):
@@ -196,20 +199,20 @@ def _state(hand: Hand) -> Iterable[Any]:
 
 
 def _storages(tensors: Iterable[Any]) -> dict[int, int]:
-    """Return the bytes of storages, without duplicates."""
+    """Return the bytes of the tensors' storages, each once, by an identifier of the storage."""
     plain = [_local(tensor) for tensor in tensors]
     return {_key(t): t.untyped_storage().nbytes() for t in plain if t is not None and _key(t)}
 
 
 def _local(tensor: Any) -> Tensor | None:
-    """Return the part of a tensor that this rank holds."""
+    """Return a tensor, or this rank's part of a DTensor; None if it is no tensor."""
     if not isinstance(tensor, Tensor):
         return None
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def _key(tensor: Tensor) -> int:
-    """Return an identifier of a tensor's storage; 0 for tensors without their own."""
+    """Return an identifier of a tensor's storage; 0 for tensors without a storage of their own."""
     if tensor.layout is not torch.strided or tensor.device.type == "meta" or hasattr(tensor, "to_local"):
         return 0
     return int(tensor.untyped_storage()._cdata)

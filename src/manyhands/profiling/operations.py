@@ -1,4 +1,4 @@
-"""Operations that ran in some steps, by operation and by module, with a timeline; based on torch's profiler."""
+"""Time of a step by operation and by module, and its timeline, measured by torch's profiler."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MODULE = "module "
 STEP = "manyhands step"
 EVALUATED = "autograd::engine::evaluate_function"
 MAX_BARS = 4000
-"""Number of timeline bars that are kept, the longest ones."""
+"""Maximum number of bars in the timeline; the longest ones are kept."""
 WAITING = "_c10d_functional::wait_tensor"
 """The operation that waits for the collective of a tensor-parallel layer."""
 _NAMES = (MODULE, STEP, "Optimizer.")
@@ -31,7 +31,7 @@ _NAMES = (MODULE, STEP, "Optimizer.")
 @message
 @dataclass(frozen=True)
 class OperationStats:
-    """One kind of operation: its calls per step, and its self time in seconds."""
+    """One kind of operation: its number of calls per step, and the seconds of a step that it takes by itself."""
 
     name: str
     count: float
@@ -41,7 +41,7 @@ class OperationStats:
 @message
 @dataclass(frozen=True)
 class ModuleTime:
-    """Self time of a module in a step, without its submodules."""
+    """Seconds of a step that a module takes in forward and in backward, without its submodules."""
 
     name: str
     forward: float
@@ -49,7 +49,7 @@ class ModuleTime:
 
     @property
     def seconds(self) -> float:
-        """Seconds of forward and backward together."""
+        """Seconds of a step in forward and backward together."""
         return self.forward + self.backward
 
 
@@ -66,7 +66,7 @@ class Bar(NamedTuple):
 @message
 @dataclass(frozen=True, kw_only=True)
 class OperationTable:
-    """Operations of a step, as medians over the profiled steps."""
+    """Operations and modules of a step, slowest first, as medians over the profiled steps."""
 
     operations: tuple[OperationStats, ...]
     modules: tuple[ModuleTime, ...]
@@ -81,7 +81,7 @@ class OperationTable:
 
 
 def watch(model: nn.Module, device: torch.device, take: Callable[[], None], num_steps: int) -> OperationTable:
-    """Run some steps under torch's profiler and return what ran in them."""
+    """Take `num_steps` steps by calling `take` under torch's profiler, and return their operations."""
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
     profiler = torch.profiler.profile(activities=activities, acc_events=True)
     with _hushed():
@@ -102,7 +102,7 @@ def watch(model: nn.Module, device: torch.device, take: Callable[[], None], num_
 
 @contextmanager
 def _hushed() -> Iterator[None]:
-    """Redirect stderr inside, because the profiler library prints a line whenever it starts and stops."""
+    """Discard stderr within the context: the profiler library prints a line whenever it starts or stops."""
     kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
     try:
@@ -115,7 +115,7 @@ def _hushed() -> Iterator[None]:
 
 @contextmanager
 def _naming_modules(model: nn.Module) -> Iterator[None]:
-    """Mark the start and end of every module's forward with global hooks; the modules are not modified."""
+    """Within the context, mark start and end of every module's forward by global hooks, without changing modules."""
     names = {module: name for name, module in model.named_modules()}
     running: list[tuple[nn.Module, Any]] = []
 
@@ -181,7 +181,7 @@ def _summed(events: list[Any], device: torch.device) -> OperationTable:
 
 
 class _Sums:
-    """Sums by step, combined by their median, which ignores occasional interference on the machine."""
+    """Sums by key and step; their medians over the steps ignore occasional interference on the machine."""
 
     def __init__(self, num_steps: int) -> None:
         self._sums: dict[Any, list[float]] = defaultdict(lambda: [0.0] * num_steps)
@@ -194,7 +194,7 @@ class _Sums:
 
 
 def _owners(events: Iterable[Any]) -> dict[int, tuple[str, int]]:
-    """Return the module in which each event ran, and whether that was in backward.
+    """Return, by id of an event, the module in which it ran, and 1 if that was in backward, else 0.
 
     An operation of backward carries the sequence number of the forward operation whose gradient it computes.
     """
@@ -215,7 +215,7 @@ def _owners(events: Iterable[Any]) -> dict[int, tuple[str, int]]:
 
 
 def _module(event: Any) -> str | None:
-    """Return the innermost module around an event, or None."""
+    """Return the name of the innermost module whose forward contains an event; None outside of modules."""
     while event is not None:
         if event.name.startswith(MODULE):
             return str(event.name.removeprefix(MODULE))
@@ -224,7 +224,7 @@ def _module(event: Any) -> str | None:
 
 
 def _evaluated(event: Any) -> Any:
-    """Return the autograd node's event around an event, or None."""
+    """Return the event of the autograd node whose backward contains an event; None outside of backward."""
     while event is not None:
         if event.name.startswith(EVALUATED):
             return event
@@ -233,7 +233,7 @@ def _evaluated(event: Any) -> Any:
 
 
 def _bars(on_host: list[Any], on_device: list[Any], steps: list[Any]) -> list[Bar]:
-    """Return the last step's events as bars: modules, operations of the computing threads, kernels."""
+    """Return the events of the last step as bars of the timeline: modules, operations by thread, and kernels."""
     if not steps:
         return []
     first, last = steps[-1].time_range.start, steps[-1].time_range.end

@@ -16,7 +16,7 @@ PHASES = "phases"
 
 
 def bars(one: RankProfile) -> list[Bar]:
-    """Return all bars of a rank's timeline: the timed steps, then the profiled one."""
+    """Return all bars of a rank's timeline: phases of the timed steps, then everything of the profiled step."""
     found, at = [], 0.0
     for sample in one.samples:
         found += [Bar(PHASES, span.name, at + span.start, at + span.end) for span in sample.spans]
@@ -28,7 +28,7 @@ def bars(one: RankProfile) -> list[Bar]:
 
 
 def write(profile: Profile, path: Path) -> Path:
-    """Write the trace: a process for every rank, a thread for every track."""
+    """Write the trace of a profile, with a process for every rank and a thread for every track; return `path`."""
     events: list[dict[str, Any]] = []
     for one in profile.ranks:
         about = {"ph": "M", "pid": one.rank, "tid": 0}
@@ -48,7 +48,7 @@ def write(profile: Profile, path: Path) -> Path:
 
 
 def _held(one: RankProfile) -> list[dict[str, Any]]:
-    """Return memory by kind as a counter over the profiled step."""
+    """Return trace events that show memory by kind as a counter over the profiled step."""
     if one.memory is None or one.watched_sample is None:
         return []
     start, length = sum(sample.total for sample in one.samples), one.watched_sample.total

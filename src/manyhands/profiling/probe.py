@@ -24,7 +24,7 @@ WARMUP = 3
 WATCHED = 3
 """Number of steps whose operations are profiled."""
 TIMES_LARGER = 4
-"""Factor of the larger batch that shows whether the given one is too small."""
+"""Factor of the larger batch size whose step time shows whether the given batch size is too small."""
 TRIAL_SECONDS = 0.3
 FEW = 5
 
@@ -32,36 +32,36 @@ FEW = 5
 @message
 @dataclass(frozen=True, kw_only=True)
 class Largest:
-    """The parameter with the most bytes."""
+    """The trained parameter with the most bytes."""
 
     name: str
     bytes: int
     total: int
     """Bytes of all trained parameters."""
     rows: float | None = None
-    """Fraction of its rows that a step's gradient touches, if it has rows."""
+    """Fraction of the parameter's rows that are not zero in a step's gradient; None if it is no matrix."""
 
 
 @message
 @dataclass(frozen=True, kw_only=True)
 class Larger:
-    """Lower quartiles of the step times with this batch size and with a larger one, measured in succession."""
+    """Lower quartiles of step times, with a larger batch of `rows` samples and with the given batch."""
 
     rows: int
     seconds: float
     usual: float
-    """Seconds with the given batch."""
+    """Seconds of a step with the given batch; `seconds` are those with the larger one."""
 
 
 @message
 @dataclass(frozen=True, kw_only=True)
 class RankProfile:
-    """Measurements of one rank; None for those that were not made."""
+    """Measurements of the steps of one rank; a measurement that was not made is None."""
 
     breakdown: Breakdown
     samples: tuple[Sample, ...] = ()
     plain: Breakdown | None = None
-    """Breakdown of eager steps, if steps run as CUDA graphs."""
+    """Breakdown of eager steps, in addition, if steps run as CUDA graphs."""
     watched: OperationTable | None = None
     watched_sample: Sample | None = None
     """The step whose operations are in the timeline."""
@@ -74,7 +74,7 @@ class RankProfile:
     """Bytes of gradients that the rank sends in a step."""
     threads: int = 1
     cores: int = 1
-    """Number of compute threads, and of cores that this rank may use."""
+    """Number of cores that this rank may use; `threads` is the number of its compute threads."""
     with_fewer_threads: float | None = None
     """Seconds of a step with one thread per core, if there are more threads than cores."""
     larger: Larger | None = None
@@ -84,7 +84,7 @@ class RankProfile:
 
     @property
     def rank(self) -> int:
-        """The rank's number."""
+        """The number of this rank."""
         return self.breakdown.rank
 
     @property
@@ -94,7 +94,7 @@ class RankProfile:
 
 
 def probe(world: World, task: Task, spec: StrategySpec, steps: int) -> RankProfile:
-    """Run and measure steps on this rank; all ranks do the same in the same order."""
+    """Return measurements of a task's steps on this rank, `steps` of which are timed; all ranks must call this."""
     with own_stream(world.device):
         return _probe(world, task, spec, steps)
 
@@ -120,13 +120,13 @@ def _probe(world: World, task: Task, spec: StrategySpec, steps: int) -> RankProf
 
 
 class _Probe:
-    """Measurements on the steps of one rank."""
+    """Measures the steps of one rank."""
 
     def __init__(self, steps: Steps) -> None:
         self._steps, self._hand = steps, steps.hand
 
     def run(self, count: int) -> dict[str, Any]:
-        """Return all measurements."""
+        """Take the steps, `count` of which are timed, and return the measurements by field of RankProfile."""
         hand, steps, device = self._hand, self._steps, self._hand.world.rank_info.device
         found: dict[str, Any] = {"device": str(device), "device_memory": device.memory}
         steps.expect(WARMUP + count)
@@ -159,7 +159,7 @@ class _Probe:
         return Breakdown.of(world.rank, world.rank_info.host, rows)
 
     def _threads(self) -> dict[str, Any]:
-        """Return the number of compute threads; if it exceeds the cores, also a step's time with as many as cores."""
+        """Return the numbers of compute threads and cores; with more threads, also a step's time with fewer."""
         threads, cores = torch.get_num_threads(), _num_cores()
         found: dict[str, Any] = {"threads": threads, "cores": cores}
         crowded = self._hand.device.type == "cpu" and threads > cores
@@ -172,7 +172,7 @@ class _Probe:
         return found
 
     def _held(self) -> tuple[MemoryProfile, Largest | None]:
-        """Return the memory over one step, and the largest parameter."""
+        """Take one step, and return its memory profile and the largest parameter."""
         weight, following = _Weights(self._hand), MemoryWatch(self._hand)
         try:
             with following:
@@ -184,11 +184,11 @@ class _Probe:
 
 @contextmanager
 def _noting_waits(hand: Hand) -> Iterator[None]:
-    """Count waits of torch's own collectives as communication, such as those that gather parameters."""
+    """Within the context, count waits for torch's own collectives, such as gathers of parameters, as communication."""
     wait = Work.wait
 
     def noted(work: Any, *args: Any, **kwargs: Any) -> Any:
-        spans = hand.spans
+        spans = hand.times.spans
         if spans is None or spans.now == "communication" or threading.current_thread() is not threading.main_thread():
             return wait(work, *args, **kwargs)
         with spans.during("communication"):
@@ -202,7 +202,10 @@ def _noting_waits(hand: Hand) -> Iterator[None]:
 
 
 def _with_waits(taken: Breakdown, waited: tuple[float, float], watched: list[Sample]) -> Breakdown:
-    """Move the share of forward and backward that waits for tensor-parallel collectives to communication."""
+    """Return a breakdown in which waits for tensor-parallel collectives are moved from their phase to communication.
+
+    `waited` are the seconds of forward and backward that the steps in `watched` waited.
+    """
     seconds = dict(taken.seconds)
     for phase, wait in zip(("forward", "backward"), waited, strict=True):
         whole = median(one.seconds[phase] for one in watched)
@@ -213,7 +216,7 @@ def _with_waits(taken: Breakdown, waited: tuple[float, float], watched: list[Sam
 
 
 class _Weights:
-    """Inspect gradients just before an update."""
+    """Finds the largest parameter and its gradient's rows, by a hook just before the optimizer's update."""
 
     def __init__(self, hand: Hand) -> None:
         self._named = {name: p for name, p in hand.model.named_parameters() if p.requires_grad}
@@ -232,7 +235,7 @@ class _Weights:
         self.largest = Largest(name=name, bytes=sizes[name], total=sum(sizes.values()), rows=rows)
 
     def remove(self) -> None:
-        """Remove the hooks."""
+        """Remove the hooks from the optimizers."""
         for hook in self._hooks:
             hook.remove()
 
@@ -243,12 +246,12 @@ def _num_cores() -> int:
 
 SIZES = {"cpu": (256, 512, 1024), "cuda": (4096, 8192)}
 SECONDS = 0.1
-"""Seconds for which products of one size are repeated on a CPU."""
+"""Seconds for which matrix products of one size are repeated."""
 TYPES = {"bf16": torch.bfloat16, "fp64": torch.float64}
 
 
 def ceiling(device: torch.device, precision: str) -> float:
-    """Return the operations per second of the fastest product."""
+    """Return the FLOPs per second of the fastest matrix product that is measured on a device."""
     sizes = SIZES.get(device.type, SIZES["cpu"])
     return max(_rate(size, device, TYPES.get(precision, torch.float32)) for size in sizes)
 

@@ -1,4 +1,4 @@
-"""Profile: where a step's time and memory go, on every rank, with advice."""
+"""Profile: how a task's steps spend time and memory on every rank, with advice."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from .advice import Advice, advise
 from .probe import RankProfile
 
 SLOW = 0.75
-"""Relative speed at or below which a rank counts as a straggler."""
+"""Ratio of the other ranks' median work time to a rank's own, below which the rank counts as a straggler."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """A step's breakdown by rank and module, memory over time, the top operations, and advice.
+    """Time of a step by rank, phase, module and operation, its memory over time, and advice.
 
     `profile.show()` prints it, `profile.save("profile.html")` writes a page with the timeline, and
-    `profile.trace("trace.json")` a trace that Perfetto opens.
+    `profile.trace("trace.json")` writes a trace that Perfetto opens.
     """
 
     name: str
@@ -33,12 +33,13 @@ class Profile:
     flops: float | None = None
     """FLOPs of a step, forward and backward, on all ranks; None if the network could not be traced."""
     epoch_steps: int | None = None
-    """Steps of an epoch, and batches that are validated after it."""
+    """Number of steps of an epoch; None if it is not known."""
     valid_steps: int = 0
+    """Number of batches that are validated after an epoch."""
     upkeep: Mapping[str, float] = field(default_factory=dict)
-    """Fractions of a run's time spent in checkpoints and validation, if this is a run's profile."""
+    """Fractions of a run's time that checkpoints ("save") and validation took; empty if this is not a run's profile."""
     spec: Mapping[str, Any] = field(default_factory=dict)
-    """The strategy as data."""
+    """The StrategySpec as a dict."""
     notes: tuple[str, ...] = ()
 
     @property
@@ -48,7 +49,7 @@ class Profile:
 
     @property
     def phases(self) -> dict[str, float]:
-        """Seconds by phase, averaged over the ranks."""
+        """Seconds of a step by phase, averaged over the ranks."""
         names = dict.fromkeys(name for one in self.ranks for name in one.parts.seconds)
         return {name: fmean(one.parts.seconds.get(name, 0.0) for one in self.ranks) for name in names}
 
@@ -59,7 +60,7 @@ class Profile:
 
     @property
     def samples_per_second(self) -> float:
-        """Throughput of all ranks together."""
+        """Number of samples that all ranks together train per second."""
         return self.batch_size / self.seconds
 
     @property
@@ -72,7 +73,7 @@ class Profile:
 
     @property
     def stragglers(self) -> list[Breakdown]:
-        """Ranks whose work takes longer than that of the others, so that all wait for them."""
+        """Breakdowns of the ranks whose work takes much longer than that of the others, which wait for them."""
         works = [one.breakdown for one in self.ranks]
         if len(works) < 2 or self.spec.get("stages", 1) > 1:
             return []
@@ -85,29 +86,29 @@ class Profile:
 
     @property
     def transfer(self) -> float:
-        """Seconds of a step spent in pure communication: the minimum wait over all ranks."""
+        """Seconds of a step in pure communication: the minimum over the ranks, which excludes waits for slow ranks."""
         return min(one.breakdown.seconds.get("communication", 0.0) for one in self.ranks)
 
     @cached_property
     def advice(self) -> list[Advice]:
-        """Advice, ordered by expected gain."""
+        """Advice for this profile, ordered by expected gain, the largest first."""
         return advise(self)
 
     def show(self) -> None:
-        """Print tables."""
+        """Print the profile as tables."""
         from .report import show
 
         show(self)
 
     def save(self, path: str | Path) -> Path:
-        """Write an HTML page with everything and the timeline; it needs no other file and no network."""
+        """Write the profile and its timeline as one self-contained HTML file, and return its path."""
         from .html_report import html
 
         Path(path).write_text(html(self), encoding="utf-8")
         return Path(path)
 
     def trace(self, path: str | Path) -> Path:
-        """Write the timeline as a trace for Perfetto and Chrome."""
+        """Write the timeline as a trace for Perfetto and Chrome, and return its path."""
         from .perfetto import write
 
         return write(self, Path(path))
@@ -154,6 +155,6 @@ def _rank(one: RankProfile) -> dict[str, Any]:
 def of_run(
     name: str, strategy: str, spec: Mapping[str, Any], batch_size: int, taken: Sequence[Breakdown], **more: Any
 ) -> Profile:
-    """Return the profile of a run from its samples."""
+    """Return the profile of a run from the breakdown of each rank's sampled steps; `more` are fields of Profile."""
     ranks = tuple(RankProfile(breakdown=one) for one in taken)
     return Profile(name=name, strategy=strategy, spec=spec, batch_size=batch_size, ranks=ranks, **more)

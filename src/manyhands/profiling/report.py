@@ -28,7 +28,7 @@ BAR = 40
 
 
 def show(profile: Profile, console: Console | None = None) -> None:
-    """Print a profile."""
+    """Print a profile as tables to a console, by default to stdout."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -73,7 +73,7 @@ def _print_rows(out: Console, title: str, columns: tuple[str, ...], rows: list[t
 
 
 def headline(profile: Profile) -> str:
-    """Return what was profiled, and its speed."""
+    """Return the first line of a report: the task, its strategy and its speed."""
     rate = f"{profile.samples_per_second:,.0f} a second"
     speed = f"{format_duration(profile.seconds)} a step of {profile.batch_size} samples, {rate}"
     used = "" if profile.mfu is None else f", {profile.mfu:.0%} of what the devices reach in large products"
@@ -81,7 +81,7 @@ def headline(profile: Profile) -> str:
 
 
 def module_rows(profile: Profile) -> list[tuple[str, ...]]:
-    """Return the modules with the most time, with equal modules of repeated blocks merged."""
+    """Return the name, forward and backward time of the slowest modules as text; repeated blocks are merged."""
     watched = profile.ranks[0].watched
     if watched is None:
         return []
@@ -92,7 +92,7 @@ def module_rows(profile: Profile) -> list[tuple[str, ...]]:
 
 
 def grouped(modules: tuple[ModuleTime, ...]) -> list[tuple[str, float, float]]:
-    """Group modules by name without numbers, adding up those of repeated blocks.
+    """Return name, forward and backward seconds of modules, summed over those whose names differ only in numbers.
 
     >>> from .operations import ModuleTime
     >>> grouped((ModuleTime("blocks.0.mlp", 1.0, 2.0), ModuleTime("blocks.1.mlp", 1.0, 2.0), ModuleTime("head", 1, 1)))
@@ -109,7 +109,7 @@ def grouped(modules: tuple[ModuleTime, ...]) -> list[tuple[str, float, float]]:
 
 
 def operation_rows(profile: Profile) -> list[tuple[str, ...]]:
-    """Return the operations with the most time."""
+    """Return the name, calls per step and time of the slowest operations as text."""
     watched = profile.ranks[0].watched
     if watched is None:
         return []
@@ -117,7 +117,7 @@ def operation_rows(profile: Profile) -> list[tuple[str, ...]]:
 
 
 def memory_rows(profile: Profile) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Return the columns, and a row for each rank."""
+    """Return the columns of the memory table, and its rows, one for each rank."""
     held = [(one.rank, one.memory) for one in profile.ranks if one.memory is not None]
     if not held:
         return (), []
@@ -135,7 +135,7 @@ def memory_rows(profile: Profile) -> tuple[tuple[str, ...], list[tuple[str, ...]
 
 
 def closing(profile: Profile) -> list[str]:
-    """Return notes and advice."""
+    """Return the last lines of a report: notes and advice."""
     lines = list(profile.notes)
     if any(one.plain is not None for one in profile.ranks):
         lines.append("steps run as CUDA graphs; what they consist of was timed on plain ones")

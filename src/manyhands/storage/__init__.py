@@ -1,4 +1,4 @@
-"""Checkpoints and exported models: atomic, with digests and versions; training writes, serving reads."""
+"""Checkpoints, exported models and files of weights: written atomically, verified by digest, read without executing."""
 
 from .archives import Archive, OutputMismatch, export, load, require_outputs
 from .checkpoint_format import Checkpoint

@@ -29,7 +29,7 @@ WEIGHTS_CAP = 1 << 40
 
 
 def versions(path: Path) -> list[int]:
-    """Return the versions under a model folder, ascending; links and unfinished folders are ignored."""
+    """Return the numbers of the versions in a model folder, ascending; links and unfinished folders are ignored."""
     if not Path(path).is_dir():
         return []
     return sorted(
@@ -38,7 +38,7 @@ def versions(path: Path) -> list[int]:
 
 
 def publish(path: Path, weights: Mapping[str, Tensor], texts: Mapping[str, bytes]) -> Path:
-    """Write a version to a temporary folder and move it to the next free number."""
+    """Write a version to a temporary folder, move it to the next free number under `path`, and return its folder."""
     try:
         return _published(Disk(), path, weights, texts)
     except OSError as error:
@@ -94,7 +94,10 @@ def _is_version(entry: Path) -> bool:
 
 
 def version_folder(path: Path) -> Path:
-    """Return the folder of a version, given that folder, or of the last version in a model folder."""
+    """Return `path` if it is the folder of a version, else the folder of the newest version in it.
+
+    Raise ArchiveError if there is no version.
+    """
     if (path / MANIFEST).exists():
         return path
     found = versions(path)
@@ -108,7 +111,7 @@ def version_folder(path: Path) -> Path:
 
 
 def require_plain_folder(folder: Path) -> None:
-    """Raise unless a folder holds exactly the four regular files: no links, pickles or libraries."""
+    """Raise ArchiveError unless a folder has exactly the four regular files: no links, pickles or libraries."""
     if folder.is_symlink():
         raise unsafe("a link as its folder")
     names = {entry.name for entry in folder.iterdir()}
@@ -121,22 +124,24 @@ def require_plain_folder(folder: Path) -> None:
     for name in names:
         entry = folder / name
         if entry.is_symlink() or not entry.is_file():
-            raise unsafe(f"{name}, which is no plain file")
+            raise unsafe(f"{name}, which is not a regular file")
         cap = WEIGHTS_CAP if name == WEIGHTS else JSON_CAP
         if entry.stat().st_size > cap:
             raise unsafe(f"{name} of more than {cap} bytes")
 
 
 def to_json(value: object) -> bytes:
-    """Return JSON; raise if the value has other types."""
+    """Return a value as compact JSON; raise ArchiveError if it contains a type that JSON lacks."""
     try:
         return json.dumps(value, separators=(",", ":")).encode()
     except (TypeError, ValueError) as error:
-        raise ArchiveError("extra must consist of JSON types", got=str(error), remedy="convert it") from error
+        raise ArchiveError(
+            "extra must consist of JSON types", got=str(error), remedy="convert it to numbers, strings, lists or dicts"
+        ) from error
 
 
 def unsafe(what: str) -> ArchiveError:
-    """Return the error for a folder that export did not write."""
+    """Return the error for a folder that `export` did not write; `what` describes what was found in the folder."""
     return ArchiveError(
         f"an exported model must consist of {', '.join(FILES)} and {MANIFEST}",
         got=what,

@@ -1,6 +1,6 @@
-"""Exported models: numbered versions, written atomically, and a loader that runs no foreign code.
+"""Exported models: numbered versions, written atomically, and a loader that executes no code from them.
 
-A version folder holds `weights.safetensors`, `program.json`, `signature.json`, `manifest.json`, nothing else.
+The folder of a version has only the files `weights.safetensors`, `program.json`, `signature.json` and `manifest.json`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class OutputMismatch(ArchiveError):
 
 
 class Archive(Predictor):
-    """An exported model, ready for inference."""
+    """An exported model that was loaded on a device, ready for inference."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class Archive(Predictor):
         """The network as a torch.fx module that takes the inputs in order; it can be compiled."""
 
     def run(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Compute named outputs from validated inputs, on the archive's device."""
+        """Compute outputs by name from validated inputs by name, on the device of the model."""
         with torch.inference_mode():
             answers = self.module(*(inputs[name].to(self.device) for name in self.signature.inputs))
         named = dict(zip(self.signature.outputs, answers, strict=True))
@@ -74,19 +74,19 @@ class Archive(Predictor):
 def require_outputs(
     signature: Signature, answers: Mapping[str, Any], rows: int | None = None, *, any_dtype: bool = False
 ) -> None:
-    """Raise OutputMismatch where answers are not as the signature declares: tensors of its names, dtypes and sizes.
+    """Raise OutputMismatch unless a model's outputs have the names, dtypes and shapes that its signature declares.
 
     Args:
-        signature: What was declared.
-        answers: What the model gave, by name.
-        rows: How many rows each answer must have; None for any number.
+        signature: The signature of the model.
+        answers: The model's outputs by name.
+        rows: Number of rows that each output must have; None for any number.
         any_dtype: Whether dtypes may differ.
     """
     for name, spec in signature.outputs.items():
         answer = answers.get(name)
         if not isinstance(answer, Tensor):
             raise OutputMismatch(
-                f"output {name!r} must be {spec}",
+                f"output {name!r} must be a tensor, {spec}",
                 got=type(answer).__name__ if name in answers else "no output with this name",
                 remedy="export the model again",
             )
@@ -110,7 +110,16 @@ def export(
 ) -> Path:
     """Write `predict(model, *inputs)` as the next version under `path` and return the version's folder.
 
-    `inputs` are examples by name; their dim 0 is the batch, which stays dynamic, as do the dims in `free`.
+    Args:
+        model: The network.
+        predict: Function of the model and its inputs; returns a tensor or a dict of tensors by name.
+        inputs: Examples of the inputs by name. Their dimension 0 is the batch, whose size stays dynamic.
+        path: Folder of the model, in which versions are numbered.
+        free: Further dynamic dimensions, by name of the input.
+        extra: JSON data to store with the version.
+
+    Raises:
+        ArchiveError: The network cannot be traced, its program gives other results, or the folder cannot be written.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as root:
@@ -133,7 +142,7 @@ def export(
 
 
 def load(path: Path, device: str = "cpu") -> Archive:
-    """Read a version folder, or a model folder's newest version.
+    """Load the exported model in the folder of a version, or the newest version in a model folder.
 
     The archive is data: nothing of it is unpickled, evaluated or imported, and its program may use only operators of a
     closed list, so loading and calling a model does not execute code of its author. This is one layer: torch's
@@ -143,10 +152,10 @@ def load(path: Path, device: str = "cpu") -> Archive:
 
     Args:
         path: The folder.
-        device: Where it computes.
+        device: The device on which the model computes.
 
     Raises:
-        ArchiveError: The folder is damaged, or holds anything but plain files and a program of allowed operators.
+        ArchiveError: The folder is damaged, or contains anything but regular files and a program of allowed operators.
     """
     folder, place = version_folder(Path(path)), torch.device(device)
     require_plain_folder(folder)
@@ -161,7 +170,7 @@ def load(path: Path, device: str = "cpu") -> Archive:
 
 
 class _Network(nn.Module):
-    """A model and its predict function as one network from tensors to a tuple of tensors."""
+    """A model with its predict function, as one network that takes tensors and returns a tuple of tensors."""
 
     def __init__(self, model: nn.Module, predict: Predict, examples: tuple[Tensor, ...]) -> None:
         super().__init__()
@@ -204,7 +213,7 @@ def _examples(inputs: Mapping[str, Tensor], device: torch.device) -> dict[str, T
         if not isinstance(tensor, Tensor) or tensor.dim() < 1 or tensor.shape[0] < 1:
             is_tensor = isinstance(tensor, Tensor)
             raise ArchiveError(
-                f"the example {name!r} must be a tensor with rows",
+                f"the example {name!r} must be a tensor with at least one row",
                 got=f"a tensor of shape {tuple(tensor.shape)}" if is_tensor else type(tensor).__name__,
                 remedy="pass a batch of at least one row",
             )
@@ -251,7 +260,7 @@ def _require_same_answers(
     examples: Mapping[str, Tensor],
     free: Mapping[str, set[int]],
 ) -> None:
-    """Raise unless the stored program computes what the model does, for the example's batch size and others."""
+    """Raise ArchiveError unless the stored program returns the model's outputs, for several batch sizes."""
     device = next(iter(examples.values())).device
     before = {name: tensor.to(device, copy=True) for name, tensor in weights.items()}
     module = build(_parsed(PROGRAM, program), before, device)
@@ -272,14 +281,14 @@ def _require_same_answers(
 
 
 def _longer(tensor: Tensor, dims: set[int]) -> Tensor:
-    """Return the example with its last entry repeated along every dynamic dim."""
+    """Return the example with its last entry repeated along each dimension in `dims`, the dynamic ones."""
     for dim in dims:
         tensor = torch.cat([tensor, tensor.narrow(dim, tensor.shape[dim] - 1, 1)], dim)
     return tensor
 
 
 def _with_rows(tensor: Tensor, rows: int | None) -> Tensor:
-    """Return the example itself, its first row alone, or the example with one more row."""
+    """Return the example itself for `rows` None, its first row for 1, or the example with one more row for -1."""
     if rows is None:
         return tensor
     return tensor[:1] if rows == 1 else torch.cat([tensor, tensor[:1]])
@@ -290,9 +299,9 @@ def _require_close(name: str, rows: int, want: Tensor, have: Tensor) -> None:
         bound = TOLERANCE.get(want.dtype, 0.0)
         if torch.allclose(have.cpu(), want.cpu(), rtol=bound, atol=bound, equal_nan=True):
             return
-        got = f"another for {rows} rows in {name!r}"
+        got = f"other values of {name!r} for a batch of {rows} rows"
     else:
-        got = f"{tuple(have.shape)} instead of {tuple(want.shape)} for {rows} rows in {name!r}"
+        got = f"shape {tuple(have.shape)} instead of {tuple(want.shape)} of {name!r} for a batch of {rows} rows"
     raise ArchiveError(
         "the exported program must return the same outputs as the model",
         got=got,
@@ -301,7 +310,7 @@ def _require_close(name: str, rows: int, want: Tensor, have: Tensor) -> None:
 
 
 def _checked(folder: Path) -> dict[str, bytes]:
-    """Check the digest of every file, and return the JSON files."""
+    """Return the contents of the program and signature files, after verifying the digest of every file."""
     manifest = _parsed(MANIFEST, read_file(folder / MANIFEST, JSON_CAP))
     files = manifest.get("files")
     if manifest.get("format") != FORMAT or not isinstance(files, dict) or set(files) != set(FILES):

@@ -22,7 +22,7 @@ MODEL, OPTIMIZER, RANDOM = "model.safetensors", "optimizer.safetensors", "random
 AVERAGES, POLICY = "averages.safetensors", "policy.safetensors"
 STATE, MANIFEST = "state.json", "manifest.json"
 LAST_NUMBER = 10**18 - 1
-"""The largest step, size or claim: 18 digits fit into a file name."""
+"""The largest step, file size or number of a writer's claim: 18 digits fit into a file name."""
 JSON_LIMIT = 64 << 20
 """Maximum size in bytes of a manifest or a state file."""
 
@@ -55,15 +55,15 @@ class Checkpoint:
     model: dict[str, Tensor]
     """Parameters and buffers by the names of the original module."""
     optimizers: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Optimizer key to what `optimizer_state` returns."""
+    """By name of an optimizer: the result of `optimizer_state`."""
     state: dict[str, Any] = field(default_factory=dict)
     """JSON-serializable: the feed's position, schedule, epoch, best score, metrics, strategy spec."""
     random: dict[str, Tensor] = field(default_factory=dict)
-    """Generator states, such as "rank0.cpu"."""
+    """States of random generators by name, such as "rank0.cpu"."""
     averages: dict[str, Tensor] = field(default_factory=dict)
-    """Moving averages of some of the model's tensors, if they are kept."""
+    """Moving averages of some of the model's tensors, by their names; empty if the run has none."""
     policy: dict[str, Tensor] = field(default_factory=dict)
-    """State that a lossy synchronization policy keeps between steps, if there is one."""
+    """State that a lossy sync policy keeps between steps; empty if the run has none."""
 
     @property
     def averaged(self) -> dict[str, Tensor]:
@@ -73,7 +73,7 @@ class Checkpoint:
 
 @dataclass(frozen=True, order=True)
 class CheckpointFolder:
-    """A committed or unfinished checkpoint on disk; saving a step again creates the next generation."""
+    """The folder of a committed or unfinished checkpoint; saving a step again creates one of the next generation."""
 
     step: int
     generation: int
@@ -85,7 +85,7 @@ class CheckpointFolder:
 
 
 def read_checkpoint(folder: CheckpointFolder) -> Checkpoint:
-    """Read a checkpoint after verifying the digest of every file."""
+    """Return the checkpoint in a folder; raise CheckpointError if a file is missing or has another digest."""
     try:
         manifest = _manifest(folder.path)
         for name, recorded in manifest["files"].items():
@@ -150,8 +150,8 @@ def split_optimizers(optimizers: Mapping[str, Mapping[str, Any]]) -> tuple[dict[
                 if "/" in key or "/" in slot:
                     raise CheckpointError(
                         "keys of optimizers and slots must not contain a slash",
-                        got=f"{key!r}, {slot!r}",
-                        remedy="rename the optimizer or the entry of its state",
+                        got=f"{key!r} and {slot!r}",
+                        remedy="rename them",
                     )
                 if isinstance(value, Tensor):
                     tensors[f"{key}/{parameter}/{slot}"] = value
@@ -162,7 +162,7 @@ def split_optimizers(optimizers: Mapping[str, Mapping[str, Any]]) -> tuple[dict[
 
 
 def best_of(folders: list[CheckpointFolder]) -> CheckpointFolder | None:
-    """Return the checkpoint with the lowest score."""
+    """Return the checkpoint with the lowest score; None if no checkpoint has a score."""
     scored = [(score, folder) for folder in folders if (score := _score(folder)) is not None]
     return min(scored, key=lambda pair: pair[0])[1] if scored else None
 
@@ -181,7 +181,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def to_json(value: object) -> bytes:
-    """Return JSON; raise if the value has other types."""
+    """Return a value as compact JSON; raise CheckpointError if it contains a type that JSON lacks."""
     try:
         return json.dumps(value, separators=(",", ":")).encode()
     except (TypeError, ValueError) as error:
@@ -193,5 +193,5 @@ def to_json(value: object) -> bytes:
 
 
 def marker_of(sha256: str) -> bytes:
-    """Return the content of the marker of a finished checkpoint, from the digest of its manifest."""
+    """Return the content of the marker file of a finished checkpoint: the digest of its manifest."""
     return f"{sha256}\n".encode()

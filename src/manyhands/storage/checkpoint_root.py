@@ -1,4 +1,4 @@
-"""The root folder of a run's checkpoints: which checkpoints it has, and which writer may add and remove some."""
+"""The root folder of a run's checkpoints: which checkpoints it has, and which writer may add and remove them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .checkpoint_format import LAST_NUMBER, MANIFEST, MARKER, CheckpointFolder, 
 from .disk import Disk
 
 CLAIM = re.compile(r"CLAIM-([0-9]{1,18})")
-"""The number of a writer's claim on the folder: only the writer with the highest number may write."""
+"""Name of the file by which a writer claims the folder: only the writer with the highest number may write."""
 FOLDER = re.compile(r"step-([0-9]{9,18})(?:\.([0-9]{1,9}))?")
 LAST_GENERATION = 10**9 - 1
 """The largest generation that a file name can hold."""
@@ -24,10 +24,10 @@ class WriterClaim:
     def __init__(self, root: Path, disk: Disk) -> None:
         self._root, self._disk = root, disk
         self.number: int | None = None
-        """The number of this writer's claim; None for a writer that needs none."""
+        """The number of this writer's claim; None if it has not claimed the folder."""
 
     def take(self) -> None:
-        """Become the only writer; raises OSError if that is not possible, and then holds no claim."""
+        """Claim the folder, so that no earlier writer can write; raise OSError, without a claim, if that fails."""
         try:
             self._root.mkdir(parents=True, exist_ok=True)
             self.number = self._next()
@@ -63,16 +63,16 @@ class WriterClaim:
         return self.number is None or max(self._found(), default=0) <= self.number
 
     def require_latest(self) -> None:
-        """Raise if another writer has claimed the folder after this one."""
+        """Raise CheckpointError if another writer has claimed the folder after this one."""
         if not self.is_latest:
             raise CheckpointError(
-                "only the latest generation of a run may write checkpoints",
-                got="an earlier one",
-                remedy="let the later generation write",
+                "only the latest writer of a run may write checkpoints",
+                got="an earlier one, such as a process that was suspended",
+                remedy="end this process, and let the later writer continue",
             )
 
     def is_before(self, folder: CheckpointFolder) -> bool:
-        """Return whether this folder was written under a later claim."""
+        """Return whether a checkpoint was written under a later claim than this one."""
         try:
             claim: Any = read_object(folder.path / MANIFEST).get("claim")
         except (OSError, ValueError):
@@ -87,7 +87,7 @@ class CheckpointRoot:
         self.path, self._disk = root, disk
 
     def folders(self) -> list[CheckpointFolder]:
-        """Return all checkpoints by step, unfinished ones included."""
+        """Return all checkpoints sorted by step and generation, including unfinished ones."""
         if not self.path.is_dir():
             return []
         matches = ((FOLDER.fullmatch(path.name), path) for path in self.path.iterdir())
@@ -98,11 +98,11 @@ class CheckpointRoot:
         )
 
     def committed(self) -> list[CheckpointFolder]:
-        """Return the finished checkpoints by step."""
+        """Return the finished checkpoints sorted by step and generation."""
         return [folder for folder in self.folders() if folder.committed]
 
     def new_folder(self, step: int) -> CheckpointFolder:
-        """Return the folder for a step; an existing one of the same step stays until the new one is committed."""
+        """Return a new folder for a step; an existing checkpoint of the step stays until the new one is committed."""
         taken = [folder.generation for folder in self.folders() if folder.step == step]
         generation = max(taken, default=-1) + 1
         require_room(f"step-{step:09d}.", generation, LAST_GENERATION, self.path)
@@ -110,7 +110,7 @@ class CheckpointRoot:
         return CheckpointFolder(step, generation, self.path / name)
 
     def prune(self, written: CheckpointFolder, keep: int, claim: WriterClaim) -> None:
-        """Remove all but the newest, the best and the one just written; keep folders written under a later claim."""
+        """Remove all checkpoints but the `keep` newest, the best, `written`, and those written under a later claim."""
         committed = self.committed()
         newest: dict[int, CheckpointFolder] = {folder.step: folder for folder in committed}
         kept = {*sorted(newest.values())[-keep:], written}
@@ -129,7 +129,7 @@ class CheckpointRoot:
 
 
 def require_room(begin: str, number: int, last: int, root: Path) -> None:
-    """Raise if the next number does not fit into a file name; counting alone does not reach it."""
+    """Raise CheckpointError if the next number is above `last`, which only a manually created name can cause."""
     if number > last:
         raise CheckpointError(
             f"names in {root} must be numbered below {last}",
@@ -161,5 +161,5 @@ def describe(root: Path) -> str:
 
 
 def first_of(names: list[str], count: int = 5) -> str:
-    """Return the first of many names as text."""
+    """Return the first `count` names as text, with "..." if there are more."""
     return ", ".join(names[:count]) + (", ..." if len(names) > count else "")

@@ -37,12 +37,12 @@ from .tensors import Snapshot, write_tensors
 
 @dataclass(frozen=True)
 class _Copy:
-    """A copy of a checkpoint made when `save` was called, ready to be written."""
+    """The copy of a checkpoint that `save` made, to be written in the background."""
 
     step: int
     score: float | None
     tensors: dict[str, Callable[[], dict[str, Tensor]]]
-    """By file: a function that returns the copies, on the CPU."""
+    """By file name: a function that returns the copied tensors on the CPU."""
     text: bytes
 
 
@@ -58,7 +58,14 @@ class CheckpointStore:
     """Store checkpoints under one root folder, with one writer and any number of readers.
 
     `save` copies the tensors and returns; a background thread writes them. An error in that thread does not stop the
-    caller: `on_error` gets it in the next `save`, `wait` or `close`, and the last good checkpoint stays on disk.
+    caller: the next `save`, `wait` or `close` passes it to `on_error`, and the last good checkpoint stays on disk.
+
+    Args:
+        root: Folder of the checkpoints; created by the first `save`.
+        keep: Number of newest checkpoints to keep, in addition to the best one.
+        on_error: Called with an error of the background thread; by default warns.
+        on_notice: Called with a text about a corrupt checkpoint that was skipped; by default warns.
+        disk: File-system operations; tests pass one that fails.
 
     >>> import tempfile, torch
     >>> with tempfile.TemporaryDirectory() as root, CheckpointStore(Path(root)) as store:
@@ -80,7 +87,7 @@ class CheckpointStore:
             raise CheckpointError("keep must be at least 1", got=keep, remedy="pass keep=2")
         self.root, self.keep = Path(root), keep
         self.blocked_seconds = 0.0
-        """Seconds for which `save` blocked its caller."""
+        """Seconds for which all calls of `save` have blocked their caller."""
         self._written_seconds = 0.0
         self._writing_since: float | None = None
         self._on_error, self._on_notice, self._disk = on_error, on_notice, disk or Disk()
@@ -98,14 +105,19 @@ class CheckpointStore:
         return self._written_seconds + (0.0 if since is None else time.perf_counter() - since)
 
     def claim(self) -> None:
-        """Make this store the only writer: earlier writers, such as a suspended process, can no longer write."""
+        """Make this store the only writer; earlier writers, such as a suspended process, can no longer write."""
         try:
             self._claim.take()
         except OSError as error:
             self._on_error(error)
 
     def save(self, checkpoint: Checkpoint, *, score: float | None = None) -> None:
-        """Copy a checkpoint now and write it in the background; the checkpoint with the lowest score is the best."""
+        """Copy a checkpoint now and write it in the background.
+
+        Args:
+            checkpoint: The state to save.
+            score: The lower, the better; the checkpoint with the lowest score is kept.
+        """
         began = time.perf_counter()
         self.wait()
         copy = self._copy(checkpoint, score)
@@ -114,7 +126,7 @@ class CheckpointStore:
         self.blocked_seconds += time.perf_counter() - began
 
     def wait(self) -> None:
-        """Wait until the background write is finished, then report its errors to `on_error`."""
+        """Wait until the background thread has finished writing, then pass its errors to `on_error`."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -123,7 +135,7 @@ class CheckpointStore:
             self._on_error(error)
 
     def close(self) -> None:
-        """Finish writing and free the memory of the copies."""
+        """Wait until the background thread has finished writing, and free the memory of the copies."""
         self.wait()
         for snapshot in self._snapshots.values():
             snapshot.clear()
@@ -139,17 +151,25 @@ class CheckpointStore:
         return sorted({folder.step for folder in self._folders.committed()})
 
     def best(self) -> int | None:
-        """Return the step of the committed checkpoint with the lowest score."""
+        """Return the step of the committed checkpoint with the lowest score; None if none has a score."""
         folder = best_of(self._folders.committed())
         return None if folder is None else folder.step
 
     def newest_model(self) -> Path | None:
-        """Return the model file of the newest committed checkpoint, unverified, for reading its header."""
+        """Return the model file, unverified, of the newest committed checkpoint; None if there is no checkpoint."""
         committed = self._folders.committed()
         return committed[-1].path / MODEL if committed else None
 
     def load(self, step: int | None = None, *, before: int | None = None) -> Checkpoint:
-        """Return the checkpoint of a step, or the newest intact one; report skipped corrupt ones to `on_notice`."""
+        """Return the newest intact checkpoint; corrupt ones are skipped and reported to `on_notice`.
+
+        Args:
+            step: Consider only checkpoints of this step.
+            before: Consider only checkpoints of earlier steps than this one.
+
+        Raises:
+            CheckpointError: There is no such intact checkpoint.
+        """
         self.wait()
         folders = [f for f in reversed(self._folders.committed()) if step is None or f.step == step]
         folders = [f for f in folders if before is None or f.step < before]
@@ -177,7 +197,7 @@ class CheckpointStore:
         step = checkpoint.step
         if not isinstance(step, int) or not 0 <= step < 10**18:
             raise CheckpointError(
-                "a step must be a whole number of at least 0", got=repr(step), remedy="pass such a number"
+                "a step must be a whole number of at least 0", got=repr(step), remedy="pass the number of taken steps"
             )
         slots, plain = split_optimizers(checkpoint.optimizers)
         tensors = {MODEL: checkpoint.model, OPTIMIZER: slots, RANDOM: checkpoint.random}
@@ -241,18 +261,21 @@ class CheckpointStore:
 
 
 def _require_numbers(model: Mapping[str, Tensor]) -> None:
-    """Raise if the model contains NaN, so that it does not become the newest checkpoint; masks may hold infinity."""
+    """Raise CheckpointError if the model contains NaN: it must not become the newest checkpoint.
+
+    Infinity is allowed, since masks may contain it.
+    """
     for name, tensor in model.items():
         if tensor.is_floating_point() and bool(tensor.isnan().any()):
             raise CheckpointError(
                 "a checkpoint must not contain NaN",
                 got=f"NaN in {name}",
-                remedy="lower the learning rate, or clip gradients",
+                remedy="lower the learning rate, or clip the gradients",
             )
 
 
 def check_matches(checkpoint: Checkpoint, model: nn.Module) -> None:
-    """Raise unless the checkpoint holds exactly the tensors of this model."""
+    """Raise CheckpointError unless a checkpoint has exactly the tensors of a model, with the same shapes."""
     have = checkpoint.model
     want = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
     missing = [name for name in want if name not in have]

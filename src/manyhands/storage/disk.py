@@ -1,4 +1,4 @@
-"""The file-system operations that the store uses, each a method in which a test can inject failures."""
+"""The file-system operations of checkpoints and exports, each a method in which a test can inject failures."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from typing import Any
 from ..core import open_regular
 
 CHUNK = 4 << 20
-"""Bytes per call: large enough that writing and hashing run outside the GIL."""
+"""Number of bytes that are hashed and written per call: large enough that both run outside the GIL."""
 TEMPORARY = ".tmp-"
 STALE_SECONDS = 7 * 24 * 3600.0
-"""Seconds without a change after which a temporary is taken to have no writer, on any host."""
+"""Seconds without a change after which a temporary file or folder is assumed to have no writer on any host."""
 
 
 @dataclass(frozen=True)
@@ -35,14 +35,14 @@ class Digest:
 
 
 class Disk:
-    """Every operation that changes the disk; subclasses inject crashes and errors."""
+    """Every operation that changes files or folders; subclasses in tests inject crashes and errors."""
 
     def make_folder(self, path: Path) -> None:
-        """Create a new folder."""
+        """Create a folder, which must not exist."""
         path.mkdir()
 
     def write(self, path: Path, parts: Iterable[bytes | memoryview]) -> Digest:
-        """Write a new file and return its digest; it is not durable before `fsync`."""
+        """Write a new file and return its digest; the file may not survive a power failure before `fsync`."""
         digest, size = hashlib.sha256(), 0
         with path.open("xb", buffering=0) as file:
             for piece in pieces(parts):
@@ -52,7 +52,7 @@ class Disk:
         return Digest(size, digest.hexdigest())
 
     def put(self, file: int, piece: memoryview) -> None:
-        """Append one piece to an open file."""
+        """Append all bytes of `piece` to an open file descriptor."""
         while piece:
             piece = piece[os.write(file, piece) :]
 
@@ -103,7 +103,7 @@ def pieces(parts: Iterable[bytes | memoryview]) -> Iterator[memoryview]:
 
 
 def digest_of(path: Path) -> Digest:
-    """Return the digest of a regular file as it is on disk."""
+    """Return the size and SHA-256 of a regular file."""
     digest, size = hashlib.sha256(), 0
     with os.fdopen(open_regular(path), "rb", buffering=0) as file:
         while piece := file.read(CHUNK):
@@ -113,7 +113,7 @@ def digest_of(path: Path) -> Digest:
 
 
 def replace_file(disk: Disk, path: Path, parts: Iterable[bytes | memoryview]) -> Digest:
-    """Write a file atomically: readers see the old one or the new one, never a part."""
+    """Write or replace a file atomically: readers see the old file or the new one, never a part of it."""
     temporary = path.parent / temporary_name()
     try:
         digest = disk.write(temporary, parts)
@@ -127,13 +127,13 @@ def replace_file(disk: Disk, path: Path, parts: Iterable[bytes | memoryview]) ->
 
 
 def temporary_name() -> str:
-    """Return a hidden name that identifies the writing process, so that others can detect when it has ended."""
+    """Return a unique hidden file name that identifies this process, so that others can detect that it has ended."""
     writer = f"{_host()}.{_pid_space()}.{os.getpid()}.{_started(os.getpid())}"
     return f"{TEMPORARY}{writer}.{uuid.uuid4().hex[:12]}"
 
 
 def remove_stale(disk: Disk, root: Path) -> list[str]:
-    """Remove temporaries whose writer has ended or that did not change for a week; return their names."""
+    """Remove temporary files and folders whose writer has ended or that are a week old; return their names."""
     stale = [entry for entry in root.glob(f"{TEMPORARY}*") if _writer_is_dead(entry.name) or _is_old(entry)]
     for entry in stale:
         disk.discard(entry)
@@ -141,10 +141,10 @@ def remove_stale(disk: Disk, root: Path) -> list[str]:
 
 
 def _writer_is_dead(name: str) -> bool:
-    """Return whether the writer was a process in this process's namespace, and has ended.
+    """Return whether the writer in a temporary name was a process in this process's namespace that has ended.
 
-    A host name and a process id are not enough: containers may share a host name, and every one of them has a process
-    1; and a process id is used again.
+    A host name and a process id do not identify it: containers may share a host name, each of them has a process 1, and
+    the kernel reuses process ids.
     """
     host, space, pid, started = (*name.removeprefix(TEMPORARY).split("."), "", "", "", "")[:4]
     if not space or (host, space) != (_host(), _pid_space()) or not pid.isdecimal():
@@ -175,7 +175,7 @@ def _pid_space() -> str:
 
 
 def _started(pid: int) -> str:
-    """Return when a process was started, in the kernel's own count; empty where there is none of that id."""
+    """Return the start time of a process in clock ticks since boot; an empty string if there is no such process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except (OSError, IndexError):

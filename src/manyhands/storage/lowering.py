@@ -1,4 +1,4 @@
-"""Rewrite a traced graph into operators that every machine has and that check their arguments."""
+"""Rewrite a traced graph with operators that every installation of torch has and that check their arguments."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ aten = torch.ops.aten
 
 
 def lower(module: fx.GraphModule) -> None:
-    """Rewrite operators of other libraries in a traced graph that have an equivalent."""
+    """Replace the operators of a traced graph that are in `REWRITES` by equivalent operators."""
     for node in list(module.graph.nodes):
         rewrite = REWRITES.get(str(node.target))
         if rewrite is not None:
@@ -26,7 +26,7 @@ def lower(module: fx.GraphModule) -> None:
 
 
 def _grouped_product(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    """Multiply rows sorted by expert with their expert's matrix; `offs` are the ends of the experts' rows."""
+    """Multiply rows, which are sorted by expert, by their expert's matrix; `ends` has where each expert's rows end."""
     rows, weight, ends = node.args
     call = graph.call_function
     # The index of each row, on the same device.
@@ -86,7 +86,7 @@ def _embedding_bag(graph: fx.Graph, node: fx.Node) -> fx.Node:
 
 
 def _first_of(rewrite: Callable[[fx.Graph, fx.Node], fx.Node]) -> Callable[[fx.Graph, fx.Node], fx.Node]:
-    """Rewrite an operator with several results of which only the first is used."""
+    """Wrap a rewrite for an operator with several results of which only the first is used."""
 
     def rewritten(graph: fx.Graph, node: fx.Node) -> fx.Node:
         made = rewrite(graph, node)
@@ -107,4 +107,4 @@ REWRITES: dict[str, Callable[[fx.Graph, fx.Node], fx.Node]] = {
     "aten.embedding_bag.padding_idx": _first_of(_embedding_bag),
     "transformers.grouped_mm_fallback.default": _grouped_product,
 }
-"""Rewrites by operator name. Mixture-of-experts layers of `transformers` call an operator of that library."""
+"""Functions that rewrite an operator, by its name; the last one is called by mixture-of-experts of `transformers`."""

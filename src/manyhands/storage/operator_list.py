@@ -1,9 +1,10 @@
 """The closed list of tensor operators that a stored program may call, by kind.
 
-Made from what exports of a large zoo of networks emit, with the other overloads of the same functions, and reviewed for
-bounds checks: every kernel here checks sizes, strides and indices against the memory it is given, or is called by a
-validator of `operators`. Not here: overloads that write into a given output, gradients, sparse, quantized and
-MKL-DNN tensors, and whatever makes a view without looking at its storage or changes a tensor's storage.
+The list consists of the operators in exports of many networks, and of the other overloads of the same functions. It was
+reviewed for bounds checks: every kernel in it checks sizes, strides and indices against the memory that it is given, or
+is called through a validator in `operators`. Not in the list are overloads that write into a given output, operators of
+gradients and of sparse, quantized and MKL-DNN tensors, and operators that create a view without checking its storage or
+that change a tensor's storage.
 """
 
 from __future__ import annotations

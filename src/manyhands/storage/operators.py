@@ -1,8 +1,8 @@
 """The operators that a stored program may use: those of a closed list, with arguments that do not change the model.
 
-This is the first of two layers: it keeps a program from calling a kernel that does not check its arguments. The second
-is the sandboxed process of a replica. Only this file reads torch's private parts, because an operator's schema has no
-public form.
+This is the first of two layers of protection: a program cannot call a kernel that does not check its arguments. The
+second is the sandboxed process of a serving replica. Only this file uses private attributes of torch, because an
+operator's schema has no public interface.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ PYTHON: dict[str, Callable[..., Any]] = {
         if hasattr(torch, name)
     },
 }
-"""Arithmetic on sizes and the choice of one of several outputs."""
+"""Functions that are not torch operators, by stored name: arithmetic on sizes, and choosing one of several outputs."""
 
 PORTABLE = {
     # A traced view depends on the strides of the traced device; another device may lay results out differently.
     "aten.view.default": "aten.reshape.default",
-    # A program must not read uninitialized memory: it is what other requests left there.
+    # A program must not read uninitialized memory, which may contain data of other requests.
     "aten.empty.memory_format": "aten.zeros.default",
     "aten.empty_like.default": "aten.zeros_like.default",
     "aten.new_empty.default": "aten.new_zeros.default",
 }
-"""Operators of a trace, and those that an export stores instead."""
+"""Operators of a traced network, and the operators that an export stores instead."""
 
 UNDECLARED_VIEWS = frozenset(
     f"aten.{name}"
@@ -69,7 +69,7 @@ UNDECLARED_VIEWS = frozenset(
 
 
 def name_of(target: object) -> str:
-    """Return the stored name of a traced operator; raise if programs may not use it."""
+    """Return the stored name of a traced operator; raise ArchiveError if programs may not use it."""
     for name, function in PYTHON.items():
         if function is target:
             return name
@@ -80,7 +80,7 @@ def name_of(target: object) -> str:
 
 @functools.cache
 def named(name: str) -> Callable[..., Any]:
-    """Return the operator of this name; raise if programs may not use it."""
+    """Return the operator with a stored name; raise ArchiveError if programs may not use it."""
     if name in PYTHON:
         return PYTHON[name]
     if name not in ALLOWED:
@@ -93,13 +93,13 @@ def named(name: str) -> Callable[..., Any]:
 
 
 def checked(name: str) -> Callable[..., Any]:
-    """Return the function to call for an operator: a validator of its arguments if its kernel needs one, or itself."""
+    """Return the function to call for an operator: one that validates its arguments if necessary, else the operator."""
     return VALIDATED.get(name) or _guarded(name)
 
 
 @functools.cache
 def _guarded(name: str) -> Callable[..., Any]:
-    """Return an operator that raises ValueError for arguments with which its kernel leaves its memory."""
+    """Return an operator, wrapped to raise ValueError for arguments with which its kernel is unsafe."""
     function = named(name)
     guards = [guard for pattern, guard in _GUARDS if re.match(pattern, name)]
     if not guards or not isinstance(function, torch._ops.OpOverload):
@@ -116,7 +116,7 @@ def _guarded(name: str) -> Callable[..., Any]:
 
 
 def _small_integers(given: Mapping[str, Any]) -> None:
-    """Limit sizes, strides and dilations, whose products a kernel computes without overflow checks."""
+    """Reject large sizes, strides and dilations, whose products a kernel computes without overflow checks."""
     for name, value in given.items():
         each = value if isinstance(value, list | tuple) else (value,)
         if any(type(one) is int and abs(one) >= 1 << 31 for one in each):
@@ -124,7 +124,7 @@ def _small_integers(given: Mapping[str, Any]) -> None:
 
 
 def _moderate_scales(given: Mapping[str, Any]) -> None:
-    """Limit scales, by which a kernel divides positions."""
+    """Reject scales below 0.001 or above 1000: a kernel divides positions by them."""
     for name, value in given.items():
         each = value if isinstance(value, list | tuple) else (value,)
         if name.startswith("scale") and any(one is not None and not 1e-3 <= one <= 1e3 for one in each):
@@ -206,41 +206,41 @@ _GUARDS: tuple[tuple[str, Callable[[Mapping[str, Any]], None]], ...] = (
     (r"aten\.lcm_?\.", _no_lowest_integers),
     (r"aten\.(\w*_loss(2d|_nd)?|binary_cross_entropy\w*|kl_div)\.", _known_reduction),
 )
-"""By the name of an operator, what its arguments must be beside what torch checks."""
+"""For patterns of operator names: functions that raise ValueError for unsafe arguments that torch accepts."""
 
 
 def median_dim(self: Tensor, dim: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:
-    """Median of dense memory: the kernel writes beyond that of an expanded tensor."""
+    """Return the median along `dim` of a contiguous copy: the kernel writes out of bounds for an expanded tensor."""
     values, indices = torch.ops.aten.median.dim(self.contiguous(), dim, keepdim)
     return values, indices
 
 
 def nanmedian_dim(self: Tensor, dim: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:
-    """Median without NaNs of dense memory: the kernel writes beyond that of an expanded tensor."""
+    """Return the median without NaNs of a contiguous copy: the kernel writes out of bounds for an expanded tensor."""
     values, indices = torch.ops.aten.nanmedian.dim(self.contiguous(), dim, keepdim)
     return values, indices
 
 
 def lstm(input: Tensor, hx: list[Tensor], params: list[Tensor], *rest: Any, **more: Any) -> tuple[Tensor, ...]:
-    """LSTM of weights whose number and shapes are checked: the kernel takes them as they come."""
+    """Compute an LSTM after checking the number and shapes of its weights, which the kernel does not check."""
     _require_recurrent(4, input, hx, params, *rest, **more)
     return tuple(torch.ops.aten.lstm.input(input, hx, params, *rest, **more))
 
 
 def gru(input: Tensor, hx: Tensor, params: list[Tensor], *rest: Any, **more: Any) -> tuple[Tensor, ...]:
-    """GRU of weights whose number and shapes are checked: the kernel takes them as they come."""
+    """Compute a GRU after checking the number and shapes of its weights, which the kernel does not check."""
     _require_recurrent(3, input, [hx], params, *rest, **more)
     return tuple(torch.ops.aten.gru.input(input, hx, params, *rest, **more))
 
 
 def rnn_tanh(input: Tensor, hx: Tensor, params: list[Tensor], *rest: Any, **more: Any) -> tuple[Tensor, ...]:
-    """RNN of weights whose number and shapes are checked: the kernel takes them as they come."""
+    """Compute a tanh RNN after checking the number and shapes of its weights, which the kernel does not check."""
     _require_recurrent(1, input, [hx], params, *rest, **more)
     return tuple(torch.ops.aten.rnn_tanh.input(input, hx, params, *rest, **more))
 
 
 def rnn_relu(input: Tensor, hx: Tensor, params: list[Tensor], *rest: Any, **more: Any) -> tuple[Tensor, ...]:
-    """RNN of weights whose number and shapes are checked: the kernel takes them as they come."""
+    """Compute a ReLU RNN after checking the number and shapes of its weights, which the kernel does not check."""
     _require_recurrent(1, input, [hx], params, *rest, **more)
     return tuple(torch.ops.aten.rnn_relu.input(input, hx, params, *rest, **more))
 
@@ -257,7 +257,10 @@ def _require_recurrent(
     bidirectional: bool,
     batch_first: bool,
 ) -> None:
-    """Raise ValueError unless states and weights are those of such a recurrent layer."""
+    """Raise ValueError unless states and weights have the shapes and dtype of a recurrent layer with these settings.
+
+    `gates` is the number of gates: 4 for LSTM, 3 for GRU, 1 for RNN.
+    """
     sides = num_layers * (2 if bidirectional else 1)
     if input.dim() != 3 or not 0 < sides <= 1024 or len(hx) != (2 if gates == 4 else 1):
         raise ValueError("a recurrent layer needs batches of sequences and its initial states")
@@ -289,7 +292,7 @@ VALIDATED: dict[str, Callable[..., Any]] = {
 
 
 def arguments(function: Callable[..., Any]) -> list[tuple[str, str]] | None:
-    """Return the names of an operator's arguments and the kind of each, one of `KINDS`; None for arithmetic."""
+    """Return the names and kinds (values of `KINDS`, or "value") of an operator's arguments; None for arithmetic."""
     if not isinstance(function, torch._ops.OpOverload):
         return None
     # In the plain schema a dtype is an int, and torch converts a number to a dtype without a check.
@@ -305,7 +308,7 @@ KINDS = {
     "str": "text",
     "bool": "flag",
 }
-"""The kind of argument by schema type; arguments of other types are numbers, tensors, or lists of these."""
+"""The kind of an argument by its schema type; arguments of other types are numbers, tensors, or lists of these."""
 
 
 def _kind(real_type: str) -> str:
@@ -320,7 +323,7 @@ def written(function: Callable[..., Any]) -> set[str]:
 
 
 def shared(function: Callable[..., Any]) -> set[str] | None:
-    """Return the names of the arguments that an operator's result may share memory with; None for all of them."""
+    """Return the names of the arguments with which an operator's result may share memory; None for all of them."""
     if not isinstance(function, torch._ops.OpOverload):
         return None
     if str(function).rpartition(".")[0] in UNDECLARED_VIEWS:
@@ -329,7 +332,7 @@ def shared(function: Callable[..., Any]) -> set[str] | None:
 
 
 def require_stateless(name: str, given: Mapping[str, Any]) -> None:
-    """Raise for normalization that would update running statistics, which its schema does not declare."""
+    """Raise ArchiveError for normalization that would update running statistics, which its schema does not declare."""
     flag = {"aten.batch_norm.default": "training", "aten.instance_norm.default": "use_input_stats"}.get(name)
     if flag is None or given.get(flag) is False:
         return

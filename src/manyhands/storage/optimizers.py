@@ -18,9 +18,9 @@ EXECUTION = ("fused", "foreach", "capturable")
 def optimizer_state(optimizer: Optimizer, names: Mapping[Tensor, str]) -> dict[str, Any]:
     """Return `{"state": {name: {slot: value}}, "groups": [{"params": [names], **hyperparameters}]}` of an optimizer.
 
-    Slots of an optimizer that it keeps inside are named "attribute:slot"; its groups are in "inner" by attribute. The
-    tensors of a list are slots of their own, named "slot[0]", "slot[1]" and so on. The tensors are the optimizer's own,
-    not copies.
+    Slots of a nested optimizer are named "attribute:slot"; its groups are in "inner" by attribute. A slot that is a
+    list of tensors becomes the slots "slot[0]", "slot[1]" and so on. The tensors are not copied. `names` are the names
+    of all parameters.
     """
     state = {
         _name(parameter, names): flat_slots(optimizer.state[parameter])
@@ -38,7 +38,10 @@ def optimizer_state(optimizer: Optimizer, names: Mapping[Tensor, str]) -> dict[s
 
 
 def _inner(optimizer: Optimizer) -> dict[str, Optimizer]:
-    """Return nested optimizers, except those that share the outer one's state; those of members by number too."""
+    """Return nested optimizers by attribute, except those that share the outer optimizer's state.
+
+    If `optimizer` consists of several members, the key is the member's number and the attribute.
+    """
     members = each_of(optimizer)
     return {
         f"{number}.{attribute}" if len(members) > 1 else attribute: one
@@ -49,10 +52,10 @@ def _inner(optimizer: Optimizer) -> dict[str, Optimizer]:
 
 
 def load_optimizer_state(optimizer: Optimizer, names: Mapping[Tensor, str], data: Mapping[str, Any]) -> None:
-    """Load what `optimizer_state` returned into an optimizer with the same groups.
+    """Load `data`, which `optimizer_state` returned, into an optimizer with the same groups.
 
-    Slots take their parameter's dtype and device; a `step` stays as it was saved unless the optimizer is
-    capturable or fused, as torch itself has it.
+    Slots take their parameter's dtype and device; as in torch, a `step` does so only if the optimizer is capturable or
+    fused. Raise CheckpointError if the data does not fit the optimizer.
     """
     saved = data["groups"]
     if has_scheduler(optimizer):
@@ -78,7 +81,7 @@ def load_optimizer_state(optimizer: Optimizer, names: Mapping[Tensor, str], data
 
 
 def _slots(state: Mapping[str, Slots], prefix: str, without: Sequence[str] = ()) -> dict[str, Slots]:
-    """Return the slots whose names start with the prefix, by the rest of their names."""
+    """Return the slots whose names start with `prefix`, by the rest of their names; omit prefixes in `without`."""
     found = {
         name: {
             slot.removeprefix(prefix): value
@@ -150,7 +153,7 @@ def _require_same_groups(optimizer: Optimizer, names: Mapping[Tensor, str], save
     current = [[_name(p, names) for p in group["params"]] for group in optimizer.param_groups]
     if len(current) != len(saved):
         raise CheckpointError(
-            f"the checkpoint must have {len(current)} parameter groups, as the optimizer",
+            f"the checkpoint must have {len(current)} parameter groups, like the optimizer",
             got=f"{len(saved)}",
             remedy="create the optimizer as it was when the checkpoint was saved",
         )
@@ -165,7 +168,7 @@ def _require_same_groups(optimizer: Optimizer, names: Mapping[Tensor, str], save
 
 
 def _restored(current: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the current hyperparameters updated with saved ones; JSON turned tuples into lists."""
+    """Return the current hyperparameters updated with saved ones; lists from JSON become tuples again."""
     merged = {key: value for key, value in current.items() if key != "params"}
     for key, value in saved.items():
         if key != "params" and key not in EXECUTION:

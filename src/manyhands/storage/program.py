@@ -1,10 +1,9 @@
-"""A traced network as plain JSON and back: the only file that touches torch.export's graphs.
+"""Tracing of a network into plain JSON: the only file that uses the graphs of torch.export.
 
-Why not torch's own serialised form: it is a private schema that changes with each release, reading it turns
-texts into code (sympy's `sympify` on every size, guards), and saving it pickles the example inputs. What
-inference needs of a traced graph is little: operators, their arguments and which value goes where. Sizes are
-values of the graph themselves, so no expression is ever stored or parsed. Tracing and rebuilding use the
-public `torch.export` and `torch.fx`; which operators are allowed is in `operators`.
+torch's own serialized form is not used: its schema is private and changes with each release, reading it turns texts
+into code (sympy's `sympify` on every size, guards), and saving it pickles the example inputs. Inference needs only the
+operators of a traced graph, their arguments, and which value is passed to which. Sizes are values of the graph, so no
+expression is stored or parsed. `operators` defines which operators are allowed; `program_builder` rebuilds the network.
 """
 
 from __future__ import annotations
@@ -37,16 +36,19 @@ Json = Any
 
 @dataclass(frozen=True)
 class StoredProgram:
-    """A network as data: the program, and the tensors that it refers to by name."""
+    """A network as data: the program as JSON, and the tensors to which it refers by name."""
 
     program: dict[str, Json]
     weights: dict[str, Tensor]
     shapes: list[tuple[str, tuple[int | None, ...]]]
-    """dtype and shape of every output; None for sizes that depend on the batch."""
+    """dtype and shape of every output; sizes that depend on the inputs are None."""
 
 
 def trace(network: nn.Module, examples: tuple[Tensor, ...], free: Sequence[Collection[int]]) -> StoredProgram:
-    """Trace a network from tensors to a tuple of tensors, with dynamic batch dimension and dimensions in `free`."""
+    """Trace a network that takes tensors and returns a tuple of tensors; raise ArchiveError if that is impossible.
+
+    Dimension 0 of each example is the batch; its size, and those of the dimensions in `free`, stay dynamic.
+    """
     exported = _exported(network, examples, free)
     lower(exported.graph_module)
     _require_pure(exported)
@@ -54,7 +56,7 @@ def trace(network: nn.Module, examples: tuple[Tensor, ...], free: Sequence[Colle
 
 
 def user_line(error: BaseException) -> str:
-    """Return the last line of a traceback that is neither in torch nor in manyhands."""
+    """Return the last line of an error's traceback that is in the user's code, neither in torch nor in manyhands."""
     ours, torchs = str(Path(__file__).parent), str(Path(torch.__file__).parent)
     seen: BaseException | None = error
     found = ""
@@ -81,7 +83,7 @@ def _exported(network: nn.Module, examples: tuple[Tensor, ...], free: Sequence[C
 
 @contextmanager
 def _without_fast_path() -> Iterator[None]:
-    """Trace attention as the operators it consists of: the fused layer's kernel does not check its arguments."""
+    """Within the context, trace attention layers as single operators: the fused kernel does not check its arguments."""
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
@@ -92,7 +94,7 @@ def _without_fast_path() -> Iterator[None]:
 
 @contextmanager
 def environment_kept() -> Iterator[None]:
-    """Restore the environment after tracing, which sets a cache folder that child processes would inherit."""
+    """Restore the environment after the context: tracing sets a cache folder that child processes would inherit."""
     before = set(os.environ)
     try:
         yield
@@ -129,12 +131,12 @@ def _require_pure(exported: ExportedProgram) -> None:
         raise ArchiveError(
             "predict must not change the model",
             got=f"changes of {', '.join(map(str, changed[:5]))}",
-            remedy="compute the outputs without assigning to buffers or parameters",
+            remedy="assign to copies of its tensors",
         )
 
 
 class _Encoder:
-    """Encode the graph of an exported program as JSON."""
+    """Encodes the graphs of an exported program as JSON."""
 
     def __init__(self, exported: ExportedProgram) -> None:
         self.exported = exported
@@ -157,9 +159,9 @@ class _Encoder:
                 found.append({"weight": self._weight(str(spec.target))})
             else:
                 raise ArchiveError(
-                    "a network must consist of tensors",
+                    "inputs and constants of a network must be tensors",
                     got=f"{spec.kind.name} {spec.target}",
-                    remedy="replace the object by tensors, for example with register_buffer",
+                    remedy="remove other objects from the network, or store them as tensors",
                 )
         return found
 
@@ -181,7 +183,7 @@ class _Encoder:
         return self._keys[same]
 
     def _graph(self, module: fx.GraphModule, inputs: list[Json] | None) -> int:
-        """Append a graph and its nested graphs; return its number."""
+        """Append a graph and its nested graphs to `graphs`; return the graph's index there."""
         number = len(self.graphs)
         graph: dict[str, Json] = {}
         self.graphs.append(graph)
@@ -234,11 +236,11 @@ class _Encoder:
         raise ArchiveError(
             "arguments in a program must be numbers and tensors",
             got=f"{type(value).__name__} {value}",
-            remedy="replace the operation that takes this argument",
+            remedy="use other operators, or omit this one from predict",
         )
 
     def _grad(self, args: Any, places: dict[fx.Node, int], nested: dict[fx.Node, fx.GraphModule]) -> Json:
-        """Encode a grad-mode region as a plain call, because inference does not differentiate."""
+        """Encode a graph that sets the grad mode as a plain call, because inference does not differentiate."""
         _, body, *operands = args
         return {
             "op": "region.call",
@@ -271,7 +273,9 @@ class _Encoder:
             value = node.meta.get("val") if isinstance(node, fx.Node) else None
             if not isinstance(value, Tensor):
                 raise ArchiveError(
-                    "a prediction must consist of tensors", got=str(node), remedy="return only tensors from predict"
+                    "predict must return a tensor or a dict of tensors",
+                    got=str(node),
+                    remedy='return {"name": tensor, ...}',
                 )
             shape = tuple(size if isinstance(size, int) else None for size in value.shape)
             found.append((str(value.dtype).removeprefix("torch."), shape))
@@ -285,30 +289,34 @@ REGIONS: dict[str, Callable[..., Json]] = {
     "wrap_with_autocast": _Encoder._autocast,
     "cond": _Encoder._branch,
 }
-"""Higher-order operators that a program can contain, with the encoder of each."""
+"""Higher-order operators, which call nested graphs, that a program can contain, with the encoder of each."""
 
 
 def _submodule(module: fx.GraphModule, node: fx.Node) -> fx.GraphModule:
     found = getattr(module, str(node.target), None)
     if not isinstance(found, fx.GraphModule):
-        raise ArchiveError("attributes in a program must be graphs", got=f"{node.target}: {type(found).__name__}")
+        raise ArchiveError(
+            "attributes in a program must be graphs",
+            got=f"{node.target}, of type {type(found).__name__}",
+            remedy="use other operators, or omit this one from predict",
+        )
     return found
 
 
 def _name_of(node: fx.Node) -> str:
-    """Return the stored name of a node's operator; raise an error that names the line of the model."""
+    """Return the stored name of a node's operator; if it is not allowed, raise ArchiveError with the model's line."""
     try:
         return operators.name_of(node.target)
     except ArchiveError as error:
         raise ArchiveError(
             error.rule,
             got=f"{error.got}, at {_origin(node)}",
-            remedy="use other operators, or omit it from predict",
+            remedy="use other operators, or omit this one from predict",
         ) from None
 
 
 def _origin(node: fx.Node) -> str:
-    """Return the line and the module that a node was traced from."""
+    """Return the line of code and the module from which a node was traced, as text."""
     modules = list((node.meta.get("nn_module_stack") or {}).values())
     where = f"{modules[-1][0] or 'the model'} ({str(modules[-1][1]).rpartition('.')[2]})" if modules else "the model"
     ours, torchs = str(Path(__file__).parent), str(Path(torch.__file__).parent)
@@ -318,5 +326,5 @@ def _origin(node: fx.Node) -> str:
 
 
 def _is_check(node: fx.Node) -> bool:
-    """Return whether a node only checks dtype and device, which is valid only on the traced device."""
+    """Return whether a node only checks dtype and device; such a check is valid only on the traced device."""
     return str(node.target) == "aten._assert_tensor_metadata.default" and not node.users

@@ -1,4 +1,4 @@
-"""Building a network from a stored program: every field is checked before anything is created."""
+"""Build a network from a stored program; every field is checked before anything is created from it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _PLAIN_DTYPE = re.compile(
 
 
 def build(program: Mapping[str, Json], weights: Mapping[str, Tensor], device: torch.device) -> nn.Module:
-    """Build the network that a program describes; raise for anything that is not plain tensor arithmetic."""
+    """Return the network that a program describes; raise ArchiveError for anything but plain tensor arithmetic."""
     try:
         return _Builder(program, weights, device).module()
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
@@ -34,7 +34,7 @@ def build(program: Mapping[str, Json], weights: Mapping[str, Tensor], device: to
 
 
 class _Call(nn.Module):
-    """A region that is called without further context."""
+    """A nested graph that runs in the context of its caller."""
 
     def __init__(self, body: nn.Module) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class _Call(nn.Module):
 
 
 class _Autocast(_Call):
-    """A region with its own precision."""
+    """A nested graph that runs in an autocast context."""
 
     def __init__(self, body: nn.Module, device: str, dtype: torch.dtype | None, enabled: bool) -> None:
         super().__init__(body)
@@ -57,7 +57,7 @@ class _Autocast(_Call):
 
 
 class _Branch(nn.Module):
-    """Two regions of which a condition selects one."""
+    """Two nested graphs, of which a condition selects one."""
 
     def __init__(self, yes: nn.Module, no: nn.Module) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class _Branch(nn.Module):
 
 
 class _Builder:
-    """Build modules from a program's graphs; every graph is used once, so that they form a tree."""
+    """Builds modules from a program's graphs; each graph may be used only once, so that they form a tree."""
 
     def __init__(self, program: Mapping[str, Json], weights: Mapping[str, Tensor], device: torch.device) -> None:
         if set(program) != {"format", "torch", "graphs"} or program["format"] != FORMAT:
@@ -85,7 +85,7 @@ class _Builder:
         return self._module(0, 0)
 
     def _module(self, number: Json, nesting: int, operands: Sequence[Any] | None = None) -> fx.GraphModule:
-        """Build a graph; for a region, `operands` are the arguments of its call."""
+        """Return the module of a graph; for a nested graph, `operands` are the arguments of its call."""
         if type(number) is not int or number in self._used or not 0 <= number < len(self.graphs):
             raise _malformed(f"graph {number!r} used twice or not there")
         if nesting > MAX_NESTING:
@@ -95,7 +95,7 @@ class _Builder:
         _require_fields(data, {"inputs", "nodes", "outputs"})
         root, graph = nn.Module(), fx.Graph()
         values = self._placed(root, graph, data["inputs"], nested=nesting > 0)
-        # Inputs and weights must not be changed in place, nor may a region's operands that refer to them.
+        # Inputs and weights must not be changed in place, nor may operands of a nested graph that refer to them.
         self._purity.hold(values if operands is None else self._purity.matching(values, operands))
         for node in data["nodes"]:
             values.append(self._call(root, graph, node, values, nesting))
@@ -104,7 +104,7 @@ class _Builder:
         return fx.GraphModule(root, graph, class_name="Program")
 
     def _placed(self, root: nn.Module, graph: fx.Graph, inputs: Json, nested: bool) -> list[fx.Node]:
-        """Create placeholders and weights; their names are generated, because torch.fx prints them into source."""
+        """Create the nodes of a graph's inputs and weights, with generated names: torch.fx writes names into source."""
         if nested:
             return [graph.placeholder(f"x{i}") for i in range(_count(inputs))]
         given = [one for one in inputs if "input" in one]
@@ -162,7 +162,7 @@ class _Builder:
         name = f"r{len(root._modules)}"
         root.add_module(name, body)
         made = graph.call_module(name, operands)
-        # A region may return its operands.
+        # A nested graph may return its operands.
         if any(self._purity.is_held(self._returned[number]) for number in numbers):
             self._purity.hold([made])
         return made
@@ -178,7 +178,7 @@ class _Builder:
         if kind == "ref":
             return values[_count(held)]
         if kind == "device":
-            # A program runs on the device it is loaded on, not on the one it was traced on.
+            # A program runs on the device on which it is loaded, not on the traced one.
             return self.device
         if kind == "float" and held in ("inf", "-inf", "nan"):
             return float(held)
@@ -200,7 +200,10 @@ def _singleton(kind: str, name: Json) -> Any:
 
 
 def _require_arguments(name: str, schema: list[tuple[str, str]] | None, args: Json, kwargs: Json) -> None:
-    """Raise unless the arguments exist in the operator's schema and have its types."""
+    """Raise ArchiveError unless an operator's arguments exist in its schema and have the types there.
+
+    A schema of None stands for arithmetic on sizes.
+    """
     if not isinstance(args, list) or not isinstance(kwargs, dict):
         raise _malformed(f"arguments of {name}")
     if schema is None:
@@ -221,7 +224,7 @@ def _require_arguments(name: str, schema: list[tuple[str, str]] | None, args: Js
 
 
 def _is_of_kind(value: Json, kind: str) -> bool:
-    """Return whether an argument that is not None has the type that the operator takes there."""
+    """Return whether an argument that is not None is of a kind that `operators.arguments` returns."""
     if kind == "text":
         return isinstance(value, str) and len(value) <= MAX_TEXT
     if kind == "flag":

@@ -1,7 +1,7 @@
-"""Check that a stored program changes only memory that it allocated, and keeps its numbers small.
+"""Check that a stored program changes only memory that it has allocated, and computes only small numbers.
 
-If a request could change a weight, it would change the answers to other requests. So in-place operators are allowed
-only on values that the program itself has created: not on inputs, weights, or views of them.
+A request that could change a weight would change the answers to other requests. Therefore in-place operators are
+allowed only on values that the program itself has created: not on inputs, weights, or views of them.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from ..core import ArchiveError
 from . import operators
 
 MAX_BITS = 4096
-"""Maximum bits of a number that a program computes from sizes; products of products would grow without limit."""
+"""Maximum bits of a number that a program computes from sizes; repeated products would grow without limit."""
 _SIZE_BITS = 63
 
 
 class Purity:
-    """Track which of a program's values may be foreign memory (inputs, weights, views), and numbers' sizes."""
+    """Tracks which values of a program may be foreign memory (inputs, weights, views), and how large numbers can be."""
 
     def __init__(self) -> None:
         self._held: set[fx.Node] = set()
         self._bits: dict[fx.Node, int] = {}
 
     def hold(self, nodes: Iterable[fx.Node]) -> None:
-        """Mark these values as foreign memory."""
+        """Mark the values of these nodes as foreign memory."""
         self._held.update(nodes)
 
     def require(self, name: str, function: Callable[..., Any], node: fx.Node) -> None:
-        """Raise ArchiveError if a call changes foreign memory, or computes numbers without limit."""
+        """Track the result of a call; raise ArchiveError if it changes foreign memory or its number is too large."""
         schema = operators.arguments(function)
         if schema is None:
             if function is not operator.getitem:
@@ -54,7 +54,7 @@ class Purity:
             self._held.add(node)
 
     def matching(self, nodes: Sequence[fx.Node], operands: Sequence[Any]) -> list[fx.Node]:
-        """Return those of a region's inputs that get foreign memory, or nothing."""
+        """Return the inputs of a nested graph that may be foreign memory: their operand is, or they have no operand."""
         return [node for i, node in enumerate(nodes) if i >= len(operands) or self.is_held(operands[i])]
 
     def is_held(self, value: Any) -> bool:
@@ -71,9 +71,9 @@ class Purity:
             grown = bits[0] * int(str(node.args[1]))
         if grown > MAX_BITS:
             raise ArchiveError(
-                f"numbers that a program computes must have at most {MAX_BITS} bits",
+                f"numbers in a program must have at most {MAX_BITS} bits",
                 got=f"{name} with a result of up to {grown} bits",
-                remedy="export a model that computes smaller numbers",
+                remedy="compute large numbers as tensors, and export the model again",
             )
         self._bits[node] = grown
 

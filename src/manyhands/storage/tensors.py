@@ -35,12 +35,12 @@ DTYPES: dict[torch.dtype, str] = {
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
 }
-"""The format's names of dtypes; complex128, which it lacks, is stored as pairs of float64."""
+"""The names of dtypes in safetensors; complex128, which the format lacks, is stored as pairs of float64."""
 PAIRS = "complex128"
-"""The metadata key that lists the tensors stored as pairs."""
+"""The metadata key of the list of tensors that are stored as pairs of float64."""
 
 HEADER_CAP = 100_000_000
-"""The format's limit of a header's size, checked here because a reader rejects longer ones."""
+"""Maximum bytes of a header in the safetensors format; readers reject longer ones."""
 
 
 def write_tensors(disk: Disk, path: Path, tensors: Mapping[str, Tensor]) -> Digest:
@@ -51,8 +51,8 @@ def write_tensors(disk: Disk, path: Path, tensors: Mapping[str, Tensor]) -> Dige
 def encoded(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
     """Yield the bytes of a safetensors file: a header, then views of the tensors' memory.
 
-    The library's writer copies every tensor while it holds the GIL, which stops the training loop in the other thread;
-    these views are hashed and written without a copy and outside the GIL.
+    The writer of the library safetensors copies every tensor while it holds the GIL, which blocks the training loop in
+    another thread. These views are hashed and written without a copy and outside the GIL.
     """
     # Wide elements first, so that every tensor starts at a multiple of its element size, as readers expect.
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
@@ -74,9 +74,9 @@ def encoded(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
     text += b" " * (-len(text) % 8)
     if len(text) > HEADER_CAP:
         raise CheckpointError(
-            f"the header of a tensor file must be smaller than {HEADER_CAP} bytes",
+            f"the header of a tensor file must have at most {HEADER_CAP} bytes",
             got=len(text),
-            remedy="save fewer tensors, or give them shorter names",
+            remedy="use fewer tensors, or shorter names",
         )
     yield len(text).to_bytes(8, "little") + text
     for name in order:
@@ -85,13 +85,13 @@ def encoded(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
 
 
 def raw(tensor: Tensor) -> memoryview:
-    """Return a tensor's memory as bytes."""
+    """Return the memory of a contiguous CPU tensor as bytes, without a copy."""
     array: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
     return memoryview(array)
 
 
 def require_storable(name: str, tensor: object) -> Tensor:
-    """Return the tensor itself, or raise an error that says why a file cannot hold it."""
+    """Return the tensor `name` itself; raise CheckpointError if a file cannot store it."""
     if not isinstance(tensor, Tensor):
         raise CheckpointError(f"{name!r} must be a tensor", got=type(tensor).__name__, remedy="omit it")
     if tensor.layout != torch.strided or type(tensor).__name__ == "DTensor" or tensor.is_meta:
@@ -99,11 +99,13 @@ def require_storable(name: str, tensor: object) -> Tensor:
         raise CheckpointError(
             f"{name!r} must be a dense tensor with values",
             got=kind,
-            remedy="gather it or make it dense first",
+            remedy="gather its shards, or convert it with to_dense(), first",
         )
     if tensor.dtype not in DTYPES:
         kinds = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
-        raise CheckpointError(f"{name!r} must be of {kinds}", got=tensor.dtype, remedy="convert it")
+        raise CheckpointError(
+            f"the dtype of {name!r} must be one of {kinds}", got=tensor.dtype, remedy="convert the tensor"
+        )
     return tensor
 
 
@@ -121,18 +123,20 @@ def read_tensors(path: Path, *, follow_links: bool = False) -> dict[str, Tensor]
                 for name, tensor in load_file(file).items()
             }
     except (SafetensorError, OSError, ValueError, RuntimeError) as error:
-        raise CheckpointError(f"{path.name} must be a complete safetensors file", got=str(error)) from error
+        raise CheckpointError(
+            f"{path.name} must be a complete safetensors file", got=str(error), remedy="copy or download the file again"
+        ) from error
 
 
 def _pairs_of(path: Path) -> list[str]:
-    """Return the names of tensors that a file stores as pairs of numbers."""
+    """Return the names of the complex128 tensors, which a file stores as pairs of numbers."""
     with safe_open(path, "pt") as file:
         pairs = parse_json((file.metadata() or {}).get(PAIRS, "[]").encode())
     return pairs if isinstance(pairs, list) else []
 
 
 def save_state_dict(model_state: dict[str, Tensor], path: Path) -> None:
-    """Write a plain state dict as one `.safetensors` file, atomically."""
+    """Write a state dict as one `.safetensors` file, atomically; raise CheckpointError if it cannot be stored."""
     path = Path(path)
     if path.suffix != ".safetensors":
         raise CheckpointError(
@@ -147,7 +151,7 @@ def save_state_dict(model_state: dict[str, Tensor], path: Path) -> None:
 
 
 def load_state_dict(path: Path) -> dict[str, Tensor]:
-    """Read a plain state dict from a `.safetensors` file; pickled files are rejected."""
+    """Return the state dict in a `.safetensors` file; raise CheckpointError for a pickle or another file."""
     path = Path(path)
     if not path.is_file():
         raise CheckpointError("a state dict must be one .safetensors file", got=str(path), remedy="pass its path")
@@ -164,16 +168,17 @@ def load_state_dict(path: Path) -> dict[str, Tensor]:
 
 
 class Snapshot:
-    """CPU buffers, one per name: the first copy allocates them, later ones only copy bytes."""
+    """Copies of named tensors in CPU buffers, which the first copy allocates and later copies reuse."""
 
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
 
     def take(self, tensors: Mapping[str, Tensor]) -> Callable[[], dict[str, Tensor]]:
-        """Copy tensors now, on their GPU where it has the memory.
+        """Copy tensors now: on their GPU if that has enough free memory, else to the CPU.
 
-        Returns a function that any thread may call, once: it returns contiguous CPU copies, valid until the next
-        `take`. Tied tensors become separate tensors.
+        Returns:
+            A function that one thread may call once. It returns contiguous CPU copies, which are valid until the next
+            `take`. Tied tensors become separate tensors.
         """
         for name, tensor in tensors.items():
             require_storable(name, tensor)
@@ -192,7 +197,7 @@ class Snapshot:
         self._buffers = {}
 
     def _fetched(self, copies: dict[str, Tensor], copied: torch.cuda.Event, device: torch.device) -> dict[str, Tensor]:
-        """Copy from the GPU on a stream of its own, beside the steps, and free the copies there."""
+        """Return CPU copies of `copies` and free those on the GPU; a separate CUDA stream does not block the steps."""
         stream = torch.cuda.Stream(device)
         stream.wait_event(copied)
         with torch.cuda.stream(stream):
@@ -223,7 +228,7 @@ class Snapshot:
 
 
 def _device_copies(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor] | None:
-    """Return copies in the tensors' own memory; None where they would leave too little memory for steps."""
+    """Return copies on the tensors' GPU; None if they would leave too little memory for training steps."""
     num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
     if torch.cuda.mem_get_info(device)[0] < 2 * num_bytes:
         return None

@@ -48,7 +48,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Weights:
-    """A source of weights, and how its names map to the network's."""
+    """A source of weights, and how the names in it map to those of a network."""
 
     source: Path | Mapping[str, Tensor]
     strict: bool = True
@@ -65,7 +65,10 @@ def weights(
 ) -> Weights:
     """Describe weights for `fit(start_from=...)` that need renaming or match only in part.
 
-    `strict=False` loads what matches and leaves the rest of the network as initialized; `rename` replaces prefixes.
+    Args:
+        path: A run, a file of weights, a Hugging Face folder, an exported model, or a state dict.
+        strict: Whether all tensors must match; False loads those that match, and leaves the others initialized.
+        rename: Maps prefixes of the source's names to prefixes of the network's names.
 
     >>> weights("resnet.safetensors", strict=False, rename={"backbone.": "encoder."}).strict
     False
@@ -75,28 +78,28 @@ def weights(
 
 @dataclass(frozen=True)
 class Found:
-    """Weights that exist: their shapes are known, their values are loaded on demand."""
+    """Weights of an existing source: their shapes are known, and `load` reads their values."""
 
     shapes: Shapes
     load: Callable[[], tuple[dict[str, Tensor], dict[str, Tensor]]]
-    """Returns the tensors, and the moving averages that were saved of some of them."""
+    """Function that returns the tensors, and the saved moving averages of some of them, by name."""
 
 
 @dataclass(frozen=True)
 class Match:
-    """Which tensor of the source belongs to which name of the network."""
+    """Mapping of a network's names to those of a source of weights, and notices about it for the user."""
 
     names: dict[str, str]
     """The network's names, mapped to those in the source."""
     notices: list[str]
 
     def renamed(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the values by the network's names."""
+        """Return the source's tensors by the network's names."""
         return {name: tensors[source_name] for name, source_name in self.names.items()}
 
 
 def open_weights(source: Path | Mapping[str, Tensor]) -> Found:
-    """Find weights and read their names and shapes."""
+    """Find weights and read their names and shapes; raise CheckpointError if there are none."""
     if isinstance(source, Mapping):
         tensors = _required_tensors(source)
         return Found({name: tuple(tensor.shape) for name, tensor in tensors.items()}, lambda: (tensors, {}))
@@ -116,11 +119,11 @@ def open_weights(source: Path | Mapping[str, Tensor]) -> Found:
 
 
 def match(shapes: Shapes, model: nn.Module, weights: Weights) -> Match:
-    """Map the source's names to the network's; raise an error that lists mismatches if they do not fit."""
+    """Match the source's names and shapes with those of a network; raise CheckpointError with the differences."""
     held = {n: value for n, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
     names, notices = _renamed(shapes, held, weights)
     there = {id(held[name]) for name in names if name in held}
-    # A tied weight is often stored once, and the network has it under its other name already.
+    # A tied weight is often stored once; then the network gets it under its other name.
     missing = [name for name, tensor in held.items() if name not in names and id(tensor) not in there]
     unexpected = [source_name for name, source_name in names.items() if name not in held]
     fitting = _fitting(names, shapes, held)
@@ -138,14 +141,14 @@ def match(shapes: Shapes, model: nn.Module, weights: Weights) -> Match:
             remedy=_remedy(missing, unexpected, bool(fitting)),
         )
     if texts:
-        notices.append(f"of {weights} {len(fitting)} tensors are taken; {', '.join(texts)}")
+        notices.append(f"{len(fitting)} tensors of {weights} are loaded; {', '.join(texts)}")
     return Match(fitting, notices)
 
 
 def check_values(tensors: Mapping[str, Tensor], model: nn.Module) -> None:
-    """Raise for values, by the network's names, that match by shape but are wrong.
+    """Raise CheckpointError for tensors that match the network by name and shape, but whose values are wrong.
 
-    These are tied weights with different values under their two names, and quantized integers in place of weights.
+    These are tied weights with different values under their two names, and quantized integers instead of weights.
     """
     held = {name: value for name, value in model.state_dict(keep_vars=True).items() if name in tensors}
     first_names: dict[int, str] = {}
@@ -192,7 +195,7 @@ def _open_folder(folder: Path) -> Found:
 
 
 def _exported(folder: Path) -> Path | None:
-    """Return the weights of an exported version, or of the newest version in a model's folder."""
+    """Return the weights file of an exported version, or of the newest one in a model folder; None if there is none."""
     if not (folder / MANIFEST).is_file():
         found = versions(folder)
         if not found:
@@ -209,7 +212,7 @@ def _listed(index: Path) -> list[Path]:
         raise CheckpointError(
             f"{index} must list the files of the weights",
             got=f"{type(error).__name__}: {error}",
-            remedy="copy or download the folder again",
+            remedy="download the whole folder again",
         ) from None
     for name in names:
         if not isinstance(name, str) or Path(name).name != name or not os.path.isfile(index.parent / name):
@@ -226,7 +229,7 @@ def _header(path: Path) -> Shapes:
             return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError, ValueError) as error:
         raise CheckpointError(
-            f"{path} must be a complete safetensors file", got=str(error), remedy="copy or download it again"
+            f"{path} must be a complete safetensors file", got=str(error), remedy="copy or download the file again"
         ) from error
 
 
@@ -253,7 +256,7 @@ def _unpickled(path: Path) -> dict[str, Tensor]:
 
 
 def _refused(path: Path, error: Exception) -> CheckpointError:
-    """Return the error for a file that torch did not read; torch's own message advises to trust the file."""
+    """Return the error for a file that torch could not read, instead of torch's, which advises to trust the file."""
     held = re.search(r"GLOBAL (\S+)|(\S+) which is not in the allowed", str(error))
     if isinstance(error, pickle.UnpicklingError) and held is not None:
         return CheckpointError(
@@ -282,7 +285,7 @@ def _damage(path: Path) -> str:
 
 
 def _required_tensors(values: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the tensors of a state dict that the user passed; other values that a module keeps in it are ignored."""
+    """Return the tensors of a state dict that the user passed, without other values; raise if there are none."""
     tensors = _tensors(values)
     if not tensors:
         held = ", ".join(f"{name!r}: {type(value).__name__}" for name, value in list(values.items())[:3])
@@ -298,12 +301,15 @@ def _tensors(value: Any) -> dict[str, Tensor]:
 
 
 def _renamed(shapes: Shapes, held: Mapping[str, Tensor], weights: Weights) -> tuple[dict[str, str], list[str]]:
-    """Map the network's names to the source's: renamed as requested, or by the change of prefix that fits best."""
+    """Return the source's names by the network's, and notices.
+
+    The names are renamed as requested, and by the usual change of prefixes with which most tensors match.
+    """
     asked = {_begin(name, weights.rename or {}): name for name in shapes}
     best, most, notices = asked, len(_fitting(asked, shapes, held)), []
     if len(asked) != len(shapes):
         raise CheckpointError(
-            "rename must give every tensor a unique name", got=repr(weights.rename), remedy="restrict it"
+            "rename must give every tensor a unique name", got=repr(weights.rename), remedy="use longer prefixes"
         )
     for label, change, at_least in _changes(asked, held):
         changed = {change(name): source_name for name, source_name in asked.items()}
@@ -314,7 +320,7 @@ def _renamed(shapes: Shapes, held: Mapping[str, Tensor], weights: Weights) -> tu
 
 
 def _changes(names: Mapping[str, str], held: Mapping[str, Tensor]) -> list[tuple[str, Callable[[str], str], int]]:
-    """Return common differences between names of the same network: (description, change, minimum number of matches)."""
+    """Return usual changes of names, each as a description, a function, and the minimum number of matching tensors."""
     usual = [order for count in (1, 2, 3) for order in itertools.permutations(PREFIXES, count)]
     present = [order for order in usual if any(order[0] in name for name in names)]
     changes = [(f"without {''.join(order)!r}", _stripper(order), 1) for order in present]

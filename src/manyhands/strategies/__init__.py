@@ -13,6 +13,7 @@ from .build_replica import (
     optimizers_of,
     require_built,
     require_loss,
+    sequence_notes,
 )
 from .deferred import CannotDefer, Deferred, Take, defer
 from .device_marks import place_on
@@ -50,6 +51,7 @@ __all__ = [
     "under",
     "require_built",
     "require_loss",
+    "sequence_notes",
     "optimizers_of",
     "MAIN",
     "Probe",

@@ -182,6 +182,11 @@ def _built(
             return whole
     if spec.tensor > 1 or (spec.shards != 1 and world.size > 1):
         return _in_parts(spec, world, model, make_optimizer, probe, layout, fill)
+    if spec.context > 1 and world.size > 1:
+        from .context import splitting_context
+
+        require_loss(spec, probe is not None)
+        return splitting_context(spec, world, model, lambda model: optimizers_of(model, make_optimizer), probe)
     recompute(model, spec.recompute, own_randomness=not spec.deterministic)
     if spec.servers:
         return ServedReplica(spec, world, model, optimizers_of(model, make_optimizer))
@@ -324,9 +329,17 @@ def lay_out(model: nn.Module, spec: StrategySpec, world: World, probe: Probe) ->
     return find_layout(model, Axis(world.mesh(spec.axes)["tensor"]), probe, spec.layouts, spreads=spreads)
 
 
+def sequence_notes(model: nn.Module, spec: StrategySpec, probe: Probe) -> list[str]:
+    """Return what context parallelism computes on whole sequences; raise for a network that it cannot split."""
+    from .context import find
+
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    return find(model, spec, probe, device).notes
+
+
 def require_loss(spec: StrategySpec, has_loss: bool) -> None:
     """Raise if splitting the network needs a loss, because samples are followed up to it, and there is none."""
-    if (spec.tensor > 1 or spec.stages != 1) and not has_loss:
+    if (spec.tensor > 1 or spec.stages != 1 or spec.context > 1) and not has_loss:
         raise StrategyError(
             "a strategy that partitions the network needs a task with loss=, trained by mh.fit",
             got=str(spec),
@@ -343,6 +356,8 @@ def require_built(spec: StrategySpec) -> None:
             remedy='use sharding="full", or omit tensor and the policy',
         )
     policy = make_policy(spec.sync)
+    if spec.context > 1:
+        _require_context(spec)
     if (spec.shards != 1 or spec.tensor > 1 or spec.stages != 1) and isinstance(policy, Auto):
         raise StrategyError(
             "a policy can only be chosen automatically for whole networks",
@@ -362,6 +377,22 @@ def require_built(spec: StrategySpec) -> None:
             f"the policy {policy} needs whole matrices on every rank",
             got=str(spec),
             remedy='use mh.Mirrored(), or another policy such as sync="int8"',
+        )
+
+
+def _require_context(spec: StrategySpec) -> None:
+    others = [axis for axis in ("shards", "tensor", "stages") if getattr(spec, axis) != 1]
+    others += [
+        name
+        for name in ("sync", "servers", "offload", "batch_stats")
+        if getattr(spec, name) != getattr(StrategySpec, name)
+    ]
+    others += ["capture"] if spec.capture in ("graph", "compile") else []
+    if others:
+        raise StrategyError(
+            "context parallelism can be combined with replicas, accumulate, recompute and precision",
+            got=f"context={spec.context} with {others[0]}={getattr(spec, others[0])}",
+            remedy=f"omit {others[0]}, as in mh.Mirrored(2) * mh.ContextParallel({spec.context})",
         )
 
 

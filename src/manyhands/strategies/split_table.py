@@ -84,6 +84,7 @@ def table_of(
     slots: float = 0.0,
     rows: float = 0.0,
     names: Collection[str] | None = None,
+    notes: Collection[str] = (),
 ) -> SplitTable:
     """Return the table of a network under a spec with definite axes.
 
@@ -91,6 +92,7 @@ def table_of(
         slots: Bytes of optimizer state per byte of parameter.
         rows: A rank's batch as a multiple of the samples that the layout was found with.
         names: The parameters that a device holds at least a part of; default: all.
+        notes: Messages about how the network is split, in addition to the layout's.
     """
     placements = {} if layout is None else layout.placements(model)
     found = {name: p for name, p in model.named_parameters() if names is None or name in names}
@@ -107,6 +109,9 @@ def table_of(
         traffic["shards"] = rounds * num_bytes * (shards - 1) // shards
     if replicas > 1:
         traffic["replicas"] = 2 * gradients * (replicas - 1) // replicas
+    if spec.context > 1:
+        # Without keys and values, which depend on the length of the sequences.
+        traffic["context"] = 2 * gradients * (spec.context - 1) // spec.context
     if layout is not None:
         traffic["tensor"] = round(layout.traffic * rows)
     return SplitTable(
@@ -117,7 +122,7 @@ def table_of(
         optimizer=round(slots * sum(held[name][1] for name in trained)),
         whole=sum(p.numel() * p.element_size() for p in model.parameters()),
         traffic=traffic,
-        notes=() if layout is None else tuple(layout.notes),
+        notes=(*(() if layout is None else layout.notes), *notes),
     )
 
 

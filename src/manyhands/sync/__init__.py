@@ -1,4 +1,4 @@
-"""Gradient synchronization between replicas: policies, and the buckets that they reduce."""
+"""Gradient synchronization between replicas: sync policies, and the gradient buckets that they reduce."""
 
 from .auto import Auto, choose, describe_choice, forecasts, is_open
 from .bucket_exchange import BucketExchange, PolicyState, report_policy, with_own_feedback
@@ -50,5 +50,5 @@ __all__ = [
 
 
 def __dir__() -> list[str]:
-    """List the policies, which users write; the other names are for other packages."""
+    """List the names for users: the policies. The other names of `__all__` are for other packages of manyhands."""
     return ["Policy", *sorted(kind.__name__ for kind in POLICIES.values() if kind.__module__.startswith(__name__))]

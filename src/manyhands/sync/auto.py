@@ -1,10 +1,10 @@
-"""Auto: selects the policy with the least expected time, from the links, the gradient and the first steps.
+"""Auto: a policy that selects another, with the least expected time for the measured network and the first steps.
 
 The cost model, in seconds per step: the measured time without waiting, plus the policy's own computation, plus the part
 of its communication that backward does not hide, rounds * latency + bytes / bandwidth - OVERLAP * the step. Local
 policies communicate once every few steps and hide nothing. Computation, rounds and bytes come from a dry run on the
-gradient. The exact steps of a warm-up are amortized over a short run.
-A policy that changes the mathematics needs more steps for the same loss: its time is multiplied by a price, see LOSSY.
+gradient. The exact steps of a warm-up are amortized over a short run. A policy that changes the mathematics needs more
+steps for the same loss, so its time is multiplied by a factor, its price (see LOSSY).
 """
 
 from __future__ import annotations
@@ -28,28 +28,31 @@ from .policy_memory import PolicyMemory
 OVERLAP = 0.4
 """The fraction of a step in which gradients can be sent while others are computed."""
 MARGIN = 0.75
-"""The fraction of the exact sum's time below which another policy is chosen: a small gain may turn into a loss."""
+"""Choose another policy only if its cost is below this fraction of that of the exact sum: estimates have errors."""
 SAMPLE = 1 << 18
-"""Number of gradient elements that a dry run uses."""
+"""Number of gradient elements from which a dry run takes no further parameters."""
 HORIZON = 200
-"""Number of steps over which the exact ones of a policy's warm-up are amortized."""
+"""Number of steps over which the cost of a policy's exact warm-up steps is amortized."""
 SETTLED = 1 << 20
 """Number of steps after which every policy is past its warm-up."""
 LOSSY = {"bf16": 1.0, "int8": 1.02, "powersgd(4)": 1.15, "topk(0.01)": 1.8, "localsteps(8)": 1.15}
-"""Policies considered with lossy=True, and their factor of steps needed, from benchmarks.convergence."""
+"""Policies considered with lossy=True, and their prices: steps needed for the same loss, relative to the exact sum.
+
+The prices were measured by benchmarks.convergence.
+"""
 LEAST = {1.02: 1 / 4, 1.15: 1 / 16}
-"""The best possible case: by the price of a policy, the fraction of the waiting time that remains."""
+"""The most that a policy can save: the fraction of the time spent waiting for the network that remains, by price."""
 LOCAL_PRICE = 0.0025
-"""What each step between two synchronizations adds to the price of a local policy."""
+"""What each local step between two synchronizations, beyond eight, adds to the price of a local policy."""
 SHARE = 0.15
-"""The fraction of time for synchronizations of a local policy, from which its number of steps is chosen."""
+"""The time of a synchronization relative to the local steps before it, from which their number is chosen."""
 
 
 @dataclass(frozen=True)
 class Auto(Policy):
-    """Selects a policy after a few exact steps, logs why, and returns to the exact sum if it was wrong.
+    """Policy that selects another one after a few exact steps, logs the reason, and reverts it if steps are slower.
 
-    Only exact policies are considered, unless `lossy`.
+    Without `lossy=True` it considers only policies that do not change the mathematics, and keeps the exact sum.
 
     >>> print(Auto(lossy=True))
     auto(lossy=True)
@@ -69,22 +72,27 @@ class Auto(Policy):
 
 @dataclass(frozen=True)
 class Forecast:
-    """The expected cost of a policy."""
+    """The expected cost of training under a sync policy."""
 
     policy: Policy
     seconds: float
     """Seconds per step."""
     price: float = 1.0
-    """The factor of steps needed compared with the exact sum."""
+    """Number of steps needed for the same loss, relative to the exact sum."""
 
     @property
     def cost(self) -> float:
-        """Return the seconds for the same progress as one exact step."""
+        """Return the expected seconds for the same progress as one step with the exact sum."""
         return self.seconds * self.price
 
 
 def is_open(policy: Auto, *, exact: float, alone: float) -> bool:
-    """Return whether a policy other than the exact sum can be chosen: if not, nothing need be measured.
+    """Return whether another policy can be cheaper than the exact sum; if not, the links need not be measured.
+
+    Args:
+        policy: The Auto policy with the user's settings.
+        exact: Seconds of a step with the exact sum.
+        alone: Seconds of the part of that step in which the replica does not wait for the network.
 
     >>> is_open(Auto(lossy=True), exact=0.04, alone=0.02), is_open(Auto(), exact=0.04, alone=0.02)
     (True, False)
@@ -96,9 +104,15 @@ def is_open(policy: Auto, *, exact: float, alone: float) -> bool:
 def forecasts(
     links: Links, parameters: Mapping[str, Tensor], size: int, *, exact: float, alone: float, lossy: bool
 ) -> list[Forecast]:
-    """Return forecasts of all policies considered, the cheapest first.
+    """Return forecasts of the policies that are considered, the cheapest first.
 
-    `exact` and `alone` are the seconds of a step with the exact sum and of its part without the network.
+    Args:
+        links: Measured latency and bandwidth between the replicas.
+        parameters: Trainable parameters by name, which have the shapes of the gradients.
+        size: Number of replicas.
+        exact: Seconds of a step with the exact sum.
+        alone: Seconds of the part of that step in which the replica does not wait for the network.
+        lossy: Whether to consider policies that change the mathematics.
     """
     found = [Forecast(AllReduce(), exact)]
     real = {name: parameter for name, parameter in parameters.items() if parameter.is_floating_point()}
@@ -117,7 +131,7 @@ def forecasts(
 
 
 def choose(found: list[Forecast]) -> Forecast:
-    """Return the cheapest forecast, if it is sufficiently cheaper than the exact sum, else the exact sum's."""
+    """Return the cheapest forecast if its cost is below MARGIN times that of the exact sum, else the exact sum's."""
     exact = next(forecast for forecast in found if isinstance(forecast.policy, AllReduce))
     return found[0] if found[0].cost < MARGIN * exact.cost else exact
 
@@ -143,7 +157,7 @@ def _forecast(
 
 @dataclass(frozen=True)
 class _DryRun:
-    """A policy's computation, bytes and rounds for one gradient."""
+    """The cost of exchanging one gradient under a policy: seconds of computation, bytes and communication rounds."""
 
     seconds: float
     num_bytes: float
@@ -173,7 +187,7 @@ class _DryRun:
 
 
 class _Alone(NullWorld):
-    """One rank that acts as one of several: nothing is sent."""
+    """World for dry runs: one process that acts as one of `size` ranks, with collectives that send nothing."""
 
     def __init__(self, device: torch.device, size: int) -> None:
         super().__init__()
@@ -195,7 +209,7 @@ def _now(device: torch.device) -> float:
 
 
 def describe_choice(links: Links, found: list[Forecast], chosen: Forecast, world: World) -> str:
-    """Return one line about why a policy was chosen."""
+    """Return one line with the chosen policy, the measured links, and the forecasts that were compared."""
     shown = ", ".join(f"{f.policy} {format_duration(f.seconds)} (x {f.price:.3g} steps)" for f in found[:4])
     exact = next(f for f in found if isinstance(f.policy, AllReduce))
     if exact not in found[:4]:

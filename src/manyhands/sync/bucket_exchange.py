@@ -20,18 +20,20 @@ STEPS, OWN = "steps", "own"
 
 @dataclass
 class PolicyState:
-    """A policy's state by parameter name, so that it is independent of how parameters are assigned to buckets."""
+    """The state of a sync policy by parameter name, independent of how parameters are assigned to buckets."""
 
     feedback: dict[str, Tensor] = field(default_factory=dict)
-    """Error feedback, not sent yet: of one replica, or of all replicas, stacked."""
+    """Error feedback (not sent yet) by parameter: one replica's, or that of all replicas, stacked in rank order."""
     shared: dict[str, Tensor] = field(default_factory=dict)
+    """Other state of the policy, equal on all replicas."""
     num_steps: int = 0
+    """Number of steps under the policy, including its warm-up."""
     is_own: bool = False
-    """Whether it belongs to the replica that it came from, and contains no other replica's feedback."""
+    """Whether `feedback` is that of the replica that holds this state, without that of the other replicas."""
 
     @classmethod
     def joined(cls, states: Iterable[PolicyState]) -> PolicyState:
-        """Return the combined state of several buckets."""
+        """Return one state with the parameters of several buckets' states."""
         whole = cls()
         for state in states:
             whole.feedback |= state.feedback
@@ -41,11 +43,14 @@ class PolicyState:
         return whole
 
     def own(self) -> PolicyState:
-        """Return the same state, marked as belonging to this replica."""
+        """Return a copy that is marked by `is_own` as the state of this replica only."""
         return replace(self, is_own=True)
 
     def gathered(self, world: World) -> PolicyState:
-        """Return the feedback of all replicas, gathered one parameter at a time and kept on rank 0 only."""
+        """Return the state with the error feedback of all replicas, stacked; every replica must call it.
+
+        Feedback is gathered one parameter at a time, and only rank 0 keeps it.
+        """
         kept = {}
         for name, tensor in self.feedback.items():
             stacked = world.all_gather(tensor)
@@ -54,7 +59,10 @@ class PolicyState:
         return PolicyState(kept, self.shared, self.num_steps)
 
     def share(self, world: World) -> PolicyState:
-        """Return this replica's row of stacked feedback; if there are other replicas now, an equal share of the sum."""
+        """Return the state with this replica's feedback: its row of the stacked feedback of all replicas.
+
+        If the number of replicas has changed, every replica gets an equal share of the summed feedback.
+        """
         if self.is_own:
             return self
 
@@ -74,7 +82,7 @@ class PolicyState:
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor]) -> PolicyState:
-        """Return the state from the result of `tensors`.
+        """Return the state from tensors under flat names, a result of the method `tensors`.
 
         >>> PolicyState.of(PolicyState({"w": torch.ones(1, 2)}, {}, 3).tensors())
         PolicyState(feedback={'w': tensor([[1., 1.]])}, shared={}, num_steps=3, is_own=False)
@@ -88,13 +96,19 @@ class PolicyState:
 
 
 def with_own_feedback(shared: Mapping[str, Tensor], mine: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return one replica's shared state combined with another's error feedback; both in the form of `tensors`."""
+    """Return the state of `shared`, such as another replica's, with the error feedback of `mine`.
+
+    All three are tensors under flat names, as `PolicyState.tensors` returns them. `mine` may be empty.
+    """
     own = PolicyState.of(mine).feedback if mine else {}
     return replace(PolicyState.of(shared), feedback=own).tensors()
 
 
 class BucketExchange:
-    """Reduces a flat gradient over the replicas. Values behind the gradient in its buffer are always summed exactly."""
+    """Sum one flat gradient per step over the replicas, under a policy.
+
+    Values behind the gradient in the same buffer are always summed exactly.
+    """
 
     def __init__(self, policy: Policy, world: World, parameters: Mapping[str, Tensor]) -> None:
         self._policy, self._world = policy, world
@@ -104,10 +118,11 @@ class BucketExchange:
         self._size = sum(parameter.numel() for parameter in parameters.values())
         self._memory: PolicyMemory | None = None
         self.measures = False
-        """Whether the result is compared with the exact sum from time to time."""
+        """Whether the result is compared with the exact sum, in the 1st, 10th, 100th … inexact step."""
         self.error: Tensor | None = None
-        """The relative error of the last result, if it was measured."""
+        """The relative error of the last result; None if it was not measured in that step."""
         self.num_exact_bytes = 0
+        """Bytes that this replica would have sent in the last step with the exact sum."""
         self._hosts: HierarchicalSum | None = None
         if policy.changes_mathematics and self._size:
             _require_real(policy, parameters)
@@ -122,11 +137,11 @@ class BucketExchange:
 
     @property
     def num_lossy(self) -> int:
-        """Return the number of steps that were not exact."""
+        """Return the number of steps after the warm-up under a policy that changes the mathematics."""
         return 0 if self._memory is None else max(0, self._memory.num_steps - self._policy.warmup)
 
     def begin(self, flat: Tensor) -> None:
-        """Start the first round."""
+        """Start the first communication round for the buffer `flat`: the gradient, and values to sum exactly."""
         self._wire.num_bytes = 0
         if self._hosts is not None:
             self._hosts.num_bytes = 0
@@ -146,7 +161,7 @@ class BucketExchange:
         self._waits_for = next(self._rounds)
 
     def advance(self) -> bool:
-        """Wait for the round in flight and start the next; return False when there is none left."""
+        """Wait for the communication round in flight and start the next; return False if no round is left."""
         if self._waits_for is None:
             return False
         self._waits_for.wait()
@@ -154,7 +169,7 @@ class BucketExchange:
         return self._waits_for is not None
 
     def _exact(self, gradient: Tensor, tail: Tensor) -> Iterator[Pending]:
-        """Sum within hosts, then between hosts, part by part."""
+        """Sum the gradient exactly, first within each host and then between hosts; sum the tail at the same time."""
         assert self._hosts is not None
         tail_sums = self._wire.all_reduce(tail) if tail.numel() else Pending()
         yield from self._hosts.reduce(gradient, None)
@@ -172,7 +187,7 @@ class BucketExchange:
             yield from self._policy.reduce(self._wire, wide, memory)
         else:
             yield from self._hosts.reduce(wide, memory)
-        # A non-finite gradient shows up in this step's result; kept in the feedback, it would spoil every later step.
+        # A non-finite gradient already shows in this step's result; in the feedback it would spoil every later step.
         memory.feedback.nan_to_num_(0.0, 0.0, 0.0)
         gradient.copy_(wide)
         yield tail_sums
@@ -181,24 +196,30 @@ class BucketExchange:
             self.error = (wide - exact).norm() / exact.norm()
 
     def give_back(self, name: str, unused: Tensor) -> None:
-        """Return what was sent for a parameter without a gradient in this step to the feedback, for a later step."""
+        """Add the sum of a parameter that no replica used in this step back to its error feedback, for a later step.
+
+        Such a sum contains only feedback of earlier steps. Every replica takes back an equal share.
+        """
         if self._memory is not None:
             self._memory.feedback_by_name()[name].add_(unused, alpha=1 / self._wire.size)
 
     def state(self) -> PolicyState:
-        """Return the state of this bucket; the feedback tensors are views."""
+        """Return the policy's state for this bucket; the feedback tensors are views, not copies."""
         if self._memory is None:
             return PolicyState()
         return PolicyState(self._memory.feedback_by_name(), dict(self._memory.shared), self._memory.num_steps)
 
     def take_over(self, state: PolicyState) -> None:
-        """Restore the state of the same parameters."""
+        """Restore the policy's state for this bucket's parameters from `state`, which may contain others too."""
         if self._memory is not None:
             self._memory.take_over(state.feedback, state.shared, state.num_steps)
 
 
 def report_policy(world: World, policy: Policy, exchange: BucketExchange, num_bytes: int, num_exact_bytes: int) -> None:
-    """Report a policy's relative error, if it was measured, and the bytes that it saves."""
+    """Report the relative error of `exchange` in this step, if it was measured, and the bytes that the policy saves.
+
+    Only rank 0 reports, as an event and as a notice to the user. The byte counts are those of all buckets in this step.
+    """
     if exchange.error is None or not world.is_first:
         return
     error = float(exchange.error)
@@ -212,7 +233,7 @@ def report_policy(world: World, policy: Policy, exchange: BucketExchange, num_by
 
 
 def describe_sizes(num_bytes: int, num_exact_bytes: int) -> str:
-    """Return a text about the bytes that a policy saves.
+    """Return a text that compares the bytes per step under a policy with those of the exact sum.
 
     >>> describe_sizes(2000, 10**7)
     '1.95 KiB a step on the wire instead of 9.54 MiB'
@@ -221,7 +242,7 @@ def describe_sizes(num_bytes: int, num_exact_bytes: int) -> str:
 
 
 def is_look(count: int) -> bool:
-    """Return whether this is the 1st, 10th, 100th … time."""
+    """Return whether `count` is a power of ten: the error is measured in the 1st, 10th, 100th … step."""
     return count >= 1 and 10 ** round(math.log10(count)) == count
 
 
@@ -229,7 +250,7 @@ def _require_real(policy: Policy, parameters: Mapping[str, Tensor]) -> None:
     for name, parameter in parameters.items():
         if not parameter.is_floating_point():
             raise TaskError(
-                f"the policy {policy} needs gradients of real numbers",
+                f"the policy {policy} needs parameters with a floating-point dtype",
                 got=f"{name} of {parameter.dtype}",
                 remedy='use sync="allreduce"',
             )

@@ -17,17 +17,16 @@ from .policy_memory import lay_like
 
 T = TypeVar("T", bound=Tensor)
 FIRST_BYTES = 1 << 20
-"""The first bucket is small: the last layers' gradients are ready first and need not wait for many others."""
+"""Size of the first bucket, smaller than others so that the sum of the first gradients starts early in backward."""
 NUM_RIDERS = 3
-"""Number of values piggybacked on a step's gradients, so that they need no separate collective."""
+"""Number of values piggybacked on a step's last bucket (loss, count, stop vote), to save a separate collective."""
 
 
 class Buckets:
-    """The gradients of some parameters, summed over the replicas.
+    """Sum the gradients of some parameters over the replicas, in buckets, while backward still runs.
 
-    Every parameter has a slot behind its bucket's gradients that counts the replicas in which it was used, so a
-    parameter
-    that no replica used keeps no gradient, exactly as on one device.
+    Behind its gradients a bucket has one counter per parameter: the number of replicas that used the parameter. So a
+    parameter that no replica used keeps no gradient, as on one device.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], world: World, policy: Policy) -> None:
@@ -36,9 +35,12 @@ class Buckets:
         self._next = 0
         self._hooks: list[RemovableHandle] = []
         self.deferred = False
-        """Whether sums wait for all gradients: `pack`, `exchange`, `finish` instead of overlap with backward."""
+        """Whether sums wait for all gradients instead of overlapping with backward.
+
+        If so, the caller calls `pack`, `exchange` and `finish` in every step.
+        """
         self._settled = False
-        """Whether the parameters in use are known, so that they need not be determined in every step."""
+        """Whether `settle` has set which parameters are used, so that `finish` need not read the counters."""
         self._make()
 
     def _make(self) -> None:
@@ -64,7 +66,7 @@ class Buckets:
             self.rebuild_layout()
 
     def rebuild_layout(self) -> None:
-        """Rebuild the buckets after the parameters' memory layout changed, which must be the same on every replica."""
+        """Rebuild the buckets after the parameters' memory layout changed; it must be the same on every replica."""
         state = self._state()
         self.close()
         self._make()
@@ -77,19 +79,22 @@ class Buckets:
 
     @property
     def num_exact_bytes(self) -> int:
-        """Return the bytes that the exact sums would have taken."""
+        """Return the bytes that this replica would have sent in the last step with the exact sum."""
         return sum(bucket.exchange.num_exact_bytes for bucket in self._buckets)
 
     def state(self) -> PolicyState:
-        """Return the policy's state of all replicas; every replica must call it."""
+        """Return the policy's state with the error feedback of all replicas, for a checkpoint.
+
+        Every replica must call it; only rank 0 gets the feedback.
+        """
         return self._state().gathered(self._world)
 
     def own_state(self) -> PolicyState:
-        """Return the policy's state of this replica alone."""
+        """Return the policy's state with the error feedback of this replica only; no communication is needed."""
         return self._state().own()
 
     def load_state(self, state: PolicyState) -> None:
-        """Restore a result of `state` or `own_state`, on any number of replicas."""
+        """Restore the policy's state from a result of `state` or `own_state`; the number of replicas may differ."""
         self._take_over(state.share(self._world))
 
     def _state(self) -> PolicyState:
@@ -101,9 +106,10 @@ class Buckets:
 
     @property
     def piggybacked(self) -> Tensor | None:
-        """Return the piggybacked values that are summed with the last bucket; set them before `arm`.
+        """Return the tensor of values that are summed exactly with the last bucket; the caller sets them before `arm`.
 
-        None if their sum would not be exact enough, in a narrow dtype. No policy changes them.
+        None if there is no bucket, or if the last bucket's dtype is narrower than float32, so that sums would be
+        inexact.
         """
         if not self._buckets:
             return None
@@ -111,7 +117,7 @@ class Buckets:
         return piggybacked if piggybacked.dtype in (torch.float32, torch.float64) else None
 
     def arm(self) -> None:
-        """Mark the next backward as the last of this step: each bucket is reduced as soon as it is full."""
+        """Declare that the next backward is the last of this step; it reduces each bucket as soon as it is full."""
         self._armed = not self.deferred
         self._next = 0
         for bucket in self._buckets:
@@ -119,28 +125,31 @@ class Buckets:
 
     @property
     def usage(self) -> list[list[bool]]:
-        """Return which parameters some replica used in the last step, by bucket."""
+        """Return, for each bucket and each of its parameters, whether any replica used it in the last step."""
         return [list(bucket.is_used) for bucket in self._buckets]
 
     def settle(self, usage: list[list[bool]] | None) -> None:
-        """Set which parameters are used, so that finish() does not check; None checks again in every step."""
+        """Set which parameters are used, as `usage` returns it, so that `finish` does not read the counters.
+
+        With None, `finish` reads them in every step again.
+        """
         self._settled = usage is not None
         for bucket, is_used in zip(self._buckets, usage or (), strict=False):
             bucket.is_used = list(is_used)
 
     def pack(self) -> None:
-        """Copy all gradients into their buckets."""
+        """Copy all gradients into their buckets; used if `deferred`."""
         for bucket in self._buckets:
             bucket.fill()
 
     def exchange(self) -> None:
-        """Sum the packed buckets over the replicas."""
+        """Sum the packed buckets over the replicas, and wait for the sums; used if `deferred`."""
         for bucket in self._buckets:
             bucket.exchange.begin(bucket.flat)
         self._complete()
 
     def finish(self) -> None:
-        """Wait until every parameter's gradient is the sum over the replicas."""
+        """Wait for all sums, and set the gradient of every parameter in use to its sum over the replicas."""
         while self._next < len(self._buckets) and not self.deferred:
             self._launch()
         self._armed = False
@@ -150,7 +159,7 @@ class Buckets:
             bucket.finish(self._settled)
 
     def _complete(self) -> None:
-        """Finish all buckets round by round, so that all are in flight at a time, in the same order everywhere."""
+        """Finish the sums of all buckets, round by round: all are in flight at once, in the same order on all ranks."""
         under_way = [bucket.exchange for bucket in self._buckets]
         while under_way:
             under_way = [exchange for exchange in under_way if exchange.advance()]
@@ -158,12 +167,12 @@ class Buckets:
             report_policy(self._world, self._policy, self._buckets[0].exchange, self.num_bytes, self.num_exact_bytes)
 
     def divide(self, count: Tensor) -> None:
-        """Divide the summed gradients by a count."""
+        """Divide the summed gradients by `count`, such as the number of samples of all replicas."""
         for bucket in self._buckets:
             bucket.gradients.div_(count.to(bucket.flat.dtype))
 
     def close(self) -> None:
-        """Remove the hooks."""
+        """Remove the hooks from the parameters."""
         for hook in self._hooks:
             hook.remove()
 
@@ -178,7 +187,7 @@ class Buckets:
                     remedy="pass use_reentrant=False to torch.utils.checkpoint",
                 )
             bucket.ready.add(parameter)
-            # In order, because every rank must start the same collectives in the same sequence.
+            # Launch in bucket order, because all ranks must start the same collectives in the same sequence.
             while self._next < len(self._buckets) and self._buckets[self._next].is_full:
                 self._launch()
 
@@ -189,8 +198,8 @@ class Buckets:
         bucket.fill()
         bucket.exchange.begin(bucket.flat)
         if self._next > 1 and self._policy.changes_mathematics:
-            # The second round of an earlier bucket overlaps with backward; chosen by bucket count, so that all ranks
-            # use one order.
+            # The second round of an earlier bucket overlaps with backward. Which bucket is advanced depends only on
+            # the number of launched buckets, so the order is the same on all ranks.
             self._buckets[self._next - 2].exchange.advance()
         self._next += 1
 
@@ -207,14 +216,14 @@ class _Bucket:
         self.ready: set[Tensor] = set()
         self.exchange = BucketExchange(policy, world, parameters)
         self.is_used = [True] * len(sizes)
-        """Which parameters some replica used, as of the last check."""
+        """For each parameter, whether any replica used it, as of the last reading of the counters."""
 
     @property
     def is_full(self) -> bool:
         return len(self.ready) >= len(self.parameters)
 
     def fill(self) -> None:
-        """Copy the gradients in; zero where this replica did not use the parameter."""
+        """Copy the gradients into the flat buffer, with zeros for parameters that this replica did not use."""
         gradients = [p.grad for p in self.parameters]
         self._require_dense(gradients)
         present = [gradient for gradient in gradients if gradient is not None]
@@ -230,7 +239,7 @@ class _Bucket:
         for index, gradient in enumerate(gradients):
             if gradient is not None:
                 self._views[index].copy_(gradient)
-                # Not an assignment, which would copy a number from the host and synchronize.
+                # An assignment would copy a number from the host and synchronize with the GPU.
                 self._used[index].fill_(1)
 
     def finish(self, settled: bool) -> None:
@@ -255,7 +264,10 @@ class _Bucket:
 
 
 def pieces(parameters: Mapping[str, T], bucket_bytes: int) -> list[dict[str, T]]:
-    """Return the parameters by bucket, in the order in which backward produces their gradients: last layers first."""
+    """Return the parameters of each bucket, last layers first: the order in which backward produces gradients.
+
+    A bucket has parameters of one dtype and device, and is closed when it has at least `bucket_bytes`.
+    """
     plan: list[dict[str, T]] = []
     open_buckets: dict[tuple[torch.dtype, torch.device], tuple[dict[str, T], int]] = {}
     for name, parameter in reversed(list(parameters.items())):

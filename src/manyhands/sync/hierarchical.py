@@ -1,4 +1,4 @@
-"""Hierarchical sums: exact within each host, a policy between hosts, to reduce traffic on the slow network."""
+"""Hierarchical sums: exact within each host, under a policy between hosts, to reduce traffic on the slow network."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from .policy_memory import PolicyMemory
 
 
 def acting(policy: Policy, world: World) -> Policy:
-    """Return the policy that applies among some ranks: on a single host there is no other host, so sums are exact."""
+    """Return the policy that takes effect among the ranks of `world`; every rank must call it.
+
+    A policy with between="hosts" becomes the exact sum if all ranks are on one host.
+    """
     if (
         policy.between == "hosts"
         and policy.changes_mathematics
@@ -24,9 +27,10 @@ def acting(policy: Policy, world: World) -> Policy:
 
 
 class HierarchicalSum:
-    """Sums a flat gradient by hosts: each rank of a host reduces its part of the host's sum with the other hosts.
+    """Sum a flat gradient exactly within each host, then under a policy between hosts.
 
-    A policy that needs whole parameters reduces all of them on every rank.
+    Each rank of a host exchanges one part of the host's sum with the other hosts. Under a policy that needs whole
+    parameters, each rank exchanges all of it.
     """
 
     def __init__(self, policy: Policy, world: World, like: Tensor, size: int) -> None:
@@ -47,12 +51,12 @@ class HierarchicalSum:
         self._between.num_bytes = count
 
     def reduce(self, gradient: Tensor, memory: PolicyMemory | None) -> Iterator[Pending]:
-        """Replace a gradient by its sum; without a memory the sum is exact."""
+        """Replace a gradient by its sum over all ranks; if `memory` is None, the sum between hosts is exact too."""
         yield self._inside.all_reduce(gradient)
         if memory is not None and self._policy.needs_matrices:
             yield from self._policy.reduce(self._between, gradient, memory)
             if self._inside.rank > 0:
-                # All ranks of a host have the same feedback, which must count only once.
+                # All ranks of a host have the same feedback; only one of them may add it to its next gradient.
                 memory.feedback.zero_()
             return
         part = self._part.to(gradient.dtype).zero_()
@@ -64,7 +68,7 @@ class HierarchicalSum:
         gradient.copy_(gathered.view(-1)[: gradient.numel()])
 
     def _carry(self, part: Tensor, count: int, memory: PolicyMemory | None) -> Iterator[Pending]:
-        """Sum one part of the gradient over the hosts."""
+        """Sum this rank's part of the gradient over the hosts; `count` is its number of elements without padding."""
         if memory is None:
             yield self._between.all_reduce(part)
             return

@@ -13,12 +13,12 @@ from ..distributed import World
 SMALL, LARGEST = 1 << 16, 1 << 24
 """Bytes of the smallest and the largest message for measuring bandwidth."""
 LONG = 0.05
-"""Seconds of an exchange that are enough to measure the bandwidth."""
+"""Duration in seconds from which a message is long enough to measure the bandwidth."""
 
 
 @dataclass(frozen=True)
 class Links:
-    """The cost of a collective: latency in seconds, and bytes per second that every rank sends at the same time.
+    """Measured links between ranks: latency in seconds, and bytes per second that each of them can send at once.
 
     >>> Links(0.001, 1e6).seconds(1_000_000)
     1.001
@@ -28,7 +28,7 @@ class Links:
     bandwidth: float
 
     def seconds(self, num_bytes: float, rounds: int = 1) -> float:
-        """Return the time to send `num_bytes` from each rank in `rounds` consecutive collectives."""
+        """Return the seconds to send `num_bytes` from each rank in `rounds` consecutive collectives."""
         return rounds * self.latency + num_bytes / self.bandwidth
 
     def __str__(self) -> str:
@@ -36,9 +36,9 @@ class Links:
 
 
 def measure_links(world: World) -> Links:
-    """Measure latency and bandwidth by a few messages; all ranks get the same result.
+    """Measure latency and bandwidth between the ranks of `world` by a few all-reduces; all ranks get the same result.
 
-    On a slow network this takes some tenths of a second.
+    Every rank must call it. On a slow network it takes some tenths of a second.
     """
     latency = median(_seconds(world, 8) for _ in range(5))
     size = SMALL
@@ -50,7 +50,7 @@ def measure_links(world: World) -> Links:
 
 
 def _seconds(world: World, num_bytes: int) -> float:
-    """Return the slowest rank's time for one all-reduce."""
+    """Return the slowest rank's seconds for one all-reduce of `num_bytes`."""
     message = torch.zeros(num_bytes // 4, device=world.device)
     world.barrier()
     began = time.perf_counter()

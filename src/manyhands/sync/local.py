@@ -1,4 +1,4 @@
-"""Local policies: replicas train independently and synchronize every few steps, which saves communication."""
+"""Local policies (local SGD, DiLoCo): replicas train independently and synchronize every few steps."""
 
 from __future__ import annotations
 
@@ -17,22 +17,21 @@ from .policy_memory import PolicyMemory
 
 @dataclass(frozen=True)
 class Local(Policy):
-    """Every replica takes its own steps, on its part of each batch, and synchronizes after every `every` steps.
+    """Base class of policies with which replicas train independently and synchronize every `every` steps.
 
-    Then the replicas' updates are averaged, weighted by the samples (or tokens) that each trained on; so are batch
-    statistics, which are local in between. Losses and stop requests are exchanged at a synchronization. All
-    replicas also
-    synchronize before a validation, a checkpoint and the end, and then average their optimizer states as well, so that
-    what is saved is one network. During the warm-up they synchronize after every step.
+    Each replica takes steps on its part of each batch. A synchronization averages the replicas' updates and their batch
+    statistics, weighted by the samples (or tokens) that each replica trained on, and exchanges losses and stop
+    requests. The replicas also synchronize before a validation, before a checkpoint and at the end, and then average
+    their optimizer states too, so that the result is one network. During the warm-up they synchronize after every step.
     """
 
     has_velocity: ClassVar[bool] = False
-    """Whether the policy keeps a velocity of each parameter from one synchronization to the next."""
+    """Whether the policy keeps a velocity (momentum buffer) per parameter from one synchronization to the next."""
 
     every: int = 16
     """Number of steps between two synchronizations."""
     by: str = field(default="allreduce", kw_only=True)
-    """The policy that reduces the updates, such as "int8"."""
+    """The policy that sums the replicas' updates, such as "int8"."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -54,7 +53,12 @@ class Local(Policy):
 
     @abstractmethod
     def follow(self, ways: Sequence[Tensor], velocities: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return the change of the parameters since the last synchronization, from the mean update of the replicas."""
+        """Return the change to apply to the parameters of the last synchronization, one tensor per parameter.
+
+        Args:
+            ways: The replicas' mean update since then.
+            velocities: Velocities of the parameters, changed in place; empty unless `has_velocity`.
+        """
 
     def reduce(self, wire: PolicyCollectives, gradient: Tensor, memory: PolicyMemory) -> Iterator[Pending]:
         yield from self.carrier.reduce(wire, gradient, memory)
@@ -62,7 +66,7 @@ class Local(Policy):
 
 @dataclass(frozen=True)
 class LocalSteps(Local):
-    """Local SGD: each replica trains independently, and the parameters are averaged every few steps.
+    """Local SGD: each replica trains independently, and the parameters are averaged every `every` steps.
 
     >>> print(LocalSteps(every=16))
     localsteps(16)
@@ -78,7 +82,7 @@ class LocalSteps(Local):
 
 @dataclass(frozen=True)
 class DiLoCo(Local):
-    """Many local steps per replica; their mean update is the gradient for an outer Nesterov momentum.
+    """DiLoCo: many local steps per replica; their mean update is the gradient of an outer SGD with Nesterov momentum.
 
     >>> print(DiLoCo(every=100))
     diloco(100)

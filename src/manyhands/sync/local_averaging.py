@@ -1,4 +1,4 @@
-"""Averaging for local policies: merges replicas that trained independently into one network again."""
+"""Synchronization of local policies: averages replicas that trained independently into one network."""
 
 from __future__ import annotations
 
@@ -18,11 +18,21 @@ from .policy_memory import key_of, wide
 
 ANCHOR, VELOCITY = "anchor", "velocity"
 COUNT = 1
-"""The index in a row of numbers of the count that the replica trained on in that step (samples or tokens)."""
+"""Index in a step's row of numbers at which the number of samples (or tokens) of this replica is."""
 
 
 class Agreement:
-    """The parameters at the last synchronization (anchors), and the steps since then."""
+    """Synchronize replicas under a local policy: count the local steps, and average the parameters when it is due.
+
+    It keeps a copy of the parameters at the last synchronization (the anchors); the difference is the update.
+
+    Args:
+        policy: The local policy.
+        world: The replicas.
+        parameters: The parameters that an optimizer changes, by name.
+        buffers: Returns the buffers to average, such as batch statistics.
+        here: Returns this rank's part of a parameter, if parameters are sharded.
+    """
 
     def __init__(
         self,
@@ -44,21 +54,24 @@ class Agreement:
         if policy.has_velocity:
             self._velocities = {name: torch.zeros_like(anchor) for name, anchor in self._anchors.items()}
         self.num_steps = self.num_syncs = 0
-        """Total steps, and synchronizations after the warm-up."""
+        """Number of steps in total, and number of synchronizations after the warm-up."""
         self.num_bytes = 0
-        """Bytes per step that this replica sent, as of the last synchronization."""
+        """Bytes that this replica sent in the last synchronization, divided by the number of steps before it."""
 
     def _held(self) -> dict[str, Tensor]:
-        """Return this rank's local part of the parameters."""
+        """Return this rank's part of each parameter: all of it, unless parameters are sharded."""
         return {name: self._here(parameter.detach()) for name, parameter in self._parameters.items()}
 
     @property
     def is_reached(self) -> bool:
-        """Return whether no step was taken since the last synchronization."""
+        """Return whether the replicas are synchronized: no step was taken since the last synchronization."""
         return not self._rows
 
     def note(self, row: Tensor) -> bool:
-        """Record a step by its row of numbers, with its sample count; return True when it is time to synchronize."""
+        """Record a step; return whether the replicas must synchronize now.
+
+        `row` holds the step's total loss, sample count and stop vote; `meet` replaces them by sums over the replicas.
+        """
         self._rows.append(row)
         self.num_steps += 1
         if self._velocities or self.num_steps <= self._policy.warmup:
@@ -67,17 +80,20 @@ class Agreement:
 
     @property
     def is_outer(self) -> bool:
-        """Return whether a synchronization now is due by the policy, and applies its outer update.
+        """Return whether a synchronization at this step applies the policy's outer update.
 
-        A velocity accelerates with every such update, so other synchronizations, such as before a checkpoint, only
-        average.
+        A policy with a velocity applies it every `every` steps only, because each update accelerates the velocity.
+        Other synchronizations, such as before a checkpoint, only average the parameters.
         """
         since = self.num_steps - self._policy.warmup
         return not self._velocities or since <= 0 or since % self._policy.every == 0
 
     @torch.no_grad()
     def meet(self) -> None:
-        """Synchronize all replicas; the rows of the steps since the last time become their sums over the replicas."""
+        """Synchronize all replicas: average parameters and buffers, and sum the rows given to `note` over the replicas.
+
+        Every replica must call it. It does nothing if no step was taken since the last call.
+        """
         if self.is_reached:
             return
         numbers = torch.stack(self._rows)
@@ -119,7 +135,10 @@ class Agreement:
         return torch.cat([way.reshape(-1) for way in ways])
 
     def _arrive(self, flat: Tensor, names: Sequence[str], held: Mapping[str, Tensor], is_warm: bool) -> None:
-        """Apply the policy's outer update to anchors and parameters; between updates, only average the parameters."""
+        """Set parameters from their mean update `flat`: apply the outer update if it is due, otherwise only average.
+
+        Only an outer update changes the anchors.
+        """
         anchors = [self._anchors[name] for name in names]
         parts = flat.split([anchor.numel() for anchor in anchors])
         ways = [part.view(anchor.shape) for part, anchor in zip(parts, anchors, strict=True)]
@@ -135,7 +154,7 @@ class Agreement:
             torch._foreach_copy_(anchors, parameters)
 
     def _plan(self, trained: Sequence[str]) -> None:
-        """Create the bucket exchanges for these parameters; if they changed, carry their state over."""
+        """Create the bucket exchanges for the parameters named in `trained`; keep the state of earlier exchanges."""
         planned = [name for names, _ in self._exchanges for name in names]
         if set(planned) == set(trained):
             return
@@ -148,7 +167,7 @@ class Agreement:
             exchange.take_over(_of_carrier(state))
 
     def _average_buffers(self, share: Tensor) -> None:
-        """Average floating-point buffers; integers and flags are copied from the first replica."""
+        """Average floating-point and complex buffers, weighted by `share`; copy others from the first replica."""
         for dtype, buffers in _by_dtype(self._buffers()).items():
             flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
             if dtype.is_floating_point or dtype.is_complex:
@@ -160,7 +179,7 @@ class Agreement:
                 buffer.copy_(part.view(buffer.shape))
 
     def _report(self, own: Tensor, mean: Tensor, exact: int) -> None:
-        """Report how far the first replica's own update was from the mean update, and the bytes saved."""
+        """Report the relative distance of the first replica's update from the mean update, and the bytes saved."""
         apart = float((own - mean).norm() / mean.norm())
         if not math.isfinite(apart):
             return
@@ -173,7 +192,7 @@ class Agreement:
         self._world.channel.report(event("notice", text=text))
 
     def state(self) -> PolicyState:
-        """Return the state other than the parameters; complete only right after a synchronization."""
+        """Return the policy's state (feedback, velocities, anchors); complete only right after a synchronization."""
         state = PolicyState.joined(exchange.state() for _, exchange in self._exchanges)
         velocities = {key_of(VELOCITY, name): velocity for name, velocity in self._velocities.items()}
         anchors = {} if self.is_outer else {key_of(ANCHOR, name): anchor for name, anchor in self._anchors.items()}
@@ -181,7 +200,7 @@ class Agreement:
 
     @torch.no_grad()
     def take_over(self, state: PolicyState) -> None:
-        """Restore the state of the same parameters."""
+        """Restore a result of `state` for the same parameters."""
         self.num_steps = state.num_steps
         for kind, held in ((VELOCITY, self._velocities), (ANCHOR, self._anchors)):
             for name, mine in held.items():
@@ -194,7 +213,7 @@ class Agreement:
 
     @torch.no_grad()
     def restart(self) -> None:
-        """Reset the anchors to the current parameters, after these were loaded from elsewhere."""
+        """Reset the anchors to the current parameters and forget the local steps, after parameters were loaded."""
         self._rows = []
         for name, parameter in self._held().items():
             self._anchors[name].copy_(parameter)
@@ -212,13 +231,13 @@ def average(world: World, tensors: Iterable[Tensor]) -> None:
 
 
 def _of_carrier(state: PolicyState) -> PolicyState:
-    """Return the part of a state that belongs to the policy that reduces the updates."""
+    """Return the part of a local policy's state that belongs to the policy that sums its updates."""
     shared = {key: held for key, held in state.shared.items() if key.partition("/")[0] not in (ANCHOR, VELOCITY)}
     return replace(state, shared=shared)
 
 
 def wide_of(tensor: Tensor) -> Tensor:
-    """Return the tensor in the precision in which policies compute."""
+    """Return the tensor in the precision in which policies compute: at least float32."""
     return tensor.to(wide(tensor.dtype))
 
 
@@ -240,7 +259,7 @@ def _by_dtype(tensors: Iterable[Tensor]) -> dict[torch.dtype, list[Tensor]]:
 def _require_real(policy: Local, name: str, parameter: Tensor) -> None:
     if not parameter.is_floating_point():
         raise TaskError(
-            f"the policy {policy} needs parameters of real numbers",
+            f"the policy {policy} needs parameters with a floating-point dtype",
             got=f"{name} of {parameter.dtype}",
             remedy='use sync="allreduce"',
         )

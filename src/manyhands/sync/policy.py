@@ -1,4 +1,4 @@
-"""Policies: how replicas synchronize gradients. A policy is a small object that prints as the text that creates it."""
+"""Sync policies: how replicas sum gradients. Base class, registry, and parsing of texts such as "topk(0.01)"."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _TEXT = re.compile(r"\s*(\w+)\s*(?:\((.*)\))?\s*")
 
 
 class _Made(ABCMeta):
-    """Raises an error that lists a policy's settings when it is created with unknown ones."""
+    """Metaclass of policies: raise an error that lists the known settings if a policy is created with unknown ones."""
 
     def __call__(cls, *given: Any, **named: Any) -> Any:
         try:
@@ -38,10 +38,10 @@ class _Made(ABCMeta):
 
 @dataclass(frozen=True)
 class Policy(metaclass=_Made):
-    """How gradients are summed over the replicas: frozen settings and one method.
+    """Base class of sync policies: how gradients are summed over the replicas.
 
-    A custom policy is one class; its name can then be used in `sync=`. What it does not send, it keeps as error
-    feedback.
+    A custom policy is a frozen dataclass with a `name`, which can then be used in `sync=`, and the method `reduce`.
+    What it does not send in a step, it stores as error feedback. `str(policy)` is the text that creates it.
 
     >>> @dataclass(frozen=True)
     ... class Signs(Policy):
@@ -60,11 +60,11 @@ class Policy(metaclass=_Made):
 
     name: ClassVar[str] = ""
     changes_mathematics: ClassVar[bool] = True
-    """Whether the result may differ from the exact sum; if so, the plan, the log and the record mention it."""
+    """Whether the result may differ from the exact sum; if so, the plan and the run's log mention it."""
     needs_matrices: ClassVar[bool] = False
-    """Whether the policy works on whole parameters, so that it cannot be applied to parts of them."""
+    """Whether the policy needs whole gradient matrices, so that it cannot be applied to parts of a parameter."""
     bucket_bytes: ClassVar[int] = 25 << 20
-    """Bytes of gradients per bucket: small where encoding one bucket can overlap with sending another."""
+    """Bytes of gradients per bucket; a smaller value lets the encoding of one bucket overlap with sending another."""
 
     warmup: int = field(default=0, kw_only=True)
     """Number of initial steps that are summed exactly."""
@@ -86,16 +86,21 @@ class Policy(metaclass=_Made):
 
     @abstractmethod
     def reduce(self, wire: PolicyCollectives, gradient: Tensor, memory: PolicyMemory) -> Iterator[Pending]:
-        """Replace a flat gradient by its sum over the replicas; yield each pending collective to wait for.
+        """Replace a flat gradient by its sum over the replicas, in place; yield each pending collective to wait for.
 
-        The error feedback is already added to the gradient, and reset to zero: store in it what this replica does
-        not send, so
-        that summed over the replicas gradient = result + feedback. The result must be bitwise equal on all replicas.
+        The caller has added the error feedback to the gradient, and has reset it to zero. Store in `memory.feedback`
+        what this replica does not send: the sum of all gradients must equal the result plus the sum of all feedback.
+        The result must be bitwise equal on all replicas.
+
+        Args:
+            wire: The collectives of the replicas.
+            gradient: The gradients of a bucket's parameters, concatenated; at least float32.
+            memory: The state of the policy for this bucket, such as error feedback and scratch tensors.
         """
 
     @property
     def explanation(self) -> str:
-        """Return the message for the user about a policy that changes the mathematics."""
+        """Return the message that informs the user that this policy changes the mathematics."""
         start = f" after {self.warmup} exact steps" if self.warmup else ""
         return f"sync={self} changes the mathematics{start}: results differ from one device's"
 
@@ -108,7 +113,7 @@ class Policy(metaclass=_Made):
 
 @dataclass(frozen=True)
 class AllReduce(Policy):
-    """The exact sum, by the backend's own all-reduce."""
+    """Sum gradients exactly with the backend's all-reduce; the default policy."""
 
     name = "allreduce"
     changes_mathematics = False
@@ -118,7 +123,10 @@ class AllReduce(Policy):
 
 
 def make_policy(policy: str | Policy) -> Policy:
-    """Return the policy that this text describes.
+    """Return the policy that a text such as "topk(0.01)" describes; a Policy is returned as it is.
+
+    Raises:
+        StrategyError: The text names no known policy, or has wrong settings.
 
     >>> make_policy("allreduce")
     AllReduce(warmup=0, between='replicas')
@@ -137,9 +145,9 @@ def make_policy(policy: str | Policy) -> Policy:
 
 
 def require(holds: bool, rule: str, got: object) -> None:
-    """Raise StrategyError if a policy's setting is invalid."""
+    """Raise StrategyError with the rule and the value that a policy's setting has, unless `holds`."""
     if not holds:
-        raise StrategyError(f"a policy's {rule}", got=repr(got), remedy="correct its value")
+        raise StrategyError(f"a policy's {rule}", got=repr(got), remedy="change this setting of the policy")
 
 
 def _made(kind: type[Policy], inside: str) -> Policy:
@@ -177,13 +185,13 @@ check_policies_by(make_policy)
 
 
 class PolicyCollectives:
-    """The collectives of the replicas, for a policy. Each method starts one; the policy waits for it by yielding it."""
+    """The collectives of the replicas, for `Policy.reduce`, which waits for a started collective by yielding it."""
 
     def __init__(self, world: World) -> None:
         self._world = world
         self.rank, self.size = world.rank, world.size
         self.num_bytes = 0
-        """Bytes that this replica sent since the counter was reset, assuming ring algorithms."""
+        """Bytes that this replica sent since the counter was last set to 0, calculated for ring algorithms."""
 
     def all_reduce(self, tensor: Tensor) -> Pending:
         """Start to replace a tensor by its sum over the replicas, in place."""
@@ -191,14 +199,20 @@ class PolicyCollectives:
         return self._world.start_all_reduce(tensor)
 
     def all_gather(self, tensor: Tensor, into: Tensor | None = None) -> tuple[Tensor, Pending]:
-        """Start to gather the tensors of all replicas, stacked in rank order."""
+        """Start to gather the tensors of all replicas; return their stack in rank order, valid after waiting.
+
+        `into` is an optional tensor for the result.
+        """
         self.num_bytes += _bytes(tensor) * (self.size - 1)
         if into is None:
             into = torch.empty((self.size, *tensor.shape), dtype=tensor.dtype, device=tensor.device)
         return into, self._world.start_all_gather(tensor, into)
 
     def all_to_all(self, tensor: Tensor, into: Tensor | None = None) -> tuple[Tensor, Pending]:
-        """Start to send row r of a tensor to replica r; row r of the result comes from replica r."""
+        """Start to send row r of a tensor to replica r; row r of the returned tensor comes from replica r.
+
+        The result is valid after waiting. `into` is an optional tensor for it.
+        """
         self.num_bytes += _bytes(tensor) * (self.size - 1) // self.size
         into = torch.empty_like(tensor) if into is None else into
         return into, self._world.start_all_to_all(tensor, into)
@@ -212,7 +226,7 @@ _OURS = __name__.partition(".")[0]
 
 
 def carrying(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function, wrapped to register the user's custom policies in the process where it runs.
+    """Wrap a function to register the user's custom policies in the process that calls it, such as a rank.
 
     >>> carrying(max)(1, 2)
     2

@@ -14,12 +14,14 @@ from .policy import Policy, PolicyCollectives, require
 from .policy_memory import PolicyMemory, key_of
 
 NEGLIGIBLE = 1e-5
-"""The relative remainder below which a row counts as linearly dependent on the rows before it."""
+"""Relative norm of a row, after the earlier rows were projected out, below which it counts as linearly dependent."""
 
 
 @dataclass(frozen=True)
 class PowerSGD(Policy):
-    """Low-rank factors of gradient matrices; gradients that are no matrices, or too small to gain, are summed exactly.
+    """Sends low-rank factors of gradient matrices.
+
+    Gradients that are not matrices, and matrices that would not become smaller, are summed exactly.
 
     >>> print(PowerSGD(rank=4))
     powersgd(4)
@@ -55,7 +57,10 @@ class PowerSGD(Policy):
         memory.shared |= {key_of("q", name): q for name, q in zip(matrices, right, strict=True)}
 
     def _parts(self, gradient: Tensor, memory: PolicyMemory) -> tuple[dict[str, Tensor], list[Tensor]]:
-        """Return the matrices that are worth compressing, and all other parts, as views of the gradient."""
+        """Split a flat gradient into the matrices whose factors are smaller, by parameter, and all other parts.
+
+        All of them are views of the gradient.
+        """
         matrices, rest = {}, []
         for (name, shape), part in zip(memory.shapes.items(), gradient.split(memory.sizes), strict=True):
             rows = shape[0] if len(shape) > 1 else 1
@@ -67,13 +72,13 @@ class PowerSGD(Policy):
         return matrices, rest
 
     def _start(self, name: str, matrix: Tensor, memory: PolicyMemory) -> Tensor:
-        """Return the start of the power iteration: the last step's factor, or zeros."""
+        """Return the start of a parameter's power iteration: the factor of the last step, or zeros in the first."""
         held = memory.shared.get(key_of("q", name))
         wanted = (self.rank, matrix.shape[1])
         return held if held is not None and held.shape == wanted else matrix.new_zeros(wanted)
 
     def _keep(self, matrices: dict[str, Tensor], left: list[Tensor], own: list[Tensor], memory: PolicyMemory) -> None:
-        """Store the approximation error of this replica's factors in the feedback."""
+        """Store in the error feedback how far this replica's factors are from its gradient matrices."""
         kept, _ = self._parts(memory.feedback, memory)
         for name, p, q in zip(matrices, left, own, strict=True):
             torch.addmm(matrices[name], p.T, q, alpha=-1, out=kept[name])
@@ -81,16 +86,22 @@ class PowerSGD(Policy):
 
 @functools.lru_cache(maxsize=64)
 def _fresh(columns: int, rank: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return initial directions for when the last step left none: pseudo-random, and the same on all replicas."""
+    """Return initial directions for matrices without a factor of an earlier step.
+
+    They are pseudo-random, and the same on all replicas.
+    """
     places = torch.arange(1, columns * rank + 1, device=device, dtype=torch.float64)
-    # Of squares, because sines of evenly spaced numbers span two directions only.
+    # Sines of squares, because sines of evenly spaced numbers span only two directions.
     return places.square_().mul_(12.9898).sin_().to(dtype).view(rank, columns)
 
 
 def _together(
     wire: PolicyCollectives, matrices: list[Tensor], rest: list[Tensor]
 ) -> tuple[list[Tensor], list[Tensor], Pending]:
-    """Sum several tensors in one collective; the returned sums are views, valid when it completes."""
+    """Start to sum several tensors in one all-reduce.
+
+    Return the sums of `matrices`, the sums of `rest`, both valid once the collective has completed, and the collective.
+    """
     parts = [*matrices, *rest]
     if not parts:
         return [], [], Pending()
@@ -100,9 +111,10 @@ def _together(
 
 
 def orthonormal(matrices: Sequence[Tensor], instead: Sequence[Tensor] | None = None) -> list[Tensor]:
-    """Return matrices with orthonormal rows that span the same space; a linearly dependent row is 0.
+    """Return matrices with orthonormal rows that span the same space as those of each matrix, by Gram-Schmidt.
 
-    `instead` has replacements for rows that are 0. Matrices of one shape are processed together.
+    A row that depends linearly on earlier rows becomes 0, or, if `instead` is given, the orthonormalized row of the
+    matrix at the same place in `instead`. Matrices of one shape are processed in one batch.
 
     >>> orthonormal([torch.tensor([[3.0, 4.0], [3.0, 4.0]])])
     [tensor([[0.6000, 0.8000],
@@ -131,12 +143,12 @@ def _gram_schmidt(stacked: Tensor, fresh: Tensor | None) -> Tensor:
 
 
 def _unit_against(row: Tensor, done: list[Tensor]) -> Tensor:
-    """Return a row without its components along the rows before it, of length 1; 0 if nothing remains."""
+    """Return a row without its components along the rows in `done`, scaled to length 1, or 0 if nothing remains."""
     # Divide by the largest number first: squares may overflow or underflow where the numbers do not.
     largest = row.abs().amax(-1, keepdim=True)
     row = torch.where(largest > 0, row / largest, torch.zeros_like(row))
     before = row.norm(dim=-1, keepdim=True)
-    # Twice, because the first pass leaves rounding errors that matter when little remains.
+    # Project twice, because the first pass leaves rounding errors that matter if the remainder is small.
     for _ in range(2):
         for other in done:
             row = row - (row * other).sum(-1, keepdim=True) * other

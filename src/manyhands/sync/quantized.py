@@ -1,8 +1,9 @@
-"""Quantized policies: gradients as narrower numbers. Each replica sums one part of them and broadcasts the sum.
+"""Quantized policies (bf16, fp16, int8): gradients are sent in a narrower dtype.
 
-Two rounds, as in a ring all-reduce: every replica receives one part from all others, sums it in full precision, and
-sends the sum to all. So the bytes are those of an all-reduce of the narrower numbers, no partial sum is rounded, and
-all replicas decode the same bytes. Two replicas simply swap their numbers: the same bytes in one round.
+An exchange has two rounds, as in a ring all-reduce: every replica receives one part of the gradient from all others,
+sums it in full precision, and sends the sum to all. So the bytes are those of an all-reduce in the narrower dtype, no
+partial sum is rounded, and all replicas decode the same bytes. Two replicas simply swap their gradients: as many bytes,
+in one round.
 """
 
 from __future__ import annotations
@@ -25,7 +26,11 @@ BLOCK = 256
 
 @dataclass(frozen=True)
 class Coded(Policy):
-    """Narrower numbers with one scale per block, so that neither large nor small numbers are lost."""
+    """Base class of sync policies that send gradients in a narrower dtype.
+
+    Where the dtype needs it, each block of numbers has its own scale, so that neither large nor small gradients are
+    lost.
+    """
 
     bucket_bytes = 4 << 20
     kind: ClassVar[torch.dtype]
@@ -33,10 +38,10 @@ class Coded(Policy):
 
     @abstractmethod
     def scale(self, largest: Tensor) -> Tensor:
-        """Return the divisor of each block's numbers, from the largest of each block."""
+        """Return the number by which each block is divided before rounding, from the largest magnitude in the block."""
 
     def has_scales(self, dtype: torch.dtype) -> bool:
-        """Return whether numbers of a dtype need scales."""
+        """Return whether gradients of `dtype` are sent with a scale per block."""
         return True
 
     def reduce(self, wire: PolicyCollectives, gradient: Tensor, memory: PolicyMemory) -> Iterator[Pending]:
@@ -51,7 +56,7 @@ class Coded(Policy):
         total = self._sum(received, blocks, memory)
         sent, approximation = self._encode(total, memory, "sum")
         gathered, pending = wire.all_gather(sent[0], memory.buffer("received", received.shape, sent.dtype))
-        # The error of the second rounding is only known to the replica that did it.
+        # Only the replica that rounded the sum knows the error of this rounding.
         left[wire.rank] += total.sub_(approximation)[0]
         memory.feedback.copy_(left.view(-1)[: gradient.numel()])
         yield pending
@@ -67,7 +72,10 @@ class Coded(Policy):
         gradient.copy_(self._sum(gathered, blocks, memory).view(-1)[: gradient.numel()])
 
     def _encode(self, blocks: Tensor, memory: PolicyMemory, name: str) -> tuple[Tensor, Tensor]:
-        """Return rows of bytes, each with its scales and then its codes, and the numbers that they decode to."""
+        """Encode rows of blocks; return rows of bytes, and the numbers to which they decode.
+
+        Each row of bytes has the scales of its blocks and then the codes (numbers in the narrower dtype).
+        """
         rows, num_blocks, block = blocks.shape
         width = self._width(blocks)
         sent = memory.buffer(f"sent {name}", (rows, width + num_blocks * block * self.kind.itemsize), torch.uint8)
@@ -82,33 +90,33 @@ class Coded(Policy):
         return sent, approximation.mul_(scales.unsqueeze(-1))
 
     def _round(self, numbers: Tensor, codes: Tensor) -> None:
-        """Write the codes of scaled numbers, and replace the numbers by their decoded values."""
+        """Round scaled numbers into `codes`, and replace the numbers by the rounded values."""
         codes.copy_(numbers)
         numbers.copy_(codes)
 
     def _decode(self, sent: Tensor, like: Tensor, memory: PolicyMemory) -> Tensor:
-        """Return rows of blocks of numbers from rows of bytes."""
+        """Decode rows of bytes into rows of blocks; the blocks have the shape and dtype of those in `like`."""
         width = self._width(like)
         numbers = memory.buffer(f"decoded {len(sent)}", (len(sent), *like.shape[1:]), like.dtype)
         numbers.view(len(sent), -1).copy_(sent[:, width:].view(self.kind))
         return numbers.mul_(sent[:, :width].view(like.dtype).unsqueeze(-1)) if width else numbers
 
     def _sum(self, sent: Tensor, like: Tensor, memory: PolicyMemory) -> Tensor:
-        """Return the sum of several decoded rows, added in their order."""
+        """Return the sum of encoded rows, decoded and added in row order, so that all replicas get the same bits."""
         total = memory.buffer("total", (1, *like.shape[1:]), like.dtype).copy_(self._decode(sent[:1], like, memory))
         for row in range(1, len(sent)):
             total += self._decode(sent[row : row + 1], like, memory)
         return total
 
     def _width(self, blocks: Tensor) -> int:
-        """Return the bytes of the scales of a row."""
+        """Return the number of bytes that the scales of one row take; 0 without scales."""
         return blocks.shape[1] * blocks.element_size() if self.has_scales(blocks.dtype) else 0
 
 
 def _blocks(gradient: Tensor, rows: int, memory: PolicyMemory) -> Tensor:
-    """Return a flat gradient as rows of blocks; a copy only if it must be padded."""
+    """Return a flat gradient in the shape (rows, blocks, elements), copied and padded with zeros if necessary."""
     size, share = gradient.numel(), -(-gradient.numel() // rows)
-    # A multiple of 8, so that codes and scales are aligned.
+    # Block sizes are multiples of 8, so that codes and scales are aligned.
     block = min(BLOCK, -(-share // 8) * 8)
     num_blocks = -(-share // block)
     full = rows * num_blocks * block
@@ -122,7 +130,7 @@ def _blocks(gradient: Tensor, rows: int, memory: PolicyMemory) -> Tensor:
 
 @dataclass(frozen=True)
 class _Half(Coded):
-    """Sixteen bits. The scale is a power of two, so that it costs no precision."""
+    """Base class of policies with 16-bit floating-point codes; scales are powers of two, so they cost no precision."""
 
     def scale(self, largest: Tensor) -> Tensor:
         mantissa = torch.frexp(largest).mantissa
@@ -131,7 +139,7 @@ class _Half(Coded):
 
 @dataclass(frozen=True)
 class BF16(_Half):
-    """Gradients in bfloat16: half the bytes, eight bits of precision.
+    """Sends gradients in bfloat16: half the bytes of float32, eight bits of precision.
 
     >>> print(BF16())
     bf16
@@ -147,7 +155,7 @@ class BF16(_Half):
 
 @dataclass(frozen=True)
 class FP16(_Half):
-    """Gradients in float16: half the bytes, eleven bits of precision.
+    """Sends gradients in float16: half the bytes of float32, eleven bits of precision.
 
     >>> print(FP16(warmup=5))
     fp16(warmup=5)
@@ -159,7 +167,7 @@ class FP16(_Half):
 
 @dataclass(frozen=True)
 class Int8(Coded):
-    """Gradients in eight bits: a quarter of the bytes.
+    """Sends gradients as 8-bit integers with a scale per block: a quarter of the bytes of float32.
 
     >>> print(Int8())
     int8

@@ -13,17 +13,17 @@ from .policy import Policy, PolicyCollectives, require
 from .policy_memory import PolicyMemory
 
 EARLY, HALVES = 0.25, 10
-"""The fraction of elements sent after the warm-up, and the number of steps after which it is halved."""
+"""The fraction of elements sent right after the warm-up, and the number of steps after which it is halved."""
 MANY = 1 << 16
-"""Number of elements from which sampling for a threshold pays off."""
+"""Number of elements above which estimating a threshold from a sample is faster than selecting from all elements."""
 
 
 @dataclass(frozen=True)
 class TopK(Policy):
-    """Sends a fraction of a bucket's elements, the largest ones, each with its index.
+    """Sends only the fraction of a bucket's gradient elements with the largest magnitude, each with its index.
 
-    After the warm-up, if there is one, more elements are sent at first, halved every few steps: early gradients change
-    quickly, so delayed ones are soon stale.
+    If there is a warm-up, a larger fraction is sent after it, which is halved every few steps: early in training,
+    gradients change quickly, so delayed elements are soon stale.
 
     >>> print(TopK(0.01))
     topk(0.01)
@@ -39,7 +39,7 @@ class TopK(Policy):
         require(is_number and 0 < self.fraction <= 1, "fraction must be above 0 and at most 1", self.fraction)
 
     def fraction_at(self, step: int) -> float:
-        """Return the fraction of elements to send at this step after the warm-up.
+        """Return the fraction of elements to send in the given step, counted from 1 after the warm-up.
 
         >>> [TopK(0.01).fraction_at(step) for step in (1, 11, 100)]
         [0.25, 0.125, 0.01]
@@ -56,16 +56,16 @@ class TopK(Policy):
         gathered, pending = wire.all_gather(sent)
         yield pending
         gradient.zero_()
-        # One replica after another: no index occurs twice within one, so the order of additions is fixed.
+        # Add one replica after another: no index occurs twice in a replica's part, so the order of additions is fixed.
         for part in gathered:
             there, numbers = (piece.clone() for piece in part.tensor_split([4 * count]))
             gradient.index_add_(0, there.view(torch.int32), numbers.view(gradient.dtype))
 
 
 def largest(numbers: Tensor, count: int) -> Tensor:
-    """Return the indices of the `count` elements with the largest magnitude; NaN counts as large.
+    """Return the indices of the `count` elements with the largest magnitude; NaN counts as the largest.
 
-    On a CPU, a threshold from a sample leaves few elements to select from, which is several times faster.
+    On a CPU, a threshold estimated from a sample first discards most elements, which is several times faster.
 
     >>> largest(torch.tensor([1.0, -3.0, 2.0]), 2).sort().values
     tensor([1, 2])

@@ -1,4 +1,4 @@
-"""Fakes and contract kits that we ship: threads with scripted faults, hosts, contracts, a look for leaks."""
+"""Test utilities for users: ranks as threads with scripted faults, simulated hosts, contract tests, leak detection."""
 
 from .contracts import Runner, WorldContract
 from .hosts import NamespaceHost, NamespaceHosts

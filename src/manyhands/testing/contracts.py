@@ -1,4 +1,4 @@
-"""Contract tests for implementations of World, given a way to run a function on ranks."""
+"""Contract tests for implementations of World: a base class for test classes that can run a function on ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.uint8, 
 
 
 def any_value(draw: random.Random, depth: int = 3) -> Any:
-    """Return some value that ranks can send to each other, nested up to a depth."""
+    """Return a random value of a type that ranks can send to each other, with containers nested up to `depth`."""
     leaves: list[Callable[[], Any]] = [
         lambda: None,
         lambda: draw.random() < 0.5,
@@ -63,16 +63,17 @@ def same(one: Any, other: Any) -> bool:
 
 
 Runner = Callable[[Callable[[World], Any], int], list[Any]]
-"""`run(fn, size)` runs `fn(world)` on every rank and returns the results in rank order."""
+"""Function `run(fn, size)` that runs `fn(world)` on every one of `size` ranks and returns the results in rank order."""
 
 
 class WorldContract:
-    """Contract tests of a World: subclass it in a test module, set `sizes`, and implement `run`."""
+    """Contract tests of an implementation of World. Subclass it in a test module, implement `run`, and set `sizes`."""
 
     sizes: tuple[int, ...] = (1, 2, 3)
+    """The numbers of ranks to test."""
 
     def run(self, fn: Callable[[World], Any], size: int) -> list[Any]:
-        """Run a function on this many ranks."""
+        """Run `fn(world)` on `size` ranks with the World under test; return the results in rank order."""
         raise NotImplementedError
 
     def test_every_rank_knows_its_place(self) -> None:

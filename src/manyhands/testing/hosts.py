@@ -1,4 +1,4 @@
-"""Simulated hosts on one machine: network namespaces with their own addresses, joined by a switch. Needs root.
+"""Simulated hosts on one machine: network namespaces with their own addresses, connected by a switch. Needs root.
 
 with NamespaceHosts(3, rate="100mbit") as hosts:
     hosts[1].run(["manyhands", "devices"])
@@ -24,7 +24,7 @@ from ..launcher import meet
 
 NAMESPACES = Path("/run/netns")
 _NAMES = Path("/etc/netns")
-"""Folder where `ip netns exec` finds a namespace's own /etc/hosts."""
+"""Folder in which `ip netns exec` looks for a namespace's own version of /etc/hosts."""
 _CLONE_NEWNET = 0x40000000
 PORT = 29500
 _count = itertools.count()
@@ -32,22 +32,25 @@ _count = itertools.count()
 
 @dataclass(frozen=True)
 class NamespaceHost:
-    """A simulated host: a namespace, its name and its address."""
+    """A simulated host: a network namespace with a host name and an address."""
 
     name: str
     address: str
     namespace: str
 
     def popen(self, command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
-        """Start a program on the host, under the host's name; the caller ends it."""
+        """Start a program on the host, which sees the host's name and network; the caller must end it.
+
+        `options` are those of subprocess.Popen.
+        """
         return subprocess.Popen(self._inside(command), **options)
 
     def run(self, command: Sequence[str], **options: Any) -> subprocess.CompletedProcess[Any]:
-        """Run a program on the host and wait for it."""
+        """Run a program on the host until it ends; `options` are those of subprocess.run."""
         return subprocess.run(self._inside(command), **options)
 
     def link_down(self) -> None:
-        """Disconnect the host from the network; packets are dropped silently."""
+        """Disconnect the host from the network; packets to and from it are dropped silently."""
         _ip("-n", self.namespace, "link", "set", "eth0", "down")
 
     def link_up(self) -> None:
@@ -55,15 +58,15 @@ class NamespaceHost:
         _ip("-n", self.namespace, "link", "set", "eth0", "up")
 
     def mute(self, address: str) -> None:
-        """Drop packets that this host sends to an address; those from there still arrive."""
+        """Drop the packets that this host sends to an address; packets from that address still arrive."""
         _ip("-n", self.namespace, "route", "add", "blackhole", f"{address}/32")
 
     def unmute(self, address: str) -> None:
-        """Stop dropping packets to an address."""
+        """Send packets to an address again, after `mute`."""
         _ip("-n", self.namespace, "route", "del", "blackhole", f"{address}/32")
 
     def enter(self) -> None:
-        """Move the calling thread, and threads it creates from now on, to this host's network."""
+        """Move the calling thread, and threads that it creates later, to this host's network namespace."""
         with (NAMESPACES / self.namespace).open() as file:
             if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), _CLONE_NEWNET):
                 raise OSError(ctypes.get_errno(), f"cannot enter {self.namespace}")
@@ -74,13 +77,17 @@ class NamespaceHost:
 
 
 class NamespaceHosts(Sequence[NamespaceHost]):
-    """Hosts that can reach only each other, with the same names and addresses each time.
+    """Context with simulated hosts that can reach only each other: host1 at 10.77.0.1, host2 at 10.77.0.2, ….
 
-    Their switch is a namespace too, so this machine's own network is not touched, and several may exist at once.
+    Their switch is in a namespace too, so the network of this machine is not changed, and several such objects can
+    exist at a time.
     """
 
     def __init__(self, count: int, *, rate: str | None = None) -> None:
-        """Create `count` hosts; `rate` limits what each host sends, in the syntax of tc: "100mbit"."""
+        """Define `count` hosts, which exist inside the context.
+
+        `rate` limits the bandwidth with which each host sends, in the syntax of `tc`, such as "100mbit".
+        """
         mark = f"mh{os.getpid()}-{next(_count)}"
         self._switch, self._rate = f"{mark}-switch", rate
         self._hosts = [
@@ -119,7 +126,10 @@ class NamespaceHosts(Sequence[NamespaceHost]):
                 _call("tc", "-n", host.namespace, "qdisc", "add", "dev", "eth0", "root", *limit)
 
     def add_wire(self, name: str, subnet: str) -> None:
-        """Connect the first two hosts by an additional direct link, in a subnet such as "10.78.0"."""
+        """Connect the first two hosts by an additional direct link: an interface `name` with addresses in `subnet`.
+
+        For the subnet "10.78.0" their addresses are 10.78.0.1 and 10.78.0.2.
+        """
         first, second = self._hosts[:2]
         _ip("-n", first.namespace, "link", "add", name, "type", "veth", "peer", name, "netns", second.namespace)
         for number, host in enumerate((first, second), start=1):
@@ -127,22 +137,23 @@ class NamespaceHosts(Sequence[NamespaceHost]):
             _ip("-n", host.namespace, "link", "set", name, "up")
 
     def partition(self, *others: int) -> None:
-        """Move these hosts to a second switch: a partition into two groups that reach only their own members."""
+        """Partition the network: separate the hosts at these positions, counted from 0, from all other hosts."""
         _ip("-n", self._switch, "link", "add", "other", "type", "bridge")
         _ip("-n", self._switch, "link", "set", "other", "up")
         for number in others:
             _ip("-n", self._switch, "link", "set", f"port{number}", "master", "other")
 
     def heal(self) -> None:
-        """End a partition."""
+        """End a network partition, so that all hosts can communicate again."""
         for number in range(len(self._hosts)):
             _ip("-n", self._switch, "link", "set", f"port{number}", "master", "switch")
         _ip("-n", self._switch, "link", "del", "other")
 
     def joined(self, fn: Callable[[World], Any], *, timeout: float = 60.0) -> Callable[[World], Any]:
-        """Return a function for a local engine: each of its ranks moves to a host and joins the others from there.
+        """Return a function for the ranks of a local engine that moves each rank to a host and calls `fn` there.
 
         engine.start(hosts.joined(work), resolve("cpu*3")[0]) runs work(world) with a rank on each of three hosts.
+        `timeout` is in seconds, for the collectives of this world.
         """
         hosts = list(self._hosts)
 
@@ -161,7 +172,7 @@ class NamespaceHosts(Sequence[NamespaceHost]):
         return work
 
     def close(self) -> None:
-        """Remove all namespaces; programs that still run there keep a disconnected network."""
+        """Remove all hosts; programs that still run on them have a network without connections."""
         for namespace in (*(host.namespace for host in self._hosts), self._switch):
             subprocess.run(["ip", "netns", "del", namespace], capture_output=True)
             shutil.rmtree(_NAMES / namespace, ignore_errors=True)
@@ -179,7 +190,7 @@ class NamespaceHosts(Sequence[NamespaceHost]):
 
 
 def _own_folder(namespace: str) -> Path:
-    """Create and return the folder of a namespace; retries if another process removes the empty parent folder."""
+    """Create the configuration folder of a namespace and return it; retry if another process removes the parent."""
     while True:
         with contextlib.suppress(FileNotFoundError):
             (_NAMES / namespace).mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Leak detection for tests: processes, threads, files, ports, environment, shared memory, hosts."""
+"""Leak detection for tests: processes, threads, ports, files, environment variables, shared memory, namespaces."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ INTERNET = (socket.AF_INET, socket.AF_INET6)
 
 @dataclass(frozen=True)
 class ResourceSnapshot:
-    """Resources that this process holds at one moment."""
+    """The resources that this process and its children hold at one moment."""
 
     processes: frozenset[int]
     threads: frozenset[str]
@@ -35,7 +35,7 @@ class ResourceSnapshot:
 
     @classmethod
     def now(cls) -> ResourceSnapshot:
-        """Inspect this process and its children."""
+        """Return the present resources of this process and its children."""
         me = psutil.Process()
         return cls(
             processes=frozenset(child.pid for child in me.children(recursive=True) if not _is_zombie(child)),
@@ -45,7 +45,7 @@ class ResourceSnapshot:
             environment=frozenset(
                 (key, value)
                 for key, value in os.environ.items()
-                # The first is the name of the running test; torch.compile sets the others for its workers.
+                # pytest sets PYTEST_CURRENT_TEST to the running test; torch.compile sets TRITON_… for its workers.
                 if key != "PYTEST_CURRENT_TEST" and not key.startswith("TRITON_")
             ),
             shared_memory=frozenset(path.name for path in SHARED.glob("*")),
@@ -53,7 +53,7 @@ class ResourceSnapshot:
         )
 
     def beyond(self, before: ResourceSnapshot) -> list[str]:
-        """Return descriptions of the resources that were not in an earlier snapshot."""
+        """Return descriptions of the resources in this snapshot that were not in the earlier one, `before`."""
         found = {kind: getattr(self, kind) - getattr(before, kind) for kind in self.__dataclass_fields__}
         if found["shared_memory"]:
             found["shared_memory"] -= _held_by_other_programs()
@@ -62,7 +62,10 @@ class ResourceSnapshot:
 
 @contextmanager
 def no_leaks(patience: float = 3.0) -> Iterator[None]:
-    """Fail if the block leaves resources behind; waits up to `patience` seconds for them to be released."""
+    """Context that raises AssertionError if its block leaves resources behind, such as processes, threads or files.
+
+    Waits up to `patience` seconds for them to be released.
+    """
     before = ResourceSnapshot.now()
     yield
     end = time.monotonic() + patience
@@ -72,7 +75,7 @@ def no_leaks(patience: float = 3.0) -> Iterator[None]:
 
 
 def _listening() -> Iterator[int]:
-    """Yield the ports that this process listens on, from its own sockets: the kernel's table of all is slow."""
+    """Yield the ports on which this process listens, from its open sockets: the kernel's table of all ports is slow."""
     for name in os.listdir("/dev/fd"):
         try:
             if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
@@ -85,7 +88,7 @@ def _listening() -> Iterator[int]:
 
 
 def _held_by_other_programs() -> set[str]:
-    """Return names of shared memory used by processes other than this one and its children."""
+    """Return the names of shared memory files that processes other than this one and its children have mapped."""
     me = psutil.Process()
     ours = {me.pid, *(child.pid for child in me.children(recursive=True))}
     held = set()

@@ -1,4 +1,4 @@
-"""Contract tests for sync policies, given a policy and its precision."""
+"""Contract tests for sync policies: a base class for test classes, given a policy and its precision."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from ..sync import BucketExchange, Policy, PolicyState, make_policy
 from .threads import run_threads
 
 Gradients = Sequence[Mapping[str, Tensor]]
-"""The gradients of a replica, step by step."""
+"""The gradients of a replica by parameter name, for each step."""
 SHAPES: dict[str, tuple[int, ...]] = {"matrix": (24, 40), "bias": (40,), "kernel": (8, 3, 5, 5), "number": ()}
 ODD: dict[str, tuple[int, ...]] = {"a": (7, 13), "empty": (0, 3), "b": (1,), "c": (257,)}
 TAIL = [3.0, 1.0, 4194303.0]
-"""What rides behind a gradient: four times the last is about the largest whole number that single precision holds."""
+"""Piggybacked values behind a gradient: four times the last is about the largest whole number in single precision."""
 
 
 @dataclass
 class PolicyOutcome:
-    """Result of one step on one replica."""
+    """The outcome of one exchange on one replica: summed gradient, error feedback, piggybacked values, bytes sent."""
 
     result: Tensor
     feedback: Tensor
@@ -33,21 +33,26 @@ class PolicyOutcome:
 
 
 class PolicyContract:
-    """Contract tests of a policy: subclass it in a test module; set `policy`, `precision` and `share`."""
+    """Contract tests of a sync policy. Subclass it in a test module, and set `policy`, `precision` and `share`."""
 
     policy: Policy
+    """The policy under test."""
     precision: float
-    """Maximum relative difference from the exact sum, for gradients that suit the policy."""
+    """Maximum relative difference from the exact sum, for gradients that `suiting` returns."""
     share: float
-    """Maximum bytes sent between two replicas, relative to the exact sum's."""
+    """Maximum bytes that two replicas send, relative to those of the exact sum."""
     sizes: tuple[int, ...] = (1, 2, 3, 4)
+    """The numbers of replicas to test."""
 
     def run(self, fn: Callable[[World], Any], size: int) -> list[Any]:
-        """Run a function on this many ranks."""
+        """Run `fn(world)` on `size` ranks, by default threads; return the results in rank order."""
         return run_threads(fn, size)
 
     def suiting(self, name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-        """Return a gradient that the policy transmits in one step; any gradient, unless a subclass overrides it."""
+        """Return a random gradient that the policy transmits within `precision` in one step.
+
+        Override it for a policy that transmits only some gradients exactly, such as sparse or low-rank ones.
+        """
         return torch.randn(shape, generator=generator, dtype=torch.float64)
 
     # -- tests ----------------------------------------------------------------------------------------------------
@@ -159,7 +164,7 @@ class PolicyContract:
     def _exchange(
         self, size: int, steps: Sequence[Gradients], policy: Policy | None = None, state: PolicyState | None = None
     ) -> list[list[PolicyOutcome]]:
-        """Return the results of the steps, by rank."""
+        """Exchange the gradients in `steps` (by rank) over `size` replicas; return the outcome of each step by rank."""
 
         def work(world: World) -> list[PolicyOutcome]:
             mine = steps[world.rank]
@@ -198,7 +203,7 @@ def _step(exchange: BucketExchange, gradient: Mapping[str, Tensor]) -> PolicyOut
 
 
 def _error(found: Tensor, wanted: Tensor) -> float:
-    """Return the relative error; values are scaled first, because squares of huge numbers are not finite."""
+    """Return the relative error of a tensor, computed after scaling, because squares of huge numbers are infinite."""
     scale = wanted.abs().max()
     return float((found / scale - wanted / scale).norm() / (wanted / scale).norm())
 

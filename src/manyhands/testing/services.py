@@ -1,4 +1,4 @@
-"""Contract tests for services of engines, given an engine and a device; ports for processes that start later."""
+"""Contract tests for services of engines (objects in their own process), and reserved ports for tests."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from ..launcher import Engine, Service
 
 
 class Counter:
-    """Test object of a service: it counts, reports, raises, waits, and dies."""
+    """Object for tests of services, with methods that keep state, report events, raise errors and block."""
 
     def __init__(self, world: World, farewell: str = "") -> None:
         self.world, self.farewell, self.total = world, farewell, 0.0
 
     def add(self, tensor: torch.Tensor, *, times: int = 1) -> torch.Tensor:
-        """Add to a total that is kept between calls."""
+        """Add the sum of a tensor, `times` times, to a total that is kept between calls; return it as a tensor."""
         self.total += float(tensor.sum()) * times
         return torch.full((3,), self.total)
 
     def process(self) -> int:
-        """Return the process ID."""
+        """Return the ID of the service's process."""
         return os.getpid()
 
     def say(self, text: str) -> None:
-        """Report an event and print a line."""
+        """Report an event with a text, and print the text."""
         self.world.channel.report(event("said", text=text))
         print(text)
 
@@ -45,7 +45,7 @@ class Counter:
         raise error
 
     def give_lock(self) -> Any:
-        """Return an object that cannot be sent."""
+        """Return an object that cannot be pickled, and so cannot be sent to the caller."""
         return threading.Lock()
 
     def wait_for_the_end(self) -> str:
@@ -55,35 +55,35 @@ class Counter:
         return "asked to end"
 
     def sleep(self) -> None:
-        """Block without reacting to anything."""
+        """Block for ten minutes, without reacting to a request to stop."""
         time.sleep(600)
 
     def close(self) -> None:
-        """Write a file, if a path for it was given."""
+        """Write the file `farewell`, if a path was given, when the service closes the object."""
         if self.farewell:
             Path(self.farewell).write_text("closed")
 
 
 @contextlib.contextmanager
 def raises(kinds: type[Exception] | tuple[type[Exception], ...], match: str) -> Iterator[None]:
-    """Fail unless the block raises one of these exceptions with a matching text."""
+    """Context that raises AssertionError unless its block raises one of these exceptions with a matching message."""
     try:
         yield
     except kinds as error:
         if not re.search(match, str(error)):
             raise AssertionError(f"{match!r} is not in {error}") from error
         return
-    raise AssertionError(f"nothing was raised; {match!r} was to come")
+    raise AssertionError(f"nothing was raised, but an error that matches {match!r} was expected")
 
 
 class ServiceContract:
-    """Contract tests of services: subclass it in a test module, and implement `place`."""
+    """Contract tests of the services of an engine. Subclass it in a test module, and implement `place`."""
 
     seconds = 60.0
-    """Timeout of an answer."""
+    """Timeout in seconds for the answer of a call."""
 
     def place(self) -> tuple[Engine, Device]:
-        """Return an engine, and one of its devices."""
+        """Return the engine under test, and one of its devices."""
         raise NotImplementedError
 
     def start(self, make: Any = Counter, **options: Any) -> contextlib.AbstractContextManager[Service]:
@@ -168,10 +168,10 @@ class ServiceContract:
 
 @contextlib.contextmanager
 def held_ports(count: int) -> Iterator[list[int]]:
-    """Reserve free loopback ports while a block runs.
+    """Context that reserves free loopback ports, for processes that a test starts in its block.
 
-    The ports stay bound, and listeners that reuse addresses, as all of manyhands do, can still listen on them. A port
-    that was only looked up may be given to another process before it is used.
+    The ports stay bound, so that the system does not give them to other processes. Listeners with SO_REUSEADDR, which
+    all listeners of manyhands set, can still use them.
 
     >>> with held_ports(2) as ports:
     ...     len(set(ports))

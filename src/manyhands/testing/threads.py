@@ -1,4 +1,4 @@
-"""World whose ranks are threads of one process, for tests of control flow and collectives."""
+"""World whose ranks are threads of one process, with scripted faults, for tests of control flow and collectives."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _REDUCE: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class ThreadRendezvous:
-    """Rendezvous of a thread world's ranks, where they exchange values; a failed rank breaks it for all."""
+    """The object through which the ranks of a thread world exchange values; if one fails, the others get PeerLost."""
 
     def __init__(self, size: int, timeout: float) -> None:
         self.size, self.key = size, RankKey.random()
@@ -39,18 +39,22 @@ class ThreadRendezvous:
         self.lost = ""
 
     def messages(self, source: int, to: int, tag: int) -> queue.SimpleQueue[Tensor]:
-        """Return the queue of tensors from one rank to another under a tag."""
+        """Return the queue of the tensors that rank `source` sends to rank `to` under a tag."""
         return self._messages[source, to, tag]
 
     def take(self, source: int, to: int, tag: int) -> Tensor:
-        """Wait for the next tensor from one rank to another under a tag."""
+        """Wait for the next tensor from rank `source` to rank `to` under a tag; raise PeerLost at a timeout."""
         try:
             return self.messages(source, to, tag).get(timeout=self._timeout)
         except queue.Empty:
             raise PeerLost("receive", f"rank {to}", self.lost or "a peer did not send") from None
 
     def exchange(self, rank: int, value: Any, operation: str) -> list[Any]:
-        """Return every rank's value, in rank order."""
+        """Wait until every rank has called this, and return the values of all ranks in rank order.
+
+        Raises:
+            PeerLost: A rank has failed, or has not called this before the timeout.
+        """
         try:
             self._slots[rank] = value
             self._barrier.wait()
@@ -61,13 +65,13 @@ class ThreadRendezvous:
         return values
 
     def leave(self, rank: int, why: str) -> None:
-        """Mark a rank as failed and wake all waiting ranks."""
+        """Mark a rank as failed, and raise PeerLost in all waiting ranks."""
         self.lost = self.lost or f"rank {rank} {why}"
         self._barrier.abort()
 
 
 class Faults:
-    """A script of faults for a thread world.
+    """A script of faults for `run_threads`: which rank fails before which of its collectives.
 
     >>> Faults().fail_at(rank=0, operation=2).strikes(0, 2)
     True
@@ -77,21 +81,21 @@ class Faults:
         self._script: set[tuple[int, int]] = set()
 
     def fail_at(self, rank: int, operation: int) -> Faults:
-        """Let a rank fail just before its n-th collective, counted from 0."""
+        """Let a rank fail just before its collective number `operation`, counted from 0; return this script."""
         self._script.add((rank, operation))
         return self
 
     def strikes(self, rank: int, operation: int) -> bool:
-        """Return whether this rank fails now."""
+        """Return whether a rank fails before its collective number `operation`."""
         return (rank, operation) in self._script
 
 
 class InjectedFault(RuntimeError):
-    """A scripted fault."""
+    """Raised in a rank at which a script of faults lets it fail."""
 
 
 class _PendingMessage(Pending):
-    """A tensor that another thread will send."""
+    """A started receive: `wait` blocks until the other thread has sent the tensor."""
 
     def __init__(self, rendezvous: ThreadRendezvous, into: Tensor, source: int, to: int, tag: int) -> None:
         self._rendezvous, self._into, self._way = rendezvous, into, (source, to, tag)
@@ -101,7 +105,7 @@ class _PendingMessage(Pending):
 
 
 class ThreadWorld(World):
-    """One rank of a thread world."""
+    """World of a rank that is a thread: its peers are other threads of this process."""
 
     def __init__(self, rank: int, rendezvous: ThreadRendezvous, faults: Faults) -> None:
         super().__init__(RankInfo(rank=rank, size=rendezvous.size, host="threads"), DirectChannel())
@@ -140,7 +144,7 @@ class ThreadWorld(World):
 
     def mesh(self, axes: Mapping[str, int]) -> DeviceMesh:
         raise UsageError(
-            "a mesh can only be created from processes", got="a world of threads", remedy="test it with gloo"
+            "a mesh can only be created from processes", got="a world of threads", remedy="test meshes with LocalEngine"
         )
 
     def close(self) -> None:
@@ -149,14 +153,22 @@ class ThreadWorld(World):
     def _exchange(self, value: Any, operation: str) -> list[Any]:
         number, self._operations = self._operations, self._operations + 1
         if self._faults.strikes(self.rank, number):
-            raise InjectedFault(f"rank {self.rank} dies before its collective {number}")
+            raise InjectedFault(f"rank {self.rank} fails before its collective {number}, as the test requests")
         return self._rendezvous.exchange(self.rank, value, operation)
 
 
 def run_threads(
     fn: Callable[[World], Any], size: int, *, faults: Faults | None = None, timeout: float = 10.0
 ) -> list[Any]:
-    """Run `fn(world)` on `size` threads; return results, or exceptions in their place if faults were scripted."""
+    """Run `fn(world)` on `size` ranks, each a thread; return the results in rank order.
+
+    Args:
+        fn: The function to run on every rank.
+        size: Number of ranks.
+        faults: A script of faults. If it is given, exceptions of ranks are returned in place of results, otherwise
+            raised.
+        timeout: Seconds that a rank waits for others in a collective.
+    """
     rendezvous = ThreadRendezvous(size, timeout)
     outcomes: list[Any] = [None] * size
 

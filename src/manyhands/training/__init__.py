@@ -14,16 +14,20 @@ from .check import (
     take_steps,
     with_data,
 )
+from .cuda_stream import own_stream
 from .embedding_tables import SavedRows
 from .evaluation import evaluate, predict
 from .explain import can_explain, explain, without_values
-from .hand import SCRIPT_END, Hand, hand, holding, joined_world
+from .forward_backward import compute
+from .hand import SCRIPT_END, Hand, hand, holding, joined_world, probe_of
 from .identical import local_sources
 from .initial_weights import check_start, start_from
+from .job import CHECKPOINTS, Job, ReplicaResult
 from .learning_rates import LearningRates, check_schedule
-from .loop import CHECKPOINTS, Job, ReplicaResult, TrainingLoop, own_stream, train
-from .memory import held_now, host_bytes, parse_bytes
+from .loop import TrainingLoop, train
+from .memory import held_now, parse_bytes
 from .memory_fitting import fit_in
+from .memory_limit import host_bytes
 from .metrics import Meter, check_metrics, parted
 from .partition_preview import check_pieces, outline_of
 from .patience import Patience, check_patience
@@ -35,7 +39,7 @@ from .run import RECORD, Run, as_weights, launch_of, new_folder
 from .sample_randomness import learn_draws
 from .sampling import EVERY, Breakdown, NoSampler, Sample, Sampler, profile_event
 from .snapshot import restore_snapshot, take_snapshot
-from .step_capture import compute
+from .start_trial import StartTrial
 from .stepping import Stepper, take_step
 from .timing import Steps, gradient_squares, time_steps
 from .verify import check_statistics, refuse, take_split_steps, with_micro_statistics
@@ -46,6 +50,7 @@ __all__ = [
     "holding",
     "SCRIPT_END",
     "joined_world",
+    "probe_of",
     "Job",
     "ReplicaResult",
     "train",
@@ -60,6 +65,7 @@ __all__ = [
     "RecoveryState",
     "Rollback",
     "NoSampler",
+    "StartTrial",
     "profile_event",
     "Stepper",
     "SavedRows",

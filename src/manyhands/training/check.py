@@ -228,13 +228,15 @@ def take_steps(
     wide = torch.float64 if precision == "fp64" else plain
     with left_alone(task.loss), contextlib.closing(hand), default_dtype(wide):
         hand.build(task.replace(model=functools.partial(_built, task.model, plain)))
-        hand.seed(task.seed)
+        hand.reader.seed(task.seed)
         _shake(hand.model.parameters(), shake)
         kept = _Kept(hand, shake, task.loss)
         # Only the whole network's weights are needed for the comparison.
         first = _copied(dict(hand.model.named_parameters())) if world.size == 1 else {}
         source = source_of(task)
-        feed = hand.make_feed(source, check_source(source, task.batch_size), shuffle=task.shuffle, seed=task.seed)
+        feed = hand.reader.make_feed(
+            source, check_source(source, task.batch_size), shuffle=task.shuffle, seed=task.seed
+        )
         if draws:
             learn_draws(hand, task, feed, feed.peek(NUM_SAMPLES))
         seed_all(mix(task.seed, hand.rank, salt))
@@ -246,7 +248,7 @@ def take_steps(
             if number and nudged:
                 nudge(number_slots(hand.model, task.loss), nudged)
             batch = feed.part(window)
-            hand.take(batch)
+            hand.reader.take(batch)
             try:
                 take_step(hand, task, batch)
             except Exception as error:

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from ..core import DataError, Task, evaluating
 from ..data import Batch, Cursor, Feed
-from .hand import Hand, whole_loss
+from .hand import Hand
 from .metrics import MetricSums, compute, parted
 from .predictor import inputs_of, named, outputs_of
+from .replica_step import whole_loss
 
 
 def evaluate(hand: Hand, task: Task, feed: Feed) -> dict[str, float]:
@@ -76,7 +77,7 @@ def _batches(hand: Hand, feed: Feed) -> Iterator[Batch]:
     """Yield one epoch of batches; layers with batch statistics must know of padding rows even in evaluation."""
     for batch in feed.epoch(Cursor()):
         hand.replica.set_padding(batch.num_samples == 0)
-        hand.draw_for(batch, salt=1)
+        hand.reader.draw_for(batch, salt=1)
         yield batch
     hand.replica.set_padding(False)
 

@@ -12,7 +12,7 @@ from torch import nn
 from ..core import StrategySpec, Task, random_state, restore_random_state, set_training
 from ..data import check_source, first_dim, map_leaves, source_of
 from ..distributed import FakeWorld, World, current_world
-from ..strategies import SplitTable, in_double, lay_out, optimizers_of, table_of
+from ..strategies import SplitTable, in_double, lay_out, optimizers_of, require_loss, sequence_notes, table_of
 from .hand import NUM_FOLLOWED
 from .memory import state_bytes
 from .restored_objects import left_alone
@@ -33,7 +33,8 @@ def explain(task: Task, spec: StrategySpec) -> tuple[SplitTable, Layout | None]:
         if spec.precision == "fp64":
             model = in_double(model)
         layout, rows = layout_of(task, model, spec)
-        return table_of(model, spec, layout=layout, slots=slots_of(task, model), rows=rows), layout
+        notes = _split_sequences(task, model, spec)
+        return table_of(model, spec, layout=layout, slots=slots_of(task, model), rows=rows, notes=notes), layout
 
     return on_network(task, found)
 
@@ -61,6 +62,16 @@ def layout_of(task: Task, model: nn.Module, spec: StrategySpec) -> tuple[Layout 
     with left_alone(task.loss):
         layout = _in_world(spec, lambda world: lay_out(model, spec, world, _probe(task, batch)))
     return layout, size / max(1, first_dim(batch)) / spec.num_parts
+
+
+def _split_sequences(task: Task, model: nn.Module, spec: StrategySpec) -> list[str]:
+    """Return what context parallelism computes on whole sequences; raise for a network that it cannot split."""
+    if spec.context == 1:
+        return []
+    require_loss(spec, task.loss is not None)
+    batch, _ = few_samples(task, spec)
+    with left_alone(task.loss):
+        return sequence_notes(model, spec, _probe(task, batch))
 
 
 def can_explain(task: Task) -> bool:

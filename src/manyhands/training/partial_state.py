@@ -23,13 +23,13 @@ COPY_EVERY = 100
 
 
 def num_places(spec: StrategySpec) -> int:
-    """Return the number of parts of a replica; the ranks of a replica are consecutive."""
-    return (spec.num_devices or 1) // (spec.replicas or 1)
+    """Return the number of parts of a replica, whose ranks are consecutive; those of a context hold the same."""
+    return (spec.num_devices or 1) // ((spec.replicas or 1) * spec.context)
 
 
 def shape_of(spec: StrategySpec) -> tuple[int, ...]:
     """Return how a replica is partitioned along each axis, independent of the number of replicas."""
-    return tuple(spec.axes.get(axis, 1) for axis in MESH_ORDER if axis != "replicas")
+    return tuple(spec.axes.get(axis, 1) for axis in MESH_ORDER if axis not in ("replicas", "context"))
 
 
 def part_snapshot(

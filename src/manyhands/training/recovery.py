@@ -90,12 +90,12 @@ class Marker:
     def mark(self) -> None:
         """Take the snapshot of a completed step; under local SGD only when the replicas are synchronized."""
         hand = self._hand
-        hand.is_midway = False
+        hand.current.is_midway = False
         if self._is_on and hand.replica.agrees:
             buffers = [buffer.clone() for buffer in hand.model.buffers()]
             draws = [generator.get_state() for generator in self._generators]
             self._mark = StepSnapshot(
-                hand.num_steps, list(hand.cursors), hand.batch, buffers, self._remembered(), draws
+                hand.num_steps, list(hand.reader.cursors), hand.batch, buffers, self._remembered(), draws
             )
 
     def _remembered(self) -> dict[str, Tensor]:
@@ -117,7 +117,7 @@ class Marker:
     def checkpoint(self, state: dict[str, Any]) -> Checkpoint | None:
         """Return this rank's state as of the last snapshot; None if it failed in the middle of updates."""
         hand, mark = self._hand, self._mark
-        if mark is None or hand.is_midway or mark.step != hand.num_steps or not hand.replica.agrees:
+        if mark is None or hand.current.is_midway or mark.step != hand.num_steps or not hand.replica.agrees:
             return None
         if not is_whole(hand.spec):
             return part_snapshot(hand, mark.cursors, mark.buffers, mark.policy, self._random(mark), state)
@@ -203,7 +203,7 @@ def is_sound(hand: Hand) -> bool:
 
 def is_whole(spec: StrategySpec) -> bool:
     """Return whether every rank holds the whole network."""
-    return spec.num_devices == spec.replicas
+    return spec.num_devices == (spec.replicas or 1) * spec.context
 
 
 def resized(spec: StrategySpec, size: int) -> StrategySpec:
@@ -217,6 +217,9 @@ def resized(spec: StrategySpec, size: int) -> StrategySpec:
     group = (spec.num_devices or 1) // (spec.replicas or 1)
     if size % group == 0:
         return dataclasses.replace(spec, replicas=size // group)
+    if spec.context > 1:
+        # Sequences can be split over any number of ranks.
+        return dataclasses.replace(spec, replicas=1, context=size)
     per_replica = spec.tensor * spec.stages
     if size % per_replica:
         raise StrategyError(

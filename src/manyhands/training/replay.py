@@ -19,8 +19,8 @@ from ..distributed import Device, NullWorld
 from ..storage import CheckpointStore, weights
 from .hand import Hand
 from .initial_weights import start_from
+from .job import CHECKPOINTS
 from .learning_rates import LearningRates
-from .loop import CHECKPOINTS
 from .loss_totals import BatchShare, Tally
 from .run import Run
 from .sample_randomness import learn_draws
@@ -115,11 +115,11 @@ class _Again:
         self.hand = Hand(world, StrategySpec(precision=before.precision, accumulate=before.accumulate,
                                              deterministic=before.deterministic))  # fmt: skip
         self.hand.build(task)
-        self.hand.seed(task.seed)
+        self.hand.reader.seed(task.seed)
         source = source_of(task)
         self.batch_size = check_source(source, task.batch_size)
         self.source = source
-        self.feed = self.hand.make_feed(source, self.batch_size, shuffle=task.shuffle, seed=task.seed)
+        self.feed = self.hand.reader.make_feed(source, self.batch_size, shuffle=task.shuffle, seed=task.seed)
         if self.hand.randomness is not None:
             learn_draws(self.hand, task, self.feed, self.feed.peek(NUM_SAMPLES))
         self.rates = LearningRates(self.hand, task, self._total())
@@ -154,8 +154,8 @@ class _Again:
 
     def _epoch(self) -> Iterator[tuple[Batch, Cursor]]:
         """Yield batches, each with the feed's cursor before it."""
-        cursor = self.hand.cursors[0] if self.hand.cursors else Cursor()
-        for batch in self.hand.one_epoch(self.feed):
+        cursor = self.hand.reader.cursors[0] if self.hand.reader.cursors else Cursor()
+        for batch in self.hand.reader.one_epoch(self.feed):
             yield batch, cursor
             cursor = batch.cursor
 

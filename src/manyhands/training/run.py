@@ -28,7 +28,7 @@ from ..core import random_state as _random_state
 from ..data import Cursor, Feed, as_source
 from ..storage import CheckpointStore, Weights, check_matches, export, save_state_dict, weights
 from .embedding_tables import with_tables
-from .loop import CHECKPOINTS, ReplicaResult
+from .job import CHECKPOINTS, ReplicaResult
 from .predictor import ModelPredictor
 from .sampling import Breakdown, breakdowns
 

@@ -41,12 +41,12 @@ class StepTimer:
         self._hand, self._pace = hand, feed.pace
         self._before = feed.pace.input, feed.pace.copy
         self._spans = Spans(hand.device)
-        hand.spans = hand.world.collective_log.spans = self._spans
+        hand.times.spans = hand.world.collective_log.spans = self._spans
 
     def close(self) -> Sample:
         """Return the profile of the step taken since construction."""
         hand = self._hand
-        hand.spans = hand.world.collective_log.spans = None
+        hand.times.spans = hand.world.collective_log.spans = None
         waited, copied = self._pace.input - self._before[0], self._pace.copy - self._before[1]
         spans = _with_input(self._spans.end(), waited, copied)
         seconds = dict.fromkeys(PHASES, 0.0) | by_phase(spans)
@@ -54,7 +54,7 @@ class StepTimer:
 
     def drop(self) -> None:
         """Discard the measurement, because something other than a step ran."""
-        self._hand.spans = self._hand.world.collective_log.spans = None
+        self._hand.times.spans = self._hand.world.collective_log.spans = None
 
 
 def _with_input(spans: list[Span], waited: float, copied: float) -> list[Span]:

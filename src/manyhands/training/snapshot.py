@@ -31,7 +31,7 @@ def take_snapshot(hand: Hand, state: dict[str, Any]) -> Checkpoint:
         model=whole(hand.model.state_dict()),
         optimizers={key: whole(optimizer_state(o, replica.names)) for key, o in replica.optimizers.items()},
         state={
-            "cursors": [cursor.to_dict() for cursor in hand.cursors],
+            "cursors": [cursor.to_dict() for cursor in hand.reader.cursors],
             "spec": hand.spec.to_dict(),
             "state": state,
         },
@@ -173,7 +173,7 @@ def stand_where(hand: Hand, checkpoint: Checkpoint, *, draws_on: bool) -> dict[s
     if notice:
         hand.notice(notice)
     hand.num_steps = checkpoint.step
-    hand.cursors = [Cursor.from_dict(values) for values in checkpoint.state["cursors"]]
+    hand.reader.cursors = [Cursor.from_dict(values) for values in checkpoint.state["cursors"]]
     prefix = f"rank{hand.world.rank}."
     states = {name.removeprefix(prefix): t for name, t in checkpoint.random.items() if name.startswith(prefix)}
     if states and draws_on:

@@ -7,13 +7,11 @@ uncaptured. A compiled step gets its own attempt: tracing may remove the line th
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -30,10 +28,11 @@ from ..capture import (
     shape_of,
 )
 from ..core import random_state, remember_state, restore_random_state
-from ..data import Batch, ResidentBatch, map_leaves, split, tensors
-from ..strategies import MAIN, PipelineReplica
+from ..data import Batch, ResidentBatch, map_leaves, tensors
+from ..strategies import MAIN
+from .forward_backward import compute
 from .hand import Hand
-from .loss_totals import BatchShare, Tally
+from .loss_totals import Tally
 from .step_variants import Loss, StepVariants
 
 NUM_PLAIN = 2
@@ -45,19 +44,6 @@ LOOK_EVERY = 50
 """Replays between two full checks of Python values that a CUDA graph does not follow."""
 CLOSE = {"fp32": 1e-4, "fp64": 1e-8, "bf16": 2e-2}
 """By precision: tolerance between the losses of a captured step and of the plain one."""
-
-
-def compute(hand: Hand, loss: Loss, batch: Batch) -> None:
-    """Compute the loss and gradients of every micro-batch."""
-    for index, data in enumerate(hand.accumulate(batch.data)):
-        if len(batch.sizes) > 1:
-            hand.counters.again() if index else hand.counters.begin(hand.model, loss)
-        if isinstance(hand.replica, PipelineReplica):
-            compute_in_stages(hand, hand.replica, loss, data)
-            continue
-        with hand.during("forward"), hand.scope():
-            value = hand.replica.loss(loss, data)
-        hand.backward(value)
 
 
 @dataclass
@@ -173,11 +159,11 @@ class StepCapture:
                     phases[0].run()
                 for phase in phases[1:]:
                     phase.run()
-                hand.note()
-                hand.meet()
+                hand.current.note()
+                hand.current.meet()
         except CaptureError as reason:
             state.restore()
-            hand.take(batch)
+            hand.reader.take(batch)
             self._leave_uncaptured(self._variants.compiles(shape), str(reason))
             return ""
         self._usage[shape] = hand.replica.usage(MAIN)
@@ -198,7 +184,7 @@ class StepCapture:
         before: list[list[Tensor]] = []
 
         def forth_and_back() -> None:
-            before[:] = [hand.begin_step()]
+            before[:] = [hand.current.begin()]
             compute(hand, loss, batch)
             if is_deferred:
                 hand.replica.pack(MAIN)
@@ -211,9 +197,9 @@ class StepCapture:
         def update() -> None:
             for parameter, gradient in gradients:
                 parameter.grad = gradient
-            hand.good = None
-            hand.update()
-            hand.end_step(before[0])
+            hand.current.good = None
+            hand.current.update()
+            hand.current.end(before[0])
 
         middle = [Phase(exchange, captured=False)] if is_deferred else []
         return [Phase(forth_and_back), *middle, Phase(update, captured=self._is_whole)]
@@ -233,13 +219,17 @@ class StepCapture:
         """Return settings of the hand that a CUDA graph treats as constant."""
         hand = self._hand
         decay = None if hand.averages is None else hand.averages.decay
-        return {"hand.clip": hand.clip, "hand.skips": hand.skips, "the decay of the average": decay}
+        return {
+            "hand.current.clip": hand.current.clip,
+            "hand.current.skips": hand.current.skips,
+            "the decay of the average": decay,
+        }
 
     def _capture_graph(self, shape: Hashable, batch: Batch) -> str:
         hand, statics = self._hand, StaticInputs(_input(batch), map_leaves, tensors)
         self._hold_rates()
         standing = _standing(batch, statics)
-        hand.take(standing)
+        hand.reader.take(standing)
         num_steps, state = hand.num_steps, _SavedState(hand)
         is_deferred = not hand.replica.records_exchange
         try:
@@ -248,7 +238,7 @@ class StepCapture:
         except CaptureError as reason:
             hand.num_steps = num_steps
             state.restore()
-            hand.take(batch)
+            hand.reader.take(batch)
             self._leave_uncaptured(self._variants.compiles(shape), str(reason))
             return ""
         hand.num_steps = num_steps
@@ -257,15 +247,15 @@ class StepCapture:
         made = _Made(
             statics=statics,
             captured=captured,
-            tally=hand.recorded_tally(),
+            tally=hand.current.captured_tally(),
             losses=dict(hand.losses),
-            norms=dict(hand.norms),
-            good=hand.good,
+            norms=dict(hand.current.norms),
+            good=hand.current.good,
             is_compiled=self._variants.compiles(shape),
             usage=self._usage.get(shape),
         )
         self._made[shape] = made
-        hand.take(batch)
+        hand.reader.take(batch)
         self._replay(made, batch)
         return "replayed"
 
@@ -274,24 +264,24 @@ class StepCapture:
         self._num_replays += 1
         self._hold_rates()
         expected = self._plain_loss(batch, made.is_compiled) if _is_audit(count) else None
-        hand.respond_to_stop()
+        hand.current.respond_to_stop()
         made.statics.load(_input(batch))
         num_steps = hand.num_steps
         if self._is_whole:
-            with hand.during("captured"):
+            with hand.times.during("captured"):
                 made.captured.replay()
         else:
-            hand.reopen(made.tally)
+            hand.current.reopen(made.tally)
             with (
-                hand.during("captured"),
+                hand.times.during("captured"),
                 self._in_parts(is_deferred=not hand.replica.records_exchange, usage=made.usage),
             ):
                 made.captured.replay()
-            made.losses, made.norms, made.good = dict(hand.losses), dict(hand.norms), hand.good
+            made.losses, made.norms, made.good = dict(hand.losses), dict(hand.current.norms), hand.current.good
         hand.num_steps = num_steps + 1
-        hand.follow(made.tally, made.losses, made.norms, made.good)
-        hand.note()
-        hand.meet()
+        hand.current.follow(made.tally, made.losses, made.norms, made.good)
+        hand.current.note()
+        hand.current.meet()
         if expected is not None:
             self._audit(expected, float(made.tally.local_loss), made.is_compiled)
         if count % LOOK_EVERY == LOOK_EVERY - 1:
@@ -328,10 +318,10 @@ class StepCapture:
         with torch.no_grad():
             for data in hand.accumulate():
                 with hand.scope():
-                    tally.add(self._task_loss(hand.model, data), hand.part)
+                    tally.add(self._task_loss(hand.model, data), hand.reader.part)
         draws = state.drew()
         state.restore()
-        hand.take(batch)
+        hand.reader.take(batch)
         # A compiled network draws other random numbers than the plain one.
         return None if draws and is_compiled else float(tally.local_loss)
 
@@ -380,7 +370,7 @@ class _SavedState:
     def restore(self) -> None:
         self._put_back()
         restore_random_state(self._random, self._hand.device)
-        self._hand.forget_step()
+        self._hand.current.forget()
 
 
 def shape_of_batch(batch: Batch) -> Hashable:
@@ -409,42 +399,3 @@ def _is_audit(count: int) -> bool:
 def _pool() -> Any:
     """Return a memory pool that CUDA graphs share; None without a GPU, where phases are run directly."""
     return torch.cuda.graph_pool_handle() if torch.cuda.is_available() else None
-
-
-def compute_in_stages(hand: Hand, replica: PipelineReplica, loss: Callable[[Any, Any], Any], data: Any) -> None:
-    """Compute the losses of all pipeline micro-batches, weighted by their samples, and their gradients."""
-    whole = hand.part
-    micros = _Micros(hand, replica, loss, data)
-    replica.run(len(micros.sizes), micros)
-    if whole.last:
-        replica.buffers.combine()
-        hand.send(micros.tally)
-
-
-class _Micros:
-    """The pipeline micro-batches of the data that a replica computes at a time."""
-
-    def __init__(self, hand: Hand, replica: PipelineReplica, loss: Callable[[Any, Any], Any], data: Any) -> None:
-        self._hand, self._replica, self._loss, self._total = hand, replica, loss, hand.part.total
-        self.sizes = replica.sizes(hand.part.size)
-        self._parts = split(data, self.sizes) if len(self.sizes) > 1 else [data]
-        self._starts = [hand.start + before for before in accumulate(self.sizes, initial=0)]
-        self.tally = hand.open_tally()
-        if not replica.has_answer:
-            self.tally.add(replica.nothing(), BatchShare(0, self._total))
-
-    def loss(self, micro: int) -> Any:
-        self._hand.select(self._starts[micro], self.sizes[micro])
-        with self._hand.during("forward"), self._hand.scope():
-            # The loss runs once per stage, and may take things out of the containers that it gets.
-            return self._replica.loss(self._loss, map_leaves(lambda leaf: leaf, self._parts[micro]))
-
-    def weigh(self, micro: int, loss: Any) -> Tensor:
-        return self.tally.add(loss, BatchShare(self.sizes[micro], self._total))
-
-    @contextlib.contextmanager
-    def scope(self, micro: int) -> Iterator[None]:
-        self._hand.select(self._starts[micro], self.sizes[micro])
-        # Recomputed activations must draw the same random numbers as the first forward pass.
-        with self._hand.during("backward"), self._hand.drawing():
-            yield

@@ -69,9 +69,12 @@ class StepVariants:
         self._compiled = False
         self._usual: Hashable = None
         """The shape of the first batch. Only this is compiled: a smaller last batch would be compiled separately."""
-        # Timing-based choices may change rounding from run to run; a run that has lost ranks skips trials.
+        # Timing-based choices may change rounding from run to run; a run that has lost ranks skips trials. Split
+        # sequences cannot be compiled.
         is_first = hand.world.rank_info.generation == 0
-        self._is_settled = hand.spec.capture != "auto" or hand.spec.deterministic or not is_first
+        self._is_settled = (
+            hand.spec.capture != "auto" or hand.spec.deterministic or not is_first or hand.spec.context > 1
+        )
         if hand.spec.capture == "compile":
             self._enter(COMPILED)
 

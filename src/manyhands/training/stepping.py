@@ -9,8 +9,9 @@ from typing import Any
 from ..core import Task
 from ..data import Batch
 from ..strategies import MAIN
+from .forward_backward import compute
 from .hand import Hand
-from .step_capture import StepCapture, compute, shape_of_batch
+from .step_capture import StepCapture, shape_of_batch
 from .step_variants import StepVariants
 
 CAPTURE_DEVICES = ("cuda",)
@@ -19,10 +20,10 @@ CAPTURE_DEVICES = ("cuda",)
 
 def take_step(hand: Hand, task: Task, batch: Batch, loss: Callable[[Any, Any], Any] | None = None) -> None:
     """Take one step of a task on a batch: its custom step, or its loss over the micro-batches and one update."""
-    before = hand.begin_step()
+    before = hand.current.begin()
     if task.step is not None:
         try:
-            with hand.during("forward"), hand.drawing():
+            with hand.times.during("forward"), hand.reader.drawing():
                 task.step(hand, batch.data)
         except RuntimeError as error:
             explained = hand.replica.explained(error)
@@ -35,8 +36,8 @@ def take_step(hand: Hand, task: Task, batch: Batch, loss: Callable[[Any, Any], A
         assert task.loss is not None
         compute(hand, loss or task.loss, batch)
         hand.step()
-    hand.end_step(before)
-    hand.meet()
+    hand.current.end(before)
+    hand.current.meet()
 
 
 class Stepper:
@@ -65,8 +66,8 @@ class Stepper:
         except Exception as error:
             if not self._variants.gave_up_compiling(error):
                 raise
-            self._hand.forget_step()
-            self._hand.take(batch)
+            self._hand.current.forget()
+            self._hand.reader.take(batch)
             taken = self._take(batch, shape, self._variants)
         # Without the time spent waiting for other ranks, which no variant changes.
         seconds = time.perf_counter() - began - (self._hand.world.waited - waited)

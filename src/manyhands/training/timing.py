@@ -11,8 +11,8 @@ import torch
 from ..core import Mean, StrategySpec, Task
 from ..data import Batch, check_source, first_dim, source_of
 from ..distributed import World
+from .cuda_stream import own_stream
 from .hand import Hand
-from .loop import own_stream
 from .sampling import Sample, StepTimer
 from .stepping import Stepper, take_step
 
@@ -34,17 +34,17 @@ def _time_steps(world: World, task: Task, spec: StrategySpec, batch_size: int | 
     hand = Hand(world, spec)
     try:
         hand.build(task)
-        hand.seed(task.seed)
+        hand.reader.seed(task.seed)
         source = source_of(task)
         size = check_source(source, task.batch_size) if batch_size is None else batch_size
-        feed = hand.make_feed(source, size, shuffle=task.shuffle, seed=task.seed, workers=task.workers)
+        feed = hand.reader.make_feed(source, size, shuffle=task.shuffle, seed=task.seed, workers=task.workers)
         stepper = Stepper(hand, task, WARMUP + MOST)
         seconds: list[float] = []
         wanted = WARMUP + LEAST
         try:
             while len(seconds) < wanted:
                 before = time.perf_counter()
-                for batch in hand.one_epoch(feed):
+                for batch in hand.reader.one_epoch(feed):
                     if batch.global_samples < size and seconds:
                         continue  # the last batch of an epoch may be smaller
                     stepper.take(batch)
@@ -71,10 +71,10 @@ class Steps:
     def __init__(self, world: World, task: Task, spec: StrategySpec) -> None:
         self.hand, self._task = Hand(world, spec), task
         self.hand.build(task)
-        self.hand.seed(task.seed)
+        self.hand.reader.seed(task.seed)
         source = source_of(task)
         self.batch_size, self.num_samples = check_source(source, task.batch_size), source.size
-        self.feed = self.hand.make_feed(
+        self.feed = self.hand.reader.make_feed(
             source, self.batch_size, shuffle=task.shuffle, seed=task.seed, workers=task.workers
         )
         self._batches = self._endless()
@@ -112,7 +112,7 @@ class Steps:
 
     def _endless(self) -> Iterator[Batch]:
         while True:
-            for batch in self.hand.one_epoch(self.feed):
+            for batch in self.hand.reader.one_epoch(self.feed):
                 if batch.global_samples == self.batch_size or self.feed.num_steps() == 1:
                     yield batch
 
@@ -123,7 +123,7 @@ def gradient_squares(world: World, task: Task, sizes: tuple[int, int], rounds: i
     hand = Hand(world, StrategySpec())
     try:
         hand.build(task)
-        hand.seed(task.seed)
+        hand.reader.seed(task.seed)
         source = source_of(task)
         return [[_square(hand, task, data) for data in _some(hand, source, size, rounds)] for size in sizes]
     finally:
@@ -131,10 +131,10 @@ def gradient_squares(world: World, task: Task, sizes: tuple[int, int], rounds: i
 
 
 def _some(hand: Hand, source: Any, size: int, rounds: int) -> list[Any]:
-    feed = hand.make_feed(source, size, shuffle=True)
+    feed = hand.reader.make_feed(source, size, shuffle=True)
     try:
         found = []
-        for batch in hand.one_epoch(feed, which=size):
+        for batch in hand.reader.one_epoch(feed, which=size):
             if first_dim(batch.data) == size:
                 found.append(batch.data)
             if len(found) == rounds:

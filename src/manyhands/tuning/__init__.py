@@ -1,4 +1,4 @@
-"""Tuning: spaces, studies, and trials that run here, in processes or stacked."""
+"""Hyper-parameter tuning: search spaces, studies, and trials in this process, in other processes or stacked (vmap)."""
 
 from .driver import Driver, Rules, TrialsFailed, as_json, described, proposed, require_same
 from .executors import Executor, InProcessExecutor, Processes

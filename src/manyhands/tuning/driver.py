@@ -1,6 +1,6 @@
-"""Driver of a study: proposes trials, starts them and judges the results; each fact is first written to the journal.
+"""Driver of a study: starts trials and decides what happens to them, and writes every event to the journal.
 
-The searcher proposes parameters, the stopping policy judges, the executor runs trials; only the driver acts.
+It asks the searcher for parameters, the executor to run trials, and the stopping policy how to continue a trial.
 """
 
 from __future__ import annotations
@@ -28,16 +28,17 @@ from .trial import FAILED, FINISHED, STOPPED, Trial
 from .trial_work import TrialOutcome, TrialRunner, TrialWork
 
 MAX_DRAWS = 1000
-"""Consecutive proposals that violate the constraint before it is reported as unsatisfiable."""
+"""Number of proposals for one trial that may violate the constraint before the study is ended with an error."""
 MAX_LOST = 3
-"""Number of times a trial's process may die before the trial counts as failed."""
+"""Number of times that a trial's process dies until the trial counts as failed."""
 ALIKE = 3
-"""Number of failures of one kind, without any success, after which a study ends."""
+"""Number of trials that fail with the same error, while none succeeds, until the study is ended with an error."""
 REPORT_TRACEBACK = 4000
+"""Number of characters at the end of a traceback that such an error shows."""
 
 
 class TrialsFailed(RunError):
-    """Raised when trials keep failing with the same kind of error and none has succeeded."""
+    """Raised if the first trials of a study fail with the same error and none succeeds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,10 +48,11 @@ class Rules:
     space: Space
     objectives: tuple[Objective, ...]
     epochs: int
+    """Number of epochs of a trial that is not stopped early."""
     stopping: Stopping
     budget: Budget
     trials: int | None = None
-    """Maximum number of trials."""
+    """Maximum number of trials; None for no limit."""
     constraint: Constraint | None = None
     limits: Mapping[str, float] = field(default_factory=dict)
     """Maximum values of metrics; a finished trial that exceeds one is infeasible."""
@@ -59,7 +61,18 @@ class Rules:
 
 
 class Driver:
-    """Run a study until its budget is used up."""
+    """Run the trials of a study until its budget or its number of trials is used up.
+
+    Args:
+        rules: The settings of the study.
+        runner: Knows the run folders of trials.
+        searcher: Proposes parameters.
+        journal: Stores the study.
+        trials: The trials that the journal already has, to which new ones are added.
+        executor: Runs trials.
+        num_devices: Number of devices, for the budget.
+        on_change: Called with each trial whose state has changed.
+    """
 
     def __init__(
         self,
@@ -77,9 +90,9 @@ class Driver:
         self._on_change = on_change
         self._leased: set[int] = set()
         self._waiting: set[int] = set()
-        """Trials paused by the stopping policy."""
+        """Numbers of the trials that the stopping policy has paused."""
         self._due: deque[Trial] = deque()
-        """Trials to resume before any other."""
+        """Trials to continue before any other is started."""
         self._reasons: Counter[str] = Counter()
         self._spent = sum(trial.seconds for trial in trials)
         self._seconds = rules.budget.seconds_for(num_devices)
@@ -89,7 +102,7 @@ class Driver:
         self.is_stopping = False
 
     def run(self) -> None:
-        """Run trials until the budget is used up and no work is left."""
+        """Run trials until the budget or the number of trials is used up and no trial is in progress."""
         self._take_up()
         while True:
             while self._executor.num_free and (work := self._next()) is not None:
@@ -108,17 +121,17 @@ class Driver:
                 self._end(self.trials[number], STOPPED, "others were better at this point")
 
     def stop(self) -> None:
-        """Stop the study as soon as running trials have reached a point from which they can be resumed."""
+        """Stop the study; trials in progress first reach a point from which they can be resumed."""
         self.is_stopping = True
         self._executor.stop()
 
     @property
     def seconds_left(self) -> float | None:
-        """Seconds left of the time budget; None if there is no such budget."""
+        """Seconds that are left of the time budget; None without a limit of time or cost."""
         return None if self._seconds is None else self._seconds - (time.monotonic() - self._began)
 
     def _take_up(self) -> None:
-        """Restore the trials of an earlier process: report finished ones to the searcher, queue or pause the others."""
+        """Restore the trials of an earlier process: ended ones for the searcher; others are queued or paused."""
         for trial in self.trials:
             if trial.is_over:
                 self._searcher.observe(trial)
@@ -129,7 +142,7 @@ class Driver:
                 self._due.append(trial)
 
     def _next(self) -> TrialWork | None:
-        """Return the next work: a queued trial, a promoted one or a new one; None if there is none."""
+        """Return the next unit of work, for a queued, a promoted or a new trial (in this order), or None."""
         if self.is_stopping or self._is_over_budget:
             return None
         trial = self._due.popleft() if self._due else self._promoted()
@@ -147,11 +160,10 @@ class Driver:
         return trial
 
     def _call_last(self) -> bool:
-        """If fewer than `rules.keep` trials finished, queue the best of the paused trials that came furthest.
+        """Queue a paused trial if fewer than `rules.keep` trials have finished; return whether one was queued.
 
-        With few trials all of them could stay paused, but a study needs a best trial and an ensemble its members.
-
-        Returns whether a trial was queued.
+        Of the paused trials with the most epochs, the best one is queued. With few trials all of them could stay
+        paused, but a study needs a best trial, and an ensemble its members.
         """
         num_finished = sum(trial.state == FINISHED for trial in self.trials)
         if self.is_stopping or self._is_over_budget or num_finished >= self.rules.keep:
@@ -176,7 +188,7 @@ class Driver:
         return trial
 
     def _take(self, trial: Trial, outcome: TrialOutcome) -> None:
-        """Process the outcome of a trial's work: end the trial, requeue it or advance it."""
+        """Process the outcome of a trial's unit of work: end the trial, retry it, or apply the stopping policy."""
         if outcome.mistake is not None:
             raise outcome.mistake
         trial.seconds += outcome.seconds
@@ -199,7 +211,7 @@ class Driver:
             self._advance(trial, outcome.epochs)
 
     def _advance(self, trial: Trial, epochs: int) -> None:
-        """Record that a trial has reached a rung or its last epoch, and apply the stopping policy."""
+        """Process a trial that has reached its last epoch, which ends it, or a rung, at which it is judged."""
         values = tuple(one.of(trial.metrics) for one in self.rules.objectives)
         for one, value in zip(self.rules.objectives, values, strict=True):
             if math.isnan(value):  # NaN cannot be ranked
@@ -230,7 +242,7 @@ class Driver:
         self._on_change(trial)
 
     def _saved(self) -> None:
-        """Save the weights of the trial being processed."""
+        """Write a checkpoint of the trial that is being processed, unless there is one."""
         if self._save is not None:
             self._save()
         self._save = None
@@ -254,7 +266,10 @@ class Driver:
         self._on_change(trial)
 
     def _rank(self, trial: Trial) -> int:
-        """Rank a finished trial, saving it if it is among the best; return the trial whose run may go, or -1."""
+        """Rank a trial that has ended, and save it if it is among the best.
+
+        Return the number of the trial whose run folder is no longer needed, or -1.
+        """
         dropped = trial.number
         if trial.state == FINISHED and trial.is_feasible:
             self._best.append((self._cost(trial.value), trial.number))
@@ -265,7 +280,7 @@ class Driver:
         return dropped
 
     def _forget(self, number: int) -> None:
-        """Delete the run folder of a trial that is not among the best; -1 deletes none."""
+        """Delete the run folder of the trial with this number; -1 deletes none."""
         if number >= 0:
             with contextlib.suppress(FileNotFoundError):
                 shutil.rmtree(self._runner.run_folder(number))
@@ -287,7 +302,11 @@ class Driver:
 
 
 def proposed(searcher: Searcher, constraint: Constraint | None, number: int, trials: Sequence[Trial]) -> dict[str, Any]:
-    """Return a trial's parameters, drawn repeatedly until they satisfy the constraint."""
+    """Return the parameters that the searcher proposes for a trial, the first ones that satisfy the constraint.
+
+    Raises:
+        SettingsError: MAX_DRAWS proposals violate the constraint.
+    """
     for draw in range(MAX_DRAWS):
         params = searcher.propose(number, trials, draw)
         if constraint is None or constraint(dict(params)):
@@ -295,7 +314,7 @@ def proposed(searcher: Searcher, constraint: Constraint | None, number: int, tri
     raise SettingsError(
         "the constraint must accept some of the proposals",
         got=f"{MAX_DRAWS} rejected ones, such as {params}",
-        remedy="relax it, or change the space",
+        remedy="relax the constraint, or change the space",
     )
 
 
@@ -313,12 +332,12 @@ def described(rules: Rules, search: str, seed: int) -> dict[str, Any]:
 
 
 def as_json(params: Mapping[str, Any]) -> Any:
-    """Return fixed parameters as the journal stores them: paths as strings, tuples as lists."""
+    """Return fixed parameters in the form in which the journal stores them: paths as strings, tuples as lists."""
     return json.loads(json.dumps(dict(params), default=str))
 
 
 def require_same(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Raise SettingsError if a resumed study has other settings than it was started with."""
+    """Raise SettingsError if the settings `now` differ from those with which a resumed study was started."""
     for name, value in now.items():
         if before.get(name) != value:
             raise SettingsError(

@@ -1,4 +1,4 @@
-"""Executors: where trials run, in this process or in a pool of processes."""
+"""Executors: objects that run trials, in this process or in a pool of processes."""
 
 from __future__ import annotations
 
@@ -13,37 +13,37 @@ from .trial_work import TrialOutcome, TrialRunner, TrialWork, TrialWorker, here
 
 
 class Executor(ABC):
-    """Base of executors, which take work and return its outcomes."""
+    """Base class of executors, which train trials: `start` takes a unit of work, and `wait` returns outcomes."""
 
     @property
     @abstractmethod
     def num_free(self) -> int:
-        """Number of further work items it can take now."""
+        """Number of further units of work that `start` accepts now."""
 
     @property
     @abstractmethod
     def is_busy(self) -> bool:
-        """Whether work is in progress."""
+        """Whether any work is started and its outcome not yet returned by `wait`."""
 
     @abstractmethod
     def start(self, work: TrialWork) -> int:
-        """Start work and return the number of the worker that executes it."""
+        """Start a trial's unit of work; return the number of the worker that executes it."""
 
     @abstractmethod
     def wait(self) -> list[TrialOutcome]:
-        """Wait until some work is done and return its outcomes."""
+        """Wait until some units of work are done, and return their outcomes; the list may be empty."""
 
     @abstractmethod
     def stop(self) -> None:
-        """Ask work in progress to end after its current step."""
+        """Ask the trials in progress to end at a point from which they can be resumed."""
 
     @abstractmethod
     def close(self) -> None:
-        """Stop everything and release resources."""
+        """End all work at once, and release the processes, devices and memory of the executor."""
 
 
 class InProcessExecutor(Executor):
-    """Run one trial at a time, in this process."""
+    """Executor that runs one trial at a time, in this process."""
 
     def __init__(self, runner: TrialRunner, device: Device) -> None:
         self._runner, self._world = runner, here(device)
@@ -74,7 +74,7 @@ class InProcessExecutor(Executor):
 
 
 class Processes(Executor):
-    """Run a trial in every process of a pool."""
+    """Executor that runs trials in a pool of processes, one at a time in each."""
 
     def __init__(
         self,
@@ -117,7 +117,7 @@ class Processes(Executor):
 
 
 class _Making:
-    """Create the TrialWorker of a process."""
+    """Function, as an object that can be pickled, that creates the TrialWorker of a process."""
 
     def __init__(self, runner: TrialRunner) -> None:
         self._runner = runner

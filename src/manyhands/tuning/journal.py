@@ -1,8 +1,9 @@
-"""Journal of a study: every fact as one line, in the file format of Optuna's journal.
+"""Journal of a study: an append-only log with one JSON line per event, in the format of Optuna's journal.
 
-optuna-dashboard and Optuna can read it, also while a study runs. manyhands adds fields that Optuna ignores. A line
-counts once it is complete: an unfinished last line of a killed process is cut off by the next one. A line that was
-damaged later loses its own content only. Results are synced to disk immediately, but at most ten times a second.
+optuna-dashboard and Optuna can read it, also while a study runs. manyhands adds fields that Optuna ignores. If a
+process is killed while it writes a line, the next process that opens the journal cuts the unfinished line off. If a
+line is damaged later, only its content is lost. The end of a trial is synced to disk at once, but at most ten times a
+second.
 """
 
 from __future__ import annotations
@@ -37,8 +38,9 @@ from .trial import FAILED, FINISHED, RUNNING, STOPPED, Trial
 
 JOURNAL = "journal.log"
 SYNC_SECONDS = 0.1
+"""Minimum seconds between two syncs to disk."""
 DAMAGED = "journal.damaged"
-"""File for unfinished lines that were cut off the journal."""
+"""File for copies of unfinished lines that were cut off the journal."""
 _CREATES = re.compile(rb'\{"op_code": ?%d,' % fields.CREATE_TRIAL)
 _GIVEN = '"given":'
 _STATES = {RUNNING: 0, FINISHED: 1, STOPPED: 2, FAILED: 3}
@@ -46,7 +48,11 @@ _NAMES = {number: name for name, number in _STATES.items()}
 
 
 class Journal:
-    """Append facts to the journal; locked by one process at a time."""
+    """Append events to the journal of a study, which only one process at a time can open.
+
+    Raises:
+        SettingsError: Another process has the journal open.
+    """
 
     def __init__(self, folder: Path, space: Space) -> None:
         self._space = space
@@ -61,7 +67,7 @@ class Journal:
             raise SettingsError(
                 "only one program at a time can work on a study",
                 got=f"{folder}, which another program uses",
-                remedy="wait for it to end",
+                remedy="wait until that program ends, or stop it",
             ) from None
         self._size = _truncate(self._file, folder / DAMAGED)
         self._synced_at = 0.0
@@ -69,14 +75,14 @@ class Journal:
         self._who = f"manyhands-{os.getpid()}"
 
     def begin(self, name: str, objectives: Sequence[Objective], record: Mapping[str, Any]) -> None:
-        """Write the study: its objectives, and everything that must not change when it is resumed."""
+        """Write the study's name, its objectives, and `record`: settings that must not change when it is resumed."""
         directions = [1 if one.mode == "min" else 2 for one in objectives]
         self._write(fields.CREATE_STUDY, study_name=name, directions=directions)
         self._write(fields.STUDY_ATTRIBUTE, study_id=0, user_attr={"manyhands": record})
         self.sync()
 
     def propose(self, trial: Trial) -> None:
-        """Write a trial's parameters, before it is started."""
+        """Write a new trial with its parameters, before it is started."""
         self._write(
             fields.CREATE_TRIAL,
             study_id=0,
@@ -88,22 +94,22 @@ class Journal:
         )
 
     def lease(self, trial: Trial, worker: int, until: int) -> None:
-        """Write which worker trains a trial, and up to which epoch."""
+        """Write that a worker now trains a trial up to epoch `until`."""
         self._write(
             fields.TRIAL_ATTRIBUTE, trial_id=trial.number, user_attr={"lease": {"worker": worker, "until": until}}
         )
 
     def killed(self, trial: Trial) -> None:
-        """Write why the process of a trial has died, before the trial is retried or has failed."""
+        """Write why the process of a trial has died, before the trial is retried or ended."""
         self._write(fields.TRIAL_ATTRIBUTE, trial_id=trial.number, user_attr={"killed": trial.kills[-1]})
 
     def report(self, trial: Trial, epoch: int, seconds: float) -> None:
-        """Write the value that a trial had reached after this many epochs."""
+        """Write the value that a trial has reported after `epoch` epochs, and the seconds that it has trained."""
         value = trial.reports[epoch]
         self._write(fields.REPORT, trial_id=trial.number, step=epoch, intermediate_value=value, seconds=seconds)
 
     def end(self, trial: Trial) -> None:
-        """Write the result of a trial."""
+        """Write the final state and the results of a trial."""
         self._write(
             fields.END_TRIAL,
             trial_id=trial.number,
@@ -120,7 +126,7 @@ class Journal:
             self.sync()
 
     def sync(self) -> None:
-        """Sync written lines to disk."""
+        """Force the written lines to disk (fsync)."""
         try:
             os.fsync(self._file)
         except OSError as error:
@@ -128,7 +134,7 @@ class Journal:
         self._synced_at, self._is_synced = time.monotonic(), True
 
     def close(self) -> None:
-        """Sync and close the journal, which releases its lock."""
+        """Sync the journal to disk and close it, which releases its lock."""
         try:
             if not self._is_synced:
                 self.sync()
@@ -149,16 +155,16 @@ class Journal:
 
     def _unwritable(self, error: OSError) -> RunError:
         return RunError(
-            f"the study's journal {self.path} cannot be written: {error.strerror or error}; earlier results are kept: "
-            "free some space, and resume the study by its name"
+            f"the study's journal {self.path} cannot be written: {error.strerror or error}; earlier results are kept. "
+            "Free some space, and resume the study by its name"
         )
 
 
 def read_journal(folder: Path) -> tuple[dict[str, Any], list[Trial]]:
-    """Return a study's record and its trials, as far as lines are whole.
+    """Return a study's record (the settings with which it was started) and its trials, from the undamaged lines.
 
     A damaged line is skipped, with a warning that names it, and stays in the file. A trial whose parameters were in
-    that line counts as failed; a trial whose end was in it counts as running, and is taken up again.
+    that line counts as failed. A trial whose end was in it counts as running, and is continued if the study is resumed.
 
     Raises:
         CheckpointError: So much is damaged that results cannot be assigned to their trials.
@@ -186,14 +192,16 @@ def read_journal(folder: Path) -> tuple[dict[str, Any], list[Trial]]:
 
 @dataclass
 class _Line:
-    """A line of a journal: its content, or that it is damaged."""
+    """A line of a journal, which may be damaged."""
 
     number: int
+    """Position in the file, counted from 1."""
     raw: bytes
+    """The bytes of the line; not kept if it is undamaged."""
     fact: dict[str, Any] | None
-    """None if the line is damaged."""
+    """The content of the line; None if it is damaged."""
     creates: bool
-    """Whether it creates a trial, as far as it can be read."""
+    """Whether the line creates a trial, as far as this can be read from a damaged line."""
 
 
 def _lines(path: Path) -> list[_Line]:
@@ -201,7 +209,7 @@ def _lines(path: Path) -> list[_Line]:
         return []
     with os.fdopen(open_regular(path), "rb") as file:
         raws = [raw or b"" for raw in read_lines(file)]
-    # The last line may be incomplete because it is being written; a process that opens the journal cuts it off.
+    # The last line may be incomplete because another process is writing it.
     if raws and raws[-1] and not raws[-1].endswith(b"\n"):
         raws.pop()
     return [_line(number, raw) for number, raw in enumerate(raws, 1)]
@@ -218,7 +226,10 @@ def _line(number: int, raw: bytes) -> _Line:
 
 
 def _find_lost_trials(path: Path, lines: Sequence[_Line]) -> None:
-    """Find out which damaged lines created a trial, because trials are numbered by these lines."""
+    """Mark the damaged lines that created a trial, because the number of a trial is the position of this line.
+
+    Warn about damaged lines. Raise CheckpointError if it is unclear which of them created a trial.
+    """
     unknown = [line for line in lines if line.fact is None and not line.creates]
     num_begun = sum(line.creates for line in lines)
     for line in lines:
@@ -241,7 +252,10 @@ def _find_lost_trials(path: Path, lines: Sequence[_Line]) -> None:
 
 
 def _created(line: _Line, number: int) -> Trial:
-    """Return the trial that a line creates; from a damaged line, with its parameters if they can be read."""
+    """Return the trial `number` that a line creates.
+
+    From a damaged line, its parameters are taken if they can be read; otherwise the trial counts as failed.
+    """
     if line.fact is not None:
         return Trial(number, line.fact["given"])
     try:
@@ -266,7 +280,7 @@ def _take(trial: Trial, fact: Mapping[str, Any]) -> None:
 
 
 def _truncate(file: int, damaged: Path) -> int:
-    """Cut off an unfinished last line, keep a copy of it, and return the length of the complete lines."""
+    """Cut off an unfinished last line, copy it to the file `damaged`, and return the size of the complete lines."""
     size = os.fstat(file).st_size
     whole = size
     while whole:
@@ -290,12 +304,12 @@ def _now() -> str:
 
 
 def _inner(one: Range, value: Any) -> Any:
-    """Return a value as Optuna stores it: the index of a choice, else the number."""
+    """Return a parameter's value as Optuna stores it: the index of a choice, or the number."""
     return one.index(value) if isinstance(one, Choice) else value
 
 
 def describe(one: Range) -> dict[str, Any]:
-    """Return a range in Optuna's JSON format."""
+    """Return a parameter's range as Optuna stores it in JSON."""
     if isinstance(one, Choice):
         return {"name": "CategoricalDistribution", "attributes": {"choices": list(one.values)}}
     assert isinstance(one, Uniform | Integers)

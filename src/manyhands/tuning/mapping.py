@@ -1,4 +1,4 @@
-"""Map a function over many inputs, in processes on devices."""
+"""Call a function on many inputs, in processes on devices (`mh.map`)."""
 
 from __future__ import annotations
 
@@ -12,11 +12,15 @@ from ..launcher import Engine
 from .pool import Pool
 
 MAX_LOST = 2
-"""Number of times an item's process may die before the item counts as failed."""
+"""Number of times that the process of an item dies until the item counts as failed."""
 
 
 class ItemsFailed(RunError):
-    """Some items failed; `results` has the others by position, `failures` the errors by position."""
+    """Raised if the function failed for some items.
+
+    `results` has the results in the order of the items, with None for failed ones; `failures` has the errors by
+    position.
+    """
 
     def __init__(self, results: list[Any], failures: Mapping[int, BaseException], items: Sequence[Any]) -> None:
         self.results, self.failures, self.items = results, dict(failures), list(items)
@@ -43,7 +47,19 @@ def map_items(
     per_device: int | None,
     on_output: Callable[[int, str, str], None],
 ) -> list[Any]:
-    """Return the function's results in the order of the items; failures are raised after all items are done."""
+    """Call `fn` on each item, in a pool of processes; return the results in the order of the items.
+
+    Args:
+        fn: The function.
+        items: Its inputs.
+        engine: Starts the processes.
+        devices: The devices to use.
+        per_device: Number of processes per device; None finds the fastest by measurement.
+        on_output: Called with the rank, the text and the stream of each line that a process prints.
+
+    Raises:
+        ItemsFailed: The function failed for some items; raised after all items are done.
+    """
     todo = list(items)
     results: list[Any] = [None] * len(todo)
     failures: dict[int, BaseException] = {}
@@ -71,7 +87,7 @@ def map_items(
 
 
 class _Calling:
-    """Callable that a process calls with items."""
+    """The object in a process of the pool whose method `call` calls the function on an item."""
 
     def __init__(self, fn: Callable[[Any], Any]) -> None:
         self._fn = fn
@@ -85,7 +101,7 @@ class _Calling:
 
 
 def _describe_error(error: BaseException) -> str:
-    """Return an error's text, or its type if it has none."""
+    """Return an error's message, or the name of its type if it has no message."""
     return str(error) or type(error).__name__
 
 

@@ -11,7 +11,7 @@ from ..training import Patience, check_patience
 
 @dataclass(frozen=True)
 class Objective:
-    """A metric, and whether it is minimized or maximized.
+    """A metric that a study optimizes, and whether it is minimized or maximized.
 
     >>> Objective.parse("valid_loss"), Objective.parse("valid_score:max")
     (Objective(name='valid_loss', mode='min'), Objective(name='valid_score', mode='max'))
@@ -22,7 +22,10 @@ class Objective:
 
     @classmethod
     def parse(cls, text: str) -> Objective:
-        """Parse NAME, NAME:min or NAME:max; the suffix is needed if the name does not imply the direction."""
+        """Return the objective that a text NAME, NAME:min or NAME:max describes.
+
+        The suffix is required if the name does not imply whether the metric is minimized.
+        """
         name, colon, mode = text.partition(":")
         if not name or (colon and mode not in ("min", "max")):
             raise SettingsError(
@@ -39,18 +42,18 @@ class Objective:
         return cls(name, mode)
 
     def cost(self, value: float) -> float:
-        """Return the value as a cost to minimize."""
+        """Return a value of the metric as a cost to minimize: negated if the metric is maximized."""
         return value if self.mode == "min" else -value
 
     def of(self, metrics: Mapping[str, float]) -> float:
-        """Return the objective's value from the metrics; raises SettingsError if it is missing."""
+        """Return the value of this objective in a trial's metrics; raise SettingsError if it is missing."""
         if self.name not in metrics:
             raise never_reported(self.name, list(metrics))
         return float(metrics[self.name])
 
 
 def as_objectives(objective: str | Sequence[str]) -> tuple[Objective, ...]:
-    """Parse one or several objectives."""
+    """Return the objectives that a text or a list of texts describes; raise SettingsError if it is invalid."""
     texts = [objective] if isinstance(objective, str) else list(objective)
     if not texts or not all(isinstance(text, str) for text in texts):
         raise SettingsError(
@@ -60,12 +63,12 @@ def as_objectives(objective: str | Sequence[str]) -> tuple[Objective, ...]:
         )
     made = tuple(Objective.parse(text) for text in texts)
     if len({one.name for one in made}) < len(made):
-        raise SettingsError("every objective must be named once", got=", ".join(texts), remedy="omit one of them")
+        raise SettingsError("every objective must be named once", got=", ".join(texts), remedy="omit the duplicates")
     return made
 
 
 def check_objectives(objectives: Sequence[Objective], task: Task) -> None:
-    """Raise SettingsError for names that the task never measures."""
+    """Raise SettingsError if an objective is not a metric or loss that the task measures."""
     for one in objectives:
         try:
             check_patience([Patience(one.name, 1, one.mode)], task)
@@ -79,7 +82,7 @@ def check_objectives(objectives: Sequence[Objective], task: Task) -> None:
 
 
 def never_reported(name: str, known: Sequence[str]) -> SettingsError:
-    """Return the error for an objective that a trial did not measure."""
+    """Return the error for an objective `name` that is not among the metrics `known` that a trial measured."""
     shown = ", ".join(known) or "nothing"
     return SettingsError(
         f"the objective must be among the values that a trial reports ({shown})",

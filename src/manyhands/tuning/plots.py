@@ -1,4 +1,4 @@
-"""Plots of a study as standalone HTML pages, drawn by Optuna from the journal."""
+"""Plots of a study as standalone HTML pages, drawn by Optuna from the study's journal."""
 
 from __future__ import annotations
 
@@ -23,7 +23,11 @@ MIN_TRIALS = 2
 
 
 def write_plot(journal: Path, kind: str, objectives: Sequence[str], target: Path) -> None:
-    """Write one kind of plot."""
+    """Write a plot of a study's journal as an HTML page to `target`; `kind` is a key of KINDS.
+
+    Raises:
+        SettingsError: A package is missing, too few trials have finished, or there are too few objectives.
+    """
     optuna = require_optuna()
     try:
         import plotly  # noqa: F401
@@ -34,12 +38,12 @@ def write_plot(journal: Path, kind: str, objectives: Sequence[str], target: Path
     storage = _read_only(optuna, journal)
     study = optuna.load_study(study_name=None, storage=storage)
     if len([trial for trial in study.get_trials(deepcopy=False) if trial.state.name == "COMPLETE"]) < MIN_TRIALS:
-        raise SettingsError("a plot needs at least two finished trials", got="fewer", remedy="run more trials")
+        raise SettingsError("a plot needs at least two finished trials", got="fewer than two", remedy="run more trials")
     options: dict[str, Any] = {}
     if kind == "front":
         if len(objectives) < 2:
             raise SettingsError(
-                "a Pareto front needs two or three objectives", got=len(objectives), remedy="plot the history"
+                "a Pareto front needs two or three objectives", got=len(objectives), remedy='plot the "history"'
             )
         options["target_names"] = list(objectives)
     elif len(objectives) > 1:
@@ -56,7 +60,7 @@ def write_plot(journal: Path, kind: str, objectives: Sequence[str], target: Path
 
 @contextlib.contextmanager
 def _hushed(optuna: Any) -> Iterator[None]:
-    """Silence Optuna's messages about parameters that its plots omit."""
+    """Context in which Optuna logs only errors, without its messages about parameters that a plot omits."""
     before = optuna.logging.get_verbosity()
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     try:
@@ -66,5 +70,5 @@ def _hushed(optuna: Any) -> Iterator[None]:
 
 
 def _read_only(optuna: Any, journal: Path) -> Any:
-    """Return Optuna's journal storage of this file; it only reads, so it takes no lock."""
+    """Return Optuna's storage for a journal file; it needs no lock, because plots only read it."""
     return optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(str(journal)))

@@ -1,7 +1,7 @@
-"""Pool of processes on devices, which take work one after the other; a process that dies is replaced.
+"""Pool of processes on devices, each of which does one piece of work at a time; a process that dies is replaced.
 
-Unless it is given, the number of processes per device is measured: during normal work the number is doubled, and kept
-if more work was done in the same time.
+Unless the number of processes per device is given, it is found by measurement: during normal work the number is
+doubled, and kept if more work is done in the same time.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from ..launcher import Engine, Service
 
 Key = TypeVar("Key")
 MAX_PER_DEVICE = 16
-"""Maximum processes on an accelerator; a CPU has at most one per core."""
+"""Maximum number of processes on an accelerator; a CPU has at most one per core."""
 GAIN = 1.1
-"""Minimum speedup from doubling the processes to keep them."""
+"""Minimum speed-up for which a doubled number of processes is kept."""
 END_SECONDS = 60.0
-"""Seconds that a process has to end its work when it is asked to stop."""
+"""Seconds in which a process that is asked to stop must end its work before it is killed."""
 ROUNDS = 3
-"""Pieces of work per process before a number of processes is judged."""
+"""Pieces of work per process after which the throughput with a number of processes is judged."""
 
 
 @dataclass
 class Done(Generic[Key]):
-    """A finished piece of work."""
+    """A finished piece of work, by its key: its result or its error."""
 
     key: Key
     result: Any = None
     error: BaseException | None = None
     is_lost: bool = False
-    """Whether its process died."""
+    """Whether the process that did the work has died."""
 
 
 @dataclass(eq=False)
@@ -49,7 +49,15 @@ class _Worker(Generic[Key]):
 
 
 class Pool(Generic[Key]):
-    """Processes that take work."""
+    """Pool of service processes that do work in parallel.
+
+    Args:
+        engine: Starts the processes.
+        make: Called in each process with its world; returns the object whose methods do the work.
+        devices: The devices to use.
+        per_device: Number of processes per device; None finds the fastest by measurement.
+        on_output: Called with the rank, the text and the stream of each line that a process prints.
+    """
 
     def __init__(
         self,
@@ -72,7 +80,7 @@ class Pool(Generic[Key]):
 
     @property
     def num_processes(self) -> int:
-        """Maximum number of processes working at a time."""
+        """Maximum number of processes that work at a time."""
         return len(self._usable)
 
     @property
@@ -80,7 +88,10 @@ class Pool(Generic[Key]):
         return any(worker.key is not None for worker in self._workers)
 
     def start(self, key: Key, method: str, *args: Any) -> int:
-        """Assign work to an idle process and return its number."""
+        """Call `method` of the object in an idle process, started if necessary; return the number of the process.
+
+        The caller must check `num_free` first. `key` identifies the work in the result of `wait`.
+        """
         worker = next(worker for worker in self._usable if worker.key is None)
         if worker.service is None or not worker.service.is_alive:
             worker.service = self._engine.start_service(self._make, worker.device, on_output=self._on_output)
@@ -90,7 +101,7 @@ class Pool(Generic[Key]):
         return worker.number
 
     def wait(self) -> list[Done[Key]]:
-        """Wait until some work is finished and return it."""
+        """Wait until at least one piece of work is finished; return all that are."""
         found = [self._take(*self._next())]
         while not self._done.empty():
             found.append(self._take(*self._done.get()))
@@ -104,7 +115,7 @@ class Pool(Generic[Key]):
             self._let_go(worker)
 
     def close(self) -> None:
-        """Kill the processes."""
+        """Kill the processes, with the work that they do."""
         for worker in self._workers:
             if worker.service is not None:
                 worker.service.kill()
@@ -114,7 +125,7 @@ class Pool(Generic[Key]):
         return self._workers[: len(self._devices) * self._packing.level]
 
     def _next(self) -> tuple[_Worker[Key], Key, Future[Any]]:
-        """Wait with a short timeout, so that Ctrl-C is handled."""
+        """Wait for the next finished call, in intervals that let Ctrl-C interrupt."""
         while True:
             try:
                 return self._done.get(timeout=0.5)
@@ -135,12 +146,12 @@ class Pool(Generic[Key]):
         return Done(key, error=error, is_lost=not worker.service.is_alive)
 
     def _let_go(self, worker: _Worker[Key]) -> None:
-        """Stop a process on a background thread."""
+        """Ask a process to end its work and exit, and wait for that in a background thread."""
         if worker.service is not None and worker.service.is_alive:
             threading.Thread(target=worker.service.stop, args=(END_SECONDS,), daemon=True).start()
 
     def _resize(self) -> None:
-        """Add workers up to the chosen number of processes per device."""
+        """Add workers until there are as many as the present number of processes per device requires."""
         level = self._packing.level
         while len(self._workers) < len(self._devices) * level:
             number = len(self._workers)
@@ -152,7 +163,10 @@ class Pool(Generic[Key]):
 
 
 class Packing:
-    """Choose the number of processes per device: a given number, or the fastest measured."""
+    """Choose the number of processes per device: `per_device` if it is given, else the fastest number up to `most`.
+
+    `level` is the present number.
+    """
 
     def __init__(self, per_device: int | None, most: int) -> None:
         self.level, self._most = per_device or 1, most
@@ -161,11 +175,14 @@ class Packing:
         self._since, self._num = time.monotonic(), -1
 
     def record_results(self, num_done: int, num_working: int) -> bool:
-        """Record finished work; return whether the number of processes changes now."""
+        """Record `num_done` finished pieces of work by `num_working` processes per device.
+
+        After ROUNDS pieces of work per process, adjust `level` by their throughput, and return True.
+        """
         if self._is_settled:
             return False
         if self._num < 0:
-            # The first results include the start-up time.
+            # Start measuring after the first results, which include the start-up time of processes.
             self._since, self._num = time.monotonic(), 0
             return False
         self._num += num_done
@@ -186,5 +203,5 @@ class Packing:
 
 
 def _most(device: Device) -> int:
-    """Return how many processes may share a device."""
+    """Return the maximum number of processes on a device."""
     return MAX_PER_DEVICE if device.kind != "cpu" else max(1, round(num_cores() * device.share))

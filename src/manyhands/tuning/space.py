@@ -1,4 +1,4 @@
-"""Search spaces: the ranges of parameters, as plain data that can be printed, compared and parsed."""
+"""Search spaces: ranges of parameters as plain data, which can be printed, compared and parsed from text."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ Value = float | int | str | bool | None
 
 
 class Range(ABC):
-    """Range of one parameter. Searchers see it as a number between 0 and 1."""
+    """Base class of the ranges of one parameter; a searcher sees a value as a fraction of the range from 0 to 1."""
 
     @abstractmethod
     def at(self, share: float) -> Value:
-        """Return the value at a fraction of the range; 0 is the first value, 1 the last."""
+        """Return the value at the fraction `share` of the range; 0 gives the first value, 1 the last."""
 
     @abstractmethod
     def share(self, value: Value) -> float:
@@ -27,12 +27,12 @@ class Range(ABC):
 
     @abstractmethod
     def grid(self, num: int) -> list[Value]:
-        """Return `num` evenly spaced values, or all of them if there are fewer."""
+        """Return `num` evenly spaced values of the range, or all values if it has fewer."""
 
 
 @dataclass(frozen=True)
 class Uniform(Range):
-    """Range of real numbers; with `log`, the logarithm is uniform."""
+    """Range of real numbers; with `log`, the logarithm of the number is distributed uniformly."""
 
     low: float
     high: float
@@ -64,7 +64,7 @@ class Uniform(Range):
 
 @dataclass(frozen=True)
 class Integers(Range):
-    """Range of integers, both ends included; with `log`, the logarithm is uniform."""
+    """Range of integers, both ends included; with `log`, the logarithm of the number is distributed uniformly."""
 
     low: int
     high: int
@@ -99,14 +99,14 @@ class Integers(Range):
         return list(dict.fromkeys(self.at(i / max(1, num - 1)) for i in range(num)))
 
     def _ends(self) -> tuple[float, float]:
-        """Return the bounds half a step beyond both ends, so that the ends are as likely as other values."""
+        """Return bounds half a step beyond both ends, so that the ends are as likely as other integers."""
         low, high = self.low - 0.5, self.high + 0.5
         return (math.log(low), math.log(high)) if self.log else (low, high)
 
 
 @dataclass(frozen=True)
 class Choice(Range):
-    """Unordered set of values."""
+    """Range of some unordered values."""
 
     values: tuple[Value, ...]
 
@@ -120,7 +120,7 @@ class Choice(Range):
                 raise SettingsError(
                     "the values of mh.tuning.choice must be numbers, strings, bools or None",
                     got=type(value).__name__,
-                    remedy="use a name, and look up the value in the task function",
+                    remedy="use a name for the value, and look it up in the task function",
                 )
             if value != value:
                 raise SettingsError(
@@ -149,7 +149,7 @@ Space = Mapping[str, Range]
 
 
 def uniform(low: float, high: float) -> Uniform:
-    """Return a range of real numbers from low to high.
+    """Return a range of real numbers from `low` to `high`, for a parameter in the space of `mh.tune`.
 
     >>> uniform(0.0, 0.5).at(0.5)
     0.25
@@ -158,7 +158,9 @@ def uniform(low: float, high: float) -> Uniform:
 
 
 def loguniform(low: float, high: float) -> Uniform:
-    """Return a range with a uniform logarithm: as often between 0.001 and 0.01 as between 0.01 and 0.1.
+    """Return a range of real numbers whose logarithm is distributed uniformly, for example for learning rates.
+
+    A number is proposed as often between 0.001 and 0.01 as between 0.01 and 0.1.
 
     >>> round(loguniform(1e-4, 1e-2).at(0.5), 6)
     0.001
@@ -167,7 +169,9 @@ def loguniform(low: float, high: float) -> Uniform:
 
 
 def integers(low: int, high: int, *, log: bool = False) -> Integers:
-    """Return a range of integers from low to high, both included; `log` as in `loguniform`.
+    """Return a range of integers from `low` to `high`, both included.
+
+    With `log=True` the logarithm is distributed uniformly, as in `loguniform`.
 
     >>> sorted({integers(1, 3).at(i / 10) for i in range(11)})
     [1, 2, 3]
@@ -176,7 +180,7 @@ def integers(low: int, high: int, *, log: bool = False) -> Integers:
 
 
 def choice(*values: Value) -> Choice:
-    """Return a range with these values.
+    """Return a range of unordered values: numbers, strings, bools or None.
 
     >>> choice("relu", "gelu").grid(5)
     ['relu', 'gelu']
@@ -185,7 +189,10 @@ def choice(*values: Value) -> Choice:
 
 
 def parse_range(text: str) -> Range:
-    """Parse a range in the syntax of the command line.
+    """Return the range that a text in the syntax of the command line describes.
+
+    Raises:
+        SettingsError: The text is not a range.
 
     >>> parse_range("loguniform:1e-4..1e-1"), parse_range("choice:128,256"), parse_range("integers:1..8")
     (Uniform(low=0.0001, high=0.1, log=True), Choice(values=(128, 256)), Integers(low=1, high=8, log=False))
@@ -210,7 +217,13 @@ def parse_range(text: str) -> Range:
 
 
 def as_space(space: Any) -> dict[str, Range]:
-    """Return a space from a dict of ranges; a list of values becomes a choice."""
+    """Return the search space that a user's dict describes.
+
+    Its values are ranges, texts such as "uniform:0..1", or lists of values, which become choices.
+
+    Raises:
+        SettingsError: It is not a dict of these, or it is empty.
+    """
     if not isinstance(space, Mapping) or not space:
         raise SettingsError(
             "a space must be a dict of the task's parameters and their ranges",
@@ -227,14 +240,23 @@ def as_space(space: Any) -> dict[str, Range]:
             raise SettingsError(
                 f"the range of {name!r} must be mh.tuning.uniform, loguniform, integers, choice or a list",
                 got=repr(one),
-                remedy="use one of these",
+                remedy="write for example mh.tuning.uniform(0.0, 0.5), or a list of the values to try",
             )
         made[str(name)] = one
     return made
 
 
 def check_space(space: Space, task: Task | Callable[..., Any], params: Mapping[str, Any]) -> Callable[..., Any]:
-    """Return the task's function; raises for unknown names and for parameters both fixed and searched."""
+    """Return the tuned function, if the space fits its parameters.
+
+    Args:
+        space: The search space.
+        task: The tuned function; a Task is refused.
+        params: Fixed arguments of the function.
+
+    Raises:
+        SettingsError: The space names an unknown parameter, one that is also fixed, or values of a wrong type.
+    """
     if isinstance(task, Task) or not callable(task):
         raise SettingsError(
             "mh.tune needs a function that returns a Task, whose parameters it varies",
@@ -251,7 +273,7 @@ def check_space(space: Space, task: Task | Callable[..., Any], params: Mapping[s
     for name, one in space.items():
         if name not in known and not takes_any:
             rule = f"a space must name parameters of the task, which has {', '.join(known) or 'none'}"
-            raise SettingsError(rule, got=repr(name), remedy="correct the name")
+            raise SettingsError(rule, got=repr(name), remedy="rename this entry, or add the parameter to the task")
         # A float for an integer parameter would make every trial fail.
         if isinstance(one, Uniform) and name in known and known[name].annotation in (int, "int"):
             got = f"mh.tuning.{'log' * one.log}uniform"
@@ -271,12 +293,12 @@ def _between(low: float, high: float, share: float) -> float:
 def _require_bounds(low: float, high: float, name: str) -> None:
     if not (math.isfinite(low) and math.isfinite(high)) or not low < high:
         raise SettingsError(
-            f"{name} needs a lower and a higher bound", got=f"{low} and {high}", remedy="swap or correct the bounds"
+            f"{name} needs a lower and a higher bound", got=f"{low} and {high}", remedy="pass the smaller bound first"
         )
 
 
 def _read(word: str) -> Value:
-    """Parse a word as a bool, None, a number or otherwise a string."""
+    """Return the bool, None or number that a word stands for, or else the word."""
     named: dict[str, Value] = {"true": True, "false": False, "none": None}
     if word.lower() in named:
         return named[word.lower()]

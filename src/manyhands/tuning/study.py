@@ -1,4 +1,4 @@
-"""Study: the results of tuning."""
+"""Study: the trials and results of tuning, read from the folder of a study."""
 
 from __future__ import annotations
 
@@ -17,10 +17,20 @@ TRIALS = "trials"
 
 
 class Study:
-    """A finished or stopped study.
+    """A finished or stopped study, opened from its folder.
 
-    `study.best` is the best trial, `study.trials` all of them, `study.dataframe()` a table for pandas and
-    `study.plot("history")` a page. `study.path / "journal.log"` is a journal that optuna-dashboard reads.
+    `study.best` is the best trial, and `study.trials` has all trials. `study.dataframe()` returns a pandas table, and
+    `study.plot("history")` writes a page. optuna-dashboard can read the journal `study.path / "journal.log"`.
+
+    Args:
+        path: The study's folder.
+        task: The tuned function; needed to open the runs of trials with their tasks.
+        params: Fixed arguments of `task`; by default those in the journal.
+        trials: The trials; by default those in the journal.
+        stopped: Whether the study was stopped before its budget was used up.
+
+    Raises:
+        CheckpointError: The folder has no journal, or the journal has no objective.
     """
 
     def __init__(
@@ -41,8 +51,8 @@ class Study:
         if not self.record:
             raise CheckpointError(
                 "the journal of a study must contain its objective",
-                got=f"{path}, which was interrupted before it was written",
-                remedy="run mh.tune with its name and resume=True",
+                got=f"{path}, which was interrupted before the objective was written",
+                remedy="run mh.tune with the name of this study and resume=True",
             )
         # The journal has the fixed parameters too, but only as JSON.
         self._params = self.record.get("params", {}) if params is None else dict(params)
@@ -51,12 +61,12 @@ class Study:
 
     @property
     def name(self) -> str:
-        """The folder's name."""
+        """The study's name, which is that of its folder."""
         return self.path.name
 
     @property
     def finished(self) -> list[Trial]:
-        """Trials that finished and satisfy the limits, in order."""
+        """Trials that were trained to the end and satisfy the limits, in order of their numbers."""
         return [trial for trial in self.trials if trial.state == FINISHED and trial.is_feasible]
 
     @property
@@ -65,19 +75,26 @@ class Study:
         return self.top(1)[0]
 
     def top(self, num: int) -> list[Trial]:
-        """Return the best finished trials by the first objective, best first."""
+        """Return the best `num` finished trials by the first objective, best first.
+
+        Raises:
+            SettingsError: No trial has finished.
+        """
         if not self.finished:
             raise SettingsError(
                 "a study has no best trial before one has finished",
                 got=f"{len(self.trials)} trials, none of which has finished",
-                remedy="see study.trials for the reasons",
+                remedy="see the reason of each trial in study.trials",
             )
         first = self.objectives[0]
         return sorted(self.finished, key=lambda trial: (first.cost(trial.value), trial.number))[:num]
 
     @property
     def front(self) -> list[Trial]:
-        """Return the Pareto front: trials that no other one beats in every objective; with one objective, the best."""
+        """The Pareto front: finished trials for which no other is at least as good in all objectives and better in one.
+
+        With one objective, these are the best trials.
+        """
         costs = {
             trial.number: [one.cost(value) for one, value in zip(self.objectives, trial.values, strict=True)]
             for trial in self.finished
@@ -91,12 +108,17 @@ class Study:
         return [trial for trial in self.finished if not is_beaten(costs[trial.number])]
 
     def run(self, trial: Trial | None = None) -> Run:
-        """Return the run of a trial, by default the best; a study keeps those of its best `keep` trials."""
+        """Return the run of a trial, by default of the best one.
+
+        Raises:
+            CheckpointError: The run was deleted: a study keeps only those of its best `keep` trials.
+        """
         chosen = self.best if trial is None else trial
         folder = self.path / TRIALS / f"{chosen.number:05d}"
         if not folder.exists():
             raise CheckpointError(
-                f"a study keeps only the runs of its best trials, and trial {chosen.number} is not one of them",
+                "a trial must be one of the best of its study, because only their runs are kept",
+                got=f"trial {chosen.number}",
                 remedy="choose one of study.top(), or tune with options=mh.options.Selection(keep=...) and a larger "
                 "number",
             )
@@ -104,7 +126,7 @@ class Study:
         return Run(folder, task if isinstance(task, Task) else None)
 
     def dataframe(self) -> Any:
-        """Return all trials as a pandas DataFrame, one row each."""
+        """Return a pandas DataFrame with one row per trial; raise SettingsError if pandas is not installed."""
         try:
             import pandas
         except ImportError:
@@ -127,7 +149,15 @@ class Study:
         return pandas.DataFrame(rows)
 
     def plot(self, kind: str = "history", path: str | Path | None = None) -> Path:
-        """Write a plot as HTML: "history", "parallel", "importance", "contour", "slice" or "front"; return its path."""
+        """Write a plot of the study as an HTML page, and return its path.
+
+        Args:
+            kind: "history", "parallel", "importance", "contour", "slice" or "front".
+            path: The file to write; by default the kind with the suffix .html, in the study's folder.
+
+        Raises:
+            SettingsError: The kind is unknown, a package is missing, or too few trials have finished.
+        """
         if kind not in KINDS:
             raise SettingsError(
                 f"a plot must be one of {', '.join(KINDS)}", got=repr(kind), remedy="choose one of them"
@@ -137,7 +167,7 @@ class Study:
         return target
 
     def to_dict(self) -> dict[str, Any]:
-        """Return JSON-ready data: the best trial and how the others ended."""
+        """Return a summary as JSON-ready data: the best trial, and the number of trials in each state."""
         states = [trial.state for trial in self.trials]
         best = self.best if self.finished else None
         return {

@@ -1,4 +1,4 @@
-"""Trial: one choice of parameters, and its results."""
+"""Trial of a study: one choice of parameters, and its results."""
 
 from __future__ import annotations
 
@@ -6,32 +6,37 @@ from dataclasses import dataclass, field
 from typing import Any
 
 RUNNING, FINISHED, STOPPED, FAILED = "running", "finished", "stopped", "failed"
-"""States. A running trial may be active, paused, or left over by a process that was killed."""
+"""States of a trial. A "running" one may be in progress, queued, paused, or left by a process that was killed."""
 
 
 @dataclass(slots=True)
 class Trial:
-    """One choice of parameters. `values` are the final values of the objectives, in order."""
+    """One choice of parameters in a study, and its results."""
 
     number: int
+    """Position in the study, counted from 0."""
     params: dict[str, Any]
+    """The parameters that the searcher has chosen, by name."""
     state: str = RUNNING
+    """"running", "finished", "stopped" or "failed"."""
     values: tuple[float, ...] = ()
+    """The final values of the objectives, in order; empty until the trial has finished."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """All metrics of the last measurement."""
+    """The latest value of every metric, by name."""
     reports: dict[int, float] = field(default_factory=dict)
-    """The first objective by epoch, if trials are judged before their end."""
+    """Values of the first objective by epoch, if a stopping policy judges trials before their end."""
     seconds: float = 0.0
+    """Seconds for which the trial has been trained."""
     reason: str = ""
-    """Why it failed or was stopped."""
+    """Why the trial failed or was stopped; empty otherwise."""
     kills: list[str] = field(default_factory=list)
-    """Why its processes have died; it is retried until there are too many."""
+    """Why processes of the trial have died, one text each; the third time, the trial fails."""
     is_feasible: bool = True
-    """Whether it satisfies the limits."""
+    """Whether the trial satisfies the limits of the study."""
 
     @property
     def value(self) -> float:
-        """The first objective."""
+        """The final value of the first objective; an error before the trial has finished."""
         return self.values[0]
 
     @property
@@ -40,5 +45,5 @@ class Trial:
 
     @property
     def epochs(self) -> int:
-        """Number of epochs that were reported."""
+        """The latest epoch for which the trial has reported a value; 0 if it has reported none."""
         return max(self.reports, default=0)

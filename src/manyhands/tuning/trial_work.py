@@ -1,4 +1,4 @@
-"""Unit of work of a trial and the function that executes it, in this process or in another."""
+"""A trial's unit of work (train up to an epoch), its outcome, and the object that executes it in any process."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ from ..training import RECORD, Callback, Hand, Job, train
 from .objective import Objective, check_objectives
 
 SAVE_SECONDS = 2.0
-"""Minimum seconds between checkpoints; saving after every short epoch would cost too much CPU time."""
+"""Minimum seconds between checkpoints of a trial; saving after every short epoch would take too much CPU time."""
 _OURS = str(Path(__file__).parents[1]) + os.sep
 Tunable = Callable[..., Any]
-"""Function of hyper-parameters that returns a Task, or its measurements: a number or a dict of numbers."""
+"""The tuned function: takes hyper-parameters, and returns a Task or measurements (a number or a dict of numbers)."""
 
 
 @dataclass(frozen=True)
 class TrialWork:
-    """Train a trial from its current state up to `until` epochs."""
+    """Unit of work: train a trial from its last checkpoint until it has `until` epochs in total."""
 
     number: int
     params: Mapping[str, Any]
@@ -49,30 +49,44 @@ class TrialWork:
 
 @dataclass
 class TrialOutcome:
-    """Result of a trial's unit of work."""
+    """The outcome of a trial's unit of work."""
 
     number: int
+    """The number of the trial."""
     metrics: dict[str, float] = field(default_factory=dict)
+    """The latest value of every metric, by name."""
     epochs: int = 0
-    """Total number of epochs the trial has been trained for."""
+    """Number of epochs for which the trial has been trained in total."""
     seconds: float = 0.0
+    """Seconds that this unit of work took."""
     reason: str = ""
-    """Why the trial failed; empty if it did not."""
+    """Why the trial failed or diverged; empty if it did not."""
     traceback: str = ""
+    """The traceback of the error in the user's code, if there was one."""
     is_lost: bool = False
-    """Whether the trial's process was killed; the trial is resumed from its last checkpoint."""
+    """Whether the trial's process has died. The trial can be resumed from its last checkpoint."""
     is_diverged: bool = False
+    """Whether the loss was not finite."""
     mistake: SettingsError | None = None
-    """Error that affects every trial and ends the study."""
+    """An error in the study's settings that affects every trial, so that the study must end."""
     save: Callable[[], None] | None = None
-    """Saves the trial's weights if they are not on disk yet."""
+    """Writes a checkpoint of the trial; None if there is one on disk already."""
     is_interrupted: bool = False
-    """Whether the user asked to stop; the trial is resumed together with the study."""
+    """Whether the work ended early because the user stopped the study. The trial is resumed with the study."""
 
 
 @dataclass(frozen=True)
 class TrialRunner:
-    """Execute the trials of a study; holds the settings that all of them share."""
+    """Execute trials of a study, with the settings that all trials share.
+
+    Args:
+        tunable: The tuned function.
+        fixed: Arguments of `tunable` that are equal in all trials.
+        epochs: Number of epochs of a trial that is not stopped early.
+        folder: Folder of the trials' run folders.
+        objectives: The metrics to optimize, the first of which is that of a function that returns a number.
+        looked_at: Results of `look` that no trial has used yet, with their parameters.
+    """
 
     tunable: Tunable
     fixed: Mapping[str, Any]
@@ -82,11 +96,11 @@ class TrialRunner:
     looked_at: list[tuple[dict[str, Any], Any]] = field(default_factory=list)
 
     def run_folder(self, number: int) -> Path:
-        """Return the run folder of a trial."""
+        """Return the run folder of the trial with this number."""
         return self.folder / f"{number:05d}"
 
     def made(self, params: Mapping[str, Any]) -> Any:
-        """Call the tuned function with these parameters, or return its result cached by `look`."""
+        """Return the tuned function's result for these parameters: the one cached by `look`, or that of a new call."""
         for place, (known, made) in enumerate(self.looked_at):
             if known == params:
                 del self.looked_at[place]
@@ -94,13 +108,16 @@ class TrialRunner:
         return self.tunable(**typed(self.tunable, {**self.fixed, **params}))
 
     def look(self, params: Mapping[str, Any]) -> Any:
-        """Call the tuned function and cache the result for the trial with these parameters, as it may be slow."""
+        """Call the tuned function before its trial starts; cache the result for the trial, as the call may be slow."""
         made = self.made(params)
         self.looked_at.append((dict(params), made))
         return made
 
     def prepared(self, work: TrialWork, outcome: TrialOutcome) -> Task | None:
-        """Return a trial's task; None if `outcome` already has its measurements or its error."""
+        """Call the tuned function for a trial, and return its task; None if there is nothing to train.
+
+        If the function has returned measurements or raised an error, these are in `outcome`.
+        """
         try:
             made = self.made(work.params)
             if isinstance(made, Task):
@@ -112,7 +129,7 @@ class TrialRunner:
         return None
 
     def do(self, work: TrialWork, world: World) -> TrialOutcome:
-        """Execute a trial's work; errors are reported in the outcome, not raised."""
+        """Execute a trial's unit of work; errors of the trial are returned in the outcome instead of raised."""
         began = time.perf_counter()
         outcome = TrialOutcome(work.number)
         states = random_state(torch.device("cpu"))
@@ -130,7 +147,7 @@ class TrialRunner:
         return outcome
 
     def _mistake(self, task: Task) -> SettingsError | None:
-        """Return the error if the objectives do not fit the task, which affects every trial; otherwise None."""
+        """Return the error if the task does not measure the objectives; None if it does."""
         try:
             check_objectives(self.objectives, task)
         except SettingsError as error:
@@ -138,7 +155,7 @@ class TrialRunner:
         return None
 
     def _measured(self, made: Any) -> dict[str, float]:
-        """Return the measurements of a tuned function by name; a bare number is the first objective."""
+        """Return the measurements that a tuned function has returned, by name; a number is the first objective."""
         values = made if isinstance(made, Mapping) else {self.objectives[0].name: made}
         try:
             return {str(name): float(value) for name, value in values.items()}
@@ -146,7 +163,7 @@ class TrialRunner:
             raise TaskError(
                 "a function to tune must return a Task, a number, or a dict of numbers",
                 got=repr(made)[:80],
-                remedy="return one of these",
+                remedy="return a Task to be trained, or the measurements of the trial",
             ) from None
 
     def _train(self, task: Task, work: TrialWork, world: World, outcome: TrialOutcome) -> None:
@@ -177,7 +194,7 @@ class TrialRunner:
 
 
 class _EventTap:
-    """Write a run's events to its log and record the latest metrics in the outcome."""
+    """Observer of a trial's events: writes them to the event log, and the latest metrics into the outcome."""
 
     def __init__(self, outcome: TrialOutcome, log: EventLog) -> None:
         self._outcome, self._log = outcome, log
@@ -190,7 +207,7 @@ class _EventTap:
 
 
 class _Until(Callback):
-    """Stop a run after a number of epochs; it is saved and can be resumed."""
+    """Callback that stops a run when it has a number of epochs in total; the run is saved and can be resumed."""
 
     def __init__(self, epochs: int) -> None:
         self._epochs = epochs
@@ -201,23 +218,23 @@ class _Until(Callback):
 
 
 class TrialWorker:
-    """Execute trials in a separate process."""
+    """The object in a process of the pool whose method `do` executes trials."""
 
     def __init__(self, world: World, runner: TrialRunner) -> None:
         self._world, self._runner = world, runner
 
     def do(self, work: TrialWork) -> TrialOutcome:
-        """Execute a trial's work and return its outcome."""
+        """Execute a trial's unit of work in this process, and return its outcome."""
         return self._runner.do(work, self._world)
 
 
 def here(device: Device) -> NullWorld:
-    """Return a single-process world for trials in this process."""
+    """Return a world of one rank on `device`, for trials in this process."""
     return NullWorld(device, DirectChannel())
 
 
 def write_record(folder: Path, task: Task, params: Mapping[str, Any], epochs: int, device: str) -> None:
-    """Write the record that is needed to open a run later, unless it exists."""
+    """Write the record (settings and parameters) with which a trial's run can be opened later, unless it exists."""
     path = folder / RECORD
     if path.exists():
         return
@@ -237,7 +254,7 @@ def write_record(folder: Path, task: Task, params: Mapping[str, Any], epochs: in
 
 
 def _user_traceback(error: BaseException) -> str:
-    """Return the traceback starting at the first frame in the user's code."""
+    """Return an error's traceback without its first frames in manyhands, so that it starts in the user's code."""
     frames = traceback.extract_tb(error.__traceback__)
     start = next((i for i, frame in enumerate(frames) if not frame.filename.startswith(_OURS)), len(frames))
     return "".join(traceback.format_list(frames[start:])) + f"{type(error).__name__}: {error}"

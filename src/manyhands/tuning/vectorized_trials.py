@@ -1,6 +1,6 @@
-"""Executor that trains trials of equal structure as a vectorized ensemble; other trials run alone.
+"""Executor that trains trials whose networks have equal structure as one program (vmap); other trials run alone.
 
-A member that has reached its target frees its slot for the next trial, so the device stays busy.
+A trial that has reached the epoch up to which it is trained frees its place for the next one, so the device stays busy.
 """
 
 from __future__ import annotations
@@ -22,21 +22,24 @@ from .executors import Executor, InProcessExecutor
 from .trial_work import TrialOutcome, TrialRunner, TrialWork, write_record
 
 LEAST_GAIN, LOOK_AGAIN = 1.1, 2.0
+"""Speed-ups by stacking below which trials are not stacked, and below which the speed-up is measured twice."""
 SIZES = (4, 8, 16, 32, 64)
+"""Numbers of trials in a vectorized ensemble that are considered."""
 ENOUGH = 0.8
-"""Share of the largest ensemble's speedup that is enough: searchers learn sooner from smaller ensembles."""
+"""Use the smallest ensemble with this fraction of the best speed-up: searchers learn sooner from small ensembles."""
 SAVE_SECONDS = 30.0
+"""Seconds between checkpoints of all trials."""
 MAX_STACKS = 8
-"""Number of vectorized ensembles kept for later trials, so that their CUDA graphs can be reused."""
+"""Maximum number of vectorized ensembles that are kept for later trials, with their CUDA graphs."""
 
 
 class _Reached(Exception):
-    """Raised to pause training when a member has reached its target or a save is due."""
+    """Raised to pause an ensemble when a trial has completed its unit of work, or when checkpoints are due."""
 
 
 @dataclass(eq=False)
 class _TrialStack:
-    """A vectorized ensemble and the work assigned to its members."""
+    """A vectorized ensemble, with the trial's unit of work and its start time for each busy member."""
 
     population: Population
     works: dict[int, TrialWork] = field(default_factory=dict)
@@ -47,12 +50,20 @@ class _TrialStack:
         return [number for number in range(len(self.population.members)) if number not in self.works]
 
     def goal(self, number: int) -> int:
-        """Return the step up to which a member is trained now."""
+        """Return the step at which the unit of work of member `number` is complete."""
         return self.works[number].until * self.population.num_steps_in_epoch
 
 
 class Stacked(Executor):
-    """Executor that trains many trials at a time in this process, as a few vectorized ensembles."""
+    """Executor that trains many trials at a time in this process, as a few vectorized ensembles.
+
+    Args:
+        runner: Executes trials that are not stacked, and knows the run folders.
+        device: The device to use.
+        size: Maximum number of trials at a time.
+        notice: Called with messages for the user.
+        must_stack: Whether to raise an error for tasks that cannot be stacked, instead of running them alone.
+    """
 
     def __init__(
         self, runner: TrialRunner, device: Device, size: int, notice: Callable[[str], None], *, must_stack: bool
@@ -109,7 +120,7 @@ class Stacked(Executor):
         self._alone.close()
 
     def _admit(self) -> None:
-        """Assign pending trials to a free slot of an existing ensemble, to a new ensemble, or run them alone."""
+        """Assign pending trials to free members of ensembles or to new ensembles, or queue them to run alone."""
         pending, self._pending = self._pending, []
         new: list[tuple[TrialWork, Task]] = []
         for work in pending:
@@ -140,32 +151,32 @@ class Stacked(Executor):
                 self._single.extend(work for work, _ in chosen)
 
     def _make_room(self) -> None:
-        """Close idle ensembles, oldest first: one for each structure of the space would fill the memory."""
+        """Close idle ensembles, oldest first, so that at most MAX_STACKS exist and memory does not run out."""
         idle = [stack for stack in self._stacks if not stack.works]
         for stack in idle[: max(0, len(self._stacks) + 1 - MAX_STACKS)]:
             stack.population.close()
             self._stacks.remove(stack)
 
     def _place(self, stack: _TrialStack, work: TrialWork, task: Task) -> bool:
-        """Put a trial into an ensemble with a free slot and equal structure; return whether that worked."""
+        """Assign a trial to a free member of an ensemble; return False if there is none or the structures differ."""
         if not stack.free:
             return False
         try:
             stack.population.replace(stack.free[0], task)
-        except Exception:  # another structure, or a build error, which is reported when it runs alone
+        except Exception:  # another structure, or an error of the user's code, which is reported when it runs alone
             return False
         self._begin(stack, stack.free[0], work)
         return True
 
     def _begin(self, stack: _TrialStack, number: int, work: TrialWork) -> None:
-        """Assign work to a member, restoring the trial's checkpoint if it has one."""
+        """Assign a trial's unit of work to member `number`, and load the trial's checkpoint if it has one."""
         stack.works[number], stack.began[number] = work, time.perf_counter()
         folder = self._runner.run_folder(work.number) / CHECKPOINTS
         if folder.exists() and (store := CheckpointStore(folder)).steps():
             stack.population.load(number, vars(store.load()))
 
     def _advance(self, stack: _TrialStack) -> None:
-        """Train an ensemble until a member has reached its target or a save is due."""
+        """Train an ensemble until a trial has completed its unit of work, or until checkpoints are due."""
         population = stack.population
         for number in stack.free:
             population.stop(number)
@@ -189,7 +200,7 @@ class Stacked(Executor):
         return not member.is_training or member.step >= stack.goal(number)
 
     def _outcome(self, stack: _TrialStack, number: int) -> TrialOutcome:
-        """Return the outcome of a member's work and free its slot."""
+        """Return the outcome of the trial of member `number`, and free the member."""
         population, member = stack.population, stack.population.members[number]
         work = stack.works.pop(number)
         seconds = (time.perf_counter() - stack.began.pop(number)) / max(1, len(stack.works) + 1)
@@ -203,7 +214,7 @@ class Stacked(Executor):
         return outcome
 
     def _save_all(self, stack: _TrialStack) -> None:
-        """Save a checkpoint of every member; if the study is stopping, also end their work as interrupted."""
+        """Write a checkpoint of every trial of an ensemble; if the study is stopping, end the trials as interrupted."""
         for number, work in list(stack.works.items()):
             self._save(work, stack.population.members[number].task, stack.population.state(number))
             if self._is_stopping:
@@ -211,7 +222,7 @@ class Stacked(Executor):
                 self._ready.append(TrialOutcome(work.number, is_interrupted=True))
 
     def _save(self, work: TrialWork, task: Task, state: dict[str, Any]) -> None:
-        """Save a member as a separate run, which can be resumed in an ensemble or alone."""
+        """Write a checkpoint into a trial's run folder, from which it can be resumed in an ensemble or alone."""
         folder = self._runner.run_folder(work.number)
         folder.mkdir(parents=True, exist_ok=True)
         write_record(folder, task, work.params, self._runner.epochs, str(self._device))
@@ -227,7 +238,10 @@ class Stacked(Executor):
 
 
 def _measured(task: Task, device: Device, most: int) -> Gain:
-    """Measure the speedup of stacking, twice if it seems small, since other programs may have been busy."""
+    """Measure the speed-up of stacking up to `most` trials.
+
+    Measure twice if it is small, because other programs may have been busy.
+    """
     found = gain(task, device=[device])
     if found(most) < LOOK_AGAIN:
         found = max(found, gain(task, device=[device]), key=lambda one: one(most))
@@ -235,7 +249,16 @@ def _measured(task: Task, device: Device, most: int) -> Gain:
 
 
 def stack_size(task: Task, device: Device, limit: int | None, *, must_stack: bool) -> tuple[int, str]:
-    """Return how many trials of such a task to train as one ensemble (1 if it does not pay), and the reason."""
+    """Return the number of trials to train as one ensemble, and the reason as a text for the user.
+
+    The number is 1 if stacking is impossible or not faster.
+
+    Args:
+        task: The task of one trial.
+        device: The device to use.
+        limit: Maximum number of trials of the study.
+        must_stack: Whether the user asked for stacking, so that an error is raised if it is impossible.
+    """
     looked_at = groups([task])[0]
     if looked_at.reason:
         if must_stack and not looked_at.is_broken:

@@ -24,7 +24,10 @@ _COLOURS = {RUNNING: "yellow", FINISHED: "green", STOPPED: "cyan", FAILED: "red"
 
 
 class StudyView:
-    """Base of the views, which are notified of every change of a trial. The base shows nothing."""
+    """Base class of progress displays of a study, which the driver notifies of every change of a trial.
+
+    The base class displays nothing. `limit` is the maximum number of trials.
+    """
 
     def __init__(self, objectives: Sequence[Objective], limit: int | None) -> None:
         self._objectives, self._limit = objectives, limit
@@ -33,10 +36,13 @@ class StudyView:
         self.trials: list[Trial] = []
         self._best: Trial | None = None
         self._num_kills: Counter[int] = Counter()
-        """Reported kills by trial."""
+        """Number of deaths of a trial's process that were already displayed, by the number of the trial."""
 
     def begin(self, trials: list[Trial]) -> None:
-        """Set the list of trials to show; those that have already ended do not count for the speed."""
+        """Set the list of trials, to which the driver adds new ones.
+
+        Trials that have been measured before do not count for the estimate of the time left.
+        """
         self.trials = trials
         self._num_before = _num_measured(trials)
         for trial in trials:
@@ -44,17 +50,17 @@ class StudyView:
             self._num_kills[trial.number] = len(trial.kills)
 
     def show(self, trial: Trial) -> None:
-        """Show a changed trial."""
+        """Display a trial whose state or values have changed."""
         self._look(trial)
 
     def line(self, text: str) -> None:
-        """Show a message."""
+        """Display a message."""
 
     def output(self, rank: int, text: str, stream: str) -> None:
-        """Show a line that a trial printed."""
+        """Display a line that a trial has printed."""
 
     def close(self) -> None:
-        """Draw the final state and release the terminal."""
+        """Draw the final state of the study, and release the terminal."""
 
     def _look(self, trial: Trial) -> None:
         if len(trial.kills) > self._num_kills[trial.number]:
@@ -67,7 +73,7 @@ class StudyView:
                 self._best = trial
 
     def _summary(self, num_over: int) -> str:
-        """Return the progress, the best trial and the estimated time left."""
+        """Return a text with the number of ended trials, the best trial and the estimated time left."""
         of = f" of {self._limit}" if self._limit else ""
         text = f"{num_over}{of} trials"
         if self._best is not None:
@@ -77,7 +83,10 @@ class StudyView:
         return text if left is None else f"{text}; about {format_rough_duration(left)} left"
 
     def _seconds_left(self) -> float | None:
-        """Return the estimated seconds left; None until as many trials are measured as run at the same time."""
+        """Return the estimated seconds until the study ends.
+
+        None without a maximum number of trials, and until as many trials are measured as run at the same time.
+        """
         measured = _num_measured(self.trials)
         done = measured - self._num_before
         if not self._limit or measured >= self._limit or done < max(1, len(self.trials) - measured):
@@ -86,7 +95,7 @@ class StudyView:
 
 
 class StudyLineView(StudyView):
-    """Print a line when a trial ends, at most one a second, for logs and pipes."""
+    """Progress display for logs and pipes: prints a line when a trial ends, at most one per second."""
 
     def __init__(self, console: Console, objectives: Sequence[Objective], limit: int | None) -> None:
         super().__init__(objectives, limit)
@@ -116,7 +125,7 @@ class StudyLineView(StudyView):
 
 
 class StudyLiveView(StudyLineView):
-    """Show the latest trials with their curves, above the best so far and the time left."""
+    """Progress display for terminals: a live table of the latest trials, with the best trial and the time left."""
 
     def __init__(self, console: Console, objectives: Sequence[Objective], limit: int | None) -> None:
         super().__init__(console, objectives, limit)
@@ -159,7 +168,10 @@ class StudyLiveView(StudyLineView):
 
 
 def make_study_view(objectives: Sequence[Objective], limit: int | None, progress: bool | None) -> StudyView:
-    """Return a live table in a terminal, lines elsewhere, and an empty view if progress is False."""
+    """Return the progress display of a study: a live table in a terminal, otherwise lines.
+
+    If `progress` is False, the returned display shows nothing.
+    """
     if progress is False:
         return StudyView(objectives, limit)
     console = Console(stderr=True)
@@ -168,7 +180,7 @@ def make_study_view(objectives: Sequence[Objective], limit: int | None, progress
 
 
 def _num_measured(trials: Sequence[Trial]) -> int:
-    """Return the number of trials that have ended or have been judged at least once."""
+    """Return the number of trials that have ended or have reported a value."""
     return sum(trial.is_over or bool(trial.reports) for trial in trials)
 
 

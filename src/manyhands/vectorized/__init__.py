@@ -1,4 +1,4 @@
-"""Vectorized ensembles: many networks of one structure trained as one program."""
+"""Vectorized ensembles: many networks of equal structure, trained as one program (vmap) on one device."""
 
 from .grouping import groups
 from .population import Population

@@ -1,4 +1,4 @@
-"""Attention of a stack: all members' heads in one call of the device's attention kernel."""
+"""Attention of stacked networks: the heads of all members in one call of the device's attention kernel."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _is_stacked: Callable[[Tensor], bool] = torch._C._functorch.is_batchedtensor
 
 
 class Folded(TorchFunctionMode):
-    """Compute attention with the members as part of the batch.
+    """Context in which attention of stacked tensors is computed with the members as part of the batch.
 
-    Below vmap, torch does not see that tensors require gradients, and saves too little for backward.
+    With vmap alone, torch's attention does not see that tensors require gradients, and saves too little for backward.
 
     >>> q = torch.randn(3, 2, 4, 5, 8)
     >>> with Folded():
@@ -85,5 +85,5 @@ class _Stacked(torch.autograd.Function):
 
 
 def _first(tensor: Tensor, dim: int | None, size: int) -> Tensor:
-    """Return the tensor with the members in the first dimension."""
+    """Return the tensor with the member as its first dimension; `dim` is where it is, None if all members share it."""
     return tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)

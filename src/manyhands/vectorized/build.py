@@ -1,4 +1,4 @@
-"""Build a task's network and optimizer, with the initial values that the task alone would have."""
+"""Build the network and optimizer of a stacked task, with the same initial values as if the task were trained alone."""
 
 from __future__ import annotations
 
@@ -44,28 +44,35 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Built:
-    """A network and its optimizer as data: the parameters of each group, and how it is updated."""
+    """The network of a task, and its optimizer as data: the parameters, settings and update of each parameter group."""
 
     task: Task
     model: nn.Module
     kind: str
     """The name of the optimizer's class."""
     groups: tuple[tuple[str, ...], ...]
-    """The names of the trained parameters of every group."""
+    """The names of the trainable parameters of every parameter group."""
     held: tuple[tuple[str, ...], ...]
-    """The names of all parameters of every group, including frozen ones, which the optimizer does not change."""
+    """The names of all parameters of every parameter group, including frozen ones."""
     settings: tuple[dict[str, Any], ...]
-    """The hyperparameters of every group."""
+    """The hyperparameters of every parameter group."""
     updates: tuple[Update, ...]
+    """The update of every parameter group."""
 
     @property
     def decays(self) -> bool:
-        """Whether any group has weight decay."""
+        """Whether any parameter group has weight decay."""
         return any(group.get("weight_decay") for group in self.settings)
 
 
 def build(task: Task, dtype: torch.dtype | None = None) -> Built:
-    """Build a task's network and optimizer on the CPU; the random generators are restored."""
+    """Build a task's network and optimizer on the CPU, seeded as if the task were trained alone.
+
+    The random generators are restored. `dtype` is the dtype of the network, by default that of the task.
+
+    Raises:
+        TaskError: The network or the optimizer cannot be stacked.
+    """
     states = random_state(CPU)
     try:
         seed_all(mix(task.seed, 0))
@@ -78,7 +85,7 @@ def build(task: Task, dtype: torch.dtype | None = None) -> Built:
     if kind is None:
         got = type(optimizer).__name__
         raise TaskError(
-            f"optimizers of stacked tasks must be {KNOWN}", got=got, remedy="use one of these, or train the task alone"
+            f"optimizers of stacked tasks must be {KNOWN}", got=got, remedy="use one of them, or train the task alone"
         )
     _require_no_hooks(model, optimizer)
     names = {parameter: name for name, parameter in model.named_parameters()}
@@ -91,7 +98,7 @@ def build(task: Task, dtype: torch.dtype | None = None) -> Built:
 
 
 def build_model(task: Task, dtype: torch.dtype | None = None) -> nn.Module:
-    """Build a task's network with its initial values; the random generators are restored."""
+    """Build a task's network on the CPU with its initial values; the random generators are restored."""
     states = random_state(CPU)
     try:
         seed_all(mix(task.seed, 0))
@@ -112,7 +119,7 @@ def _made(task: Task, dtype: torch.dtype | None) -> nn.Module:
 
 
 def _require_no_hooks(model: nn.Module, optimizer: Any) -> None:
-    """Raise for hooks on gradients and updates, which a stack computes for all members at once without hooks."""
+    """Raise TaskError if there are hooks on gradients or on the optimizer, which stacked steps would not call."""
     hooked = [n for n, p in model.named_parameters() if p._backward_hooks or p._post_accumulate_grad_hooks]
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         hooked.append(f"the step of {type(optimizer).__name__}")
@@ -120,13 +127,13 @@ def _require_no_hooks(model: nn.Module, optimizer: Any) -> None:
         raise TaskError(
             "a stacked network must not have hooks on its gradients or its optimizer",
             got=f"a hook on {hooked[0]}",
-            remedy="remove it, or train the task alone",
+            remedy="remove the hook, or train the task alone",
         )
 
 
 @torch.no_grad()
 def row_of(built: Built) -> Row:
-    """Return everything that a member holds before its first step."""
+    """Return all tensors of a member before its first step: its row of a stack."""
     task, model = built.task, built.model
     trained = [name for group in built.groups for name in group]
     parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
@@ -148,9 +155,10 @@ def row_of(built: Built) -> Row:
 
 
 def _matrices(model: nn.Module) -> set[str]:
-    """Return parameters used only by nn.Linear, whose gradients often come in transposed memory order.
+    """Return the names of parameters that only nn.Linear layers use.
 
-    An update reads and writes several tensors of that size, and a different memory order in one halves its speed.
+    Their gradients are often transposed in memory. If parameters and state have the same memory order as gradients,
+    an update takes half the time.
     """
     holders: dict[int, set[type]] = {}
     for module in model.modules():
@@ -160,7 +168,7 @@ def _matrices(model: nn.Module) -> set[str]:
 
 
 def averaged(built: Built) -> dict[str, Tensor]:
-    """Return the tensors that have a moving average: trained parameters and their batch statistics."""
+    """Return the tensors of which a moving average (ema) is kept: trainable parameters and batch statistics."""
     own = dict(built.model.named_parameters())
     found = {name: own[name].detach() for group in built.groups for name in group}
     for path, layer in built.model.named_modules():
@@ -175,7 +183,7 @@ def _require_ready(model: nn.Module) -> None:
         raise TaskError(
             "a stacked network must have all its parameters from the start",
             got="lazy layers",
-            remedy="pass the sizes of its layers, or train the task alone",
+            remedy="pass the input sizes to its lazy layers, or train the task alone",
         )
     scripted = [name for name, part in model.named_modules() if is_scripted(part)]
     if scripted:

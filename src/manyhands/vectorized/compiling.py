@@ -1,7 +1,7 @@
-"""Compile a stacked step: forward, backward and update are traced as one graph and compiled as a whole.
+"""Compile a step of stacked networks: forward, backward and update are traced as one graph and compiled as a whole.
 
-The trace records the operations that run, so the network, its loss and layout-free randomness may use any code that can
-be captured in a CUDA graph.
+The trace (make_fx) records the operations that run, so the network and its loss may use any code that can be captured
+in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -23,30 +23,34 @@ Step = Callable[[list[Tensor], list[Any], Tensor], Tensor]
 
 
 class CannotCompile(Exception):
-    """Raised when the step cannot be compiled; the message says why."""
+    """Raised if a step of stacked networks cannot be traced or compiled; the message says why."""
 
 
 class Compiled:
-    """Compiled steps of a program, one for every number of members and batch size."""
+    """Compiled steps of a program of stacked networks, one for every number of members and every batch size."""
 
     def __init__(self, program: Program) -> None:
         self._program = program
         self._made: dict[Hashable, Step] = {}
 
     def close(self) -> None:
-        """End the compiler's worker processes."""
+        """Drop the compiled steps, and end the compiler's worker processes if any step was compiled."""
         if self._made:
             self.forget()
             stop_compilers()
 
     def forget(self) -> None:
-        """Drop compiled steps, because settings built into them have changed."""
+        """Drop the compiled steps, after settings that are constants in them have changed."""
         self._made.clear()
 
     def step(
         self, stack: Stack, batch: Any, ids: Tensor, factors: Sequence[dict[str, Tensor]], *, shared: bool
     ) -> Tensor:
-        """Run `Program.step` as a compiled step; the first call compiles it and changes nothing if that fails."""
+        """Run `Program.step`, compiled at the first call, with the same arguments and result.
+
+        Raises:
+            CannotCompile: The step cannot be compiled; the stack is unchanged.
+        """
         leaves, shape = pytree.tree_flatten((batch, list(factors)))
         key = (ids.shape, shared, self._program.unfolds)
         tensors = list(stack.tensors.values())
@@ -70,7 +74,7 @@ class Compiled:
             batch, factors = pytree.tree_unflatten(leaves, shape)
             return self._program.step(held, batch, ids, factors, shared=shared)
 
-        # Tracing executes a step, so it gets copies to modify.
+        # Trace with copies, because tracing executes a step, which changes the tensors.
         copies = [tensor.clone() for tensor in stack.tensors.values()]
         try:
             with torch.autograd.set_multithreading_enabled(False):
@@ -83,6 +87,6 @@ class Compiled:
 
 
 def _first_line(error: Exception) -> str:
-    """Return a compiler's error message without its debugging advice."""
+    """Return the first two lines of a compiler's error message, without its advice for debugging."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return " ".join(lines[:2]) or type(error).__name__

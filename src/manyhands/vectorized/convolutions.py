@@ -1,8 +1,8 @@
-"""Convolutions of a stack: grouped, as vmap computes them, or unfolded into one matrix product per member.
+"""Convolutions of stacked networks: as grouped convolutions, which vmap uses, or unfolded into matrix products.
 
-Unfolding repeats every input as often as the kernel is large. That pays most for inputs with few channels, such as
-images, for which library kernels are slow. Tensors stay in channels-last order, so that only the repeated inputs are
-copied: grouped convolutions need members among the channels, and so transpose all tensors.
+Unfolding (im2col) copies every input as often as the kernel has positions. It is worthwhile most for inputs with few
+channels, such as images, for which library kernels are slow. Unfolded convolutions keep tensors in channels-last order.
+Grouped convolutions need the members among the channels, so they transpose all tensors.
 """
 
 from __future__ import annotations
@@ -16,13 +16,15 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 GROUPED, THIN, ALL = 0, 64, 1 << 30
-"""Unfold convolutions whose outputs depend on at most this many inputs."""
+"""Settings of which convolutions are unfolded: those whose outputs depend on at most so many inputs each."""
 ALIGNED = 8
-"""Matrix widths are padded to a multiple of this, because half-precision kernels are slow on others."""
+"""Matrix widths are padded to a multiple of this number, because half-precision kernels are slow on other widths."""
 
 
 class Unfolded(TorchFunctionMode):
-    """Compute plain convolutions with at most `most` inputs per output by unfolding; leave others unchanged.
+    """Context in which 2-d convolutions without groups are unfolded and computed as matrix products.
+
+    Only convolutions whose outputs depend on at most `most` inputs each are unfolded.
 
     >>> pictures, kernels = torch.randn(2, 3, 5, 5), torch.randn(4, 3, 3, 3)
     >>> with Unfolded():
@@ -41,10 +43,10 @@ class Unfolded(TorchFunctionMode):
         if func is torch.conv2d:
             return _convolved(self._most, *args, **(kwargs or {}))
         if func is F.adaptive_avg_pool2d and args:
-            # In channels-last order it would be computed for one member after the other.
+            # In channels-last order, vmap would compute pooling for one member after the other.
             return func(args[0].contiguous(), *args[1:], **(kwargs or {}))
         if func is F.batch_norm and args and args[0].dim() == 4 and not args[0].is_contiguous():
-            # Images are rows of channels in memory: nothing is transposed, which vmap cannot do on a GPU.
+            # In channels-last order, images are rows of channels, so batch norm needs no transposition here.
             rows = args[0].permute(0, 2, 3, 1)
             normal = func(rows.flatten(0, 2), *args[1:], **(kwargs or {}))
             return normal.reshape(rows.shape).permute(0, 3, 1, 2)
@@ -53,7 +55,7 @@ class Unfolded(TorchFunctionMode):
         except RuntimeError:
             if func is not Tensor.view:
                 raise
-            # User code may rely on a convolution output's memory order, which is a different one here.
+            # User code may rely on the memory order of a convolution's output, which unfolding changes.
             return Tensor.reshape(*args, **(kwargs or {}))
 
 
@@ -77,11 +79,11 @@ def _convolved(
     shape, patches = seen.shape[:3], seen.reshape(-1, weight[0].numel())
     matrix = weight.permute(2, 3, 1, 0).flatten(0, 2)
     if bias is not None:
-        # An additional input of 1 makes the product add the bias, and its gradient comes with the others.
+        # With an additional input of 1, the product also adds the bias, and backward computes its gradient.
         patches, matrix = F.pad(patches, (0, 1), value=1.0), torch.cat([matrix, bias.unsqueeze(0)])
     if missing := -len(matrix) % ALIGNED:
         patches, matrix = F.pad(patches, (0, missing)), F.pad(matrix, (0, 0, 0, missing))
-    # One product for all samples, because otherwise the kernels would be copied for each of them.
+    # Compute one product for all samples, because a batched product would copy the kernels for each sample.
     return (patches @ matrix).view(*shape, -1).permute(0, 3, 1, 2)
 
 

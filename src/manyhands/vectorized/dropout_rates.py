@@ -1,4 +1,4 @@
-"""Dropout probabilities, which may differ between members although they are attributes of the network."""
+"""Dropout probabilities, which may differ between stacked networks although they are Python attributes of layers."""
 
 from __future__ import annotations
 
@@ -11,13 +11,16 @@ _ATTENTION = {
     nn.TransformerEncoderLayer: ("self_attn",),
     nn.TransformerDecoderLayer: ("self_attn", "multihead_attn"),
 }
-"""Attention submodules whose dropout may differ by member; elsewhere attention reads its probability in Python."""
+"""By type of layer, its attention modules whose dropout may differ between members.
+
+Other attention modules read the probability as a Python number, which all members must share.
+"""
 
 
 def chances(model: nn.Module) -> dict[str, float]:
-    """Return the dropout probabilities that may differ by member, by layer path and attribute name.
+    """Return the dropout probabilities of a network that may differ between members, by layer path and attribute.
 
-    Probabilities of 0, which draw nothing, and of 1, which drop everything, are not among them.
+    Probabilities of 0 (nothing is drawn) and 1 (everything is dropped) are omitted.
 
     >>> chances(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1), nn.Dropout(0.0)))
     {'1.p': 0.1}
@@ -34,7 +37,7 @@ def chances(model: nn.Module) -> dict[str, float]:
 
 @contextlib.contextmanager
 def given_chances(model: nn.Module, numbers: Mapping[str, Tensor]) -> Iterator[None]:
-    """Set these probabilities on the network inside this context, and restore its own afterwards."""
+    """Context in which the network has the dropout probabilities in `numbers`, by the names that `chances` returns."""
     places = [(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in numbers]
     before = [getattr(layer, name) for layer, name in places]
     try:

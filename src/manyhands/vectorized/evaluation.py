@@ -1,4 +1,4 @@
-"""Evaluate many networks on the same data: batches are read once, and members are evaluated together."""
+"""Evaluate stacked networks on the same data: each batch is read once, for all members together."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from .program import Program
 from .stack import Stack
 
 Pair = tuple[Tensor, Tensor]
-"""Totals and counts, one of each per member."""
+"""Sums of a metric over samples, and the numbers of samples; each has one entry per member."""
 
 
 class Evaluation:
-    """Evaluate members on a task's validation data."""
+    """Evaluate the members of a stack on the validation data of their tasks."""
 
     def __init__(self, task: Task, program: Program, device: Device, dtype: torch.dtype | None) -> None:
         self._task, self._program = task, program
@@ -30,7 +30,7 @@ class Evaluation:
         self._feed = Feed(source, batch_size=usual, shuffle=False, device=device.torch, dtype=dtype)
 
     def measure(self, stack: Stack) -> list[dict[str, float]]:
-        """Return the loss and the metrics of every member, with averaged weights if there are any."""
+        """Return the loss and metrics of every member of the stack; averaged weights are used if there are any."""
         sums: dict[str, Pair] = {}
         functions, _ = parted(self._task, self._world)
         meters = [parted(self._task, self._world)[1] for _ in range(len(stack))]
@@ -50,7 +50,7 @@ class Evaluation:
 
 
 def stack_device(stack: Stack) -> torch.device:
-    """Return the device of a stack."""
+    """Return the device of a stack's tensors."""
     return next(iter(stack.tensors.values())).device
 
 
@@ -64,7 +64,7 @@ def _add(sums: dict[str, Pair], name: str, value: Tensor | Mean, num_samples: in
 
 
 def _each(metric: Any, answers: Any, batch: Any, num_members: int) -> Tensor | Mean:
-    """Compute a metric for every member: vectorized if possible, else one after another."""
+    """Return a metric's value on one batch for every member, computed with vmap if possible, else one by one."""
 
     def one(answer: Any) -> Any:
         value = metric(answer, batch)

@@ -1,4 +1,4 @@
-"""Grouping: which tasks can be stacked together, and descriptions of why others cannot."""
+"""Group tasks that can be stacked into one program, with reasons for tasks that cannot."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from .trial import try_stacked
 
 @dataclass(frozen=True)
 class TaskGroup:
-    """Indices of tasks that can be trained as one ensemble; a task with a reason can only be trained alone."""
+    """A group of tasks that can be trained as one vectorized ensemble, or a single task that can only train alone."""
 
     tasks: tuple[int, ...]
+    """The positions of the tasks."""
     reason: str = ""
-    """Why this task cannot be stacked; empty if it can."""
+    """Why the single task cannot be stacked; empty if the tasks can."""
     unlike: str = ""
-    """Why the tasks are not in an earlier stackable group; empty for the first group."""
+    """How the tasks differ from those of an earlier group; empty for the first group."""
     is_broken: bool = False
-    """Whether the task's own functions failed, as they would if it were trained alone."""
+    """Whether the task cannot be stacked because its own functions raise an error."""
 
     @property
     def stacks(self) -> bool:
@@ -31,7 +32,9 @@ class TaskGroup:
 
 
 def groups(tasks: Sequence[Task]) -> list[TaskGroup]:
-    """Group tasks into ensembles: those that differ only in numbers are in the same group.
+    """Group tasks by structure: tasks that differ only in numbers, such as learning rates, are in the same group.
+
+    Every task is built and tried with a few samples. A task that cannot be stacked is in a group of its own.
 
     >>> import torch
     >>> def task(lr, width=8): return Task(
@@ -66,30 +69,32 @@ def groups(tasks: Sequence[Task]) -> list[TaskGroup]:
 
 
 def check_stackable(task: Task) -> None:
-    """Raise for a task that cannot be a member of an ensemble."""
+    """Raise TaskError if a task cannot be a member of a vectorized ensemble, as far as its arguments show."""
     if task.loss is None:
-        raise TaskError("a stacked task must have a loss", got="a task with step=", remedy="train it alone")
+        raise TaskError("a stacked task must have a loss", got="a task with step=", remedy="train the task alone")
     if task.weights is not None:
         raise TaskError(
-            "a stacked task must start with the values of its model function", got="weights=", remedy="train it alone"
+            "a stacked task must start with the values of its model function",
+            got="weights=",
+            remedy="train the task alone",
         )
     if isinstance(task.schedule, TorchScheduler):
         raise TaskError(
             "the schedule of a stacked task must be a function of (step, total)",
             got="an mh.TorchScheduler",
-            remedy="train it alone",
+            remedy="train the task alone",
         )
     source = source_of(task)
     if not lies_in_memory(source):
         raise TaskError(
             "the data of a stacked task must be arrays in memory",
             got=source.name if task.collate is None else f"{source.name} with a custom collate",
-            remedy="pass tensors or arrays, or train it alone",
+            remedy="pass tensors or arrays, or train the task alone",
         )
 
 
 def difference_between(first: Built, second: Built) -> str:
-    """Describe what keeps two tasks from being members of one ensemble; empty if nothing does."""
+    """Describe why two tasks cannot be members of one vectorized ensemble; empty if they can."""
     if first.model is second.model:
         raise TaskError(
             "the model function must build a new network each time",

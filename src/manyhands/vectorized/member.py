@@ -1,4 +1,4 @@
-"""Member: one network of an ensemble, and its progress."""
+"""Progress of one member (network) of a vectorized ensemble: step, cursor, losses and status."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from ..data import Cursor
 
 TRAINING, DONE, STOPPED, FAILED = "training", "done", "stopped", "failed"
 MAX_SKIPPED = 20
-"""Consecutive steps without a finite loss after which a member fails even if it skips such steps."""
+"""Number of consecutive steps with a non-finite loss after which a member fails, even with not_finite="skip"."""
 
 
 @dataclass
 class VectorizedMember:
-    """The progress of one network of an ensemble."""
+    """The progress of one member of a vectorized ensemble; its tensors are in the stack."""
 
     task: Task
     step: int = 0
@@ -25,23 +25,29 @@ class VectorizedMember:
     status: str = TRAINING
     """"training", "done", "stopped" or "failed"."""
     reason: str = ""
-    """Why the member failed."""
+    """Why the member failed; empty if it did not."""
     loss: float = math.nan
     """The loss of the last step."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """The last measurements: the mean loss since the previous one, and validation loss and metrics."""
+    """The last measurements: the mean training loss since the previous ones, and validation loss and metrics."""
     total: float = 0.0
+    """The sum of the finite losses since the last measurement."""
     count: int = 0
-    """The sum of the losses since the last measurement, and their number."""
+    """The number of finite losses since the last measurement."""
     num_skipped: int = 0
+    """The number of consecutive steps with a non-finite loss."""
 
     @property
     def is_training(self) -> bool:
-        """Whether the member takes steps."""
+        """Whether the member still takes steps."""
         return self.status == TRAINING
 
     def record_losses(self, losses: Sequence[float], *, skips: bool) -> None:
-        """Record the losses of steps; those after a loss that ends the member are ignored."""
+        """Record the losses of consecutive steps.
+
+        A non-finite loss fails the member; if `skips` (not_finite="skip"), only MAX_SKIPPED of them in a row do. Losses
+        after the one that fails the member are ignored.
+        """
         total = sum(losses)
         if math.isfinite(total):
             self.step, self.loss, self.num_skipped = self.step + len(losses), losses[-1], 0
@@ -64,17 +70,17 @@ class VectorizedMember:
             self.reason = f"its loss became {loss} at step {self.step}; lower the learning rate, or set clip=1.0"
 
     def loop_state(self) -> dict[str, Any]:
-        """Return the loop state that `fit` stores in a checkpoint."""
+        """Return the state of the training loop in the form in which `fit` stores it in a checkpoint."""
         validated = {name: value for name, value in self.metrics.items() if name.startswith("valid_")}
         return {"metrics": validated, "measured": {}, "sums": {"loss": [self.total, self.count]}}
 
     def resume_from(self, loop: Mapping[str, Any]) -> None:
-        """Resume from what `loop_state` returned."""
+        """Restore metrics and loss sums from a loop state of `loop_state` or of a checkpoint of `fit`."""
         self.metrics = dict(loop.get("metrics", {}))
         self.total, self.count = loop.get("sums", {}).get("loss", (0.0, 0))
 
     def take_mean(self) -> dict[str, float]:
-        """Return the mean loss since the last measurement."""
+        """Return the mean loss since the last measurement as {"loss": …}, empty without losses; start a new mean."""
         mean = {"loss": self.total / self.count} if self.count else {}
         self.total, self.count = 0.0, 0
         return mean

@@ -1,4 +1,4 @@
-"""Population: a vectorized ensemble of tasks with the same structure, trained as one program."""
+"""Population: trains tasks with the same structure as one vectorized program, or else one after another."""
 
 from __future__ import annotations
 
@@ -17,21 +17,24 @@ from .sequential import OneByOne
 from .stacked_training import StackedTraining
 
 Report = Callable[[int, int, dict[str, float]], None]
-"""Called with a member's number, its step, and its measurements: `loss`, `valid_loss`, `valid_…`."""
+"""Function that is called with a member's number, its step, and its measurements: `loss`, `valid_loss`, `valid_…`."""
 
 
 class Population:
     """Train tasks that differ in hyperparameters, seeds and sample order as one vectorized program.
 
-    Each member computes what its task alone would with `deterministic=True`: its own initial weights, sample order,
-    random numbers, schedule and clipping. A non-finite loss fails only its own member. `stop` frees a member's slot,
-    and `replace` puts another task into it, which starts at its first step. Tasks that cannot be computed as one
-    program are trained one after another, with the same results, and a notice names the line and the reason.
+    Each member computes what its task alone would with `deterministic=True`: it has its own initial weights, sample
+    order, random numbers, schedule and clipping. A non-finite loss fails only its own member. `stop` ends the training
+    of a member, and `replace` starts another task in its place. Tasks that cannot be computed as one program are
+    trained one after another, with the same results, and a notice names the line and the reason.
 
-    - `tasks`: tasks of one group of `groups`; stackable tasks with different structures are rejected;
-    - `strategy`: precision and capture, for one device;
-    - `device`: the device to train on; by default one of this machine's;
-    - `epochs`, `steps`: the length of every member's training, which schedules need to know.
+    Args:
+        tasks: Tasks with the same structure, such as those of one group of `groups`; others are refused.
+        strategy: A strategy for one device: precision and capture.
+        device: The device to train on; by default one of this machine.
+        epochs: Number of epochs for which every member is trained.
+        steps: Number of steps for which every member is trained, instead of `epochs`.
+        notice: Called with messages for the user.
 
     >>> net = lambda: torch.nn.Linear(4, 1)
     >>> data = torch.randn(64, 4), torch.randn(64, 1)
@@ -61,7 +64,7 @@ class Population:
         self._dtype = torch.float64 if self.spec.precision == "fp64" else None
         self._place, self._notice = place, notice
         self.members = [VectorizedMember(task) for task in tasks]
-        """The members, in the order of the tasks; `replace` changes the task of a member and keeps its number."""
+        """The progress of the members, in the order of the tasks; `replace` puts another member at the same place."""
         self._way: MemberTraining
         try:
             self._way = StackedTraining(self.members, self.spec, place, notice)
@@ -72,16 +75,16 @@ class Population:
 
     @property
     def num_steps_in_epoch(self) -> int:
-        """Number of batches in an epoch."""
+        """Number of steps in an epoch, which is the same for all members."""
         return self._way.num_steps_in_epoch
 
     # -- training -------------------------------------------------------------------------------------------------
 
     def train(self, until: int | None = None, *, every: int | None = None, report: Report | None = None) -> None:
-        """Train every member to its own step `until`, by default to its end.
+        """Train every member up to step `until`, by default to its end.
 
-        Members are measured after every epoch, or after `every` steps, and at their end; then `report` is called, which
-        may call `stop` and `replace`; a failed member is reported with its last measurements.
+        Members are measured after every epoch, or after every `every` steps, and at their end. Then `report` is called,
+        which may call `stop` and `replace`. A failed member is not measured, but reported with its last measurements.
         """
         goal = self.total if until is None else min(until, self.total)
         pace = every or self._way.num_steps_in_epoch
@@ -96,7 +99,10 @@ class Population:
                     report(number, member.step, dict(member.metrics))
 
     def step(self, count: int = 1) -> Tensor:
-        """Take `count` steps of every active member; return losses by step and member, NaN where no step was taken."""
+        """Take `count` steps of every member that is training; return the losses by step and member.
+
+        The loss is NaN where a member has not taken a step.
+        """
         curves = torch.full((count, len(self.members)), torch.nan, dtype=torch.float64)
         done = 0
         while done < count and (active := [n for n, m in enumerate(self.members) if m.is_training]):
@@ -108,7 +114,11 @@ class Population:
         return curves
 
     def evaluate(self) -> list[dict[str, float]]:
-        """Return the loss and metrics of every member on the task's `valid`, as `valid_loss`, `valid_…`."""
+        """Return the loss and metrics of every member on its validation data, as `valid_loss`, `valid_…`.
+
+        Raises:
+            TaskError: The tasks have no `valid=`.
+        """
         if self.members[0].task.valid is None:
             raise TaskError(
                 "evaluating members needs validation data",
@@ -119,7 +129,7 @@ class Population:
         return [found[number] for number in range(len(self.members))]
 
     def close(self) -> None:
-        """Release CUDA graphs and the compiler's processes; members keep their state."""
+        """Release CUDA graphs and the compiler's processes; the state of the members stays available."""
         self._way.close()
 
     def __enter__(self) -> Population:
@@ -131,13 +141,17 @@ class Population:
     # -- members --------------------------------------------------------------------------------------------------
 
     def stop(self, member: int) -> None:
-        """Stop a member; its weights stay available and its slot is free."""
+        """End the training of a member; its state stays available, and `replace` can put another task in its place."""
         found = self._member(member)
         if found.is_training:
             found.status = STOPPED
 
     def replace(self, member: int, task: Task) -> None:
-        """Put another task into a member's slot; it starts at its own first step."""
+        """Put another task in the place of a member; it starts at its first step.
+
+        Raises:
+            TaskError: The members are stacked, and the task has another structure.
+        """
         self._member(member)
         try:
             self._way.replace(member, task)
@@ -145,17 +159,17 @@ class Population:
             raise TaskError(
                 "a stacked member can only be replaced by a task that stacks with the others",
                 got=f"a task that does not: {reason}",
-                remedy="train it in another population",
+                remedy="train this task in another population",
             ) from reason
         self.members[member] = VectorizedMember(task)
 
     def state(self, member: int) -> dict[str, Any]:
-        """Return a member's state by the names of its original network: the fields of a checkpoint of `fit`."""
+        """Return the state of a member as the fields of a checkpoint of `fit`, with the names of its own network."""
         self._member(member)
         return self._way.state(member)
 
     def load(self, member: int, state: Mapping[str, Any]) -> None:
-        """Resume a member from what `state` returned, here or elsewhere, or from a checkpoint of `fit`."""
+        """Resume a member from a result of `state`, of this or another population, or from a checkpoint of `fit`."""
         fresh = VectorizedMember(self._member(member).task)
         try:
             self._way.load(member, fresh, state)
@@ -166,7 +180,7 @@ class Population:
         self.members[member] = fresh
 
     def model(self, member: int) -> torch.nn.Module:
-        """Return a member's network as a module on the CPU, with its averaged weights if it has some."""
+        """Return the network of a member as a module on the CPU, with its averaged weights if it has any."""
         state = self.state(member)
         model = build_model(self.members[member].task, self._dtype)
         model.load_state_dict({**state["model"], **state["averages"]})
@@ -174,7 +188,7 @@ class Population:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that all members take on the device, without the temporary memory of a step."""
+        """Bytes of all members' tensors on the device, without the temporary memory of a step."""
         return self._way.num_bytes
 
     def _member(self, number: int) -> VectorizedMember:
@@ -189,7 +203,10 @@ class Population:
     # -- rounds ---------------------------------------------------------------------------------------------------
 
     def _take(self, active: Sequence[int], most: int) -> dict[int, list[float]]:
-        """Take at most `most` rounds of some members; return the losses of each."""
+        """Take at most `most` steps of the members in `active`; return their losses by member.
+
+        If they cannot be stacked any longer, they are trained one after another from now on.
+        """
         taken: dict[int, list[float]] = {}
         try:
             self._way.take(active, most, self.total, taken)
@@ -214,7 +231,7 @@ class Population:
                 member.status = DONE
 
     def _go_apart(self, reason: CannotStack) -> None:
-        """Switch from stacked training to training members one after another, keeping their states."""
+        """Switch from stacked training to training members one after another, with their present states."""
         before = self._way
         if not isinstance(before, StackedTraining):
             raise reason
@@ -249,7 +266,9 @@ class Population:
 def _require_one_device(spec: StrategySpec, num_tasks: int) -> None:
     if num_tasks == 0:
         raise UsageError("a population needs at least one task", remedy="pass one or more tasks")
-    if (spec.replicas, spec.shards, spec.tensor, spec.stages, spec.accumulate) != (1,) * 5 or spec.servers:
+    if (spec.replicas, spec.shards, spec.tensor, spec.stages, spec.context, spec.accumulate) != (
+        1,
+    ) * 6 or spec.servers:
         raise UsageError(
             "a population must run on one device, with whole batches",
             got=str(spec),

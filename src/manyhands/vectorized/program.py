@@ -1,4 +1,4 @@
-"""Program: one training step of many networks, as one computation over their stacked tensors."""
+"""Program: a training step of many networks of equal structure, as one computation (vmap) over stacked tensors."""
 
 from __future__ import annotations
 
@@ -41,11 +41,18 @@ from .updates import along
 
 _AS_IT_IS = contextlib.nullcontext()
 FIRST_PASS = 1
-"""A training step draws its random numbers within a pass over the batch; evaluation draws outside of any pass."""
+"""Number of passes over the batch in a training step, for keys of random numbers; evaluation has 0."""
 
 
 class Program:
-    """The computation of members with the same structure, which differ only in the contents of the stack."""
+    """The training step and evaluation of stacked networks (members), which differ only in the rows of the stack.
+
+    Args:
+        built: The network and optimizer of one member, whose structure all share.
+        spec: The strategy: precision and determinism.
+        device: The device of the stack.
+        draws: The random numbers of the members.
+    """
 
     def __init__(self, built: Built, spec: StrategySpec, device: torch.device, draws: LayoutFree) -> None:
         self.built, self.task, self.device = built, built.task, device
@@ -54,26 +61,26 @@ class Program:
         self.skips = built.task.not_finite == "skip"
         self.clips = built.task.clip is not None
         self.decays = True
-        """Whether any member has weight decay; otherwise that part is left out."""
+        """Whether any member has weight decay; otherwise the update omits it."""
         self.is_random = True
-        """Whether random numbers are drawn; otherwise draws are not intercepted."""
+        """Whether the loss draws random numbers; otherwise draws are not intercepted."""
         self.own_chances = False
         """Whether members have different dropout probabilities."""
         self.used: frozenset[str] | None = None
-        """Parameters that get gradients, the same in every step; None before the first step."""
+        """Names of the parameters that get gradients, which must be the same in every step; None before the first."""
         self.unfolds = GROUPED
-        """Which convolutions are unfolded; vmap computes the others as grouped convolutions."""
+        """Maximum number of inputs per output of convolutions that are unfolded; vmap groups the others."""
 
     @property
     def model(self) -> nn.Module:
-        """The network of all members; its own tensors are not used."""
+        """The module with the structure of all members; its own tensors are not used."""
         return self._whole.model
 
     @contextlib.contextmanager
     def trying_kernels(self) -> Iterator[None]:
-        """Let libraries benchmark their kernels inside this context, for eager and compiled steps.
+        """Context in which cuDNN chooses kernels by benchmarking them, unless the strategy is deterministic.
 
-        Grouped convolutions have many implementations, and the default heuristics choose badly.
+        Grouped convolutions have many implementations, of which cuDNN's heuristics often choose slow ones.
         """
         before = torch.backends.cudnn.benchmark
         torch.backends.cudnn.benchmark = before or not self._spec.deterministic
@@ -85,9 +92,9 @@ class Program:
     # -- a step ---------------------------------------------------------------------------------------------------
 
     def factors(self, stack: Stack, factor: Tensor) -> list[dict[str, Tensor]]:
-        """Return the multipliers of the next update, for every parameter group, and for averages at the end.
+        """Return the factors of the next update, for every parameter group, and last those of moving averages.
 
-        `factor` is the schedules' factor of each member's learning rate.
+        `factor` has the factor of each member's learning rate by its schedule.
         """
         found = []
         for index, (names, update) in enumerate(zip(self.built.groups, self.built.updates, strict=True)):
@@ -102,12 +109,19 @@ class Program:
     def step(
         self, stack: Stack, batch: Any, ids: Tensor, factors: Sequence[dict[str, Tensor]], *, shared: bool
     ) -> Tensor:
-        """Take a step of all members in place; return their losses.
+        """Take a step of all members of a stack, in place; return their losses.
 
-        Row i of `batch` and of `ids` are the samples of member i; `factors` is the result of the method of that name.
-        If `shared`, all members have the same samples, and `batch` holds them once.
+        Args:
+            stack: The tensors of the members.
+            batch: The samples; row i has those of member i.
+            ids: The ids of the samples; row i has those of member i.
+            factors: The result of the method `factors`.
+            shared: Whether all members have the same samples, which `batch` then has only once, without rows.
+
+        Raises:
+            CannotStack: A parameter gets gradients in some steps only.
         """
-        # A failure before the update leaves the stack unchanged, so that the step can be retried.
+        # Work on copies of buffers, so that a failure before the update leaves the stack unchanged for a retry.
         buffers = {name: buffer.clone() for name, buffer in stack.named(BUFFERS).items()}
         leaves = {name: tensor.detach().requires_grad_() for name, tensor in stack.named(PARAMETERS).items()}
         tensors = {**leaves, **stack.named(FROZEN)}
@@ -132,7 +146,10 @@ class Program:
         return total.detach()
 
     def _require_same_use(self, used: frozenset[str]) -> None:
-        """Raise unless each parameter is used in every step or in none, because a stack counts updates once for all."""
+        """Raise CannotStack if the parameters with gradients are not those of the step before.
+
+        A stack has only one count of updates per member, so all its parameters must be updated equally often.
+        """
         if self.used is not None and used != self.used:
             some = sorted(used ^ self.used)
             raise CannotStack(f"{some[0]} gets a gradient in some steps only, and a stack counts updates together")
@@ -150,10 +167,17 @@ class Program:
         num_passes: int = 0,
         answers: bool = False,
     ) -> Any:
-        """Return every member's loss or predictions for its batch, and its buffers afterwards.
+        """Return the loss of every member for its batch, or its predictions, and its buffers afterwards.
 
-        The given buffers may be changed. `keys` creates keys for random numbers, if any are drawn; `odds` are dropout
-        probabilities.
+        Args:
+            tensors: The stacked parameters by name.
+            buffers: The stacked buffers by name, which may be changed in place.
+            keys: Creates the keys of random numbers; called only if any are drawn.
+            batch: The samples; row i has those of member i.
+            odds: The stacked dropout probabilities, if they differ between members.
+            shared: Whether all members have the same samples, which `batch` then has only once.
+            num_passes: Number of passes over the batch, for the keys of random numbers.
+            answers: Whether to return predictions instead of losses.
         """
 
         def one(tensors: dict[str, Tensor], buffers: dict[str, Tensor], keys: Tensor, odds: Any, batch: Any) -> Any:
@@ -172,13 +196,13 @@ class Program:
             except RuntimeError as error:
                 if self.is_random or "randomness" not in str(error):
                     raise
-                # The network draws only in some calls, and did not when it was probed.
+                # The network draws random numbers in this call, but did not when `learn_draws` tried it.
                 self.is_random = True
                 return every()
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
-        """Set the precision and the kernels for stacked tensors inside this context."""
+        """Context in which operations on stacked tensors have the strategy's precision and suitable kernels."""
         with contextlib.ExitStack() as held:
             held.enter_context(_quiet_fallback())
             held.enter_context(Folded())
@@ -218,7 +242,10 @@ class Program:
     # -- evaluation -----------------------------------------------------------------------------------------------
 
     def evaluate(self, stack: Stack, batch: Any, ids: Tensor) -> tuple[tuple[Tensor, Tensor | None], Any]:
-        """Return the loss of every member on the same batch, and their predictions if the task has metrics."""
+        """Return the losses of all members on one batch, and their predictions if the task has metrics, else None.
+
+        The losses are totals and counts, or means and None. Averaged weights are used if there are any.
+        """
         tensors = {**stack.named(PARAMETERS), **stack.named(FROZEN)}
         buffers = {name: buffer.clone() for name, buffer in stack.named(BUFFERS).items()}
         for name, average in stack.named(AVERAGES).items():
@@ -237,7 +264,7 @@ class Program:
 
 
 class Whole(nn.Module):
-    """A network and its task as one module, so that functional_call can replace its tensors."""
+    """A network with the loss of its task as one module, so that functional_call can replace the network's tensors."""
 
     def __init__(self, model: nn.Module, task: Task) -> None:
         super().__init__()
@@ -254,7 +281,7 @@ class Whole(nn.Module):
 
 
 def pair_of(loss: Any) -> tuple[Tensor, Tensor | None]:
-    """Return losses as totals and counts, or as means and None."""
+    """Return the members' losses as totals and counts, or as means and None; raise TaskError if one is not a scalar."""
     total, count = loss if isinstance(loss, tuple) else (loss, None)
     if not isinstance(total, Tensor) or total.dim() != 1:
         raise TaskError(
@@ -267,7 +294,7 @@ def pair_of(loss: Any) -> tuple[Tensor, Tensor | None]:
 
 @contextlib.contextmanager
 def _quiet_fallback() -> Iterator[None]:
-    """Silence torch's request to report operators without a batching rule to its authors, which every step repeats."""
+    """Context without torch's warning about operators that have no vmap rule, which every step would repeat."""
     functorch: Any = torch._C._functorch
     functorch._set_vmap_fallback_warning_enabled(False)
     try:
@@ -281,7 +308,7 @@ def _real(tensor: Tensor) -> Tensor:
 
 
 def _clipped(gradients: dict[str, Tensor], most: Tensor) -> dict[str, Tensor]:
-    """Clip gradients to each member's maximum norm."""
+    """Return gradients clipped for each member to its maximum norm in `most`."""
     norms = torch.stack([torch.linalg.vector_norm(gradient.flatten(1), dim=1) for gradient in gradients.values()])
     norm = torch.linalg.vector_norm(norms, dim=0)
     scale = (most.to(norm.dtype) / (norm + 1e-6)).clamp(max=1.0)
@@ -294,7 +321,7 @@ def _finite(gradients: dict[str, Tensor], total: Tensor) -> Tensor:
 
 
 def _keep_where(good: Tensor, stack: Stack, before: dict[Key, Tensor]) -> None:
-    """Restore members whose step is skipped; selected and not multiplied by zero, since values may not be finite."""
+    """Restore the rows of members whose step is skipped: those for which `good` is False."""
     for key, tensor in stack.tensors.items():
         tensor.copy_(torch.where(good.view(-1, *[1] * (tensor.dim() - 1)), tensor, before[key]))
 
@@ -307,7 +334,9 @@ _WIDE |= {F.huber_loss, F.kl_div}
 
 
 class Cast(TorchFunctionMode):
-    """Cast the inputs of layers to `dtype`, and those of losses and softmax to float32, as autocast does.
+    """Context in which inputs of layers are cast to `dtype`, and those of losses and softmax to float32.
+
+    This is what autocast does, which does not apply to stacked tensors.
 
     >>> inputs, weights, bias = torch.randn(3, 4, 5), torch.randn(3, 2, 5), torch.randn(3, 2)
     >>> with torch.autocast("cpu", torch.bfloat16), Cast(torch.bfloat16):

@@ -1,4 +1,4 @@
-"""Compare networks and functions: whether two of them are one program and differ only in their numbers."""
+"""Compare two networks or functions: are they the same program, so that only their tensor values differ?"""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from torch.nn.utils.parametrize import is_parametrized, type_before_parametrizat
 from .dropout_rates import chances
 
 Seen = dict[tuple[int, int], tuple[Any, Any]]
-"""Pairs being compared, kept alive so that their ids stay unique."""
+"""Pairs of objects whose comparison has begun, by their ids; the references keep the ids unique."""
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, type)
 _OF_MODULES = {"_parameters", "_buffers", "_modules", "training", "_version"}
-"""Attributes of a module that are compared separately, or do not affect what it computes."""
+"""Attributes of a module that are compared separately, or that do not affect its results."""
 
 
 def network_difference(first: nn.Module, second: nn.Module) -> str:
-    """Describe what makes two networks different programs; empty if only their numbers differ.
+    """Describe why two networks are different programs; empty if only their tensors or dropout rates differ.
 
     >>> network_difference(nn.LeakyReLU(0.1), nn.LeakyReLU(0.5))
     'negative_slope is 0.1 in one and 0.5 in another'
@@ -71,7 +71,9 @@ def _layer_difference(path: str, layer: nn.Module, other: nn.Module, free: Set[s
 
 
 def difference(first: Any, second: Any) -> str:
-    """Describe how two values differ; empty if they are equal.
+    """Describe how two Python values, such as loss functions, differ; empty if they are equal.
+
+    Functions are compared by their code and by the values that they refer to.
 
     >>> def scaled(by): return lambda x: by * x
     >>> difference(scaled(2), scaled(2)), difference(scaled(2), scaled(3))
@@ -109,7 +111,7 @@ def _difference(first: Any, second: Any, seen: Seen) -> str:
     if isinstance(first, set | frozenset):
         return "" if first == second else "is another set in one than in another"
     if isinstance(first, nn.Module):
-        # A network that a loss function refers to must have equal values too.
+        # Networks to which values (such as a loss function) refer must have equal tensors too.
         mine, its = (dict(module.state_dict()) for module in (first, second))
         return _network_difference(first, second, seen) or _difference(mine, its, seen)
     return _object_difference(first, second, seen)
@@ -148,11 +150,11 @@ def _object_difference(first: Any, second: Any, seen: Seen) -> str:
 
 
 def _attributes(layer: nn.Module) -> dict[str, Any]:
-    # Layers with the older weight_norm or spectral_norm compute an attribute of this name before every call.
+    # The older weight_norm and spectral_norm compute an attribute of the hook's name before every call.
     computed = {getattr(hook, "name", None) for hook in layer._forward_pre_hooks.values()}
     if isinstance(layer, nn.RNNBase):
         computed |= {"_flat_weights", "_flat_weight_refs"}  # aliases of its parameters
-    # What torch.compile made of a layer, and its address, say nothing about what the layer computes.
+    # The results of torch.compile for a layer do not change what the layer computes.
     computed |= {n for n in vars(layer) if n == "_compiled_call_impl" or n.startswith("_torchdynamo")}
     held = {n: v for n, v in vars(layer).items() if n not in computed | _OF_MODULES and "state_dict" not in n}
     # Hooks are keyed by a counter of all hooks in the process, so only their values are compared.

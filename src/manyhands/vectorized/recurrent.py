@@ -1,4 +1,4 @@
-"""Recurrent layers of a stack, computed cell by cell, because vmap has no rule for torch's LSTM, GRU and RNN."""
+"""Recurrent layers of stacked networks, computed step by step: vmap has no rule for torch's LSTM, GRU and RNN."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torch.overrides import TorchFunctionMode
 _is_stacked: Callable[[Tensor], bool] = torch._C._functorch.is_batchedtensor
 States = tuple[Tensor, ...]
 Cell = Callable[[Tensor, States, Sequence[Tensor]], States]
-"""Computes new states from the input's gate values, the previous states, and the recurrent weights."""
+"""Function that computes the new states from the input's gate values, the previous states and the recurrent weights."""
 
 
 class Unrolled(TorchFunctionMode):
-    """Compute recurrent layers of stacked tensors by matrix products and elementwise operations.
+    """Context in which recurrent layers of stacked tensors are computed by products and elementwise operations.
 
     >>> cells = torch.nn.GRU(3, 4, batch_first=True)
     >>> weights, x = dict(cells.named_parameters()), torch.randn(2, 5, 6, 3)
@@ -32,7 +32,7 @@ class Unrolled(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         cell = _CELLS.get(getattr(func, "__name__", ""))
-        # Packed sequences pass batch sizes as the second argument, and dropout draws inside torch's own layer.
+        # Use torch's layer for packed sequences, which pass weights as fourth argument, and for dropout between layers.
         if cell is None or isinstance(args[3], Sequence) or (args[5] and args[6]) or not _has_stacked(args):
             return func(*args, **(kwargs or {}))
         return _layers(cell, *args)
@@ -55,7 +55,7 @@ def _layers(
     bidirectional: bool,
     batch_first: bool,
 ) -> States:
-    """Return what torch's layer returns: the outputs of all steps, and the last states of every layer and direction."""
+    """Return the same as torch's layer: the outputs of all steps, and the last states of all layers and directions."""
     states = first if isinstance(first, tuple) else (first,)
     outputs = x.transpose(0, 1) if batch_first else x
     directions = 2 if bidirectional else 1
@@ -78,7 +78,7 @@ def _layers(
 def _walk(
     cell: Cell, x: Tensor, states: States, weights: Sequence[Tensor], has_biases: bool, *, backwards: bool
 ) -> tuple[Tensor, States]:
-    """Run one layer in one direction; return the outputs of all steps in order, and the last states."""
+    """Run one recurrent layer in one direction; return the outputs of all steps in order, and the last states."""
     added = F.linear(x, weights[0], weights[2] if has_biases else None)
     rest = [weights[1], *weights[3 if has_biases else 2 :]] if has_biases else [weights[1], None, *weights[2:]]
     steps = []

@@ -1,4 +1,4 @@
-"""Train members one after another with the ordinary training loop, for tasks that cannot be stacked."""
+"""Train the members of an ensemble one after another with the ordinary training loop, if they cannot be stacked."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from .member import VectorizedMember
 from .member_training import MemberTraining
 
 NUM_SAMPLES = 8
-"""Number of samples with which a member finds out which random numbers are drawn, as in `fit`."""
+"""Number of samples with which it is found out which random numbers a task draws, as in `fit`."""
 
 
 class Alone:
-    """One member with its own network, optimizer and random numbers."""
+    """One member of an ensemble that is not stacked: it has its own network, optimizer, data feeds and random state."""
 
     def __init__(self, task: Task, spec: StrategySpec, device: Device, notice: Callable[[str], None]) -> None:
         def on_event(entry: Mapping[str, Any]) -> None:
@@ -50,23 +50,25 @@ class Alone:
         self._hand = Hand(NullWorld(device, DirectChannel(on_event)), replace(spec, deterministic=True))
         self._random = random_state(self._hand.device)
         self._held = HeldState(task.loss)
-        """What the loss holds, such as a count of its calls: members may share one function."""
+        """The state of the loss function, such as a count of its calls, because members may share one function."""
         with self._own_state():
             self._hand.build(task)
-            self._hand.seed(task.seed)
+            self._hand.reader.seed(task.seed)
             source = source_of(task)
             size = check_source(source, task.batch_size)
             settings: Any = {"seed": task.seed, "workers": task.workers}
-            self._feed = self._hand.make_feed(source, size, shuffle=task.shuffle, **settings)
+            self._feed = self._hand.reader.make_feed(source, size, shuffle=task.shuffle, **settings)
             self._valid = None
             if task.valid is not None:
                 held = as_source(task.valid, collate=task.collate)
-                self._valid = self._hand.make_feed(held, task.batch_size or size, shuffle=False, workers=task.workers)
+                self._valid = self._hand.reader.make_feed(
+                    held, task.batch_size or size, shuffle=False, workers=task.workers
+                )
             learn_draws(self._hand, task, self._feed, self._feed.peek(NUM_SAMPLES))
 
     @property
     def num_steps_in_epoch(self) -> int | None:
-        """Return the number of batches in an epoch; None if the data does not have a length."""
+        """Return the number of steps in an epoch; None if the data have no length."""
         return self._feed.num_steps()
 
     @property
@@ -77,13 +79,13 @@ class Alone:
         return sum(tensor.nbytes for tensor in tensors if isinstance(tensor, Tensor))
 
     def take(self, count: int, total: int) -> list[float]:
-        """Take `count` steps; return their losses."""
+        """Take `count` steps and return their losses; `total` is the number of steps for the learning rate schedule."""
         losses: list[float] = []
         if self._rates is None or total != self._total:
             self._rates, self._total = LearningRates(self._hand, self._task, total), total
         with self._own_state():
             while len(losses) < count:
-                with contextlib.closing(self._hand.one_epoch(self._feed)) as batches:  # type: ignore[type-var]
+                with contextlib.closing(self._hand.reader.one_epoch(self._feed)) as batches:  # type: ignore[type-var]
                     for batch in batches:
                         self._rates.set()
                         take_step(self._hand, self._task, batch)
@@ -95,17 +97,17 @@ class Alone:
 
     @property
     def cursor(self) -> Cursor:
-        """The member's position in its data."""
-        return self._hand.cursors[0] if self._hand.cursors else Cursor()
+        """The member's position in its data: the epoch, and the samples consumed."""
+        return self._hand.reader.cursors[0] if self._hand.reader.cursors else Cursor()
 
     def measure(self) -> dict[str, float]:
-        """Return the loss and the metrics on the task's `valid`."""
+        """Return the loss and the metrics on the task's validation data."""
         assert self._valid is not None
         with self._own_state():
             return evaluate(self._hand, self._task, self._valid)
 
     def state(self, loop: dict[str, Any]) -> dict[str, Any]:
-        """Return the fields of a checkpoint, as copies on the CPU."""
+        """Return the fields of a checkpoint with the loop state `loop`; tensors are copies on the CPU."""
         with self._own_state():
             taken = take_snapshot(self._hand, loop)
         fields = {name: value for name, value in vars(taken).items() if name != "policy"}
@@ -113,27 +115,27 @@ class Alone:
         return copied
 
     def load(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Resume from what `state` returned; return the saved state of the loop."""
+        """Restore a result of `state` or the fields of a checkpoint; return the loop state in it."""
         with self._own_state():
             self._rates = None
             return restore_snapshot(self._hand, Checkpoint(**state))
 
     @property
     def step(self) -> int:
-        """The number of steps taken."""
+        """The number of steps that the member has taken."""
         return self._hand.num_steps
 
     def close(self) -> None:
-        """Stop reading data."""
+        """Close the member's data feeds and its replica."""
         for feed in filter(None, (self._feed, self._valid)):
             feed.close()
         self._hand.close()
 
     def _end_pass(self) -> None:
-        """Move to the next epoch if the last batch of this one was taken."""
+        """Move the cursor to the next epoch if all samples of the present one were consumed."""
         size = self._feed.source.size
         if size is not None and self.cursor.position >= size:
-            self._hand.cursors[0] = Cursor(self.cursor.epoch + 1)
+            self._hand.reader.cursors[0] = Cursor(self.cursor.epoch + 1)
 
     @contextlib.contextmanager
     def _own_state(self) -> Iterator[None]:
@@ -149,7 +151,15 @@ class Alone:
 
 
 class OneByOne(MemberTraining):
-    """Members that are trained one after another."""
+    """Train the members of an ensemble one after another.
+
+    Args:
+        members: The progress of the members.
+        spec: The strategy: precision and capture.
+        device: The device to train on.
+        notice: Called with messages for the user.
+        states: States of the members from which they resume; None to start with initial values.
+    """
 
     def __init__(
         self,
@@ -219,7 +229,7 @@ class OneByOne(MemberTraining):
 
 
 def _copied(value: Any) -> Any:
-    """Return nested dicts with copies of their tensors on the CPU."""
+    """Return a tensor as a copy on the CPU, and nested dicts with such copies; other values unchanged."""
     if isinstance(value, Tensor):
         return value.detach().to("cpu", copy=True)
     return {key: _copied(item) for key, item in value.items()} if isinstance(value, dict) else value

@@ -1,4 +1,4 @@
-"""Sample ids of every member for the next rounds, each in the order that its task alone would use."""
+"""Data feed of stacked networks: sample ids of the next steps, for each network in the order of training it alone."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ from ..data import Cursor, IndexedSource, Orders, Resident, as_source, check_sou
 from .member import VectorizedMember
 
 MAX_ROUNDS = 64
+"""Maximum number of rounds whose sample ids are computed at a time; a round is a step of all members."""
 MAX_IDS = 1 << 22
-"""Number of sample ids computed at a time."""
+"""Maximum number of sample ids that are computed at a time."""
 Passes = tuple[tuple[int, int], ...]
-"""Seeds and epochs."""
+"""For each member, the seed of its sample order and its epoch."""
 
 
 @dataclass(frozen=True)
 class Block:
-    """Consecutive rounds in which all members have batches of the same size."""
+    """The sample ids of consecutive rounds (steps of all members), in which all batches have the same size."""
 
     ids: Tensor
-    """Sample ids, by round, member and position."""
+    """The sample ids, by round, member and position in the batch."""
     shared: bool
-    """Whether all members have the same samples."""
+    """Whether all members have the same samples in each round."""
 
     @property
     def num_rounds(self) -> int:
@@ -37,15 +38,21 @@ class Block:
 
 @dataclass(frozen=True)
 class _Named:
-    """Samples by round, member and position: the epochs they belong to, and their start positions."""
+    """The sample ids of rounds, and the positions from which they were computed.
+
+    There is only one entry per round if all members have the same samples.
+    """
 
     passes: Passes
     starts: tuple[int, ...]
+    """For each member, the position of its first sample in the epoch."""
     size: int
+    """Batch size."""
     ids: Tensor
+    """The sample ids, by round, member and position in the batch."""
 
     def without(self, num_rounds: int) -> _Named | None:
-        """Return what is left after some rounds are taken."""
+        """Return the rounds after the first `num_rounds`; None if there are none."""
         if num_rounds == len(self.ids):
             return None
         starts = tuple(start + num_rounds * self.size for start in self.starts)
@@ -56,12 +63,12 @@ _NOBODY = torch.empty(0, dtype=torch.int64)
 
 
 def most_rounds(num_ids: int) -> int:
-    """Return how many rounds with `num_ids` samples each are prepared at a time."""
+    """Return the maximum number of rounds, each with `num_ids` samples of all members, to prepare at a time."""
     return max(1, min(MAX_ROUNDS, MAX_IDS // num_ids))
 
 
 class SharedFeed:
-    """Sample ids and positions of tasks that share their data."""
+    """The training data that stacked networks (members) share, and the sample ids of their next steps."""
 
     def __init__(self, task: Task, device: torch.device, dtype: torch.dtype | None) -> None:
         source = as_source(task.data, collate=task.collate)
@@ -72,21 +79,21 @@ class SharedFeed:
         self.data = Resident(in_memory(source), device, dtype)
         whole, rest = divmod(self._size, self.batch_size)
         self.num_steps = whole + bool(rest and not self._drops)
-        """Number of batches in an epoch."""
+        """Number of steps in an epoch."""
         self._known: tuple[Passes, Orders] | None = None
         self._ahead: _Named | None = None
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def next_size(self, cursor: Cursor) -> int:
-        """Return the number of samples in the next batch."""
+        """Return the number of samples in the next batch of a member with this cursor."""
         return min(self.batch_size, self._size - cursor.position)
 
     def rounds_of_one_size(self, cursor: Cursor) -> int:
-        """Return how many consecutive batches of this epoch have the size of the next one."""
+        """Return the number of batches until the end of the cursor's epoch that have the size of the next batch."""
         return max(1, (self._size - cursor.position) // self.batch_size)
 
     def block(self, members: Sequence[VectorizedMember], most: int) -> Block:
-        """Return at most `most` next rounds of members whose next batches have the same size."""
+        """Return the sample ids of at most `most` next rounds of members whose next batches have the same size."""
         wanted, most = self._wanted(members, most)
         named = self._ahead
         if named is None or (named.passes, named.starts, named.size) != (wanted.passes, wanted.starts, wanted.size):
@@ -100,7 +107,10 @@ class SharedFeed:
         return Block(ids.expand(-1, len(members), -1).contiguous(), shared=ids.shape[1] < len(members))
 
     def prepare(self, members: Sequence[VectorizedMember]) -> None:
-        """Compute sample ids of later rounds while the GPU runs others, because there it takes longer than a round."""
+        """Start to compute the sample ids of later rounds on a side stream of the GPU, while it runs other rounds.
+
+        On a GPU, computing sample ids takes longer than a round. On a CPU this does nothing.
+        """
         if self._stream is None or len({self.next_size(member.cursor) for member in members}) > 1:
             return
         wanted, most = self._wanted(members, MAX_ROUNDS)
@@ -108,7 +118,10 @@ class SharedFeed:
             self._ahead = self._name(wanted, most)
 
     def _wanted(self, members: Sequence[VectorizedMember], most: int) -> tuple[_Named, int]:
-        """Return the positions of the next rounds' samples, not yet converted to ids, and the number of rounds."""
+        """Return the epochs and positions of the members' next samples, whose ids are not computed yet.
+
+        Also return the number of rounds to prepare, at most `most`.
+        """
         size = self.next_size(members[0].cursor)
         most = min(most, most_rounds(size * len(members)))
         num_rounds = min(most, *(self.rounds_of_one_size(member.cursor) for member in members))
@@ -120,7 +133,7 @@ class SharedFeed:
         return _Named(passes, starts, size, _NOBODY), num_rounds
 
     def _name(self, wanted: _Named, num_rounds: int) -> _Named:
-        # Orders depend on no other computation, so their stream need not wait for any other.
+        # Sample orders depend on no other computation, so their stream need not wait for another stream.
         with torch.cuda.stream(self._stream) if self._stream is not None else contextlib.nullcontext():
             orders = self._orders_of(wanted.passes)
             first = torch.tensor(wanted.starts, dtype=torch.int64).to(self._device).unsqueeze(1)
@@ -129,13 +142,13 @@ class SharedFeed:
         return dataclasses.replace(wanted, ids=ids)
 
     def _orders_of(self, passes: Passes) -> Orders:
-        """Return cached orders: building their tables takes longer than looking up ids in them."""
+        """Return the sample orders for these seeds and epochs, cached, because building their tables takes long."""
         if self._known is None or self._known[0] != passes:
             self._known = passes, Orders(self._size, passes, shuffle=self._shuffle, device=self._device)
         return self._known[1]
 
     def advance(self, members: Sequence[VectorizedMember], num_rounds: int) -> None:
-        """Advance members by some rounds of one block; at the end of an epoch continue with the next one."""
+        """Advance the cursors of members by `num_rounds` rounds of a block; at an epoch's end, into the next epoch."""
         for member in members:
             member.cursor = self._after(member.cursor, num_rounds)
 

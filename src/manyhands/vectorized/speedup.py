@@ -1,6 +1,6 @@
-"""Measure how much faster similar networks train as one vectorized program than one after another.
+"""Measure how much faster equal networks train as one vectorized program than one after another.
 
-A round of k networks takes a + b·k: the cost of launching operations, and the cost that each network adds.
+A step of k stacked networks takes a + b·k seconds: a to launch operations, and b for each network.
 """
 
 from __future__ import annotations
@@ -18,16 +18,20 @@ from .build import build
 from .population import Population
 
 SIZES = (2, 8)
-"""Sizes of the ensembles that are measured."""
+"""Numbers of networks in the ensembles that are measured."""
 NUM_ROUNDS, NUM_BLOCKS = 4, 3
+"""Number of steps that are timed together, and number of such measurements, whose median counts."""
 LEAST = 0.01
+"""Assumed minimum of the seconds that each network adds, relative to a step of the smaller ensemble."""
 LONG_RUN = 1000
-"""Number of steps given to an ensemble: too few to start a trial of compiled steps."""
+"""Number of steps for which a measured ensemble is created; too few for it to try compilation."""
 
 
 @dataclass(frozen=True)
 class Gain:
-    """Seconds of a step of one network alone, and of a round of k networks: `start + each * k`.
+    """The speed-up by stacking networks, as a function of their number.
+
+    A step of one network alone takes `alone` seconds, and a step of k stacked networks `start + each * k` seconds.
 
     >>> gain = Gain(alone=1.0, start=0.9, each=0.1)
     >>> round(gain(9), 3), round(gain.ceiling, 3)
@@ -39,17 +43,20 @@ class Gain:
     each: float
 
     def __call__(self, num_members: int) -> float:
-        """Return the speedup of `num_members` networks over training them one after another; below 1 is a slowdown."""
+        """Return the speed-up of stacking `num_members` networks over training them one after another."""
         return num_members * self.alone / (self.start + num_members * self.each)
 
     @property
     def ceiling(self) -> float:
-        """The limit of the speedup for any number of networks."""
+        """The limit of the speed-up for ever more networks."""
         return self.alone / self.each
 
 
 def gain(task: Task, strategy: StrategySpec | None = None, *, device: Any = None) -> Gain:
-    """Measure a few rounds of small ensembles of a task, and steps of the task alone, on one device."""
+    """Measure the speed-up by stacking networks like that of `task`, on one device.
+
+    It times a few steps of two small ensembles, and of the task alone.
+    """
     times = [_round_seconds(task, size, strategy, device) for size in SIZES]
     # Measurement noise must not make the cost of a network zero or negative.
     each = max((times[1] - times[0]) / (SIZES[1] - SIZES[0]), LEAST * times[0])
@@ -59,13 +66,13 @@ def gain(task: Task, strategy: StrategySpec | None = None, *, device: Any = None
 def _round_seconds(task: Task, size: int, strategy: StrategySpec | None, device: Any) -> float:
     members = [task.replace(seed=task.seed + number, valid=None) for number in range(size)]
     with Population(members, strategy, device=device, steps=LONG_RUN) as population:
-        # On a GPU the first rounds run eagerly, and the next one warms up the capture.
+        # On a GPU, the first steps run eagerly or warm up the capture, so they are not timed.
         population.step(NUM_ROUNDS)
         return _best(population, lambda: population.step(NUM_ROUNDS))
 
 
 def _alone_seconds(task: Task, strategy: StrategySpec | None, device: Any) -> float:
-    """Return the seconds of a step in a plain loop, or in an ensemble of one if its captured step is faster."""
+    """Return the seconds of a step of one network, in an ensemble of one or in a plain loop (on a CPU, if faster)."""
     with Population([task.replace(valid=None)], strategy, device=device, steps=LONG_RUN) as population:
         population.step(NUM_ROUNDS)
         stacked = _best(population, lambda: population.step(NUM_ROUNDS))
@@ -92,7 +99,7 @@ def _alone_seconds(task: Task, strategy: StrategySpec | None, device: Any) -> fl
 
 
 def _best(population: Population, work: Any) -> float:
-    """Return the seconds of one round."""
+    """Return the median seconds of one step, where `work` takes NUM_ROUNDS steps of the population's networks."""
     times = []
     for _ in range(NUM_BLOCKS):
         began = time.perf_counter()

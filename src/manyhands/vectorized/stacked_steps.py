@@ -1,4 +1,4 @@
-"""Steps of a whole stack, run eagerly or as a captured CUDA graph, in chunks of members if memory is short."""
+"""Rounds (steps of all stacked networks), run eagerly, compiled or as CUDA graphs, in chunks if memory is short."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from .shared_feed import Block, most_rounds
 from .stack import Stack
 
 NUM_PLAIN = 2
-"""Eager rounds before the warm-up for capture, because libraries initialize themselves in the first one."""
+"""Number of eager rounds before the warm-up for capture, because libraries initialize themselves in the first one."""
 WORTH_SECONDS = 240.0
-"""Remaining training time that justifies a trial of compiled steps, which take about a minute to compile."""
+"""Minimum seconds of remaining training for which compilation is tried; it takes about a minute."""
 BETTER = 0.97
-"""Maximum ratio of a compiled round's time to a captured round's for the compiled one to be kept."""
+"""Keep compiled rounds only if they take at most this fraction of the time of rounds that are not compiled."""
 Way = tuple[int, int | None]
-"""Which convolutions are unfolded, and how many members are computed at a time."""
+"""A way to compute rounds: which convolutions are unfolded, and how many members are computed at a time."""
 
 
 @dataclass
 class _Made:
-    """A captured round, and the tensors that it reads and writes."""
+    """A round (a step of all members) as a CUDA graph, with the tensors that it reads and writes."""
 
     ids: Tensor
     factors: Tensor
@@ -42,7 +42,14 @@ class _Made:
 
 
 class Rounds:
-    """Run rounds of a stack, by the fastest method for this device."""
+    """Run rounds (steps of all members of a stack) in the fastest way on this device.
+
+    Args:
+        program: The step of stacked networks.
+        data: The training data.
+        spec: The strategy, whose `capture` and `deterministic` are used.
+        notice: Called with messages for the user.
+    """
 
     def __init__(self, program: Program, data: Resident, spec: StrategySpec, notice: Callable[[str], None]) -> None:
         capture, deterministic = spec.capture, spec.deterministic
@@ -59,12 +66,12 @@ class Rounds:
         self._compiled = Compiled(program)
         self._largest = 0
         self.losses = torch.empty(0, 0, dtype=torch.float64)
-        """Losses of the rounds taken last, by round and member."""
+        """Losses of the last rounds that were run, by round and member."""
         self.chunk: int | None = None
-        """Number of members computed at a time; None for all of them."""
+        """Number of members that are computed at a time; None for all members."""
 
     def forget(self) -> None:
-        """Release CUDA graphs and their memory, because tensors have moved."""
+        """Release CUDA graphs and their memory, after the stack's tensors were replaced."""
         self._made.clear()
         self._seen.clear()
         self._pool = self._new_pool()
@@ -73,19 +80,25 @@ class Rounds:
         return torch.cuda.graph_pool_handle() if self._program.device.type == "cuda" else None
 
     def close(self) -> None:
-        """Release CUDA graphs and compiled steps."""
+        """Release CUDA graphs, compiled steps and the compiler's processes."""
         self.forget()
         self._compiled.close()
 
     def forget_all(self) -> None:
-        """Release compiled steps too, because settings built into them have changed."""
+        """Release CUDA graphs and compiled steps, after settings that are constants in them have changed."""
         self.forget()
         self._compiled.forget()
 
     def take(self, stack: Stack, block: Block, factors: Tensor, left: int = 0) -> Tensor:
-        """Run all rounds of a block; return their losses by round and member. `left` is the number of rounds remaining.
+        """Run all rounds of a block; return the losses by round and member.
 
-        If a round fails, `losses` holds those of the rounds before it.
+        If a round fails, the attribute `losses` has those of the rounds before it.
+
+        Args:
+            stack: The tensors of the members, changed in place.
+            block: The sample ids of the rounds.
+            factors: Factors of the learning rates, by round and member.
+            left: Number of rounds until the end of training, to decide whether compilation is worthwhile.
         """
         self.losses = torch.empty(0, len(stack), dtype=torch.float64)
         if self._has_convolutions and not self._is_settled:
@@ -113,7 +126,7 @@ class Rounds:
         return losses
 
     def take_plainly(self, stack: Stack, block: Block, factors: Tensor) -> Tensor:
-        """Run rounds eagerly, for a set of members that occurs only once; return the losses by round and member."""
+        """Run all rounds of a block eagerly, for a stack that is used only once; return losses by round and member."""
         self._is_plain = True
         try:
             rounds = range(block.num_rounds)
@@ -124,7 +137,7 @@ class Rounds:
     # -- one round ------------------------------------------------------------------------------------------------
 
     def _is_captured(self, key: Hashable) -> bool:
-        """Return whether the next round may be run as a captured CUDA graph."""
+        """Return whether the next round can be run as a CUDA graph, after eager rounds of the same shape."""
         return self._captures and self._seen.get(key, 0) > NUM_PLAIN
 
     def _round(self, stack: Stack, block: Block, number: int, factors: Tensor, key: Hashable) -> Tensor:
@@ -136,12 +149,12 @@ class Rounds:
             with rehearsing():
                 return self._whole(stack, ids, factor, block.shared)
         except CaptureError as error:
-            # The user's code synchronizes with the device before the update, so the stack is unchanged.
+            # Forward or backward synchronizes with the GPU. The update has not run yet, so the stack is unchanged.
             self._give_up(error)
             return self._whole(stack, ids, factor, block.shared)
 
     def _whole(self, stack: Stack, ids: Tensor, factor: Tensor, shared: bool) -> Tensor:
-        """Run a step of all members, in chunks if they do not fit into memory together."""
+        """Run one step of all members, in chunks if they do not fit into memory together; return their losses."""
         losses, start = [], 0
         while start < len(stack):
             stop = min(len(stack), start + (self.chunk or len(stack)))
@@ -174,7 +187,7 @@ class Rounds:
             raise OutOfMemory(f"not even one member fits into memory: {error}") from error
         self.chunk = (size + 1) // 2
         self.forget()
-        error.__traceback__ = None  # frees the tensors held by the step's frames
+        error.__traceback__ = None  # frees the tensors to which the step's frames refer
         gc.collect()
         if self._program.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -183,7 +196,10 @@ class Rounds:
     # -- choice of kernels ----------------------------------------------------------------------------------------
 
     def _choose(self, stack: Stack, block: Block, factors: Tensor) -> None:
-        """Choose the fastest way of computing convolutions: grouped, some or all unfolded, or on a CPU one by one."""
+        """Choose the fastest way to compute convolutions, by measurement.
+
+        They can be grouped, some or all can be unfolded, and on a CPU members can be computed one by one.
+        """
         self._is_settled = True
         one_by_one = [(GROUPED, 1)] if self._program.device.type == "cpu" else []
         ways: list[Way] = [(GROUPED, None), (THIN, None), (ALL, None), *one_by_one]
@@ -203,7 +219,7 @@ class Rounds:
         self._program.unfolds, self.chunk = way
 
     def _timed(self, way: Way, stack: Stack, block: Block, factors: Tensor) -> float:
-        """Return the best time of some eager steps on a copy."""
+        """Return the seconds of the fastest of some eager rounds in this way, on a copy of the stack."""
         self._set(way)
         copy = Stack({key: tensor.clone() for key, tensor in stack.tensors.items()})
         first = Block(block.ids[:1], block.shared)
@@ -217,7 +233,7 @@ class Rounds:
         return min(times[1:])
 
     def _replay(self, made: _Made, count: int, left: int) -> None:
-        """Replay a captured round; if many rounds are left, test whether compiled ones are faster."""
+        """Replay a captured round `count` times; if many rounds are left, try whether compiled rounds are faster."""
         if not self._may_compile:
             for _ in range(count):
                 made.captured.replay()

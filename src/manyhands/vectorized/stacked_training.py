@@ -1,4 +1,4 @@
-"""Train members as one vectorized program over their stacked tensors."""
+"""Train the members of an ensemble as one vectorized program over their stacked tensors."""
 
 from __future__ import annotations
 
@@ -39,11 +39,24 @@ from .trial import describe_error, try_stacked
 
 Result = TypeVar("Result")
 IDLE_SHARE = 4
-"""On a GPU, where another size needs another CUDA graph, the stack shrinks when at least 1/IDLE_SHARE of rows idle."""
+"""On a GPU, idle rows are removed from the stack only if they are at least 1/IDLE_SHARE of its rows.
+
+Every size of the stack needs its own CUDA graph.
+"""
 
 
 class StackedTraining(MemberTraining):
-    """Members whose tensors are stacked, one row each."""
+    """Train members by stacking their tensors: the stack has one row per member, and a round is a step of all rows.
+
+    Args:
+        members: The progress of the members, whose tasks must have the same structure.
+        spec: The strategy: precision and capture.
+        place: The device to train on.
+        notice: Called with messages for the user.
+
+    Raises:
+        CannotStack: The tasks cannot be computed as one program.
+    """
 
     def __init__(
         self, members: list[VectorizedMember], spec: StrategySpec, place: Device, notice: Callable[[str], None]
@@ -59,16 +72,16 @@ class StackedTraining(MemberTraining):
         rows = [row_of(built) for built in self._built]
         self._odds = [chances(built.model) for built in self._built]
         self._built = [dataclasses.replace(built, model=first.model) for built in self._built]
-        """The networks differ only in their values, which are in the stack, so one module is kept for all."""
+        """The tasks as built, all with one module, because the values of the networks are in the stack."""
         self._draws = LayoutFree(self.device)
         self._shared_feed = SharedFeed(tasks[0], self.device, self._dtype)
         self._program = Program(first, spec, self.device, self._draws)
         learn_draws(self._draws, self._program, self._shared_feed.data, self._shared_feed.batch_size)
         self._stack = Stack.of(rows, self.device)
         self._rows: list[int | None] = list(range(len(tasks)))
-        """The member in each row; None for an idle row."""
+        """For each row of the stack, the number of its member; None for an idle row."""
         self._parked: dict[int, Row] = {}
-        """Rows of members that take no steps now."""
+        """Tensors of members that take no steps now, by the number of the member."""
         self._rounds = Rounds(self._program, self._shared_feed.data, spec, notice)
         self._evaluation = (
             Evaluation(tasks[0], self._program, place, self._dtype) if tasks[0].valid is not None else None
@@ -100,7 +113,7 @@ class StackedTraining(MemberTraining):
         self._look_at_numbers(task)
 
     def state(self, number: int) -> dict[str, Any]:
-        # A member always uses layout-free random numbers, whatever the strategy's setting is.
+        # Members always use layout-free random numbers, as a run with deterministic=True does.
         spec = dataclasses.replace(self.spec, deterministic=True)
         return state_of(self.members[number], self._row(number), self._built[number], spec, self._program.used)
 
@@ -116,7 +129,7 @@ class StackedTraining(MemberTraining):
     # -- rows -----------------------------------------------------------------------------------------------------
 
     def _row(self, number: int) -> Row:
-        """Return a copy of a member's row."""
+        """Return a copy of the tensors of member `number`."""
         if number in self._parked:
             return {key: tensor.clone() for key, tensor in self._parked[number].items()}
         return self._stack.row(self._rows.index(number))
@@ -125,7 +138,7 @@ class StackedTraining(MemberTraining):
         return {key: tensor.to(self.device) for key, tensor in row.items()}
 
     def _release(self, number: int) -> None:
-        """Free a member's row and drop its contents."""
+        """Make the row of member `number` idle, and drop the member's tensors."""
         self._parked.pop(number, None)
         if number in self._rows:
             self._rows[self._rows.index(number)] = None
@@ -143,14 +156,14 @@ class StackedTraining(MemberTraining):
             try:
                 self._rounds.take(self._stack, self._spread(block), factors, left)
             finally:
-                # Rounds before a failed one count, and so do their samples.
+                # Rounds before a failed one have changed the stack, so their losses and samples count.
                 losses = self._rounds.losses
                 self._shared_feed.advance(laid, len(losses))
                 by_row = losses.T.tolist() if len(losses) else [[] for _ in self._rows]
                 taken |= {number: by_row[row] for row, number in enumerate(self._rows) if number is not None}
             self._shared_feed.prepare(laid)
         else:
-            # Some members have the smaller last batch of an epoch: run members with equal batch sizes together.
+            # Some members are at the smaller last batch of an epoch: run members with equal batch sizes together.
             for size in set(sizes.values()):
                 some = [number for number in active if sizes[number] == size]
                 rows, members = [self._rows.index(number) for number in some], [self.members[number] for number in some]
@@ -162,7 +175,10 @@ class StackedTraining(MemberTraining):
                 taken |= dict(zip(some, losses.T.tolist(), strict=True))
 
     def _lay_out(self, active: Sequence[int]) -> None:
-        """Put active members into rows and park the others; shrink the stack when enough rows are idle."""
+        """Put the tensors of active members into rows of the stack, and take out those of other members.
+
+        Remove idle rows from the stack if there are enough of them.
+        """
         wanted, laid = set(active), set(self._rows)
         for row, number in enumerate(self._rows):
             if number is not None and number not in wanted:
@@ -185,7 +201,7 @@ class StackedTraining(MemberTraining):
             self._rounds.forget()
 
     def _spread(self, block: Block) -> Block:
-        """Return a block with samples for idle rows too; their results are never read."""
+        """Return a block with sample ids for idle rows too; the results of these rows are not used."""
         if None not in self._rows:
             return block
         laid = [row for row, number in enumerate(self._rows) if number is not None]
@@ -195,7 +211,10 @@ class StackedTraining(MemberTraining):
         return Block(ids, block.shared)
 
     def _factors(self, numbers: Sequence[int | None], num_rounds: int, total: int) -> Tensor:
-        """Return the schedules' learning-rate factors, by round and row."""
+        """Return the factors of the members' learning-rate schedules, by round and row.
+
+        `numbers` has the member in each row (None for idle rows), and `total` is the number of steps for schedules.
+        """
         factors = torch.ones(num_rounds, len(numbers), dtype=torch.float64)
         known: dict[tuple[int, int], float] = {}
         for row, number in enumerate(numbers):
@@ -243,7 +262,7 @@ class StackedTraining(MemberTraining):
             )
 
     def _look_at_numbers(self, *new: Task) -> None:
-        """Leave weight decay, clipping and per-member dropout rates out of the program if no member needs them."""
+        """Omit weight decay, clipping and per-member dropout rates from the program if no member needs them."""
         decays = any(built.decays for built in self._built)
         clips = any(task.clip is not None for task in (*(member.task for member in self.members), *new))
         apart = any(odds != self._odds[0] for odds in self._odds)
@@ -253,7 +272,7 @@ class StackedTraining(MemberTraining):
             self._rounds.forget_all()
 
     def _on_stream(self, work: Callable[[], Result]) -> Result:
-        """Run `work` on a side stream on a GPU, because the default stream cannot be captured."""
+        """Return the result of `work`, run on a side stream of a GPU, because the default stream cannot be captured."""
         if self._stream is None:
             return work()
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
@@ -264,7 +283,7 @@ class StackedTraining(MemberTraining):
 
 
 def _stacking(work: Callable[[], Result]) -> Result:
-    """Run `work` and convert its errors to `CannotStack`, after which members can still be trained one by one."""
+    """Return the result of `work`; convert its errors to CannotStack, so that members are trained one by one."""
     try:
         return work()
     except (CannotStack, OutOfMemory, torch.OutOfMemoryError):
@@ -277,10 +296,17 @@ def _stacking(work: Callable[[], Result]) -> Result:
 
 
 MOST_ROWS = 5
+"""Maximum number of samples with which `learn_draws` computes the loss."""
 
 
 def learn_draws(draws: LayoutFree, program: Program, data: Resident, batch_size: int) -> None:
-    """Compute the loss in training mode with two batch sizes, as `fit` does; buffers and generators are restored."""
+    """Find out which random numbers the loss draws, by computing it with two batch sizes in training mode.
+
+    `fit` does the same. Buffers and random generators are restored.
+
+    Raises:
+        CannotStack: The loss changes a Python number, which the members would share.
+    """
     loss, model = program.task.loss, program.model
     assert loss is not None
     more = min(MOST_ROWS, batch_size)
@@ -309,7 +335,7 @@ def learn_draws(draws: LayoutFree, program: Program, data: Resident, batch_size:
     except (UsageError, CannotStack):
         raise
     except Exception:
-        return  # an error in the user's code is raised again in the first step
+        return  # the first step raises an error of the user's code again
     finally:
         put_back()
         restore_random_state(states, program.device)

@@ -1,4 +1,4 @@
-"""States: a member as a checkpoint of its original network, so that it can resume alone or in a stack."""
+"""Checkpoints of single members of a vectorized ensemble, from which they can resume in a stack or alone in `fit`."""
 
 from __future__ import annotations
 
@@ -16,15 +16,20 @@ from .member_training import CannotStack
 from .stack import AVERAGES, BUFFERS, COUNT, FROZEN, PARAMETERS, STEP, Row
 
 COUNTED = ("exp_avg_sq", "square_avg")
-"""Slots next to which torch keeps a step counter."""
+"""Kinds of optimizer state in whose presence torch's optimizers also store the number of updates as "step"."""
 
 
 def state_of(
     member: VectorizedMember, row: Row, built: Built, spec: StrategySpec, used: frozenset[str] | None = None
 ) -> dict[str, Any]:
-    """Return the fields of a checkpoint of `fit`: `step`, `model`, `optimizers`, `state`, `averages`, `random`.
+    """Return the state of a member as the fields of a checkpoint of `fit`, such as `step`, `model` and `optimizers`.
 
-    `used` names the parameters that get gradients, if some do not: an optimizer has no state for the others.
+    Args:
+        member: The progress of the member.
+        row: The member's tensors.
+        built: The member's network and optimizer.
+        spec: The strategy to store in the checkpoint.
+        used: Names of the parameters that get gradients; None for all. There is no optimizer state for the others.
     """
     held = {name: tensor.cpu() for kind in (PARAMETERS, FROZEN, BUFFERS) for name, tensor in _kind(row, kind).items()}
     model = {name: held[_source(name, built, held)] for name in built.model.state_dict()}
@@ -40,15 +45,20 @@ def state_of(
 
 @torch.no_grad()
 def fill(member: VectorizedMember, row: Row, built: Built, state: Mapping[str, Any]) -> None:
-    """Load what `state_of` returned, or the fields of a checkpoint of `fit`, into a member and its row."""
+    """Load the fields of a checkpoint, from `state_of` or `fit`, into a member's progress and its row of tensors.
+
+    Raises:
+        CheckpointError: The checkpoint is from another network.
+        CannotStack: Parameters were updated a different number of times, which a stack cannot represent.
+    """
     model = state["model"]
     own = dict(built.model.state_dict())
     odd = sorted(set(own) ^ set(model)) or [name for name in own if own[name].shape != model[name].shape]
     if odd:
         raise CheckpointError(
             "the state of a member must match its network",
-            got=f"different {', '.join(odd[:3])}",
-            remedy="use its own state",
+            got=f"a state with different tensors {', '.join(odd[:3])}",
+            remedy="load the state of a member with the same network",
         )
     held = {_source(name, built, row_names(row)): tensor for name, tensor in model.items()}
     for kind in (PARAMETERS, FROZEN, BUFFERS):
@@ -75,7 +85,7 @@ def fill(member: VectorizedMember, row: Row, built: Built, state: Mapping[str, A
 
 
 def row_names(row: Row) -> dict[str, Tensor]:
-    """Return a row's tensors of the network itself, by name."""
+    """Return the parameters and buffers in a member's row of tensors, by name."""
     return {name: tensor for kind in (PARAMETERS, FROZEN, BUFFERS) for name, tensor in _kind(row, kind).items()}
 
 
@@ -84,7 +94,7 @@ def _kind(row: Row, kind: str) -> dict[str, Tensor]:
 
 
 def _source(name: str, built: Built, held: Mapping[str, Tensor]) -> str:
-    """Return the name under which a tensor is stored; a tied tensor has several names."""
+    """Return the key of a tensor in `held`; a tensor that several layers share has several names, but one key."""
     if name in held:
         return name
     every = dict(built.model.named_parameters(remove_duplicate=False)) | dict(

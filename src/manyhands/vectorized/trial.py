@@ -1,4 +1,4 @@
-"""Trial: compare a few samples stacked and alone, before tasks are stacked."""
+"""Check before tasks are stacked: loss and gradients for a few samples must be equal in a stack and alone."""
 
 from __future__ import annotations
 
@@ -20,11 +20,17 @@ from .program import FIRST_PASS, Program, pair_of
 from .stack import BUFFERS, PARAMETERS, SEED, STEP, Stack
 
 NUM_ROWS = 4
+"""Number of samples that are compared."""
 TOLERANCE = 1e-3
+"""Relative difference up to which losses and gradients count as equal."""
 
 
 def try_stacked(built: Built) -> None:
-    """Compute loss and gradients for two members at once and for one alone; raise unless they are equal."""
+    """Compute loss and gradients of a task for two stacked members and alone.
+
+    Raises:
+        TaskError: They differ, or the loss cannot be vectorized.
+    """
     with left_alone(built.task.loss):
         _try_stacked(built)
 
@@ -49,19 +55,19 @@ def _try_stacked(built: Built) -> None:
         raise TaskError(
             "a stacked loss must be computable for many networks at once (torch.vmap)",
             got=describe_error(error),
-            remedy="avoid .item(), branches on values and layers without a vmap rule, or train it alone",
+            remedy="avoid .item(), branches on values and layers without a vmap rule, or train the task alone",
         ) from error
     drawn = draws.drew_on_host()
     if drawn:
         raise TaskError(
             "members of a stack must draw their own random numbers",
             got=f"numbers from {drawn}, which would be the same for all",
-            remedy="draw them with torch",
+            remedy="draw random numbers with torch",
         )
     alone, own_slopes = _alone(own, draws, keys[0], data.fetch(ids[0]))
     if not torch.allclose(together[0], alone, rtol=TOLERANCE, atol=1e-5):
         _refuse(f"a loss of {together[0]:.6g} and {alone:.6g}")
-    # A gradient that should be zero is only rounding, so all are compared relative to the largest.
+    # A gradient that should be zero consists of rounding errors, so tolerances are relative to the largest gradient.
     scale = max((float(slope.abs().max()) for slope in own_slopes.values() if slope.numel()), default=0.0)
     for name, slope in own_slopes.items():
         if name in slopes and not torch.allclose(slopes[name][0], slope, rtol=TOLERANCE, atol=TOLERANCE * scale):
@@ -73,12 +79,14 @@ def _copied(model: nn.Module) -> nn.Module:
         return copy.deepcopy(model)
     except Exception as error:
         raise TaskError(
-            "a stacked network must be copyable", got=f"an error when it is copied ({error})", remedy="train it alone"
+            "a stacked network must be copyable",
+            got=f"an error when it is copied ({error})",
+            remedy="train the task alone",
         ) from error
 
 
 def describe_error(error: Exception) -> str:
-    """Return the user's line that cannot be vectorized, and torch's message."""
+    """Return a text with the line of user code that cannot be vectorized, and torch's message."""
     text = str(error).splitlines()[0] if str(error) else type(error).__name__
     return f"{culprit(error)}, which cannot be ({text[:160]})"
 
@@ -110,5 +118,5 @@ def _refuse(got: str) -> None:
     raise TaskError(
         "a network must compute the same results in a stack and alone",
         got=f"{got} for the same samples",
-        remedy="train it alone, and check whether samples of other members can change its results",
+        remedy="train the task alone, and check whether samples of other members can change its results",
     )

@@ -1,4 +1,4 @@
-"""Formats of data files: how each is indexed by one fast scan, and how its rows are read."""
+"""Formats of data files: how a fast scan finds the blocks of a file, and how rows are read."""
 
 from .format import FileShard, Format, RecordFormat, TableFormat, check_types, damaged, unreadable_file
 from .registry import format_of

@@ -1,4 +1,4 @@
-"""CSV files: lines of values separated by commas (or tabs), after a header line of names; a block is some lines."""
+"""CSV files: lines of values separated by commas or tabs, after a header line of names; a block is some lines."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ MAX_ROW_BYTES = 2**31 - 1
 _NEWLINE, _RETURN, _QUOTE, _MARK = 10, 13, 34, b"\xef\xbb\xbf"
 _PLACE = re.compile(r"(?:In CSV column #(\d+): )?(?:CSV parse error: )?Row #(\d+): (.*)", re.DOTALL)
 _ARROW = {"float64": "float32", "double": "float32", "string": "str", "binary": "bytes"}
-"""Types that pyarrow infers from the first lines, and the types used instead: floats become torch's default."""
+"""Column types by the name of the type that pyarrow infers, where they differ: floats are torch's default dtype."""
 
 
 @dataclass(frozen=True)
 class CsvFormat(TableFormat):
-    """CSV, parsed by pyarrow; column types are those of the first block that has rows."""
+    """CSV files, parsed by pyarrow; column types that are not given are those of the first block that has rows."""
 
     name: ClassVar[str] = "csv"
     endings: ClassVar[tuple[str, ...]] = ("csv", "tsv")
@@ -113,7 +113,7 @@ class CsvFormat(TableFormat):
 
 
 def _misread(shard: FileShard, block: int, names: list[str], text: str) -> DataError:
-    """Return the error for a row that pyarrow could not parse; its row numbers start at 1 in the block."""
+    """Return the error for a row of a block that pyarrow could not parse; pyarrow counts rows of the block from 1."""
     place = _PLACE.search(text)
     first = int(shard.blocks[block])
     if place is None:
@@ -124,7 +124,7 @@ def _misread(shard: FileShard, block: int, names: list[str], text: str) -> DataE
 
 
 def _known(kind: str) -> str:
-    """Return an inferred type if it is supported; dates and others stay text."""
+    """Return an inferred column type if it is supported, else "str": dates, for example, stay text."""
     return kind if kind in ("int64", "float32", "bool", "str", "bytes") else "str"
 
 
@@ -140,7 +140,7 @@ def _delimiter(path: str) -> str:
 
 
 def _block_starts(rows: Ids) -> Iterator[int]:
-    """Yield the first row of every block: of some thousand rows or about a megabyte, at least one row."""
+    """Yield the first row of every block, which has at most MAX_BLOCK_ROWS rows and about a megabyte."""
     first, num_rows = 0, len(rows) - 1
     while first < num_rows:
         yield first
@@ -155,7 +155,7 @@ def _bytes(path: str, start: int, stop: int) -> bytes:
 
 
 def _line_starts(path: str, num_bytes: int) -> Ids:
-    """Return the start of every non-empty line, the header's first; a newline between quotes does not end a line."""
+    """Return the offset of every line that is not empty, header included; a newline within quotes ends no line."""
     stops = np.concatenate([np.array([], np.int64), *_line_ends(path)])
     if not len(stops) or stops[-1] != num_bytes:
         stops = np.append(stops, num_bytes)
@@ -174,7 +174,7 @@ def _not_empty(path: str, starts: Ids, stops: Ids) -> npt.NDArray[np.bool_]:
 
 
 def _line_ends(path: str) -> Iterator[Ids]:
-    """Yield the position after every line end. A quote opens a value only at the value's start, as in pyarrow."""
+    """Yield the offsets after line ends. A quote opens a quoted value only at the start of a value, as in pyarrow."""
     is_open, before = False, _NEWLINE
     borders = np.isin(np.arange(256), [_NEWLINE, _RETURN, ord(_delimiter(path))])
     for place, values in _chunks(path):
@@ -195,7 +195,10 @@ def _line_ends(path: str) -> Iterator[Ids]:
 
 
 def _chunks(path: str) -> Iterator[tuple[int, npt.NDArray[np.uint8]]]:
-    """Yield the file in large chunks, after a byte order mark; none ends between two quotes, or between \\r and \\n."""
+    """Yield a file in chunks with their offsets, without a byte order mark.
+
+    No chunk ends between two quotes, or between \\r and \\n.
+    """
     with open(path, "rb") as file:
         place = len(_MARK) if file.read(len(_MARK)) == _MARK else 0
         file.seek(place)
@@ -207,7 +210,7 @@ def _chunks(path: str) -> Iterator[tuple[int, npt.NDArray[np.uint8]]]:
 
 
 def _lone_returns(values: npt.NDArray[np.uint8]) -> Ids:
-    """Return the positions of \\r without \\n, except the last byte of the chunk."""
+    """Return the positions of \\r without \\n after it in a chunk, except the last byte."""
     returns: Ids = np.flatnonzero(values[:-1] == _RETURN)
     lone: Ids = returns[values[returns + 1] != _NEWLINE]
     return lone
@@ -216,7 +219,14 @@ def _lone_returns(values: npt.NDArray[np.uint8]) -> Ids:
 def _quoted(
     values: npt.NDArray[np.uint8], before: int, borders: npt.NDArray[np.bool_], is_open: bool
 ) -> tuple[Ids, npt.NDArray[np.bool_]]:
-    """Return the positions of quotes that may open or close a value, and whether a value is open after each."""
+    """Return the positions of quotes in a chunk that may open or close a value, and whether one is open after each.
+
+    Args:
+        values: The bytes of the chunk.
+        before: The byte before the chunk.
+        borders: For every byte, whether a value may start after it: after a line end or a delimiter.
+        is_open: Whether the chunk starts within a quoted value.
+    """
     quotes = np.flatnonzero(values == _QUOTE)
     firsts = np.flatnonzero(np.diff(quotes, prepend=-2) > 1)
     # Two quotes inside a value are an escaped quote, so only runs of odd length open or close a value.

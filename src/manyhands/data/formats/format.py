@@ -1,4 +1,4 @@
-"""Format: base classes of data file formats, and errors that name a file and a row."""
+"""Base classes of the formats of data files, and errors that name a file and a row."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..columns import ColumnTable
 from ..order import Ids
 
 Types = Mapping[str, str]
-"""Columns to read and the type of each; an empty string keeps the file's type."""
+"""The types of the columns to read, by name; an empty string keeps the file's type."""
 
 BLOCK_BYTES = 1 << 20
 MAX_BLOCK_ROWS = 4096
@@ -26,14 +26,14 @@ KNOWN_TYPE = re.compile(r"(bool|u?int(8|16|32|64)|float(16|32|64)|str|bytes)(\[\
 
 @dataclass(frozen=True)
 class FileShard:
-    """One file as scanned."""
+    """The result of scanning one data file: where its blocks of rows are."""
 
     path: str
     num_bytes: int
     blocks: Ids
     """The first row of every block, followed by the number of rows."""
     marks: Ids
-    """Offsets in the file as its format needs them: the starts of records or blocks, and the end of the last one."""
+    """Offsets of the records or blocks in the file, and of the end of the last one; for Parquet, row group numbers."""
     sizes: Ids
     """Approximate bytes of memory of every block."""
 
@@ -45,7 +45,7 @@ class FileShard:
 
 @dataclass(frozen=True)
 class Format(ABC):
-    """A kind of data file, and the columns to read; None: all."""
+    """Base class of the formats of data files, with the columns to read; None reads all columns."""
 
     name: ClassVar[str]
     endings: ClassVar[tuple[str, ...]]
@@ -53,27 +53,27 @@ class Format(ABC):
 
     @abstractmethod
     def scan(self, path: str) -> FileShard:
-        """Find the blocks of a file without reading all of it; raise for a file that cannot be read."""
+        """Find the blocks of a file without decoding its rows; raise DataError for a file that cannot be read."""
 
     def settled(self, paths: Sequence[str]) -> Format:
-        """Return the format with types that hold for all files, taken from the first one that has rows."""
+        """Return the format with its column types fixed to those of the first file that has rows, for all files."""
         return self
 
 
 class RecordFormat(Format):
-    """Files of records that are read one by one; `marks` has the offset of each."""
+    """Base class of formats whose records are read one by one; `FileShard.marks` has the offset of each record."""
 
     @abstractmethod
     def sample(self, record: bytes) -> dict[str, object]:
-        """Decode a record into a sample; raise ValueError for a damaged one."""
+        """Decode the bytes of a record into a sample; raise ValueError for a damaged record."""
 
 
 class TableFormat(Format):
-    """Files of columns that are read a block at a time."""
+    """Base class of formats whose columns are read a block of rows at a time."""
 
     @abstractmethod
     def table(self, shard: FileShard, block: int) -> ColumnTable:
-        """Read the columns of a block."""
+        """Read the requested columns of block number `block` of a file."""
 
 
 def damaged(path: str, row: int, reason: object, row_name: str = "row") -> DataError:
@@ -86,14 +86,14 @@ def damaged(path: str, row: int, reason: object, row_name: str = "row") -> DataE
 
 
 def unreadable_file(path: str, what: str, error: object) -> DataError:
-    """Return the error for a file that cannot be read at all."""
+    """Return the error for a file that cannot be read at all; `what` says what the file must be."""
     return DataError(
         f"{path} must be {what}", got=error, remedy="repair it, omit it, or pass format= if it has another format"
     )
 
 
 def missing_columns(path: str, wanted: Types, known: list[str]) -> None:
-    """Raise unless a file has all requested columns."""
+    """Raise DataError unless all requested columns are among the columns `known` of a file."""
     missing = [name for name in wanted if name not in known]
     if missing:
         raise DataError(
@@ -104,7 +104,7 @@ def missing_columns(path: str, wanted: Types, known: list[str]) -> None:
 
 
 def record_blocks(marks: Ids) -> Ids:
-    """Group records into blocks of about a megabyte, so that records read together are adjacent."""
+    """Group the records at offsets `marks` into blocks of about a megabyte; return the first record of every block."""
     num_rows = len(marks) - 1
     num_bytes = int(marks[-1] - marks[0]) if num_rows else 0
     rows = min(MAX_BLOCK_ROWS, max(1, num_rows * BLOCK_BYTES // max(1, num_bytes)))
@@ -112,7 +112,7 @@ def record_blocks(marks: Ids) -> Ids:
 
 
 def check_types(columns: Types) -> None:
-    """Raise for an unknown column type."""
+    """Raise DataError for an unknown column type."""
     for name, kind in columns.items():
         if kind and not KNOWN_TYPE.fullmatch(kind):
             raise DataError(
@@ -123,7 +123,7 @@ def check_types(columns: Types) -> None:
 
 
 def pyarrow(name: str = "") -> ModuleType:
-    """Import pyarrow or a submodule of it; raise an error that says how to install it."""
+    """Import pyarrow or one of its submodules; raise DataError with the install command if it is missing."""
     from importlib import import_module
 
     try:
@@ -136,7 +136,7 @@ def pyarrow(name: str = "") -> ModuleType:
 
 
 def file_size(path: str) -> int:
-    """Read bytes of a file; raise an error that names it."""
+    """Return the size of a file in bytes; raise DataError if the file cannot be read."""
     try:
         return os.stat(path).st_size
     except OSError as error:

@@ -16,16 +16,16 @@ from .format import FileShard, TableFormat, Types, damaged, file_size, missing_c
 
 _TEXTS = ("BYTE_ARRAY", "FIXED_LEN_BYTE_ARRAY")
 _NUMBER, _TEXT = 8, 64
-"""Bytes of a value in memory; a text is a Python object."""
+"""Estimated bytes of a number and of a string in memory; a string is a Python object."""
 MAX_GROUP_BYTES = 4 << 30
-"""Maximum bytes of a row group's requested columns in memory. Usual row groups have up to 1 GiB."""
+"""Maximum bytes of a row group's requested columns in memory; row groups usually have at most 1 GiB."""
 _BATCH_BYTES = 1 << 28
-"""Maximum bytes of texts with shared prefixes that are decoded between two checks."""
+"""Maximum bytes of strings with shared prefixes that are decoded between two checks of their size."""
 
 
 @dataclass(frozen=True)
 class ParquetFormat(TableFormat):
-    """Parquet, read by pyarrow."""
+    """Parquet files, read by pyarrow; a block is a row group."""
 
     name: ClassVar[str] = "parquet"
     endings: ClassVar[tuple[str, ...]] = ("parquet", "pq")
@@ -69,14 +69,14 @@ class ParquetFormat(TableFormat):
 
 def _too_large(path: str, size: str) -> DataError:
     return DataError(
-        f"a row group of {path} may have {MAX_GROUP_BYTES} bytes in memory",
+        f"a row group of {path} must have at most {MAX_GROUP_BYTES} bytes in memory",
         got=size,
         remedy="write the file with smaller row groups, or pass columns= with fewer columns",
     )
 
 
 def _memory(group: Any, schema: Any, wanted: Types | None) -> float:
-    """Estimate the memory of a row group's requested columns, with numbers of a dictionary expanded."""
+    """Estimate the bytes of a row group's requested columns in memory; dictionary-encoded numbers count per row."""
     total = 0.0
     for number in range(group.num_columns):
         column = group.column(number)
@@ -87,7 +87,7 @@ def _memory(group: Any, schema: Any, wanted: Types | None) -> float:
 
 
 def _decoded_bytes(array: Any) -> int:
-    """Return the bytes that the texts of dictionaries in an array take when each row gets its own."""
+    """Return the bytes that the dictionary-encoded strings of an array take when each row gets its own copy."""
     compute, kinds = pyarrow("compute"), pyarrow("types")
     if kinds.is_list(array.type) or kinds.is_large_list(array.type) or kinds.is_fixed_size_list(array.type):
         return _decoded_bytes(array.flatten())
@@ -101,10 +101,10 @@ def _decoded_bytes(array: Any) -> int:
 
 @contextmanager
 def _opened(path: str, group: int | None = None) -> Iterator[Any]:
-    """Open a file, with texts as dictionaries where a row group has them so.
+    """Open a Parquet file. If `group` is a row group, strings that it stores as dictionaries are read as dictionaries.
 
-    A text of a dictionary is in the file once and can be in any number of rows, so that no size in the metadata bounds
-    what they take. Dictionaries are expanded only after that was computed.
+    A string in a dictionary is stored once and may occur in any number of rows, so that no size in the metadata limits
+    the memory of the rows. Dictionaries are expanded only after that memory was computed.
     """
     arrow, parquet = pyarrow(), pyarrow("parquet")
     with arrow.memory_map(path) as memory:
@@ -120,7 +120,7 @@ def _opened(path: str, group: int | None = None) -> Iterator[Any]:
 
 
 def _dictionaries(group: Any) -> list[str]:
-    """Return the columns of texts in which a text of a dictionary may be repeated too often."""
+    """Return the names of the string columns in which a string of a dictionary may be repeated too often."""
     return [
         column.path_in_schema
         for column in _repeating(group)
@@ -129,7 +129,7 @@ def _dictionaries(group: Any) -> list[str]:
 
 
 def _repeating(group: Any) -> list[Any]:
-    """Return the columns of texts that could take too much memory, each text being as long as all of them."""
+    """Return the string columns that would take too much memory if every value were as long as all stored bytes."""
     columns = (group.column(number) for number in range(group.num_columns))
     return [
         column
@@ -139,12 +139,15 @@ def _repeating(group: Any) -> list[Any]:
 
 
 def _has_prefixes(column: Any) -> bool:
-    """Return whether texts share prefixes with those before, which pyarrow does not read as a dictionary."""
+    """Return whether strings are stored without the prefixes that they share with the string before.
+
+    pyarrow does not read such columns as dictionaries.
+    """
     return "DELTA_BYTE_ARRAY" in column.encodings
 
 
 def _read(file: Any, number: int, names: list[str] | None, path: str) -> Any:
-    """Read a row group; raises DataError if texts that share prefixes take too much memory."""
+    """Read a row group; raise DataError if strings that share prefixes take too much memory."""
     group = file.metadata.row_group(number)
     longest = max((column.total_uncompressed_size for column in _repeating(group) if _has_prefixes(column)), default=0)
     if not longest:

@@ -1,4 +1,4 @@
-"""The supported formats, and how a file's format is found from its name."""
+"""The supported formats of data files, and the choice of a file's format by its name."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from .tar import TarFormat
 from .tfrecord import TFRecordFormat
 
 FORMATS: dict[str, type[Format]] = {kind.name: kind for kind in (ParquetFormat, CsvFormat, TFRecordFormat, TarFormat)}
-"""A new format is one file and one entry here."""
+"""The formats by name. A new format is one file and one entry here."""
 PACKED = ("gz", "bz2", "xz", "zst", "zip")
 
 
 def format_of(path: str, name: str | None, columns: Types | None) -> Format:
-    """Return the format of a file: the one that is named, or the one of its extension."""
+    """Return the format called `name`; if it is None, the format of files with the extension of `path`."""
     if name is not None:
         if name not in FORMATS:
             raise DataError(f"format must be one of {', '.join(FORMATS)}", got=repr(name), remedy="choose one of them")

@@ -17,24 +17,27 @@ _HEADER_KINDS = (b"L", b"x", b"g")
 """Members that describe the next one: a long name, a pax header, a global pax header."""
 _NAME = re.compile(r"((?:.*/)?[^./][^./]*)\.([^/]*)")
 Read = Callable[[int, int], bytes]
-"""`read(place, size)` returns bytes of a tar file."""
+"""`read(place, size)` returns `size` bytes of a tar file from offset `place` on."""
 
 
 class TarEntry(NamedTuple):
-    """A file inside a tar file."""
+    """A member of a tar file."""
 
     key: str
+    """The name up to the first dot, with the folder, which is the key of the sample."""
     ending: str
+    """The rest of the name, which is the name of the field."""
     start: int
-    """Offset of its first header."""
+    """Offset of the first header of the member."""
     place: int
-    """Offset of its content."""
+    """Offset of the content."""
     size: int
+    """Bytes of the content."""
 
 
 @dataclass(frozen=True)
 class TarFormat(RecordFormat):
-    """Tar files of samples: the key under "__key__", and the content of every member under its extension."""
+    """Tar files of samples, which are dicts with the key under "__key__" and the contents of members by extension."""
 
     name: ClassVar[str] = "tar"
     endings: ClassVar[tuple[str, ...]] = ("tar",)
@@ -79,7 +82,7 @@ def _typed(value: object, kind: str) -> object:
 
 
 def _plain_sample(record: bytes) -> dict[str, object]:
-    """Parse a sample of regular files with short names, the common case, quickly; return {} for any other."""
+    """Parse a sample quickly if all members are regular files with short names; return {} for any other sample."""
     found: dict[str, object] = {}
     place = 0
     while place < len(record):
@@ -109,9 +112,10 @@ def _sample(record: bytes) -> dict[str, object]:
 
 
 def _members(read: Read, num_bytes: int, *, check: bool = False) -> Iterator[TarEntry]:
-    """Yield the files of a tar file that belong to samples; raise ValueError for damage.
+    """Yield the members of a tar file that belong to samples; raise ValueError if the file is damaged.
 
-    The scan verifies the checksums of headers; a file that changes afterwards is detected by its size.
+    With `check`, as in the scan, the checksums of headers are verified. A file that changes afterwards is detected by
+    its size.
     """
     place, start, long_name, long_size = 0, 0, "", -1
     while place + _SECTOR <= num_bytes:
@@ -124,7 +128,7 @@ def _members(read: Read, num_bytes: int, *, check: bool = False) -> Iterator[Tar
         content, kind = place + _SECTOR, header[156:157]
         if long_size >= 0 and kind not in _HEADER_KINDS:
             size = long_size
-        # Before anything of that size is read.
+        # Checked before anything of that size is read.
         if content + size > num_bytes:
             raise ValueError(f"a file that ends {content + size - num_bytes} bytes too early")
         if kind == b"L":
@@ -144,7 +148,7 @@ def _members(read: Read, num_bytes: int, *, check: bool = False) -> Iterator[Tar
 
 
 def _require_zeros(read: Read, place: int, num_bytes: int) -> None:
-    """Raise for data after the end of a tar file, which means a hole in it or another tar file appended to it."""
+    """Raise ValueError for data after the end mark of a tar file: the file has a hole, or another one was appended."""
     while place < num_bytes:
         rest = read(place, min(_REST, num_bytes - place))
         if rest.strip(b"\0"):
@@ -178,7 +182,7 @@ def _name(header: bytes) -> str:
 
 
 def _notes(data: bytes) -> dict[str, str]:
-    """Parse a pax header: lines of "length key=value"."""
+    """Parse a pax header, which consists of lines "length key=value"; return the values by key."""
     found, place = {}, 0
     while place < len(data):
         length = int(data[place : data.index(b" ", place)])

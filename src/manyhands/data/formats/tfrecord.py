@@ -1,4 +1,4 @@
-"""TFRecord files: repeated length, checksum, record, checksum; a record is a tf.train.Example."""
+"""TFRecord files: a sequence of records, each with its length and checksums; a record is a tf.train.Example."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _HEAD = struct.Struct("<QI")
 _TAIL = struct.Struct("<I")
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 _VARINT_BITS = 63
-"""Largest shift of a byte of a 64-bit varint; a longer one takes time quadratic in its length."""
+"""Maximum shift of a byte in a 64-bit varint; decoding a longer varint would take quadratic time."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class TFRecordFormat(RecordFormat):
 
 
 def masked(data: bytes) -> int:
-    """Return the checksum of TFRecord files: crc32c, rotated and offset."""
+    """Return the checksum of some bytes as TFRecord files store it: crc32c, rotated and with an offset."""
     crc = _crc32c()(data)
     return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
@@ -63,7 +63,7 @@ def _crc32c() -> Callable[[bytes], int]:
 
 
 def _places(path: str, fd: int, num_bytes: int) -> Iterator[int]:
-    """Yield the start of every record, and the end of the last one."""
+    """Yield the offset of every record, and of the end of the last one; raise DataError for a damaged file."""
     place, row = 0, 0
     yield place
     while place < num_bytes:
@@ -81,7 +81,10 @@ def _places(path: str, fd: int, num_bytes: int) -> Iterator[int]:
 
 
 def _features(body: bytes) -> Iterator[tuple[str, Any]]:
-    """Yield the features of a tf.train.Example: Example.features (1), Features.feature (1), name (1) and value (2)."""
+    """Yield the features of an encoded tf.train.Example by name.
+
+    The fields are Example.features (1), Features.feature (1), and of each entry the name (1) and the value (2).
+    """
     for _, features in _parts(body):
         for _, entry in _parts(features):
             pair = dict(_parts(entry))
@@ -89,7 +92,7 @@ def _features(body: bytes) -> Iterator[tuple[str, Any]]:
 
 
 def _values(feature: bytes) -> Any:
-    """Return the values of a feature: bytes (1), floats (2) or integers (3)."""
+    """Return the values of an encoded tf.train.Feature: bytes (field 1), floats (2) or integers (3)."""
     for kind, values in _parts(feature):
         if kind == 1:
             return [value for _, value in _parts(values)]
@@ -101,7 +104,7 @@ def _values(feature: bytes) -> Any:
 
 
 def _parts(data: bytes) -> Iterator[tuple[int, bytes]]:
-    """Yield the fields of a protobuf message: number and bytes; for a varint its encoded bytes."""
+    """Yield the number and the bytes of every field of a protobuf message; the bytes of a varint are not decoded."""
     place, size = 0, len(data)
     while place < size:
         tag, place = _varint(data, place)
@@ -133,11 +136,11 @@ def _varint(data: bytes, place: int) -> tuple[int, int]:
             return value, place
         shift += 7
         if shift > _VARINT_BITS:
-            raise ValueError("no tf.train.Example (a number of more than 10 bytes)")
+            raise ValueError("a record that is not a tf.train.Example (a number of more than 10 bytes)")
 
 
 def _varints(data: bytes) -> Ids:
-    """Decode consecutive varints at once."""
+    """Decode consecutive varints with a few numpy operations."""
     values = np.frombuffer(data, np.uint8)
     ends = np.flatnonzero(values < 0x80)
     if len(values) and (not len(ends) or ends[-1] != len(values) - 1):

@@ -1,4 +1,4 @@
-"""Several hosts form one job: tokens, a handshake, a listener where hosts join, and agents that run their ranks."""
+"""Jobs of several hosts: tokens, a handshake, a listener at which hosts join, and agents that run their ranks."""
 
 from .join import Join, JoinedHosts
 from .tls import TLS_VARIABLE, tls_here

@@ -1,4 +1,4 @@
-"""The agent: runs a host's ranks for the coordinator on another host, and keeps them alive while it is unreachable."""
+"""The agent: runs the ranks of a host for a coordinator on another host, also while that host is unreachable."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ RETRY_SECONDS = 0.5
 
 
 class Agent(ProcessListener, RunningJob):
-    """The ranks of this host. While the coordinator is unreachable they keep their state in memory and wait."""
+    """Runs the ranks of this host for the coordinator on the first host.
+
+    While the coordinator is unreachable, the ranks keep their state in memory and wait.
+    """
 
     def __init__(
         self,
@@ -49,7 +52,7 @@ class Agent(ProcessListener, RunningJob):
         self._reason: str | None = None
         self._beats = PeerBeats(host, address_towards(channel.peer), token, self._selector)
         self._unheard: list[str] = []
-        """The hosts that were last reported as not heard."""
+        """The hosts from which this host received no datagrams any more at the last report to the coordinator."""
         self._listen()
 
     # -- for the caller -------------------------------------------------------------------------------------------
@@ -107,13 +110,13 @@ class Agent(ProcessListener, RunningJob):
 
     def _listen(self) -> None:
         self._selector.register(self._channel, selectors.EVENT_READ, self._receive)
-        # The other hosts may have to join again too, and must not be reported before they have.
+        # The other hosts may have to join again too, and must not be reported as silent before that.
         self._beats.introduce({}, "")
         self._unheard = []
         self._channel.send("peer", port=self._beats.port)
 
     def _report_unheard(self) -> None:
-        """Report the hosts that this one no longer hears, when that changes."""
+        """Report the hosts from which this host receives no datagrams any more, when they change."""
         self._beats.tick()
         if (unheard := self._beats.unheard()) != self._unheard:
             self._unheard = unheard

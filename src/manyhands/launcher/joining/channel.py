@@ -26,7 +26,7 @@ BEAT_SECONDS = 0.5
 _HEAD = struct.Struct("!I")
 _PROOF = hashlib.sha256().digest_size
 _TLS = 22
-"""The first byte of a TLS connection; no message of this protocol is that long."""
+"""The first byte of a TLS connection; as the first byte of a message's length it would exceed MAX_MESSAGE."""
 _HEX = re.compile("[0-9a-f]{0,64}")
 _HEX_FIELDS = ("nonce", "proof", "again")
 
@@ -63,18 +63,18 @@ SHAPES: dict[str, dict[str, type | tuple[type, ...]]] = {
 
 
 class ProtocolError(RunError):
-    """The other side sent a message that does not follow the protocol."""
+    """Raised when the other side sends a message that does not follow the protocol."""
 
 
 @dataclass(frozen=True)
 class JoinTimeouts:
-    """Time limits for another host: all are derived from a job's one time limit, and at most ten seconds."""
+    """Time limits for another host, which are derived from the time limit of the job and are at most ten seconds."""
 
     timeout: float
 
     @property
     def silence(self) -> float:
-        """Return the seconds after which a host counts as failed that sends nothing or reads nothing."""
+        """Return the seconds after which a host that sends nothing or reads nothing is considered failed."""
         return min(4.0, self.timeout / 10)
 
     @property
@@ -89,17 +89,17 @@ class JoinTimeouts:
 
 
 class Bare:
-    """The transport layer of a connection without TLS: bytes are sent as they are."""
+    """The transport layer of a connection without TLS: bytes are sent unchanged."""
 
     binding: tuple[str, ...] = ()
     """Values that only this connection has; proofs of the token cover them (channel binding)."""
 
     def wrapped(self, data: bytes) -> bytes:
-        """Return the bytes to send for this data."""
+        """Return the bytes to send for `data`."""
         return data
 
     def opened(self, data: bytes) -> bytes:
-        """Return the data in these received bytes."""
+        """Return the data in received bytes."""
         return data
 
 
@@ -110,7 +110,7 @@ class Channel:
         self._socket, self.limits, self._cover = sock, limits, cover or Bare()
         self.binding = self._cover.binding
         self.peer = str(sock.getpeername()[0])
-        """The other side's address, also after the connection has ended."""
+        """The address of the other side, which stays available after the connection has ended."""
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         seconds, rest = divmod(limits.silence, 1)
         # A sender must not block forever on a frozen host that does not read.
@@ -129,7 +129,7 @@ class Channel:
         return self._socket.fileno()
 
     def seal(self, ours: bytes, theirs: bytes) -> None:
-        """Authenticate every message from now on, with keys that only these two hosts know."""
+        """Authenticate every further message with keys that only these two hosts know, one per direction."""
         self._keys = ours, theirs
 
     def start_beating(self) -> None:
@@ -160,12 +160,17 @@ class Channel:
         yield from self._whole()
 
     def wait_for(self, *kinds: str, seconds: float, first: float | None = None) -> Message:
-        """Return the next message, which must be of one of these kinds and arrive in time.
+        """Return the next message, which must be of one of these kinds; heartbeats are skipped.
 
         Args:
             kinds: The accepted kinds.
             seconds: Time limit for the whole message.
             first: Time limit for its first byte, if that is shorter.
+
+        Raises:
+            ProtocolError: The message is of another kind, or invalid.
+            TimeoutError: No message has arrived in time.
+            ConnectionError: The connection was closed.
         """
         end = time.monotonic() + seconds
         first_end = end if first is None else time.monotonic() + first
@@ -224,7 +229,7 @@ class Channel:
             yield checked(body)
 
     def _proof(self, key: bytes, number: int, body: bytes) -> bytes:
-        """Return zeros before the keys are known, then an HMAC of the message and its number against replays."""
+        """Return an HMAC of a message and its number, against replays; zeros as long as there is no key."""
         return bytes(_PROOF) if not key else hmac.new(key, struct.pack("!Q", number) + body, hashlib.sha256).digest()
 
     def _beat(self) -> None:
@@ -233,7 +238,7 @@ class Channel:
 
 
 def checked(body: bytes) -> Message:
-    """Return a message after checking its shape.
+    """Return the message in `body`; raise ProtocolError unless it has exactly the fields of its kind in `SHAPES`.
 
     >>> checked(b'{"kind": "start", "slot": "1", "rendezvous": {}}')
     Traceback (most recent call last):
@@ -257,7 +262,7 @@ def checked(body: bytes) -> Message:
 
 
 def _written(message: Message) -> bytes:
-    """Return the encoded message; if it is too long, long texts lose their middle."""
+    """Return an encoded message; if it is too long, the middle of long texts is omitted."""
     body = json.dumps(message, default=str).encode()
     if len(body) > MAX_MESSAGE:
         body = json.dumps(_truncated(message), default=str).encode()

@@ -19,17 +19,17 @@ from .channel import Channel, Message
 from .token import JoinToken
 
 Refusal = Literal["token", "differs", "present", "full", "tls"]
-"""Why a host is refused.
+"""Why the first host refuses a host.
 
-It has another token, it differs from the first host, its name is taken, all hosts have joined, or its connection does
-not use TLS.
+The host has another token, differs in versions, clock or work, has the name of a joined host, comes after all hosts
+have joined, or does not use TLS.
 """
 MAX_SKEW = 60.0
 """Maximum difference of clocks in seconds: events of all hosts are written to one log."""
 
 
 class JoinRefused(SettingsError):
-    """The first host refuses this one."""
+    """Raised on a joining host that the first host refuses; `code` is the `Refusal`."""
 
     code: str = ""
 
@@ -45,9 +45,9 @@ class HostFacts:
     time: float
     devices: list[dict[str, Any]]
     running: list[int]
-    """Slots whose ranks are already running and wait for a rendezvous, after the connection was lost."""
+    """Slots of ranks that are still running and wait for a rendezvous, if the host rejoins after a lost connection."""
     generation: int
-    """The last generation that these ranks know of."""
+    """The last generation (rendezvous number) of these ranks; -1 if there are none."""
     work: str
     """A digest of the work to run, which must be the same on all hosts."""
 
@@ -76,7 +76,7 @@ class HostFacts:
 
     @classmethod
     def read(cls, values: dict[str, Any]) -> HostFacts:
-        """Return the facts of another host after checking the received data."""
+        """Return the facts of another host; raise SettingsError if the received data is invalid."""
         try:
             facts = cls(**values)
             good = (
@@ -106,7 +106,7 @@ class HostFacts:
         ]
 
     def differences(self, other: HostFacts) -> str:
-        """Return why two hosts cannot work together, with the remedy; empty if they can."""
+        """Return why this host and another one cannot work together, with a remedy; empty if they can."""
         for name in ("manyhands", "torch", "python"):
             own, peer = getattr(self, name), getattr(other, name)
             if name == "python":
@@ -130,7 +130,10 @@ class HostVerifier:
     def __init__(
         self, channel: Channel, token: JoinToken, passes: Mapping[str, JoinToken], own_facts: Callable[[], HostFacts]
     ) -> None:
-        """Run the handshake; `passes` belong to hosts that joined before, which need no valid token any more."""
+        """Run the handshake up to the decision; raise SettingsError after refusing the host.
+
+        `passes` are secrets, by name, of hosts that have joined before; these need no valid token any more.
+        """
         self.channel = channel
         self._nonce = secrets.token_hex(16)
         channel.send("hello", nonce=self._nonce)
@@ -153,7 +156,7 @@ class HostVerifier:
             raise self.refuse("differs", difference)
 
     def refuse(self, code: Refusal, reason: str) -> SettingsError:
-        """Send the host the reason for the refusal; return it as an error."""
+        """Send the host the code and reason of the refusal, and return the error to raise or report."""
         self.channel.send("refused", code=code, reason=reason)
         return SettingsError(f"{self.channel.peer} was not admitted to the job: {reason}")
 
@@ -170,8 +173,8 @@ class HostVerifier:
 def introduce(channel: Channel, token: JoinToken, own_facts: HostFacts, known: JoinToken | None = None) -> JoinToken:
     """Run the joining host's side of the handshake; return the pass with which it may rejoin.
 
-    A token may expire while a job runs, and a host of that job must still be able to rejoin. `known` is its pass. The
-    token is proved as well, because a restarted first host has issued no passes.
+    A token may expire while a job runs, but a host of that job must still be able to rejoin: `known` is the pass of
+    such a host. It proves the token as well, because a restarted first host has issued no passes.
     """
     hello = _receive(channel, "hello")
     nonce = secrets.token_hex(16)
@@ -195,7 +198,7 @@ def introduce(channel: Channel, token: JoinToken, own_facts: HostFacts, known: J
 
 
 def _receive(channel: Channel, kind: str) -> Message:
-    """Return the first host's message; raise JoinRefused if it refuses this host."""
+    """Return the first host's next message, which must be of this kind; raise JoinRefused if it refuses this host."""
     answer = channel.wait_for(kind, "refused", seconds=channel.limits.answer)
     if answer["kind"] == "refused":
         refused = JoinRefused(f"{channel.peer} refuses this host: {answer['reason']}")

@@ -41,7 +41,7 @@ from .waiting import Wait
 
 @dataclass(frozen=True, kw_only=True)
 class Join:
-    """How several hosts join one job, for `on=`: the same on every host, except for the host's own devices.
+    """How several hosts join one job, as a value of `on=`. All fields but `on` must be the same on every host.
 
     >>> Join(address="host1:7777", hosts=4, token_file="token").hosts
     4
@@ -51,12 +51,12 @@ class Join:
     """HOST:PORT of the first host, which runs the coordinator."""
     hosts: int
     token_file: str = ""
-    """A file that only its owner can read, the same on all hosts; `manyhands token FILE` creates one.
+    """A file with a secret that only its owner can read; `manyhands token FILE` creates one.
 
-    Without a file, the token is read from MANYHANDS_TOKEN.
+    It must be copied to all hosts. Without a file, the token is read from MANYHANDS_TOKEN.
     """
     tls: str = ""
-    """A folder with tls.crt, tls.key and ca.crt: hosts join over TLS and verify each other's certificates."""
+    """A folder with tls.crt, tls.key and ca.crt: hosts then join over TLS and verify each other's certificates."""
     on: str | None = None
     """This host's devices, such as "cuda:0,1" or "cpu*2"; by default all that it has."""
     work: str = ""
@@ -70,7 +70,13 @@ class Join:
             )
 
     def gather(self, num_wanted: int | None, timeout: float, notify: Callable[[str], None]) -> JoinedHosts:
-        """Wait until all hosts have joined; return them as this host sees them."""
+        """Wait until all hosts have joined, and return an object by which this host takes part in the job.
+
+        Args:
+            num_wanted: Number of devices over all hosts; None for all.
+            timeout: Seconds to wait for the other hosts.
+            notify: Called with notices for the user.
+        """
         name, port = parse_endpoint(self.address)
         token, tls = token_here(self.token_file), tls_here(self.tls)
         tls.check()
@@ -110,21 +116,21 @@ class _FactsOf:
 
 @dataclass(frozen=True)
 class _First:
-    """The first host, which runs the coordinator, as the other hosts connect to it."""
+    """What another host needs to connect to the first host, which runs the coordinator."""
 
     address: str
     port: int
     token: JoinToken
     tls: NoTls
     taken: PortTaken | None = None
-    """Set when another program on this machine, of whatever kind, holds the port."""
+    """The error of this host, if another program on it already listens on the port; that may be the first host."""
 
     def __str__(self) -> str:
         return f"{self.address}:{self.port}"
 
 
 class JoinedHosts(ABC):
-    """The hosts of a job, as one of them sees it."""
+    """One host's view of the joined hosts of a job, by which the host takes part in the job."""
 
     is_first = True
     here: Sequence[Device]
@@ -132,25 +138,28 @@ class JoinedHosts(ABC):
     devices: Sequence[Device]
     """The devices of all hosts."""
     notices: Sequence[str] = ()
-    """The measured links between the hosts, and which one was chosen."""
+    """Texts about the measured links between the hosts, and which one was chosen."""
 
     @abstractmethod
     def agree(self, value: Callable[[], str]) -> str:
-        """Return the value that the first host computes, on all hosts."""
+        """Return, on all hosts, the value that `value` returns on the first host."""
 
     @abstractmethod
     def start(
         self, engine: LocalEngine, fn: Callable[[World], Any], *, timeout: float, after_loss: AfterLoss, unit: int = 1
     ) -> RunningJob:
-        """Start this host's ranks, which form one world with those of the other hosts, in groups of `unit`."""
+        """Start the ranks of this host, which form one world with those of the other hosts.
+
+        `after_loss` and `unit`, the number of ranks in a group, are as in `Engine.start`.
+        """
 
     @abstractmethod
     def close(self, reason: str) -> None:
-        """Leave the job; does nothing if it has already ended."""
+        """Leave the job, with a reason for the other hosts; do nothing if it has already ended."""
 
 
 class First(JoinedHosts):
-    """The first host, which runs the coordinator."""
+    """The view of the joined hosts on the first host, which runs the coordinator."""
 
     def __init__(self, join_listener: JoinListener, devices: Sequence[Device], address: str) -> None:
         self._join_listener, self._address = join_listener, address
@@ -190,7 +199,7 @@ class First(JoinedHosts):
 
 
 class Other(JoinedHosts):
-    """A host that joins the first one."""
+    """The view of the joined hosts on a host that has joined the first host."""
 
     is_first = False
 
@@ -209,7 +218,7 @@ class Other(JoinedHosts):
         self.devices = [Device(str(k), int(i), str(h), float(s), int(n)) for k, i, h, s, n in described]
 
     def _connect(self) -> Channel:
-        """Join the first host; retry until the time limit, because the first host may start later than this one."""
+        """Join the first host, and return the channel; retry until the time limit, because it may start later."""
         reason = ""
         wait = Wait(lambda: f"waiting for the first host, {self._first}: {reason}", self._timeout, self._notify)
         while True:

@@ -1,4 +1,4 @@
-"""Accepts hosts that join a job before it starts and while it runs; and the coordinator of several hosts."""
+"""The listener that accepts hosts before a job starts and while it runs, and the coordinator of several hosts."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from .token import JoinToken
 from .waiting import Wait
 
 NOTIFY_SECONDS = 1.0
-"""Seconds of waiting after which a message about it is printed."""
+"""Seconds of waiting for other hosts after which the first notice about it is printed."""
 
 
 class RemoteHost(RankHost):
-    """Another host, reached over a channel."""
+    """Another host that has joined, whose agent the coordinator reaches over a channel."""
 
     def __init__(self, channel: Channel, facts: HostFacts) -> None:
         self.channel, self.facts = channel, facts
@@ -55,7 +55,7 @@ class RemoteHost(RankHost):
 
 
 class JoinListener:
-    """Accepts hosts until the job has as many as it needs."""
+    """Accepts hosts until as many have joined as the job needs."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class JoinListener:
         self.selector.register(self._woken, selectors.EVENT_READ, self._admit_proved)
 
     def gather(self) -> None:
-        """Wait until all hosts have joined, and report the wait; raise after the time limit."""
+        """Wait until all hosts have joined, and report the wait; raise SettingsError after the time limit."""
         seconds = self._limits.timeout
         wait = Wait(self._missing, seconds, self._notify, NOTIFY_SECONDS)
         while len(self.present) < self._num_hosts - 1:
@@ -114,13 +114,13 @@ class JoinListener:
         )
 
     def send_to_all(self, kind: str, **values: Any) -> None:
-        """Send a message to every host that has joined, and to those that join later."""
+        """Send a message to every host that has joined, and to hosts that join later when they do."""
         self.welcome_messages.append((kind, values))
         for place in self.present:
             place.channel.send(kind, **values)
 
     def close(self, reason: str) -> None:
-        """Notify every host that the job is over, with the reason if it failed; release all sockets."""
+        """Notify every host that the job is over, and close all sockets; `reason` is empty unless the job failed."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -228,9 +228,9 @@ class HostsCoordinator(Coordinator):
         self._ports: dict[str, int] = {}
         self._salt = secrets.token_hex(16)
         self._unheard: dict[str, set[str]] = {}
-        """The hosts that each host no longer hears."""
+        """By name of a host: the hosts from which it receives no datagrams any more."""
         self._excluded: set[str] = set()
-        """Hosts whose ranks wait, because they do not reach another host."""
+        """Hosts whose ranks wait, because they cannot reach another host."""
         for place in join_listener.present:
             self._watch_channel(place)
         join_listener.on_arrival = self._arrive
@@ -255,9 +255,9 @@ class HostsCoordinator(Coordinator):
                 place.kill()
 
     def _exclude_unreachable(self) -> None:
-        """Exclude hosts so that all others reach each other, and admit them again when they do."""
+        """Exclude hosts so that the remaining ones reach each other; admit them when they reach all others again."""
         places = {place.host: place for place in self._join_listener.present}
-        # A host that no other one hears has failed, which its silence here will show.
+        # A host that no other host hears has failed, which its silence on this channel will show.
         fresh = time.monotonic() - self._patience / 2
         here = {name for name, place in places.items() if place.channel.received_at > fresh or name in self._excluded}
         found = {(host, other) for host, others in self._unheard.items() for other in others}
@@ -339,7 +339,10 @@ class HostsCoordinator(Coordinator):
             raise ProtocolError(f"a joined host sent the unexpected message {kind}")
 
     def _introduce(self) -> None:
-        """Send every host the addresses of all that have joined; the first host's own channels show its silence."""
+        """Send every joined host the addresses of all of them, to which it sends datagrams.
+
+        The first host needs none: its channels show whether a host is silent.
+        """
         hosts = {
             place.host: (place.channel.peer, self._ports[place.host])
             for place in self._join_listener.present

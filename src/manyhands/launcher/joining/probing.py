@@ -1,4 +1,4 @@
-"""Probing: hosts that have joined measure the links between them; the ranks use the fastest one."""
+"""Probing: hosts that have joined measure their links to the first host, and the ranks use the fastest one."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from ...distributed import MeasuredLink, measured, our_addresses, serving
 from .channel import Channel, Message, ProtocolError
 
 MAX_MEASURED = 8
-"""Number of hosts that measure, one after the other; the others use the link that was best for these."""
+"""Number of hosts that measure their links, one after the other; further hosts use the link that is best for these."""
 MARGIN = 1.25
-"""How much faster than the link used for joining another link must be: measurements are noisy."""
+"""Factor by which a link must be faster than the one used for joining to replace it: measurements are noisy."""
 ANSWER_SECONDS = 30.0
 CHOSEN = "GLOO_SOCKET_IFNAME"
 """The environment variable with which the user selects an interface."""
 
 
 def candidates(joined: str) -> list[str]:
-    """Return addresses of this host that may carry the traffic: only private ones if hosts joined at a private one.
+    """Return the addresses of this host that ranks may use, beginning with `joined`, at which hosts have joined.
 
-    Messages between ranks are not encrypted, so they never move from a private network to a public one.
+    Messages between ranks are not encrypted: if `joined` is private, only private addresses are returned. A choice by
+    the user, GLOO_SOCKET_IFNAME, takes precedence.
     """
     ours = {address: name for address, name in our_addresses().items() if name != "lo"}
     if os.environ.get(CHOSEN):
@@ -37,7 +38,7 @@ def candidates(joined: str) -> list[str]:
 
 
 def probe(channels: Sequence[Channel], addresses: Sequence[str]) -> list[MeasuredLink]:
-    """Return the links that the other hosts measure, one after the other; skip hosts that do not answer."""
+    """Return the links that the other hosts measure to these addresses, one after the other; skip silent hosts."""
     found: list[MeasuredLink] = []
     with serving(list(addresses), secrets.token_bytes(16)) as (ways, token):
         for channel in channels[:MAX_MEASURED]:
@@ -57,7 +58,7 @@ def answer(channel: Channel, request: Message, host: str) -> None:
 
 
 def chosen(links: Sequence[MeasuredLink], joined: str) -> str:
-    """Return the address whose slowest link is the fastest; the one used for joining unless another is clearly better.
+    """Return the address whose slowest link is the fastest; `joined` unless another address is faster by MARGIN.
 
     >>> ways = [MeasuredLink("b", "eth0", "10.0.0.1", 1e-4, 1e6), MeasuredLink("b", "eth1", "10.1.0.1", 1e-4, 1e9)]
     >>> chosen(ways, "10.0.0.1")

@@ -1,7 +1,7 @@
-"""Which joined hosts hear each other: each sends datagrams to all others, and reports whom it no longer hears.
+"""Which joined hosts reach each other: each sends datagrams to all others, and reports hosts that have become silent.
 
 Hosts keep a connection with the first host only, but ranks connect to each other. Two hosts that reach the first host
-and not each other would fail in every collective, with an error that does not name them.
+but not each other would fail in every collective, with an error that does not name them.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ MAX_DATAGRAM = 1024
 class PeerBeats:
     """Heartbeats between hosts, authenticated by the job's token.
 
-    A host that was never heard is not reported: a firewall may pass the ranks' connections and no datagrams. One that
-    was heard before it had to join again is: it has :data:`SILENT_SECONDS` from its introduction.
+    A host from which no datagram has ever arrived is not reported: a firewall may pass the connections of ranks, but no
+    datagrams. A host that was heard before and then rejoins is reported SILENT_SECONDS after its introduction.
     """
 
     def __init__(self, host: str, address: str, token: JoinToken, selector: selectors.BaseSelector) -> None:
@@ -41,17 +41,17 @@ class PeerBeats:
         self._salt = ""
         self._peers: dict[str, tuple[str, int]] = {}
         self._heard: dict[str, tuple[float, int]] = {}
-        """When each host was last heard, and the number of its datagram."""
+        """By name of a host: when its last datagram arrived, and the datagram's number."""
         self._numbers = itertools.count(time.time_ns())
         self._next = 0.0
 
     @property
     def port(self) -> int:
-        """The port at which this host receives."""
+        """The port at which this host receives datagrams."""
         return int(self._socket.getsockname()[1])
 
     def introduce(self, peers: Mapping[str, tuple[str, int]], salt: str) -> None:
-        """Send to these hosts from now on, given by name with their address and port."""
+        """Send datagrams to these hosts (names with addresses and ports) from now on, authenticated with `salt` too."""
         before, self._peers = self._peers, {name: where for name, where in peers.items() if name != self._host}
         self._salt = salt
         now = time.monotonic()
@@ -76,12 +76,12 @@ class PeerBeats:
                 self._socket.sendto("\0".join([self._host, number, proof]).encode(), where)
 
     def unheard(self) -> list[str]:
-        """Return the hosts that were heard before, but are not now."""
+        """Return the hosts whose datagrams have arrived before, but not in the last SILENT_SECONDS."""
         since = time.monotonic() - SILENT_SECONDS
         return sorted(name for name in self._peers if name in self._heard and self._heard[name][0] < since)
 
     def close(self) -> None:
-        """Stop receiving."""
+        """Stop receiving datagrams, and close the socket."""
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(self._socket)
         self._socket.close()
@@ -96,9 +96,9 @@ class PeerBeats:
 
 
 def excluded_hosts(pairs: Iterable[Collection[str]], num_ranks: Mapping[str, int]) -> set[str]:
-    """Return hosts without which all remaining ones reach each other, at the loss of few ranks.
+    """Return few hosts without which all remaining hosts reach each other; the hosts of each of `pairs` do not.
 
-    Of each unreachable pair, the host that is in more pairs is excluded, or else the one with fewer ranks.
+    Of each pair, the host that is in more pairs is excluded, or, if both are in as many, the one with fewer ranks.
 
     >>> sorted(excluded_hosts([("b", "c"), ("c", "d")], {"b": 1, "c": 1, "d": 1}))
     ['c']

@@ -1,4 +1,4 @@
-"""TLS for joining: a folder with a certificate, its key and its CA. Both sides authenticate, with the token as well."""
+"""TLS for joining: a folder with a certificate, its key and its CA. Both sides prove the certificate and the token."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .handshake import JoinRefused
 CERTIFICATE, KEY, SIGNER = "tls.crt", "tls.key", "ca.crt"
 """The file names of Kubernetes TLS secrets."""
 TLS_VARIABLE = "MANYHANDS_TLS"
-"""The environment variable with the folder, for programs that a scheduler starts on the hosts."""
+"""The environment variable with the folder of the certificate, for programs that a scheduler starts on the hosts."""
 FOLDER = f"a folder with {CERTIFICATE}, {KEY} and {SIGNER}"
 _BEGIN, _END = "-----BEGIN CERTIFICATE-----", "-----END CERTIFICATE-----"
 _RECORDS = range(20, 24)
@@ -28,14 +28,14 @@ _RECORDS = range(20, 24)
 
 
 class NotTls(ProtocolError):
-    """The other side does not use TLS."""
+    """Raised when the other side of a connection does not use TLS."""
 
 
 class NoTls:
     """Joining without TLS: messages are authenticated by the token, but not encrypted."""
 
     def check(self) -> None:
-        """Check that the required files exist; there are none without TLS."""
+        """Do nothing: without TLS there are no files to check."""
 
     def cover(self, sock: socket.socket, limits: JoinTimeouts, *, is_first: bool) -> Bare:
         """Return the transport layer of a connection; `is_first` is True on the coordinator's host."""
@@ -49,7 +49,10 @@ class JoinTls(NoTls):
     folder: Path
 
     def check(self) -> None:
-        """Read the folder and test a handshake of the certificate with itself: it must be valid now, for both sides."""
+        """Test a handshake of the certificate with itself; raise SettingsError if it is invalid or files are missing.
+
+        The certificate must be valid now, for both sides of a connection.
+        """
         to_client, to_server = ssl.MemoryBIO(), ssl.MemoryBIO()
         client = self._context(is_first=False).wrap_bio(to_client, to_server)
         server = self._context(is_first=True).wrap_bio(to_server, to_client, server_side=True)
@@ -101,10 +104,10 @@ class JoinTls(NoTls):
 
 
 class Tunnel(Bare):
-    """TLS over a socket that the caller reads and writes, with one thread each."""
+    """The transport layer of a connection with TLS; one thread may send while another receives."""
 
     def __init__(self, sock: socket.socket, context: ssl.SSLContext, limits: JoinTimeouts, mark: str) -> None:
-        """Run the handshake; `mark` is the digest of the first host's certificate, empty on the joining side."""
+        """Run the TLS handshake; `mark` is the digest of the first host's certificate, empty on the joining side."""
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=bool(mark))
         self._lock = threading.Lock()
@@ -182,7 +185,7 @@ class Tunnel(Bare):
         )
 
     def _refused(self, error: ssl.SSLError) -> JoinRefused:
-        """Return the error: this side rejected the other's certificate, or the other side rejected this one's."""
+        """Return the error for a failed handshake: one of the sides has rejected the certificate of the other."""
         if isinstance(error, ssl.SSLCertVerificationError):
             return _refusal(
                 f"the certificate of {self._peer} must be valid now, and signed by {SIGNER}",

@@ -15,9 +15,9 @@ from ...core import FileError, SettingsError, open_regular
 
 MIN_LENGTH = 32
 LIMIT = 64 << 10
-"""Maximum bytes that are read of a token file."""
+"""Maximum number of bytes that are read from a token file."""
 TOKEN_VARIABLE = "MANYHANDS_TOKEN"
-"""Holds the token itself, for schedulers that pass the environment on where hosts do not share files."""
+"""The environment variable with the token itself, for hosts that share no files but get a scheduler's environment."""
 _EXPIRES = "expires "
 
 
@@ -48,7 +48,7 @@ class JoinToken:
 
 
 def write_token(path: Path, hours: float | None = None) -> None:
-    """Write a new token to a new file that only its owner can read."""
+    """Write a new token, which expires after `hours` if given, to a new file that only its owner can read."""
     try:
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except OSError as error:
@@ -61,7 +61,7 @@ def write_token(path: Path, hours: float | None = None) -> None:
 
 
 def token_here(file: str) -> JoinToken:
-    """Return the token from a file, or from the environment if no file is given."""
+    """Return the token from `file`, or from MANYHANDS_TOKEN if `file` is empty; raise SettingsError without a token."""
     if file:
         return read_token(Path(file))
     text = os.environ.get(TOKEN_VARIABLE, "").strip()
@@ -76,7 +76,7 @@ def token_here(file: str) -> JoinToken:
 
 
 def read_token(path: Path) -> JoinToken:
-    """Return the token from a file; raise if other users can read the file."""
+    """Return the token from a file; raise SettingsError if it is expired, or if other users can read the file."""
     make = f"create one with: manyhands token {path}, and copy it to every host"
     try:
         with os.fdopen(open_regular(path, follow_links=True), "rb") as file:

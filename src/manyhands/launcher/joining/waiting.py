@@ -1,4 +1,4 @@
-"""Reports of waiting: for whom a host waits, why, and until when, again and again while it waits."""
+"""Periodic reports of a host that waits for others: for which hosts it waits, why, and until when."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Wait:
     """A wait with a time limit, which is reported after `delay` seconds and then every `AGAIN_SECONDS`.
 
     Args:
-        reason: Returns for whom this host waits, and why.
+        reason: Function that returns for which hosts this host waits, and why.
         seconds: Time limit.
         notify: Called with the text of each report.
         delay: Seconds before the first report; hosts that start together wait for each other only for a moment.

@@ -24,9 +24,9 @@ def is_hosts_file(on: object) -> bool:
 
 
 class HostsFile(Resolver):
-    """Reads lines such as `host1`, `host1:4` or `host1 slots=4`; # starts a comment. The first host is the rendezvous.
+    """Resolver that reads lines such as `host1`, `host1:4` or `host1 slots=4`, where 4 is a number of devices.
 
-    `is_here` returns whether a name belongs to this machine.
+    # starts a comment. The ranks rendezvous at the first host. `is_here` returns whether a name is this machine's.
     """
 
     def __init__(self, path: str | Path, is_here: Callable[[str], bool]) -> None:

@@ -6,11 +6,11 @@ from ...core import SettingsError
 from .resolver import Environ, ResolvedCluster, Resolver, named, number, port_of
 
 NUM_HOSTS = "MANYHANDS_HOSTS"
-"""The number of pods of a JobSet; the manyhands manifest sets it, because Kubernetes only gives a pod its own index."""
+"""Environment variable with the number of pods of a JobSet, which the manifest sets: Kubernetes gives only an index."""
 
 
 class Kubernetes(Resolver):
-    """Reads PET_* of Kubeflow's operators, or the index of an indexed job; every pod counts as a host."""
+    """Resolver that reads PET_* of Kubeflow's operators, or the index of an indexed job; every pod counts as a host."""
 
     name = "Kubernetes"
 
@@ -39,7 +39,7 @@ class Kubernetes(Resolver):
 
 
 def _num_pods(environ: Environ) -> int:
-    """Return the number of pods; an elastic job's range such as "1:4" is rejected, because its count is not known."""
+    """Return the number of pods; raise SettingsError for the range of an elastic job, such as "1:4"."""
     text = environ["PET_NNODES"]
     if not text.isdecimal():
         raise SettingsError(

@@ -1,4 +1,4 @@
-"""The MPI resolver: processes of mpirun or mpiexec, by Open MPI's variables or PMI's."""
+"""The MPI resolver: processes of mpirun or mpiexec, which set Open MPI's or PMI's variables."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ LOOPBACK = "127.0.0.1"
 
 
 class Mpi(Resolver):
-    """Reads a process's rank, globally and on its host. MPI does not provide the address of the first rank."""
+    """Resolver that reads the rank of a process in the job and on its host; MPI sets no address of the first rank."""
 
     name = "MPI"
 

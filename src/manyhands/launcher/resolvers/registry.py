@@ -1,4 +1,4 @@
-"""The registry of resolvers, and their precedence where several find a cluster."""
+"""The registry of resolvers, and their precedence if several of them find a cluster."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from .tf_config import TfConfig
 from .torchrun import Torchrun
 
 RESOLVERS: tuple[Resolver, ...] = (Torchrun(), Mpi(), Kubernetes(), Slurm(), TfConfig())
-"""From the innermost launcher to the outermost scheduler: torchrun may run in a SLURM job, never the reverse."""
+"""All resolvers, the innermost launcher first: torchrun may run in a SLURM job, never the reverse."""
 CHOICE = "MANYHANDS_CLUSTER"
-"""The environment variable that selects the source where several contradict each other."""
+"""The environment variable that names the resolver to use, if several contradict each other."""
 
 
 def understood(environ: Environ | None = None) -> ResolvedCluster | None:
-    """Return the cluster that this process was started in; None if it was not started by a launcher or scheduler.
+    """Return the cluster in which this process was started; None if no launcher or scheduler started it.
 
     >>> understood({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "host1", "MASTER_PORT": "29500"}).source
     'torchrun'
@@ -35,8 +35,8 @@ def understood(environ: Environ | None = None) -> ResolvedCluster | None:
             names = ", ".join(resolver.name for resolver in RESOLVERS)
             raise SettingsError(
                 f"{CHOICE} must name a scheduler whose variables are set, one of {names}",
-                got=chosen,
-                remedy="correct its value",
+                got=repr(chosen),
+                remedy="correct its value, or unset it",
             )
     if not present:
         return None
@@ -48,8 +48,8 @@ def understood(environ: Environ | None = None) -> ResolvedCluster | None:
 
 
 def _require_agreement(inner: ResolvedCluster, outer: ResolvedCluster) -> None:
-    """Raise if two sources contradict each other in their number of hosts and ranks, or in the first host."""
-    remedy = f"set {CHOICE}={inner.source} or {outer.source} to say which one counts, or clear the other's variables"
+    """Raise SettingsError if two sources differ in their number of hosts and ranks, or in the first host."""
+    remedy = f"set {CHOICE}={inner.source} or {CHOICE}={outer.source} to select one, or unset the other's variables"
     if outer.num_hosts != inner.num_hosts and outer.size != inner.size and outer.num_hosts > 1:
         raise SettingsError(
             f"{inner.source} and {outer.source} must describe the same cluster",
@@ -58,7 +58,7 @@ def _require_agreement(inner: ResolvedCluster, outer: ResolvedCluster) -> None:
         )
     if outer.num_hosts == inner.num_hosts > 1 and _differ(inner.address, outer.address):
         raise SettingsError(
-            "a cluster must have one master",
+            "all sources must name the same first host",
             got=f"{inner.address} by {inner.source} and {outer.address} by {outer.source}",
             remedy=remedy,
         )
@@ -70,7 +70,7 @@ def _counted(cluster: ResolvedCluster) -> str:
 
 
 def _differ(one: str, other: str) -> bool:
-    """Return whether two names cannot be the same host; an address and a name may be."""
+    """Return whether two names cannot belong to the same host; an IP address and a host name may."""
     if _is_address(one) != _is_address(other):
         return False
     return one != other if _is_address(one) else one.split(".")[0] != other.split(".")[0]

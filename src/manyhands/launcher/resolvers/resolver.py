@@ -1,4 +1,4 @@
-"""Resolvers: read a scheduler's or launcher's environment into one common description of the cluster."""
+"""Base class of resolvers, which read a scheduler's or launcher's environment into a description of the cluster."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ MOST_HOSTS, MOST_DIGITS = 65_536, 9
 
 @dataclass(frozen=True)
 class Host:
-    """One host of a cluster, or one task on it where a scheduler counts tasks."""
+    """One host of a cluster, or one task on a host if the scheduler counts tasks."""
 
     name: str = ""
-    """The name by which other hosts reach this one; empty if the source does not give it."""
+    """The name by which other hosts reach this one; empty if the source does not contain it."""
     num_devices: int | None = None
-    """Number of ranks or devices on this host; None if the source does not give it."""
+    """Number of ranks or devices on this host; None if the source does not contain it."""
     role: str = WORKER
     port: int = 0
 
@@ -34,7 +34,7 @@ class Host:
 
 @dataclass(frozen=True)
 class Standing:
-    """The rank of a process, the number of ranks, and both within its host."""
+    """The rank of a process and the number of ranks, in the whole job and on the host of the process."""
 
     rank: int
     size: int
@@ -52,12 +52,12 @@ class Standing:
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedCluster:
-    """The members of a cluster, as read from one source."""
+    """The description of a cluster that a resolver has read from one source, such as SLURM's environment."""
 
     source: str
     hosts: tuple[Host, ...]
     here: int
-    """The index of this host among the hosts."""
+    """The index of this host in `hosts`."""
     address: str
     """The rendezvous address: a name or address of the first host."""
     port: int = DEFAULT_PORT
@@ -67,7 +67,7 @@ class ResolvedCluster:
     is_served: bool = False
     """Whether the launcher itself runs the rendezvous store."""
     variables: tuple[str, ...] = ()
-    """The variables, or the file, that the description was read from."""
+    """The environment variables, or the file, from which the description was read."""
     warnings: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -76,7 +76,7 @@ class ResolvedCluster:
 
     @property
     def host(self) -> Host:
-        """Return this host."""
+        """Return the host on which this process runs."""
         return self.hosts[self.here]
 
     @property
@@ -94,7 +94,7 @@ class ResolvedCluster:
 
 
 class Resolver(ABC):
-    """Reads one scheduler's or launcher's environment."""
+    """Base class of resolvers, each of which reads the environment of one scheduler or launcher."""
 
     name = ""
 
@@ -108,7 +108,9 @@ class Resolver(ABC):
 
 
 def number(environ: Environ, *names: str, default: int | None = None) -> int:
-    """Return the whole number in the first of these variables that is set.
+    """Return the whole number in the first of these variables that is set, or `default`.
+
+    Raise SettingsError for another value, or if no variable is set and there is no default.
 
     >>> number({"SLURM_NNODES": "4"}, "SLURM_STEP_NUM_NODES", "SLURM_NNODES")
     4
@@ -129,7 +131,7 @@ def number(environ: Environ, *names: str, default: int | None = None) -> int:
 
 
 def port_of(environ: Environ, default: int = DEFAULT_PORT, name: str = "MASTER_PORT") -> int:
-    """Return a port from the environment.
+    """Return the port in the variable `name`, or `default`; raise SettingsError if it is no valid port.
 
     >>> port_of({"MASTER_PORT": "3389"})
     3389
@@ -141,7 +143,7 @@ def port_of(environ: Environ, default: int = DEFAULT_PORT, name: str = "MASTER_P
 
 
 def named(count: int, names: Mapping[int, str], num_devices: int | None) -> tuple[Host, ...]:
-    """Return `count` hosts, some of which have names."""
+    """Return `count` hosts with `num_devices` devices each; `names` has the names of some of them, by index."""
     _require_few(count)
     return tuple(Host(names.get(index, ""), num_devices) for index in range(count))
 
@@ -185,7 +187,7 @@ def _require_numbers(cluster: ResolvedCluster) -> None:
 
 
 def cluster_size(hosts: Sequence[Host]) -> int | None:
-    """Return the number of ranks on all hosts; None if it is not known for one of them."""
+    """Return the number of ranks on all hosts; None if it is not known for some host."""
     counts = [host.num_devices for host in hosts]
     return None if None in counts else sum(count or 0 for count in counts)
 
@@ -204,7 +206,7 @@ def _require_distinct(source: str, hosts: Sequence[Host]) -> None:
 
 
 def expand(text: str) -> list[str]:
-    """Return the hosts of a compressed list in SLURM's format.
+    """Return the host names in a compressed list of SLURM; raise SettingsError if it is malformed.
 
     >>> expand("gpu[01-03,7],login,rack[1-2]n[1-2]")
     ['gpu01', 'gpu02', 'gpu03', 'gpu7', 'login', 'rack1n1', 'rack1n2', 'rack2n1', 'rack2n2']

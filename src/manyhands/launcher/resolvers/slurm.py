@@ -10,11 +10,11 @@ from .resolver import Environ, Host, ResolvedCluster, Resolver, Standing, expand
 _LISTS = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
 _TASKS = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
 FIRST_PORT, NUM_PORTS = 15000, 15000
-"""The range of rendezvous ports, by job id: jobs that share a host use different ports, below the ephemeral ones."""
+"""The range of rendezvous ports, below the ephemeral ones; the job id selects one, so that jobs on a host differ."""
 
 
 class Slurm(Resolver):
-    """Reads the node list, the tasks per node, and this task's number."""
+    """Resolver that reads the node list, the tasks per node, and the number of this task."""
 
     name = "SLURM"
 
@@ -75,7 +75,7 @@ def _names(environ: Environ) -> list[str]:
 
 
 def _tasks_per_node(environ: Environ, num_hosts: int, num_tasks: int) -> list[int]:
-    """Return the number of tasks of every host: "2(x3),1" is 2, 2, 2, 1."""
+    """Return the number of tasks of every host, which SLURM writes as "2(x3),1" for 2, 2, 2, 1."""
     text = next((environ[name] for name in _TASKS if environ.get(name)), "")
     counts: list[int] = []
     for piece in text.split(",") if text else []:

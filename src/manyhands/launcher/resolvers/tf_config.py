@@ -15,7 +15,7 @@ _REMEDY = (
 
 
 class TfConfig(Resolver):
-    """Reads the addresses of chief, workers, parameter servers and evaluators; every task represents its host."""
+    """Resolver that reads the addresses of chief, workers, parameter servers and evaluators; each counts as a host."""
 
     name = "TF_CONFIG"
 
@@ -61,7 +61,7 @@ def _parsed(text: str) -> dict[str, Any]:
 
 
 def _tasks(config: dict[str, Any]) -> dict[str, list[tuple[int, Host]]]:
-    """Return the tasks' numbers and hosts by role."""
+    """Return, by role, the numbers and hosts of the tasks in the cluster, sorted by number."""
     found: dict[str, list[tuple[int, Host]]] = {}
     for role, addresses in config["cluster"].items():
         if role not in _ROLES:

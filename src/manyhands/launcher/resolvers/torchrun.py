@@ -1,4 +1,4 @@
-"""The torchrun resolver, also for a shell per rank that sets the same variables."""
+"""The torchrun resolver, also for ranks that are started by hand with the same variables."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from .resolver import Environ, ResolvedCluster, Resolver, Standing, named, numbe
 
 
 class Torchrun(Resolver):
-    """Reads RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, and LOCAL_RANK and the host counts where torchrun sets them."""
+    """Resolver that reads RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, and torchrun's other variables if set."""
 
     name = "torchrun"
 

@@ -1,4 +1,4 @@
-"""The rules for advice: each examines a profile and returns a text, or none."""
+"""The rules for advice: each examines a profile and returns an Advice, or None."""
 
 from ..advice import Rule
 from .communication import exposed_communication, hot_parameter, slow_rank

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from ..profile import Profile
 
 EXPOSED = 0.2
-"""Fraction of a step from which waiting for exchanges is reported."""
+"""Fraction of a step's time from which waiting for exchanges of gradients is reported."""
 HOT, HEAVY = 0.5, 2**20
 """Fraction of all bytes, and minimum bytes, from which one parameter counts as dominant."""
 SPARSE = 0.2
@@ -22,7 +22,7 @@ SETTLED = 0.6
 
 
 def slow_rank(profile: Profile) -> Advice | None:
-    """Advise if one rank's work takes longer and all others wait for it."""
+    """Advise if the work of one rank takes longer than that of all other ranks, which wait for it."""
     slow = profile.stragglers
     if not slow or profile.spec.get("staleness", 0) is None:  # asynchronous workers do not wait
         return None

@@ -12,11 +12,11 @@ if TYPE_CHECKING:
     from ..profile import Profile
 
 FELT = 0.1
-"""Fraction of a step from which waiting is reported."""
+"""Fraction of a step's time from which waiting for data or copies is reported."""
 SMALL = 1.5
-"""Minimum throughput gain of a larger batch for the given one to count as small."""
+"""Throughput gain of a larger batch from which the given batch counts as too small."""
 DROWNED = 0.3
-"""Fraction of a step's time in exchanges from which a larger batch would only hide them."""
+"""Fraction of a step's time in exchanges above which no larger batch is suggested: it would only hide them."""
 
 
 def starved_input(profile: Profile) -> Advice | None:
@@ -51,7 +51,7 @@ def slow_copy(profile: Profile) -> Advice | None:
 
 
 def tiny_batch(profile: Profile) -> Advice | None:
-    """Advise if the fixed costs of a step exceed those of its samples."""
+    """Advise if a larger batch has a much higher throughput, because a step's fixed costs dominate."""
     first = profile.ranks[0]
     if first.larger is None or profile.share("communication") > DROWNED:
         return None

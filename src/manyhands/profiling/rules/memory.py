@@ -1,4 +1,4 @@
-"""Advice rules about memory."""
+"""Advice rule about memory: a step that nearly fills its device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TIGHT = 0.85
 
 
 def tight_memory(profile: Profile) -> Advice | None:
-    """Advise if a step nearly fills its device."""
+    """Advise if a step nearly fills the memory of its device."""
     held = [one for one in profile.ranks if one.memory is not None and one.device_memory]
     if not held:
         return None

@@ -11,13 +11,13 @@ if TYPE_CHECKING:
     from ..profile import Profile
 
 CROWDED = 1.1
-"""Minimum slowdown of a step by more threads than cores."""
+"""Slowdown of a step by more threads than cores from which it is reported."""
 VALIDATION, SAVING, UPDATE, IDLE = 0.25, 0.05, 0.4, 0.25
-"""Fractions of the time from which each is reported."""
+"""Fractions of the time from which validation, checkpoints, updates and idle time are reported."""
 
 
 def many_threads(profile: Profile) -> Advice | None:
-    """Advise if there are more compute threads than cores."""
+    """Advise if a rank has more compute threads than cores, and steps are faster with fewer threads."""
     tried = [one for one in profile.ranks if one.with_fewer_threads is not None]
     if not tried:
         return None
@@ -53,7 +53,7 @@ def frequent_validation(profile: Profile) -> Advice | None:
 
 
 def costly_checkpoints(profile: Profile) -> Advice | None:
-    """Advise if checkpoints delay the steps."""
+    """Advise if saving checkpoints delays the steps of a run."""
     share = profile.upkeep.get("save", 0.0)
     if share < SAVING:
         return None
@@ -66,7 +66,7 @@ def costly_checkpoints(profile: Profile) -> Advice | None:
 
 
 def costly_update(profile: Profile) -> Advice | None:
-    """Advise if the optimizer takes a large share of a step."""
+    """Advise if the optimizer's update takes a large share of a step."""
     share = profile.share("optimizer")
     if share < UPDATE:
         return None
@@ -79,7 +79,7 @@ def costly_update(profile: Profile) -> Advice | None:
 
 
 def idle_between(profile: Profile) -> Advice | None:
-    """Advise if much of the time is neither data nor network."""
+    """Advise if much of a step is spent outside of data loading, the network, exchanges and the update."""
     share = profile.share("idle")
     if share < IDLE or profile.share("captured"):
         return None

@@ -1,4 +1,4 @@
-"""Ways of searching: one file each, by name."""
+"""Search algorithms that propose the parameters of trials, by name; each has its own file."""
 
 from collections.abc import Sequence
 
@@ -15,7 +15,7 @@ SEARCHERS: dict[str, type[Searcher]] = {"tpe": TPE, "random": RandomSearch, "gri
 
 
 def make_searcher(name: str, space: Space, objectives: Sequence[Objective], seed: int) -> Searcher:
-    """Return the searcher with this name."""
+    """Return a new searcher by its name, such as "tpe"; raise SettingsError if the name is unknown."""
     if name not in SEARCHERS:
         raise SettingsError(
             f"search must be one of {', '.join(SEARCHERS)}", got=repr(name), remedy="choose one of them"

@@ -1,7 +1,7 @@
-"""CMA-ES for numeric parameters, by the library that Optuna's sampler is built on.
+"""Search by CMA-ES for numeric parameters, with the library `cmaes` that Optuna's sampler uses too.
 
-Its state is rebuilt from the trials when a study is resumed, instead of being stored as a pickle, as Optuna's sampler
-does.
+When a study is resumed, the state of CMA-ES is computed again from the earlier trials. Optuna's sampler stores it as a
+pickle instead.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .searcher import Searcher
 
 
 class CMA(Searcher):
-    """Propose generations of trials; the next generation starts when all trials of the current one have ended."""
+    """Search by CMA-ES: proposes trials in generations; the next one starts when all trials of the last have ended."""
 
     def __init__(self, space: Space, objectives: Sequence[Objective], seed: int) -> None:
         super().__init__(space, objectives, seed)
@@ -46,7 +46,7 @@ class CMA(Searcher):
         self._cma: Any = cmaes.CMA(mean=np.full(num, 0.5), sigma=0.2, bounds=bounds, seed=seed % 2**32)
         self._asked: list[np.ndarray[Any, Any]] = []
         self._num_generations = 0
-        """Number of complete generations."""
+        """Number of generations whose results CMA-ES has received."""
 
     def is_ready(self, number: int, history: Sequence[Trial]) -> bool:
         size = int(self._cma.population_size)
@@ -58,7 +58,7 @@ class CMA(Searcher):
         return {name: one.at(float(share)) for (name, one), share in zip(self.space.items(), place, strict=True)}
 
     def _follow(self, number: int, history: Sequence[Trial]) -> None:
-        """Ask CMA-ES for all generations up to this trial's, reporting the results of those before it."""
+        """Ask CMA-ES for proposals up to trial `number`; before each generation, report results of the previous one."""
         size = int(self._cma.population_size)
         while len(self._asked) <= number:
             if len(self._asked) == size * (self._num_generations + 1):
@@ -75,7 +75,7 @@ class CMA(Searcher):
         self._num_generations += 1
 
     def _place(self, trial: Trial) -> np.ndarray[Any, Any]:
-        """Return a trial's position; if its parameters are lost, the position that was proposed."""
+        """Return a trial's parameters as fractions of their ranges; if they are unknown, the proposed fractions."""
         if not trial.params:
             return self._asked[trial.number]
         return np.array([one.share(trial.params[name]) for name, one in self.space.items()])

@@ -1,4 +1,4 @@
-"""Grid search: every combination once, with ten values of each continuous range."""
+"""Grid search: every combination of values once, with ten values of each continuous range."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NUM_VALUES = 10
 
 
 class GridSearch(Searcher):
-    """Iterate over all allowed combinations, the last parameter fastest."""
+    """Search over all combinations that the constraint allows, in order; the last parameter varies fastest."""
 
     def __init__(self, space: Space, objectives: Sequence[Objective], seed: int) -> None:
         super().__init__(space, objectives, seed)
@@ -29,7 +29,7 @@ class GridSearch(Searcher):
             raise SettingsError(
                 "the constraint must accept at least one combination of the grid",
                 got=f"none over {', '.join(self._values)}",
-                remedy="relax it, or correct the space",
+                remedy="relax the constraint, or change the space",
             )
 
     @property

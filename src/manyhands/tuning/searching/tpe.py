@@ -1,7 +1,7 @@
-"""Tree-structured Parzen estimator (TPE) by Optuna; with several objectives, its multi-objective variant.
+"""Search by the tree-structured Parzen estimator (TPE) of Optuna, also for several objectives.
 
-Optuna sees a window of bounded size: the best trials, the latest others, and running ones. So a proposal takes as
-long after ten thousand trials as after a hundred.
+Optuna gets only a limited number of earlier trials: the best, and the latest others. So a proposal takes as long after
+ten thousand trials as after a few hundred.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ if TYPE_CHECKING:
     from optuna.trial import FrozenTrial
 
 NUM_BEST = 25
-"""Maximum number of trials that the estimator counts as good."""
+"""Number of best trials that Optuna gets: as many as its estimator counts as good."""
 NUM_OTHERS = 175
+"""Number of the latest other trials that Optuna gets."""
 
 
 class TPE(Searcher):
-    """Propose parameters that are more like the good trials than like the others."""
+    """Search by TPE: proposes parameters that are more likely among the good trials than among the others."""
 
     def __init__(self, space: Space, objectives: Sequence[Objective], seed: int) -> None:
         super().__init__(space, objectives, seed)
@@ -39,11 +40,11 @@ class TPE(Searcher):
         }
         self._shown: dict[int, FrozenTrial] = {}
         self._best: list[tuple[bool, float, int]] = []
-        """The best trials: whether each is infeasible, its cost and its number."""
+        """For each of the best trials: whether it is infeasible, its cost and its number."""
 
     def observe(self, trial: Trial) -> None:
         if trial.state == FINISHED:
-            # With several objectives the first one decides which trials are shown, not which are good.
+            # With several objectives, only the first one selects the trials for Optuna, which uses all objectives.
             bisect.insort(self._best, (not trial.is_feasible, self.objectives[0].cost(trial.value), trial.number))
             del self._best[NUM_BEST:]
 
@@ -66,7 +67,7 @@ class TPE(Searcher):
         return {name: chosen[name] for name in self.space}
 
     def _window(self, history: Sequence[Trial]) -> list[Trial]:
-        """Return the best, the latest others, and the running trials, by number."""
+        """Return the trials that Optuna gets, in order of their numbers: the best, and the latest others."""
         picked = {number: history[number] for _, _, number in self._best}
         others = 0
         for trial in reversed(history):
@@ -78,7 +79,7 @@ class TPE(Searcher):
         return [picked[number] for number in sorted(picked)]
 
     def _frozen(self, trial: Trial) -> FrozenTrial:
-        """Return a trial in Optuna's form; one that was stopped early counts by its last report."""
+        """Return a trial as Optuna's FrozenTrial; a trial that was stopped early becomes a pruned one."""
         optuna = require_optuna()
         state = {FINISHED: "COMPLETE", STOPPED: "PRUNED", RUNNING: "RUNNING"}[trial.state]
         values = list(trial.values) or None
@@ -105,12 +106,12 @@ class TPE(Searcher):
 
 
 def require_optuna() -> Any:
-    """Import and return Optuna with reduced logging."""
+    """Import Optuna, limit its log to warnings, and return it; raise SettingsError if it is not installed."""
     try:
         import optuna
     except ImportError:
         raise SettingsError(
-            "this search needs Optuna, which is not installed",
+            "the search 'tpe' and plots need Optuna, which is not installed",
             remedy="install it with pip install 'manyhands[tune]', or use search=\"random\"",
         ) from None
     optuna.logging.set_verbosity(optuna.logging.WARNING)

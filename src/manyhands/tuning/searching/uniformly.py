@@ -1,4 +1,4 @@
-"""Random search: every proposal by itself."""
+"""Random search: every parameter is drawn from its range, independent of earlier trials."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .searcher import Searcher
 
 
 class RandomSearch(Searcher):
-    """Draws every parameter from its range."""
+    """Search by drawing every parameter at random from its range."""
 
     def propose(self, number: int, history: Sequence[Trial], draw: int = 0) -> dict[str, Any]:
         random = self.random(number, draw)

@@ -1,4 +1,4 @@
-"""Optuna storage that holds a window of trials and the one that is being proposed."""
+"""Optuna storage in memory, with which a sampler sees only a limited number of earlier trials."""
 
 from __future__ import annotations
 
@@ -20,17 +20,19 @@ def asked(
     trials: list[FrozenTrial],
     distributions: Mapping[str, BaseDistribution],
 ) -> dict[str, Any]:
-    """Return what a sampler proposes after these trials."""
+    """Return the parameters that an Optuna sampler proposes after `trials`, for a study with these directions."""
     study = create_study(storage=TrialWindow(trials), sampler=sampler, directions=list(directions))
     return dict(study.ask(dict(distributions)).params)
 
 
 class TrialWindow(BaseStorage):
-    """In-memory storage of some trials and a new one."""
+    """Optuna storage in memory: one study with some earlier trials, and a new one that a sampler fills.
+
+    It implements only what `Study.ask` calls.
+    """
 
     def __init__(self, trials: list[FrozenTrial]) -> None:
         self._trials = trials
-        # Optuna looks trials up by their position.
         self._by_id = {trial._trial_id: trial for trial in trials}
         self._directions: list[StudyDirection] = []
         self._attributes: dict[str, Any] = {}

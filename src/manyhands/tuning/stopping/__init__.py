@@ -1,4 +1,4 @@
-"""Early stopping policies: one file each, by name."""
+"""Early stopping policies of studies, by name; each has its own file."""
 
 from ...core import SettingsError
 from .asha import ASHA
@@ -10,7 +10,7 @@ STOPPINGS: dict[str, type[Stopping]] = {"asha": ASHA, "hyperband": Hyperband, "m
 
 
 def as_stopping(stop: Stopping | str | None) -> Stopping:
-    """Return a stopping policy from an object, a name or None."""
+    """Return the stopping policy for a user's argument: a policy, its name, or None to train all trials to the end."""
     if stop is None:
         return ToTheEnd()
     if isinstance(stop, Stopping):

@@ -1,4 +1,4 @@
-"""Asynchronous successive halving (ASHA): of the trials that reached a rung, the best share continues to the next."""
+"""Asynchronous successive halving (ASHA): only the best trials that reach a rung (an epoch) continue to the next."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from .stopping import CONTINUE, PAUSE, Cost, Stopping
 
 @dataclass(frozen=True)
 class ASHA(Stopping):
-    """Rungs at `first`, `first` times `factor`, …; one in `factor` of the trials that reached a rung continues.
+    """Asynchronous successive halving: at each rung, the best 1/`factor` of the trials that reached it continue.
 
-    Other trials are paused with a checkpoint: when enough others turn out worse, they are resumed.
+    Rungs are the epochs `first`, `first * factor`, `first * factor**2`, …. Other trials are paused with a checkpoint.
+    They are resumed if enough later trials are worse.
 
     >>> ASHA().rungs(0, 27)
     [1, 3, 9, 27]
@@ -39,15 +40,15 @@ class ASHA(Stopping):
         return [*found, epochs]
 
     def begin(self, number: int, epochs: int) -> int:
-        """Return a trial's first rung."""
+        """Return the epoch of the first rung of trial `number`; `epochs` is the number of epochs of a whole trial."""
         return self.first
 
     def judge(self, trial: Trial, trials: Sequence[Trial], epochs: int, cost: Cost) -> str:
         return CONTINUE if trial.number in self._best(trials, trial.epochs, trial, epochs, cost) else PAUSE
 
     def promoted(self, trials: Sequence[Trial], epochs: int, cost: Cost, waiting: set[int]) -> Trial | None:
-        """Return the best paused trial on the highest rung from which one may continue."""
-        best: dict[tuple[int, int], set[int]] = {}  # of every rung once, however many wait on it
+        """Return a paused trial that is now among the best of its rung, on the highest rung that has one, or None."""
+        best: dict[tuple[int, int], set[int]] = {}  # computed once per rung, not for every paused trial
         for number in sorted(waiting, key=lambda number: (-trials[number].epochs, number)):
             trial = trials[number]
             rung = trial.epochs, self.begin(number, epochs)
@@ -58,7 +59,7 @@ class ASHA(Stopping):
         return None
 
     def _best(self, trials: Sequence[Trial], rung: int, of: Trial, epochs: int, cost: Cost) -> set[int]:
-        """Return the numbers of the best share of the trials that reached a rung, among those with the same rungs."""
+        """Return the numbers of the best 1/`factor` of the trials that reached `rung`, with the same rungs as `of`."""
         begin = self.begin(of.number, epochs)
         there = [
             trial

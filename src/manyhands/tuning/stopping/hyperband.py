@@ -1,4 +1,4 @@
-"""Hyperband: several successive halvings in parallel, with different first rungs."""
+"""Hyperband: several brackets of successive halving in parallel, each with another first rung."""
 
 from __future__ import annotations
 
@@ -9,14 +9,17 @@ from .asha import ASHA
 
 @dataclass(frozen=True)
 class Hyperband(ASHA):
-    """ASHA brackets, as many as there are rungs, each starting one rung later than the previous one.
+    """Several brackets of ASHA in parallel; the first rung of each is one rung later than that of the previous one.
 
     >>> [Hyperband().rungs(number, 9) for number in (0, 9, 12)]
     [[1, 3, 9], [3, 9], [9]]
     """
 
     def begin(self, number: int, epochs: int) -> int:
-        """Return the first rung of a trial's bracket; brackets get trials in proportion to what each can afford."""
+        """Return the epoch of the first rung in the bracket of trial `number`.
+
+        The number of trials of a bracket is inversely proportional to the epoch of its first rung.
+        """
         starts = ASHA(self.factor, self.first).rungs(number, epochs)
         shares = [max(1, epochs // start) for start in starts]
         place = number % sum(shares)

@@ -13,7 +13,9 @@ from .stopping import CONTINUE, STOP, Cost, Stopping
 
 @dataclass(frozen=True)
 class Median(Stopping):
-    """Judges after every epoch, from the `first` on, once so many other trials have been there.
+    """Stop a trial after an epoch if its best value so far is worse than the median of the other trials at that epoch.
+
+    Trials are judged after every epoch from `first` on, if at least `others` other trials have reached the epoch.
 
     >>> Median().rungs(0, 3)
     [1, 2, 3]

@@ -1,4 +1,4 @@
-"""Optimizer updates for many networks at once, each with its own hyperparameters."""
+"""Optimizer updates of stacked networks, each with its own hyperparameters; a file per optimizer."""
 
 from .registry import KNOWN, update_for
 from .update import Numbers, Slots, Update, along

@@ -1,4 +1,4 @@
-"""Adam and AdamW, with or without AMSGrad."""
+"""Updates of stacked networks by Adam and AdamW, with or without AMSGrad."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .update import Numbers, Slots, Update, along, decayed
 
 
 class Adam(Update):
-    """torch.optim.Adam; AdamW is the same with decoupled weight decay."""
+    """Computes the update of torch.optim.Adam for stacked networks; with `decoupled_weight_decay`, that of AdamW."""
 
     numbers = ("lr", "beta1", "beta2", "eps", "weight_decay")
     flags = ("amsgrad", "maximize", "decoupled_weight_decay")
@@ -55,7 +55,7 @@ class Adam(Update):
 
 
 class AdamW(Adam):
-    """torch.optim.AdamW."""
+    """Computes the update of torch.optim.AdamW for stacked networks: Adam with decoupled weight decay."""
 
     def __init__(self, group: Mapping[str, Any]) -> None:
         super().__init__({**group, "decoupled_weight_decay": True})

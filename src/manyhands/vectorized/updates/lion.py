@@ -1,4 +1,4 @@
-"""Lion: the sign of a mixture of momentum and gradient."""
+"""Update of stacked networks by Lion: the sign of a mixture of momentum and gradient."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .update import Numbers, Slots, Update, along
 
 
 class Lion(Update):
-    """Lion as in its authors' code and in commonly installed packages."""
+    """Computes the update of Lion for stacked networks, as in its authors' code and in the common packages."""
 
     numbers = ("lr", "beta1", "beta2", "weight_decay")
 

@@ -1,4 +1,4 @@
-"""Which update belongs to which optimizer."""
+"""Registry of the updates of stacked networks, by the optimizers that they replace."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ UPDATES: dict[type, type[Update]] = {
 }
 KNOWN = "SGD, Adam, AdamW, RMSprop, Lion"
 _LION = {"params", "lr", "betas", "weight_decay", "maximize", "foreach", "capturable", "differentiable", "initial_lr"}
-"""Keys of a Lion parameter group; torch has no Lion, so it is recognized by its name and these keys."""
+"""Keys of a Lion parameter group. torch has no Lion, so optimizers of that name with only these keys are accepted."""
 
 
 def update_for(optimizer: Optimizer) -> type[Update] | None:
-    """Return the update that computes what this optimizer does; None if none is known."""
+    """Return the Update class that computes the same as an optimizer, for stacked networks; None if there is none."""
     kind = type(optimizer)
     if kind in UPDATES:
         return UPDATES[kind]

@@ -1,4 +1,4 @@
-"""RMSprop, centred or with momentum."""
+"""Update of stacked networks by RMSprop, also centred or with momentum."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .update import Numbers, Slots, Update, along, decayed
 
 
 class RmsProp(Update):
-    """torch.optim.RMSprop."""
+    """Computes the update of torch.optim.RMSprop for stacked networks."""
 
     numbers = ("lr", "momentum", "alpha", "eps", "weight_decay")
     flags = ("centered", "maximize", "momentum")

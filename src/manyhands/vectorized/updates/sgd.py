@@ -1,4 +1,4 @@
-"""SGD: plain, with momentum, or Nesterov's."""
+"""Update of stacked networks by SGD: plain, with momentum or with Nesterov momentum."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .update import Numbers, Slots, Update, along, decayed
 
 
 class Sgd(Update):
-    """torch.optim.SGD."""
+    """Computes the update of torch.optim.SGD for stacked networks."""
 
     numbers = ("lr", "momentum", "dampening", "weight_decay")
     flags = ("nesterov", "maximize", "momentum")
@@ -24,7 +24,7 @@ class Sgd(Update):
         return {
             "momentum": numbers["momentum"],
             "decay": numbers["weight_decay"],
-            # The first gradient is not dampened.
+            # As in torch, dampening does not apply to the first gradient.
             "taken": torch.where(numbers["count"] == 0, 1.0, 1.0 - numbers["dampening"]),
             "size": -numbers["lr"],
         }

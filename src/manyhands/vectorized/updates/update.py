@@ -1,7 +1,8 @@
-"""Update: what an optimizer does to one parameter group, for all members of a stack at once.
+"""Base class of updates: an optimizer's update of one parameter group, for all stacked networks (members) at once.
 
-Numbers (learning rates, betas, decays) may differ between members: each is a tensor with one entry per member. They
-are combined in float64, as torch does with Python numbers, and cast to a parameter's dtype on use.
+Hyperparameters that are numbers (learning rates, betas, decays) may differ between members: each is a tensor with one
+entry per member. They are combined in float64, as torch does with Python numbers, and cast to the parameter's dtype on
+use.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ import torch
 from torch import Tensor
 
 Numbers = Mapping[str, Tensor]
-"""By name, one entry per member; `count` holds the number of updates before this one."""
+"""Hyperparameters by name, as tensors with one entry per member; `count` is the number of earlier updates."""
 Slots = Mapping[str, Sequence[Tensor]]
-"""By name, one tensor per parameter."""
+"""Optimizer state by name, as one stacked tensor per parameter."""
 
 
 class Update(ABC):
-    """One parameter group's update; all members have the same flags."""
+    """Base class of updates of one parameter group of stacked networks, with the flags of `group`."""
 
     numbers: tuple[str, ...]
     """Names of the hyperparameters that may differ between members."""
@@ -33,36 +34,44 @@ class Update(ABC):
     @property
     @abstractmethod
     def slots(self) -> tuple[str, ...]:
-        """The state kept for every parameter, by torch's names."""
+        """The names of the state that is kept for every parameter, as in torch's optimizer."""
 
     @abstractmethod
     def factors(self, numbers: Numbers) -> dict[str, Tensor]:
-        """Return the multipliers of this update, from the numbers and the count of updates."""
+        """Return the factors of this update (tensors with one entry per member) from the hyperparameters.
+
+        They are computed outside of `apply`, because a compiler would otherwise compute powers for every element.
+        """
 
     @abstractmethod
     def apply(
         self, parameters: Sequence[Tensor], gradients: Sequence[Tensor], slots: Slots, factors: Numbers, decays: bool
     ) -> None:
-        """Update parameters and slots in place; gradients do not change. `decays`: whether any member has weight decay.
+        """Update parameters and optimizer state in place; gradients must not change.
 
-        Factors are computed before, because a compiler would otherwise compute their powers for every element.
+        Args:
+            parameters: Stacked parameters of the group.
+            gradients: Their gradients.
+            slots: Their optimizer state.
+            factors: The result of `factors`.
+            decays: Whether any member has weight decay.
         """
 
     @classmethod
     def numbers_of(cls, group: Mapping[str, Any]) -> dict[str, float]:
-        """Return the values of the numbers in a parameter group."""
+        """Return the hyperparameters named in `numbers` from an optimizer's parameter group."""
         named = dict(group)
         if "betas" in group:
             named["beta1"], named["beta2"] = group["betas"]
         return {name: float(named[name]) for name in cls.numbers}
 
     def uphill(self, gradient: Tensor) -> Tensor:
-        """Return the gradient for descent: negated if the loss is to be maximized."""
+        """Return the gradient of the quantity to minimize: negated if the optimizer has `maximize=True`."""
         return -gradient if self.set["maximize"] else gradient
 
 
 def along(number: Tensor, tensor: Tensor) -> Tensor:
-    """Reshape a number per member so that it broadcasts with a stacked tensor."""
+    """Return a tensor with one number per member in the dtype of a stacked tensor, with which it then broadcasts."""
     return number.to(tensor.dtype).view(-1, *[1] * (tensor.dim() - 1))
 
 

@@ -1,0 +1,64 @@
+"""Checkpointer: saves the state of a replica's training, and restores it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..storage import CheckpointStore
+from .snapshot import restore_snapshot, share, take_snapshot
+
+if TYPE_CHECKING:
+    from .hand import Hand
+
+
+class Checkpointer:
+    """Writes checkpoints in the background, from the first rank, and restores the newest intact one on all ranks."""
+
+    def __init__(self, hand: Hand) -> None:
+        self._hand = hand
+        self._stores: dict[Path, CheckpointStore] = {}
+
+    def save(self, path: str | Path, *, score: float | None = None, **state: Any) -> None:
+        """Write a checkpoint in the background: network, optimizers, data position, random states, and `state`."""
+        hand = self._hand
+        with hand.times.timed("save"):
+            hand.current.agree()
+            checkpoint = take_snapshot(hand, state)
+            if hand.is_first:
+                self.store(path).save(checkpoint, score=score)
+
+    def restore(self, path: str | Path, *, before: int | None = None) -> dict[str, Any] | None:
+        """Restore the newest intact checkpoint, if given of a step before `before`.
+
+        Returns the `state` that was saved; None if there is no checkpoint.
+        """
+        hand, store = self._hand, self.store(path)
+        seen = hand.world.gather_objects([step for step in store.steps() if before is None or step < before])
+        if not seen[0]:
+            return None
+        hand.num_restores += 1
+        hand.current.forget_unsynchronized()
+        if all(steps == seen[0] for steps in seen):
+            return restore_snapshot(hand, store.load(before=before))
+        # The checkpoints are on the disk of the first rank's host.
+        return restore_snapshot(hand, share(hand.world, store.load(before=before) if hand.is_first else None, 0))
+
+    def store(self, path: str | Path, *, keep: int = 2) -> CheckpointStore:
+        """Return the checkpoint store at this path, opened once."""
+        root = Path(path)
+        if root not in self._stores:
+            self._stores[root] = CheckpointStore(
+                root,
+                keep=keep,
+                on_error=lambda error: self._hand.notice(
+                    f"a checkpoint could not be written, but training continues: {error}"
+                ),
+                on_notice=self._hand.notice,
+            )
+        return self._stores[root]
+
+    def close(self) -> None:
+        """Wait for pending checkpoint writes."""
+        for store in self._stores.values():
+            store.close()

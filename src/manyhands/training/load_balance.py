@@ -1,0 +1,115 @@
+"""LoadBalance: divides every global batch over the replicas so that unequal devices finish their parts together."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from ..data import Batch, Feed
+from .hand import Hand
+
+NUM_SKIPPED = 2
+"""Steps after a new division that are not measured: a step with another number of rows may be compiled or captured."""
+NUM_MEASURED = 8
+"""Steps of a measurement."""
+FIRST_CHECK, MOST_STEPS = 1, 16
+"""Measurements between two comparisons of the replicas, at first and at most; they double while nothing changes."""
+WORTHWHILE = 0.05
+"""The share of a step's time that another division must save."""
+UNITS = 10_000
+"""The sum of the weights by which batches are divided."""
+
+
+def balances(hand: Hand, feed: Feed, wanted: bool | None) -> bool:
+    """Return whether batches are divided by measured speed: if wanted and possible, by default on unequal devices."""
+    if wanted is False or not 1 < hand.size <= feed.batch_size:
+        return False
+    why = ""
+    if set(hand.spec.axes) != {"replicas"} or hand.replica.is_local_sgd:
+        why = "only replicas that synchronize in every step can have unequal shares"
+    elif hand.world.is_capturable:
+        why = "over NCCL the replicas' own work cannot be told from their waiting"
+    elif not feed.is_indexed:
+        why = "a stream is divided before it is known how fast the replicas are"
+    if wanted is None:
+        return not why and len(set(hand.replicas.gather_objects(_kind(hand.device)))) > 1
+    if why:
+        hand.notice(f"the replicas get equal shares of a batch: {why}")
+    return not why
+
+
+class LoadBalance:
+    """Measures the replicas' own work per row, and gives each of them a share of the batch that follows its speed.
+
+    All replicas must call `step` after every step: after some of them they exchange what they measured.
+    """
+
+    def __init__(self, hand: Hand, feed: Feed, *, is_on: bool) -> None:
+        self._hand, self._feed, self._is_on = hand, feed, is_on
+        self._mark: tuple[float, float] | None = None
+        self._per_row: list[float] = []
+        self._num_seen = 0
+        self._wait = FIRST_CHECK
+        self._check_at = NUM_SKIPPED + NUM_MEASURED
+
+    def step(self, batch: Batch) -> None:
+        """Account for a step on a batch, and divide the following batches anew if that saves enough time."""
+        if not self._is_on:
+            return
+        now, waited = time.perf_counter(), self._hand.world.waited
+        if self._mark is not None and self._num_seen >= NUM_SKIPPED and batch.num_samples:
+            busy = now - self._mark[0] - (waited - self._mark[1])
+            self._per_row.append(max(busy, 1e-9) / batch.num_samples)
+        self._num_seen += 1
+        if self._num_seen >= self._check_at:
+            self._divide(batch)
+            now, waited = time.perf_counter(), self._hand.world.waited
+        self._mark = now, waited
+
+    def _divide(self, batch: Batch) -> None:
+        hand = self._hand
+        measured = statistics.median(self._per_row) if self._per_row else 0.0
+        found = hand.replicas.gather_objects((measured, batch.num_samples))
+        self._per_row.clear()
+        seconds = [per_row for per_row, _ in found]
+        self._num_seen = 0
+        if min(seconds) > 0:
+            now = max(per_row * rows for per_row, rows in found)
+            balanced = sum(rows for _, rows in found) / sum(1 / per_row for per_row in seconds)
+            if balanced < (1 - WORTHWHILE) * now:
+                weights = weights_of(seconds)
+                self._feed.divide_by(weights)
+                shares = ", ".join(f"{weight / UNITS:.0%}" for weight in weights)
+                hand.notice(
+                    f"the shares of a batch follow the speed of the replicas: {shares}; a step takes about "
+                    f"{balanced / now:.0%} of the time"
+                )
+                self._wait = FIRST_CHECK
+                self._check_at = NUM_SKIPPED + NUM_MEASURED
+                return
+        self._wait = min(2 * self._wait, MOST_STEPS)
+        self._check_at = NUM_SKIPPED + NUM_MEASURED * self._wait
+
+
+def weights_of(seconds: list[float]) -> tuple[int, ...]:
+    """Return whole weights in proportion to the speed of replicas, given their seconds per row.
+
+    >>> weights_of([0.1, 0.3])
+    (7500, 2500)
+    """
+    speeds = [1 / each for each in seconds]
+    return tuple(max(1, round(UNITS * speed / sum(speeds))) for speed in speeds)
+
+
+@cache
+def _kind(device: torch.device) -> str:
+    """Return the name of a device's hardware, and for a CPU the number of threads that compute on it."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    text = Path("/proc/cpuinfo").read_text(encoding="utf-8") if Path("/proc/cpuinfo").is_file() else ""
+    model = next((line.partition(":")[2].strip() for line in text.splitlines() if line.startswith("model name")), "")
+    return f"{device.type} {model} {torch.get_num_threads()}"

@@ -1,0 +1,44 @@
+"""ReplicaComparison: whether all replicas still hold the same parameters and buffers."""
+
+from __future__ import annotations
+
+from ..core import ReplicasDiffer
+from .hand import Hand
+
+COMPARE_EVERY = 1000
+"""Steps between two comparisons of the replicas."""
+
+
+class ReplicaComparison:
+    """Compares the replicas from time to time; a difference of parameters ends the run."""
+
+    def __init__(self, hand: Hand) -> None:
+        self._hand = hand
+        self._next_step = 0
+        self.differing_buffers: set[str] = set()
+        """The buffers that differed between the replicas so far, where the first replica's are used."""
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the replicas are compared after this step."""
+        return self._hand.num_steps >= self._next_step and self._hand.replica.agrees
+
+    def run(self) -> None:
+        """Raise if parameters differ between replicas; report differing buffers. A collective on all replicas."""
+        hand = self._hand
+        self._next_step = (hand.num_steps // COMPARE_EVERY + 1) * COMPARE_EVERY
+        different = hand.replica.differences()
+        buffers = dict(hand.model.named_buffers())
+        for text in [text for text in different if text.split(" ")[0] in buffers]:
+            different.remove(text)
+            name = text.split(" ")[0]
+            if name not in self.differing_buffers:
+                hand.notice(
+                    f"the buffer {name} is not synchronized over the replicas: that of the first replica is used"
+                )
+            self.differing_buffers.add(name)
+        if different:
+            raise ReplicasDiffer(
+                f"after step {hand.num_steps} the replicas differ in {', '.join(different[:5])}: a parameter was "
+                "changed outside of the optimizer, a buffer is not synchronized, or memory was corrupted"
+            )
