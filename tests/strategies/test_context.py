@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import manyhands as mh
 from manyhands.core import StrategyError, StrategySpec, UsageError
@@ -130,6 +131,12 @@ def penalty(model: Any, batch: tuple[Tensor, ...]) -> Tensor:
     return loss + slope.square().sum()
 
 
+class Reentrant(HandWritten):
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens)
+        return self.head(checkpoint(self.blocks[0], x, use_reentrant=True) + self.blocks[1](x))
+
+
 def normed() -> nn.Module:
     model = HandWritten()
     model.norm = nn.Sequential(nn.Flatten(0, 1), nn.BatchNorm1d(WIDTH), nn.Unflatten(0, (-1, LENGTH)))
@@ -140,6 +147,7 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
     "hook": (WithHook, shifted, "register_hook, in test_context.py:.*logits.register_hook"),
     "no attention": (Tokenwise, shifted, "needs a network with attention"),
     "penalty": (HandWritten, penalty, r"autograd.grad .* but got test_context.py:\d+: \(slope,\) ="),
+    "reentrant": (Reentrant, shifted, "within another backward, computes a part of the gradient"),
     "batch norm": (normed, shifted, "norm.1, a BatchNorm1d"),
 }
 

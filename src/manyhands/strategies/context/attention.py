@@ -7,6 +7,7 @@ softmax), so that no rank holds all of them. Where a ring cannot be used, they a
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,14 +77,12 @@ def _dropped(
     **settings: Any,
 ) -> Tensor:  # fmt: skip
     """Compute attention on local tensors, with other dropped weights on every rank."""
-    if not query.numel() or not key.numel():
+    with drawing(ranks, query.device) if dropout_p else nullcontext():
+        if query.numel() and key.numel():
+            return F.scaled_dot_product_attention(query, key, value, mask, dropout_p, **settings)
         # Kernels may not accept empty tensors, but gradients must flow on every rank.
         weights, value = attention_weights(query, key, value, mask, **settings)
         return weights.to(value.dtype) @ value
-    if not dropout_p:
-        return F.scaled_dot_product_attention(query, key, value, mask, **settings)
-    with drawing(ranks, query.device):
-        return F.scaled_dot_product_attention(query, key, value, mask, dropout_p, **settings)
 
 
 def _can_travel(
