@@ -25,6 +25,7 @@ from .split_tensor import SequenceDim, all_whole, is_split, split
 _WALKS = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
 _HOOKS = (Tensor.register_hook,)
 _EMBEDDINGS = (F.embedding, torch.embedding)
+_WATCHED = frozenset((*_WALKS, *_HOOKS, *_EMBEDDINGS))
 
 
 class SequenceSplit(TorchFunctionMode):
@@ -45,6 +46,8 @@ class SequenceSplit(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func not in _WATCHED:
+            return func(*args, **kwargs)
         if func in _EMBEDDINGS and self.num_samples is not None:
             args = self._with_split_tokens(func, args, kwargs)
         elif func in _WALKS:
