@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.context import outcomes
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -70,6 +71,23 @@ def narrow_losses(world: World) -> list[float]:
 def test_split_sequences_in_bfloat16_are_as_close_as_it_rounds(run_ranks: Any) -> None:
     first, second, *alone = run_ranks(narrow_losses, 2)[0]
     assert [first, second] == pytest.approx(alone, rel=0.02)
+
+
+def test_transformers_give_the_steps_of_one_device(run_ranks: Any) -> None:
+    names = ["gpt2", "llama", "gemma2", "bloom", "opt", "bert", "t5", "mixtral"]
+    assert run_ranks(partial(outcomes, names=names), 2)[0] == dict.fromkeys(names, "")
+
+
+def test_explain_names_what_is_computed_on_whole_sequences() -> None:
+    lines = mh.explain(NETWORKS["convolution and recurrence"](), mh.ContextParallel(2), on="cpu*2").lines()
+    assert any(
+        "conv1d in near is computed on whole sequences on every rank (context_networks.py" in one for one in lines
+    )
+    assert any("gru in memory" in one for one in lines)
+
+
+def test_check_compares_split_sequences_with_one_device(engine: Any) -> None:
+    assert mh.check(NETWORKS["documents"](), mh.ContextParallel(2), on="cpu*2").equal
 
 
 class OwnFunction(torch.autograd.Function):
