@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from benchmarks.context import outcomes
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -88,6 +90,44 @@ def test_explain_names_what_is_computed_on_whole_sequences() -> None:
 
 def test_check_compares_split_sequences_with_one_device(engine: Any) -> None:
     assert mh.check(NETWORKS["documents"](), mh.ContextParallel(2), on="cpu*2").equal
+
+
+class Dropped(nn.Module):
+    """Dropout of activations and of attention weights, which are gathered for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(13, WIDTH), nn.Linear(WIDTH, 13)
+        self.layer = nn.TransformerEncoderLayer(WIDTH, 4, 24, dropout=0.2, batch_first=True)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.layer(F.dropout(self.tokens(tokens), 0.1, self.training)))
+
+
+def drawn(world: World) -> tuple[list[str], bool, list[float]]:
+    """Train with random numbers of torch; return what differs, if losses are finite, and what ranks draw next."""
+    task = task_of(Dropped, shifted)
+    hand = mh.Hand(world, mh.ContextParallel(world.size))
+    hand.build(task)
+    hand.seed(0)
+    losses = []
+    for batch in hand.batches(task.data, 3):
+        for part in hand.accumulate(batch):
+            with hand.scope():
+                value = hand.replica.loss(shifted, part)
+            hand.backward(value)
+        hand.step()
+        losses.append(hand.loss)
+    found = hand.replica.differences()
+    hand.close()
+    return found, all(map(math.isfinite, losses)), world.gather_objects(torch.rand(()).item())
+
+
+def test_ranks_stay_equal_where_they_draw_different_numbers(run_ranks: Any) -> None:
+    for differing, is_finite, following in run_ranks(drawn, 3):
+        assert differing == []
+        assert is_finite
+        assert len(set(following)) == 1
 
 
 class OwnFunction(torch.autograd.Function):
