@@ -112,7 +112,7 @@ def memory(report: Report) -> None:
 
 def steps(report: Report) -> None:
     """A step on two ranks beside the same by hand."""
-    length, batch_size, rounds = (512, 2, 5) if report.quick else (1024, 4, 40)
+    length, batch_size, rounds = (512, 2, 5) if report.quick else (2048, 2, 30)
     data = tokens(2 * batch_size, length)
     contenders = {
         "context parallel": partial(ours, data=data, batch_size=batch_size),

@@ -32,7 +32,7 @@ BUDGETS = {
     "distributed": 0.7,
     "recovery": 2.8,
     "sync": 1.5,
-    "strategies": 2.0,
+    "strategies": 3.5,
     "parameter_server": 2.0,
     "profiling": 1.0,
     "cli": 1.5,

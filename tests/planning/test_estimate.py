@@ -57,6 +57,15 @@ def step(workload: Workload, where: Cluster, **spec: Any) -> Estimate:
     return estimate(workload, where, StrategySpec(**spec))
 
 
+def test_split_sequences_divide_computation_and_activations_and_send_keys_and_values() -> None:
+    workload = timed(8.0, 1e6, batch_size=1)
+    alone, split = step(workload, cluster(4)), step(workload, cluster(4), context=4)
+    assert split.compute == pytest.approx(alone.compute / 4)
+    assert split.memory.activations == pytest.approx(alone.memory.activations / 4)
+    assert split.memory.parameters == alone.memory.parameters
+    assert split.communication > step(workload, cluster(4), context=2).communication > 0
+
+
 def test_single_device_step_is_compute_only() -> None:
     one = step(timed(0.01, 1e6), cluster(1))
     assert one.seconds == pytest.approx(0.64)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from benchmarks.context import outcomes
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import manyhands as mh
 from manyhands.core import StrategyError, StrategySpec, UsageError
@@ -71,6 +75,61 @@ def test_split_sequences_in_bfloat16_are_as_close_as_it_rounds(run_ranks: Any) -
     assert [first, second] == pytest.approx(alone, rel=0.02)
 
 
+def test_transformers_give_the_steps_of_one_device(run_ranks: Any) -> None:
+    names = ["gpt2", "llama", "gemma2", "bloom", "opt", "bert", "t5", "mixtral"]
+    assert run_ranks(partial(outcomes, names=names), 2)[0] == dict.fromkeys(names, "")
+
+
+def test_explain_names_what_is_computed_on_whole_sequences() -> None:
+    lines = mh.explain(NETWORKS["convolution and recurrence"](), mh.ContextParallel(2), on="cpu*2").lines()
+    assert any(
+        "conv1d in near is computed on whole sequences on every rank (context_networks.py" in one for one in lines
+    )
+    assert any("gru in memory" in one for one in lines)
+
+
+def test_check_compares_split_sequences_with_one_device(engine: Any) -> None:
+    assert mh.check(NETWORKS["documents"](), mh.ContextParallel(2), on="cpu*2").equal
+
+
+class Dropped(nn.Module):
+    """Dropout of activations and of attention weights, which are gathered for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(13, WIDTH), nn.Linear(WIDTH, 13)
+        self.layer = nn.TransformerEncoderLayer(WIDTH, 4, 24, dropout=0.2, batch_first=True)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.layer(F.dropout(self.tokens(tokens), 0.1, self.training)))
+
+
+def drawn(world: World) -> tuple[list[str], bool, list[float]]:
+    """Train with random numbers of torch; return what differs, if losses are finite, and what ranks draw next."""
+    task = task_of(Dropped, shifted)
+    hand = mh.Hand(world, mh.ContextParallel(world.size))
+    hand.build(task)
+    hand.seed(0)
+    losses = []
+    for batch in hand.batches(task.data, 3):
+        for part in hand.accumulate(batch):
+            with hand.scope():
+                value = hand.replica.loss(shifted, part)
+            hand.backward(value)
+        hand.step()
+        losses.append(hand.loss)
+    found = hand.replica.differences()
+    hand.close()
+    return found, all(map(math.isfinite, losses)), world.gather_objects(torch.rand(()).item())
+
+
+def test_ranks_stay_equal_where_they_draw_different_numbers(run_ranks: Any) -> None:
+    for differing, is_finite, following in run_ranks(drawn, 3):
+        assert differing == []
+        assert is_finite
+        assert len(set(following)) == 1
+
+
 class OwnFunction(torch.autograd.Function):
     """A backward that is not linear: it limits the gradient."""
 
@@ -130,6 +189,12 @@ def penalty(model: Any, batch: tuple[Tensor, ...]) -> Tensor:
     return loss + slope.square().sum()
 
 
+class Reentrant(HandWritten):
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens)
+        return self.head(checkpoint(self.blocks[0], x, use_reentrant=True) + self.blocks[1](x))
+
+
 def normed() -> nn.Module:
     model = HandWritten()
     model.norm = nn.Sequential(nn.Flatten(0, 1), nn.BatchNorm1d(WIDTH), nn.Unflatten(0, (-1, LENGTH)))
@@ -140,6 +205,7 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
     "hook": (WithHook, shifted, "register_hook, in test_context.py:.*logits.register_hook"),
     "no attention": (Tokenwise, shifted, "needs a network with attention"),
     "penalty": (HandWritten, penalty, r"autograd.grad .* but got test_context.py:\d+: \(slope,\) ="),
+    "reentrant": (Reentrant, shifted, "within another backward, computes a part of the gradient"),
     "batch norm": (normed, shifted, "norm.1, a BatchNorm1d"),
 }
 

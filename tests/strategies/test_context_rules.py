@@ -122,6 +122,8 @@ SPLIT: dict[str, Rule] = {
     "grouped heads": lambda x: F.scaled_dot_product_attention(
         _heads(x), _heads(x)[:, :1], _heads(x)[:, :1] * 2, is_causal=True, enable_gqa=True
     ),
+    "broadcast keys": lambda x: F.scaled_dot_product_attention(_heads(x), _heads(x)[:1], _heads(x)[:1]),
+    "shapes of others": lambda x: _of(LENGTH, WIDTH).expand_as(x) * x.view_as(x) + _of(ROWS * LENGTH, WIDTH).view_as(x),
     "wide values": lambda x: F.scaled_dot_product_attention(x[..., :2], x[..., 2:4], x[..., 1:]),
     "masked completely": lambda x: _attended(x, attn_mask=(TOKENS > 2)[:, None, :, None] & MASK),
     "losses of elements": lambda x: F.mse_loss(x, x.cos(), reduction="none"),

@@ -7,6 +7,7 @@ softmax), so that no rank holds all of them. Where a ring cannot be used, they a
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,7 +52,7 @@ def attention(
         return NotImplemented
     count_attention()
     mask = None if attn_mask is None else _rows(attn_mask, place, ranks)
-    if _can_travel(key, value, mask, dropout_p, num_dims, ranks):
+    if _can_travel(query, key, value, mask, dropout_p, num_dims, ranks):
         return SplitTensor.of(_around(query, key, value, mask, is_causal, scale), place, ranks)
     keys, values = whole(key), whole(value)
     if is_causal:
@@ -76,24 +77,25 @@ def _dropped(
     **settings: Any,
 ) -> Tensor:  # fmt: skip
     """Compute attention on local tensors, with other dropped weights on every rank."""
-    if not query.numel() or not key.numel():
+    with drawing(ranks, query.device) if dropout_p else nullcontext():
+        if query.numel() and key.numel():
+            return F.scaled_dot_product_attention(query, key, value, mask, dropout_p, **settings)
         # Kernels may not accept empty tensors, but gradients must flow on every rank.
         weights, value = attention_weights(query, key, value, mask, **settings)
         return weights.to(value.dtype) @ value
-    if not dropout_p:
-        return F.scaled_dot_product_attention(query, key, value, mask, **settings)
-    with drawing(ranks, query.device):
-        return F.scaled_dot_product_attention(query, key, value, mask, dropout_p, **settings)
 
 
 def _can_travel(
-    key: Any, value: Any, mask: Tensor | None, dropout_p: float, num_dims: int, ranks: ContextRanks
+    query: Any, key: Any, value: Any, mask: Tensor | None, dropout_p: float, num_dims: int, ranks: ContextRanks
 ) -> bool:
     """Return whether keys and values can travel around the ranks; the same answer on all of them."""
     if ranks.size == 1 or ranks.world.is_capturable or dropout_p or num_dims > 4:
         # NCCL runs the sends of two ranks to each other one after the other, which may block.
         return False
     if type(key) is not SplitTensor or type(value) is not SplitTensor or key.place != value.place:
+        return False
+    sizes = [whole_shape(tensor) for tensor in (query, key, value)]
+    if sizes[1][:-1] != sizes[2][:-1] or sizes[0][:-3] != sizes[1][:-3] or sizes[0][-3] % sizes[1][-3]:
         return False
     is_split_by_token = key.place.dim == num_dims - 2 and key.place.is_plain
     return is_split_by_token and not (mask is not None and mask.requires_grad)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch.nn.functional as F
@@ -96,7 +97,7 @@ def kl_div(
     return found / whole_shape(input)[0]
 
 
-LOSSES = {
+LOSSES: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys(
         (F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy,
          F.binary_cross_entropy_with_logits),

@@ -29,8 +29,8 @@ _REFUSED = {
     "register_hook": "a hook on a tensor gets a part of its gradient",
     "retain_grad": "a tensor's gradient is split as the tensor is",
     "register_post_accumulate_grad_hook": "a hook on a tensor gets a part of its gradient",
-    "backward": "a backward inside of the loss computes a part of the gradient",
-    "grad": "torch.autograd.grad inside of the loss computes a part of the gradient",
+    "backward": "a backward within the loss, or within another backward, computes a part of the gradient",
+    "grad": "torch.autograd.grad within the loss, or within a backward, computes a part of the gradient",
     "__deepcopy__": "a split tensor cannot be copied with its history",
     "__reduce_ex__": "a split tensor cannot be sent",
     "data_ptr": "a split tensor has no memory of its own",
@@ -66,11 +66,10 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _on_whole(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Compute an operation on whole tensors, unless it changes a split one."""
     changes = name in ("__setitem__", *elements.IN_PLACE) or (name.endswith("_") and not name.endswith("__"))
-    target = args[0] if args else None
-    is_changed = changes and isinstance(target, SplitTensor)
-    if (is_changed and target.is_copy) or any(map(is_split, tree_leaves(kwargs.get("out")))):
+    target = args[0] if changes and args else None
+    if any(map(is_split, tree_leaves(kwargs.get("out")))) or (isinstance(target, SplitTensor) and target.is_copy):
         raise _refusal("an operation must not change a copy of a part of the tokens in place", name)
-    if is_changed:
+    if isinstance(target, SplitTensor):
         note_gathered(name)
         changed = all_whole(target).clone()
         func(changed, *all_whole(args[1:]), **all_whole(kwargs))

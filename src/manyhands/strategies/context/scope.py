@@ -25,6 +25,7 @@ from .split_tensor import SequenceDim, all_whole, is_split, split
 _WALKS = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
 _HOOKS = (Tensor.register_hook,)
 _EMBEDDINGS = (F.embedding, torch.embedding)
+_WATCHED = frozenset((*_WALKS, *_HOOKS, *_EMBEDDINGS))
 
 
 class SequenceSplit(TorchFunctionMode):
@@ -45,10 +46,13 @@ class SequenceSplit(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func not in _WATCHED:
+            return func(*args, **kwargs)
         if func in _EMBEDDINGS and self.num_samples is not None:
             args = self._with_split_tokens(func, args, kwargs)
         elif func in _WALKS:
-            if not self.is_backward:
+            # A Function that runs a backward within its own gets partial gradients for its parameters, or whole ones.
+            if not self.is_backward or torch._C._current_graph_task_id() != -1:
                 refuse_backward(func)
             # torch.utils.checkpoint computes forward again during backward.
             with self:
@@ -158,6 +162,8 @@ def _apply(kind: Any, *args: Any, **kwargs: Any) -> Any:
     if has_split:
         note_gathered(f"{kind.__name__}.apply")
         args, kwargs = all_whole((args, kwargs))
+    if not is_theirs:
+        return own(*args, **kwargs)
 
     def shared(value: Any) -> Any:
         return ranks.with_shared_gradient(value) if _is_trained(value) else value

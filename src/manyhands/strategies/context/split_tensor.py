@@ -63,7 +63,8 @@ class SplitTensor(Tensor):
         shape = [*local.shape[: place.dim], place.size, *local.shape[place.dim + 1 :]]
         made: Any = Tensor._make_wrapper_subclass(SplitTensor, shape, dtype=local.dtype, device=local.device)
         made.local, made.place, made.ranks, made.is_copy = local, place, ranks, is_copy
-        return made
+        tensor: SplitTensor = made
+        return tensor
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -27,6 +27,7 @@ from .exchange import ContextRanks
 from .findings import Findings
 from .scope import SequenceSplit, num_samples
 
+Rows = Callable[[Any], Any]
 ROWS = 2
 """Samples of the trial, so that their dim can be told from others of size 1."""
 
@@ -40,38 +41,53 @@ def find(model: nn.Module, spec: StrategySpec, probe: Callable[..., Any], device
         StrategyError: An operation cannot be computed, or no attention over the sequence was found.
     """
     require_splittable(model)
-    sequences = SequenceSplit(ContextRanks(NullWorld(Device("cpu"))), spec.sequence_dim)
     states, put_back = random_state(device), remember_state(model)
-    findings = Findings()
-    narrow = torch.autocast(device.type, dtype=torch.bfloat16) if spec.precision == "bf16" else nullcontext()
-    try:
-        with (
-            torch.enable_grad(),
-            # With gradients, which lines of the user may ask for, but without keeping what backward would need.
-            saved_tensors_hooks(_dropped, _dropped),
-            narrow,
-            findings.following(model),
-            on_gradients(refuse_gradients, backward=False),
-            sequences.scope(),
-        ):
-            probe(model, lambda batch: sequences.inputs(_first_rows(batch)))
-    except ManyhandsError:
-        raise
-    except Exception as error:
-        put_back()
-        if _fails_whole(model, probe):
-            # An error of the user's code is raised as it is.
+    failure: Exception | None = None
+    # Batches that are not made of rows, such as several sequences in one, cannot be cut.
+    for rows in (_first_rows, _all_rows):
+        try:
+            findings = _tried(model, spec, probe, device, rows)
+            break
+        except ManyhandsError:
             raise
-        raise StrategyError(
-            "under context parallelism every operation must be one of torch's functions",
-            got=f"{type(error).__name__}: {(str(error) or 'no text').splitlines()[0]} at {culprit(error)}",
-            remedy="use mh.Mirrored() or mh.Sharded(), which compute whole sequences",
-        ) from error
-    finally:
-        put_back()
-        restore_random_state(states, device)
+        except Exception as error:
+            put_back()
+            failure = error
+            if _works(model, probe, rows):
+                raise StrategyError(
+                    "under context parallelism every operation must be one of torch's functions",
+                    got=f"{type(error).__name__}: {(str(error) or 'no text').splitlines()[0]} at {culprit(error)}",
+                    remedy="use mh.Mirrored() or mh.Sharded(), which compute whole sequences",
+                ) from error
+        finally:
+            put_back()
+            restore_random_state(states, device)
+    else:
+        # An error of the user's code is raised as it is.
+        assert failure is not None
+        raise failure
     if not findings.num_attentions:
         raise _unused(spec, findings)
+    return findings
+
+
+def _tried(
+    model: nn.Module, spec: StrategySpec, probe: Callable[..., Any], device: torch.device, rows: Rows
+) -> Findings:
+    """Compute the loss on one rank by the rules of split sequences."""
+    sequences = SequenceSplit(ContextRanks(NullWorld(Device("cpu"))), spec.sequence_dim)
+    findings = Findings()
+    narrow = torch.autocast(device.type, dtype=torch.bfloat16) if spec.precision == "bf16" else nullcontext()
+    with (
+        torch.enable_grad(),
+        # With gradients, which lines of the user may ask for, but without keeping what backward would need.
+        saved_tensors_hooks(_dropped, _dropped),
+        narrow,
+        findings.following(model),
+        on_gradients(refuse_gradients, backward=False),
+        sequences.scope(),
+    ):
+        probe(model, lambda batch: sequences.inputs(rows(batch)))
     return findings
 
 
@@ -89,14 +105,19 @@ def _first_rows(batch: Any) -> Any:
     return tree_map(first, batch)
 
 
-def _fails_whole(model: nn.Module, probe: Callable[..., Any]) -> bool:
-    """Return whether the loss cannot be computed on whole sequences either."""
+def _all_rows(batch: Any) -> Any:
+    """Return the whole batch."""
+    return batch
+
+
+def _works(model: nn.Module, probe: Callable[..., Any], rows: Rows) -> bool:
+    """Return whether the loss can be computed on whole sequences."""
     try:
         with torch.no_grad():
-            probe(model, _first_rows)
+            probe(model, rows)
     except Exception:
-        return True
-    return False
+        return False
+    return True
 
 
 def _unused(spec: StrategySpec, findings: Findings) -> StrategyError:
