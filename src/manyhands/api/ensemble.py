@@ -96,9 +96,10 @@ def ensemble(
         raise SettingsError(
             "an ensemble needs at least one member", got="an empty list", remedy="pass runs, or a task and members=5"
         )
-    batches = _batches(chosen, combining.data)
+    made = [ensembles.member_of(one) for one in chosen]
+    batches = _batches(chosen, combining.data, next(iter(made[0].signature.inputs)))
     joined = Ensemble(
-        [ensembles.member_of(one) for one in chosen],
+        made,
         combine=combine,
         batches=batches,
         uncertainty=combining.uncertainty,
@@ -178,8 +179,11 @@ def _trained(
     return study
 
 
-def _batches(chosen: Sequence[Any], data: Any) -> Batches:
-    """Yield inputs and labels of the validation data, as the first member's task uses them."""
+def _batches(chosen: Sequence[Any], data: Any, name: str) -> Batches:
+    """Yield inputs and labels of the validation data, as the first member's task uses them.
+
+    `name` is that of its only input, if the task has no `predict`.
+    """
     run = next((one for one in chosen if isinstance(one, Run)), None)
     if run is None:
         return pairs(chosen[0].signature, data) if data is not None and isinstance(chosen[0], Archive) else ()
@@ -192,7 +196,7 @@ def _batches(chosen: Sequence[Any], data: Any) -> Batches:
     found: list[tuple[dict[str, Tensor], Tensor | None]] = []
     rows = 0
     for batch in feed.epoch(Cursor()):
-        inputs = inputs_of(task, batch.data)
+        inputs = inputs_of(task, batch.data, name)
         found.append((inputs, _labels(batch.data)))
         rows += len(next(iter(inputs.values())))
         if rows >= MAX_ROWS:
