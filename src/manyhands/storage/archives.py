@@ -34,6 +34,7 @@ from .archive_folders import (
 from .disk import digest_of
 from .program import environment_kept, trace, user_line
 from .program_builder import build
+from .row_independence import require_independent_rows
 from .tensors import read_tensors, require_storable
 
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -103,10 +104,12 @@ def export(
     *,
     free: Mapping[str, Collection[int]] | None = None,
     extra: dict[str, Any] | None = None,
+    by_rows: bool = False,
 ) -> Path:
     """Write `predict(model, *inputs)` as the next version under `path` and return the version's folder.
 
-    `inputs` are examples by name; their dim 0 is the batch, which stays dynamic, as do the dims in `free`.
+    `inputs` are examples by name; their dim 0 is the batch, which stays dynamic, as do the dims in `free`. With
+    `by_rows` raise ArchiveError unless every output has a row for each input row, and depends on that row alone.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as root:
@@ -124,6 +127,8 @@ def export(
         signature = _signature(examples, dims, network.names, traced.shapes)
         program = to_json(traced.program)
         _require_same_answers(network, program, weights, examples, dims)
+        if by_rows:
+            require_independent_rows(network, network.names, examples, signature)
     described = {"format": FORMAT, "signature": signature.to_dict(), "extra": extra or {}}
     return publish(Path(path), weights, {PROGRAM: program, SIGNATURE: to_json(described)})
 
