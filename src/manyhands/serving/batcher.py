@@ -19,6 +19,8 @@ import numpy as np
 from ..core import RequestRefused
 from .dtypes import Array
 from .options import Batching
+from .slots import View, row_shape
+from .texts import TextRegion, text_bytes
 
 Arrays = Mapping[str, Array]
 Done = Callable[["Ticket"], None]
@@ -40,7 +42,9 @@ NUM_RESTARTS, HUNG_SHARE = 2, 0.5
 class Ticket:
     """One request in flight, and finally its answer or the reason for a refusal."""
 
-    __slots__ = ("deadline", "done", "inputs", "outputs", "over", "parts", "priority", "queued", "refusal", "rows")
+    __slots__ = (
+        "deadline", "done", "inputs", "outputs", "over", "parts", "priority", "queued", "refusal", "rows", "shapes"
+    )  # fmt: skip
 
     def __init__(self, inputs: Arrays, rows: int, deadline: float, priority: int, done: Done) -> None:
         self.inputs, self.rows, self.deadline, self.priority, self.done = inputs, rows, deadline, priority, done
@@ -51,6 +55,8 @@ class Ticket:
         """Rows that are still queued."""
         self.parts: list[tuple[int, dict[str, Array]]] = []
         """Partial answers, each with its first row."""
+        self.shapes: Shapes = ()
+        """Shape of one row of each input."""
 
 
 @dataclass
@@ -86,7 +92,7 @@ class RequestBatch:
         """Its requests that have not ended."""
         return {part.ticket for part in self.parts if not part.ticket.over}
 
-    def writing(self, views: Mapping[str, Array]) -> Callable[[], None]:
+    def writing(self, views: Mapping[str, View]) -> Callable[[], None]:
         """Return a function that copies the rows into a replica's memory, the only copy of a request's data.
 
         It may run on another thread while requests end, so it keeps its own references to the data.
@@ -98,12 +104,20 @@ class RequestBatch:
 
         def write() -> None:
             for name, view in views.items():
+                if isinstance(view, TextRegion):
+                    view.write(self._texts(rows[name]))
+                    continue
                 np.concatenate(rows[name], out=view[: self.rows])
                 if self.size > self.rows:
                     # Repeating an existing row is harmless for any model; zeros may not be.
                     view[self.rows :] = view[self.rows - 1]
 
         return write
+
+    def _texts(self, rows: Sequence[Array]) -> list[bytes]:
+        """Return the strings of all rows, the last row again for padding."""
+        items = [item for part in rows for item in part.flat]
+        return items + items[-(len(items) // self.rows) :] * (self.size - self.rows)
 
 
 class Worker(Protocol):
@@ -161,12 +175,14 @@ class Batcher:
         """
         self.require_capacity(deadline)
         self._require_rows(inputs, rows)
-        if not self._most(self._shapes(inputs)):
-            size = sum(inputs[name][:1].nbytes for name in self._inputs)
+        shapes = tuple(row_shape(inputs[name]) for name in self._inputs)
+        if not self._most(shapes):
+            size = sum(inputs[name][:1].nbytes + text_bytes(inputs[name][:1]) for name in self._inputs)
             raise RequestRefused(
                 "INVALID_ARGUMENT", f"a row must fit into a batch, but got a row of {size} bytes; send smaller rows"
             )
         ticket = Ticket(inputs, rows, deadline, priority, done)
+        ticket.shapes = shapes
         self._live.add(ticket)
         self._queue(TicketPart(ticket, 0, rows))
         self.num_queued += rows
@@ -234,10 +250,18 @@ class Batcher:
             row += part.rows
         self._schedule()
 
-    def failed(self, batch: RequestBatch, reason: str) -> None:
-        """Handle an exception of the model: retry each part alone, so that only the request that caused it fails."""
+    def failed(self, batch: RequestBatch, reason: str, *, is_invalid: bool = False) -> None:
+        """Handle an exception of the model: retry each part alone, so that only the request that caused it fails.
+
+        With `is_invalid` the model has refused the request, for a reason that the client may see.
+        """
         if len(batch.parts) == 1:
-            self._refuse(batch.parts[0].ticket, RequestRefused("INTERNAL", f"the model failed: {reason}"))
+            refusal = (
+                RequestRefused("INVALID_ARGUMENT", reason)
+                if is_invalid
+                else RequestRefused("INTERNAL", f"the model failed: {reason}")
+            )
+            self._refuse(batch.parts[0].ticket, refusal)
         else:
             self._again(batch.parts, alone=True)
         self._schedule()
@@ -297,11 +321,8 @@ class Batcher:
         return math.ceil(rows / most) * self.pace.seconds(min(rows, most)) / max(1, len(self.workers))
 
     def _queue(self, part: TicketPart, *, first: bool = False) -> None:
-        queue = self._queues.setdefault((part.ticket.priority, self._shapes(part.ticket.inputs)), deque())
+        queue = self._queues.setdefault((part.ticket.priority, part.ticket.shapes), deque())
         (queue.appendleft if first else queue.append)(part)
-
-    def _shapes(self, inputs: Arrays) -> Shapes:
-        return tuple(inputs[name].shape[1:] for name in self._inputs)
 
     def _most(self, shapes: Shapes) -> int:
         """Return the maximum rows of a batch, which must also fit with padding."""

@@ -176,10 +176,15 @@ class Rollout:
 
 @dataclass(frozen=True, kw_only=True)
 class Replicas:
-    """Replicas: how exported networks are computed."""
+    """Replicas: how models are computed."""
 
     precision: str = option("fp32", "fp32 (default), or bf16 to compute in bfloat16 where that is safe.")
     compile: bool = option(False, "Compile networks when they are loaded, if that makes them faster.")
+    trust_python: bool = option(
+        False,
+        "Execute predictor.py of versions in the folder of models, outside the sandbox and with the rights of the "
+        "server. Use it if you trust everyone who can write to the folder.",
+    )
 
     def __post_init__(self) -> None:
         if self.precision not in ("fp32", "bf16"):
