@@ -17,6 +17,7 @@ from typing import Protocol
 import numpy as np
 
 from ..core import RequestRefused
+from .batch_time import BatchTimeModel
 from .dtypes import Array
 from .options import Batching
 from .slots import View, row_shape
@@ -31,6 +32,10 @@ ATTEMPTS = 3
 """Number of times a request is computed if replicas die on it; the last time alone."""
 
 
+BULK_SECONDS = 0.05
+"""Maximum expected seconds of a batch of more than `max_rows` rows, for which a new request has to wait."""
+BULK_GROWTH = 4
+"""Maximum ratio of such a batch to the largest one that was measured."""
 HUNG_SECONDS = 5.0
 """Minimum seconds after which a batch may count as hung."""
 HUNG_RATIO = 20.0
@@ -153,6 +158,9 @@ class Batcher:
         self.on_batch: Callable[[RequestBatch, float], None] = lambda batch, seconds: None
         self.rows_fitting: Callable[[Shapes], int] = lambda shapes: settings.max_rows
         """Returns how many rows of given shapes fit into a replica's memory."""
+        self.bulk_fitting: Callable[[Shapes], int] = self.rows_fitting
+        """Returns how many rows of given shapes fit for a batch of one request."""
+        self._may_bulk = not settings.sizes
         self._inputs, self._call_soon, self._now = list(inputs), call_soon, now
         self._queues: dict[tuple[int, Shapes], deque[TicketPart]] = {}
         self._live: set[Ticket] = set()
@@ -255,7 +263,8 @@ class Batcher:
 
         With `is_invalid` the model has refused the request, for a reason that the client may see.
         """
-        if len(batch.parts) == 1:
+        # The model may not have the memory for a large batch.
+        if len(batch.parts) == 1 and (is_invalid or not self._is_bulk(batch)):
             refusal = (
                 RequestRefused("INVALID_ARGUMENT", reason)
                 if is_invalid
@@ -268,6 +277,9 @@ class Batcher:
 
     def lost(self, batch: RequestBatch) -> None:
         """Handle the death of a replica: retry its batch on others, and refuse a request after `ATTEMPTS` deaths."""
+        if self._is_bulk(batch):
+            # The process may have been killed because of its memory.
+            self._may_bulk = False
         for part in batch.parts:
             part.attempts += 1
             if part.attempts >= ATTEMPTS:
@@ -367,12 +379,29 @@ class Batcher:
         while self._queues:
             key = min(self._queues, key=self._urgency) if len(self._queues) > 1 else next(iter(self._queues))
             queue = self._queues[key]
-            parts, rows = self._take_parts(queue, self._most(key[1]))
+            parts, rows = self._take_parts(queue, self._bulk(queue, key[1]) or self._most(key[1]))
             if not queue:
                 del self._queues[key]
             if parts:
                 return RequestBatch(parts, rows, self.settings.padded(rows), key[1])
         return None
+
+    def _bulk(self, queue: deque[TicketPart], shapes: Shapes) -> int:
+        """Return the rows of a larger batch for a large request while no other one waits; 0 for none.
+
+        The size grows with what was measured, up to batches that take `BULK_SECONDS`, for which a new request may wait.
+        """
+        part, usual = queue[0], self.settings.max_rows
+        others = len(self._queues) > 1 or len(queue) > 1
+        if part.rows <= usual or others or not self._may_bulk or part.alone or part.attempts:
+            return 0
+        share = math.ceil(part.rows / max(1, len(self.workers)))
+        measured = min(BULK_GROWTH * self.pace.most_rows, self.pace.rows_within(BULK_SECONDS))
+        size = min(share, self.bulk_fitting(shapes), measured)
+        return size if size > usual else 0
+
+    def _is_bulk(self, batch: RequestBatch) -> bool:
+        return batch.rows > self.settings.max_rows
 
     def _urgency(self, key: tuple[int, Shapes]) -> tuple[int, float]:
         return key[0], self._queues[key][0].ticket.deadline
@@ -426,54 +455,3 @@ class Batcher:
         self.num_queued -= ticket.queued
         ticket.queued = 0
         self._live.discard(ticket)
-
-
-_LAST = 16
-"""Number of latest batches that count; earlier ones, such as a burst or a stall, predict nothing."""
-
-
-class BatchTimeModel:
-    """Linear model of the last batches: a constant per batch plus a time per row.
-
-    Rows per second would not do: after single-row requests, a full batch would be estimated as that many requests.
-
-    >>> pace = BatchTimeModel()
-    >>> pace.learn(1, 0.005)
-    >>> pace.seconds(64)
-    0.005
-    >>> pace.learn(41, 0.009)
-    >>> round(pace.seconds(21), 6)
-    0.007
-    """
-
-    def __init__(self) -> None:
-        self._last: deque[tuple[int, float]] = deque()
-        self._rows = self._squares = 0
-        self._seconds = self._products = 0.0
-
-    def learn(self, rows: int, seconds: float) -> None:
-        """Record the duration of a batch."""
-        self._last.append((rows, seconds))
-        self._count(rows, seconds, 1)
-        if len(self._last) > _LAST:
-            self._count(*self._last.popleft(), -1)
-
-    def seconds(self, rows: int) -> float:
-        """Return the estimated duration of a batch; 0 if nothing is known.
-
-        The estimate never decreases with rows and grows at most proportionally, even if the few samples are noisy.
-        """
-        num = len(self._last)
-        if not num:
-            return 0.0
-        mean, mean_rows = self._seconds / num, self._rows / num
-        spread = num * self._squares - self._rows**2
-        slope = (num * self._products - self._rows * self._seconds) / spread if spread else 0.0
-        least, most = sorted((mean, mean * rows / mean_rows))
-        return min(max(mean + slope * (rows - mean_rows), least), most)
-
-    def _count(self, rows: int, seconds: float, sign: int) -> None:
-        self._rows += sign * rows
-        self._squares += sign * rows * rows
-        self._seconds += sign * seconds
-        self._products += sign * rows * seconds

@@ -101,6 +101,7 @@ class ServingReplica:
         device: Device,
         sizes: tuple[int, ...],
         *,
+        bulk_rows: int = 0,
         quietly: bool = True,
         on_stage: Callable[[str], None] = lambda stage: None,
     ) -> ServingReplica:
@@ -119,12 +120,14 @@ class ServingReplica:
             sandbox = dataclasses.replace(sandbox, folder=make_folder())
         try:
             on_stage(STARTING)
-            computing = Computing(source, device, rendezvous.path, key, sizes, quietly, sandbox)
+            computing = Computing(source, device, rendezvous.path, key, sizes, quietly, sandbox, bulk_rows)
             return await cls._start(engine, rendezvous, computing, coming, limit, on_stage)
         except NoFreeCore:
             if not quietly:
                 raise
-            return await cls.start(engine, rendezvous, source, device, sizes, quietly=False, on_stage=on_stage)
+            return await cls.start(
+                engine, rendezvous, source, device, sizes, bulk_rows=bulk_rows, quietly=False, on_stage=on_stage
+            )
         except OutputMismatch:
             on_stage(CHECKING)
             raise
@@ -180,7 +183,7 @@ class ServingReplica:
                 protection = await opening.protection()
                 on_stage(READING)
                 signature = await opening.signature(texts=computing.sandbox is None)
-                layout = SlotLayout(signature, computing.sizes[-1])
+                layout = SlotLayout(signature, computing.sizes[-1], computing.bulk_rows)
                 if computing.sandbox is not None:
                     _require_slot_memory(layout, computing.sandbox.memory)
                 slots = opening.send_slots(layout)

@@ -195,6 +195,8 @@ class Computing:
     quietly: bool = True
     """Whether the model is loaded at idle CPU priority."""
     sandbox: Sandbox | None = None
+    bulk_rows: int = 0
+    """Maximum rows of a batch of one large request; 0 for none beyond `sizes`."""
 
     @property
     def confines(self) -> bool:
@@ -268,7 +270,7 @@ class Computing:
         server.settimeout(_PATIENCE)
         _, (fd,), _, _ = socket.recv_fds(server, MAX_MESSAGE, 1)
         server.settimeout(None)
-        slots = ReplicaSlots(SlotLayout(signature, self.sizes[-1]), fd)
+        slots = ReplicaSlots(SlotLayout(signature, self.sizes[-1], self.bulk_rows), fd)
         os.close(fd)
         return slots
 

@@ -22,6 +22,8 @@ from .texts import MAX_TEXTS, TextRegion, is_text, width
 
 FREE_BYTES = 256 << 20
 """Bytes for the inputs, or the outputs, of a batch with dynamic shapes; only used pages become real memory."""
+BULK_BYTES = 16 << 20
+"""Maximum bytes of the inputs and outputs of a batch of more rows than `max_rows`, which holds one request."""
 NUM_SLOTS = 2
 """Number of slots: one batch is computed while the next one is written."""
 _ALIGN = 64
@@ -42,16 +44,28 @@ class SlotLayout:
 
     signature: Signature
     max_rows: int
+    """Rows of a batch that joins requests."""
+    bulk_rows: int = 0
+    """Rows of a batch of one request, if they are small."""
+
+    @cached_property
+    def num_rows(self) -> int:
+        """Rows of fixed sizes that a slot holds."""
+        sides = self.signature.inputs, self.signature.outputs
+        if any(map(_is_free, sides)):
+            return self.max_rows
+        each = sum(_row_bytes(spec, _fixed(spec)) for specs in sides for spec in specs.values())
+        return max(self.max_rows, min(self.bulk_rows, BULK_BYTES // each))
 
     @cached_property
     def input_bytes(self) -> int:
         """Bytes for the inputs of the largest batch."""
-        return _capacity(self.signature.inputs, self.max_rows)
+        return _capacity(self.signature.inputs, self.num_rows)
 
     @cached_property
     def slot_bytes(self) -> int:
         """Bytes of a slot."""
-        return self.input_bytes + _capacity(self.signature.outputs, self.max_rows)
+        return self.input_bytes + _capacity(self.signature.outputs, self.num_rows)
 
     def rows_fitting(self, shapes: Shapes) -> int:
         """Return how many rows of these shapes fit into a slot; without dynamic dims, the largest batch."""
@@ -66,6 +80,10 @@ class SlotLayout:
         free_bytes = self.input_bytes - _ALIGN * len(specs)
         each = sum(_row_bytes(spec, shape) for spec, shape in zip(specs.values(), shapes, strict=True))
         return min(most, free_bytes // each)
+
+    def bulk_fitting(self, shapes: Shapes) -> int:
+        """Return how many rows of these shapes a batch of one request may have."""
+        return self.num_rows if self.num_rows > self.max_rows else self.rows_fitting(shapes)
 
 
 class ReplicaSlots:
@@ -149,9 +167,18 @@ class Dims:
 
 
 def _capacity(specs: Mapping[str, TensorSpec], rows: int) -> int:
-    if any(None in spec.shape[1:] or BY_TORCH[spec.dtype].is_text for spec in specs.values()):
+    if _is_free(specs):
         return FREE_BYTES
-    return _end(specs, rows, [tuple(size or 0 for size in spec.shape[1:]) for spec in specs.values()]) or _ALIGN
+    return _end(specs, rows, list(map(_fixed, specs.values()))) or _ALIGN
+
+
+def _is_free(specs: Mapping[str, TensorSpec]) -> bool:
+    """Return whether rows have no fixed number of bytes."""
+    return any(None in spec.shape[1:] or BY_TORCH[spec.dtype].is_text for spec in specs.values())
+
+
+def _fixed(spec: TensorSpec) -> tuple[int, ...]:
+    return tuple(size or 0 for size in spec.shape[1:])
 
 
 def _end(specs: Mapping[str, TensorSpec], rows: int, shapes: Shapes) -> int:
