@@ -20,7 +20,10 @@ _AFTER_PROOF = "objects of the user's own classes between ranks, after the proof
 _RAY = "Ray's own transport between its actors, which trusts every process that reaches the Ray cluster"
 ALLOWED: dict[str, dict[str, str]] = {
     "cli/launch.py": {"compile": "checks the syntax of the user's own script, and runs nothing"},
-    "cli/target.py": {"cloudpickle": "marks the user's own file as one to send by value"},
+    "cli/target.py": {
+        "cloudpickle": "marks the user's own file as one to send by value",
+        "exec_module": "the file that the user names on the command line",
+    },
     "cli/trained.py": {"np.load": "with allow_pickle=False, for arrays that the user names"},
     "distributed/messages.py": {"pickle": _AFTER_PROOF, "cloudpickle": _AFTER_PROOF},
     "launcher/pickles.py": {"pickle": _TO_OWN_PROCESSES, "cloudpickle": _TO_OWN_PROCESSES},
@@ -32,6 +35,7 @@ ALLOWED: dict[str, dict[str, str]] = {
     "data/workers.py": {"pickle": "tries whether an error of this process can be sent on"},
     "keras/callbacks.py": {"pickle": _AFTER_PROOF},
     "keras/model_changes.py": {"cloudpickle": _AFTER_PROOF},
+    "serving/python_model.py": {"exec_module": "predictor.py of a version, only where the operator trusts Python code"},
     "serving/parsing.py": {"pickle": "PickleBuffer only, which marks bytes as a buffer and reads nothing"},
     "storage/weights.py": {
         "pickle": "the name of an error only",
@@ -63,6 +67,8 @@ def _of(node: ast.AST) -> Iterator[str]:
         yield "compile"
     elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and (node.value.id, node.attr) in CALLS:
         yield f"{node.value.id}.{node.attr}"
+    elif isinstance(node, ast.Attribute) and node.attr == "exec_module":
+        yield "exec_module"
     elif isinstance(node, ast.keyword) and node.arg in ("shell", "allow_pickle") and not _is_false(node.value):
         yield node.arg
     elif isinstance(node, ast.keyword) and node.arg == "weights_only" and _is_false(node.value):
@@ -97,6 +103,7 @@ def test_calls_that_execute_data_are_used_only_in_allowed_files() -> None:
         ("np.load(file, allow_pickle=True)", {"np.load", "allow_pickle"}),
         ("torch.load(file, weights_only=False)", {"torch.load", "weights_only=False"}),
         ("os.system('ls')", {"os.system"}),
+        ("spec.loader.exec_module(module)", {"exec_module"}),
     ],
 )
 def test_every_call_that_executes_data_is_detected(text: str, names: set[str]) -> None:

@@ -44,6 +44,10 @@ SIGNATURE = Signature(
     {"x": TensorSpec("float32", (None, 3)), "n": TensorSpec("int64", (None,))}, {"y": TensorSpec("float32", (None,))}
 )
 SUBJECT = Subject("m", SIGNATURE)
+STRINGS = Subject(
+    "m",
+    Signature({"t": TensorSpec("string", (None,)), "b": TensorSpec("bytes", (None, 2))}, SIGNATURE.outputs),
+)
 ONE = Signature({"x": TensorSpec("float32", (None, 3))}, SIGNATURE.outputs)
 LIMITS = Limits(head=1024, headers=20, body=4096, json=4096, values=1024, bodies=8192, connections=4)
 REFUSED = (BadRequest, RequestRefused)
@@ -157,6 +161,40 @@ def grpc_tensorflow(data: bytes) -> None:
             require_fitting(tensorflow_grpc.read_inputs(request, SUBJECT, shapes))
 
 
+def strings(data: bytes) -> None:
+    """Read bytes as a request with strings, in the protocol that the first byte selects; the next two end the text."""
+    kind, size, rest = data[:1], int.from_bytes(data[1:3], "big"), data[3:]
+    with contextlib.suppress(*REFUSED):
+        require_strings(_STRING_READERS[kind[0] % len(_STRING_READERS) if kind else 0](rest, size % (len(rest) + 1)))
+
+
+def _strings_v1(data: bytes, size: int) -> Any:
+    return read_text(data, LIMITS.json, LIMITS.values, STRINGS.signature, "predict")[0]
+
+
+def _strings_examples(data: bytes, size: int) -> Any:
+    return read_text(data, LIMITS.json, LIMITS.values, STRINGS.signature, "classify")[0]
+
+
+def _strings_v2(data: bytes, size: int) -> Any:
+    return read_request(data[:size], data[size:], STRINGS, LIMITS.json, LIMITS.values, LIMITS.body)[0]
+
+
+def _strings_open_inference(data: bytes, size: int) -> Any:
+    request = _parsed(data, open_inference_grpc.MESSAGES["ModelInferRequest"])
+    return None if request is None else open_inference_grpc.read_inputs(request, STRINGS)
+
+
+def _strings_tensorflow(data: bytes, size: int) -> Any:
+    request = _parsed(data, MESSAGES["PredictRequest"])
+    if request is None:
+        return None
+    return tensorflow_grpc.read_inputs(request, STRINGS, tensorflow_grpc.read_shapes(request, STRINGS, LIMITS.body))
+
+
+_STRING_READERS = (_strings_v1, _strings_examples, _strings_v2, _strings_open_inference, _strings_tensorflow)
+
+
 TARGETS: dict[str, Callable[[bytes], None]] = {
     "http": http,
     "http2_frames": http2_frames,
@@ -165,6 +203,7 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
     "binary": binary,
     "grpc_open_inference": grpc_open_inference,
     "grpc_tensorflow": grpc_tensorflow,
+    "strings": strings,
 }
 
 _OPENING = PREFACE + frame(SETTINGS, 0, 0, bytes(6))
@@ -179,6 +218,14 @@ _SIZED = json.dumps(
         "inputs": [
             {"name": "x", "shape": [1, 3], "datatype": "FP32", "parameters": {"binary_data_size": 12}},
             {"name": "n", "shape": [1], "datatype": "INT64", "parameters": {"binary_data_size": 8}},
+        ]
+    }
+).encode()
+_STRING_TEXT = json.dumps(
+    {
+        "inputs": [
+            {"name": "t", "shape": [1], "datatype": "BYTES", "parameters": {"binary_data_size": 5}},
+            {"name": "b", "shape": [1, 2], "datatype": "BYTES", "parameters": {"binary_data_size": 10}},
         ]
     }
 ).encode()
@@ -219,6 +266,25 @@ SEEDS: dict[str, tuple[bytes, ...]] = {
             },
         ).SerializeToString(),
     ),
+    "strings": (
+        b"\0\0\0" + b'{"instances": [{"t": "a", "b": ["b", {"b64": "AAE="}]}]}',
+        b"\1\0\0" + b'{"examples": [{"t": "a", "b": ["b", "c"]}]}',
+        b"\2" + len(_STRING_TEXT).to_bytes(2, "big") + _STRING_TEXT + b"\1\0\0\0a" + b"\0\0\0\0\2\0\0\0\xff\0",
+        b"\3\0\0"
+        + open_inference_grpc.MESSAGES["ModelInferRequest"](
+            inputs=[
+                {"name": "t", "datatype": "BYTES", "shape": [1], "contents": {"bytes_contents": [b"a"]}},
+                {"name": "b", "datatype": "BYTES", "shape": [1, 2], "contents": {"bytes_contents": [b"b", b"\xff"]}},
+            ],
+        ).SerializeToString(),
+        b"\4\0\0"
+        + MESSAGES["PredictRequest"](
+            inputs={
+                "t": {"dtype": 7, "tensor_shape": {"dim": [{"size": 1}]}, "string_val": [b"a"]},
+                "b": {"dtype": 7, "tensor_shape": {"dim": [{"size": 1}, {"size": 2}]}, "string_val": [b"b"]},
+            },
+        ).SerializeToString(),
+    ),
 }
 """Good inputs to begin with, by target."""
 
@@ -229,6 +295,18 @@ def require_fitting(arrays: Any) -> None:
         raise AssertionError("other inputs than the signature has")
     if arrays["x"].shape[1:] != (3,) or arrays["n"].shape != arrays["x"].shape[:1]:
         raise AssertionError(f"shapes that do not fit: {arrays['x'].shape}, {arrays['n'].shape}")
+
+
+def require_strings(arrays: Any) -> None:
+    """Raise where arrays are not strings as the signature says."""
+    if arrays is None:
+        return
+    if set(arrays) != {"t", "b"} or not all(isinstance(item, bytes) for one in arrays.values() for item in one.flat):
+        raise AssertionError("other inputs than the signature has")
+    for item in arrays["t"].flat:
+        item.decode()
+    if arrays["b"].shape[1:] != (2,) or arrays["t"].shape != arrays["b"].shape[:1]:
+        raise AssertionError(f"shapes that do not fit: {arrays['t'].shape}, {arrays['b'].shape}")
 
 
 def _read_v2(text: bytes, raw: bytes) -> None:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .api.ensemble import ensemble
     from .api.evaluate import evaluate, predict
     from .api.explain import explain
+    from .api.export import export
     from .api.fit import fit
     from .api.launch import launch
     from .api.map import map
@@ -67,6 +68,7 @@ __all__ = [
     "partition",
     "evaluate",
     "explain",
+    "export",
     "predict",
     "serve",
     "route",
@@ -106,6 +108,7 @@ _MODULES = {
     "api.ensemble": ["ensemble"],
     "api.evaluate": ["evaluate", "predict"],
     "api.explain": ["explain"],
+    "api.export": ["export"],
     "api.fit": ["fit"],
     "api.launch": ["launch"],
     "api.map": ["map"],

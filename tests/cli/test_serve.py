@@ -6,6 +6,7 @@ import json
 import re
 import signal
 import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 import manyhands as mh
+from manyhands.core import RequestRefused
 from manyhands.storage import export
 
 from .conftest import Invoke
@@ -21,6 +23,15 @@ from .conftest import Invoke
 OWN = """
 import manyhands as mh
 predictor = mh.load("models/digits/1")
+"""
+
+PYTHON = """
+class Predictor:
+    inputs = {"text": "string[*]"}
+    outputs = {"text": "string[*]"}
+
+    def predict(self, inputs):
+        return [text + "!" for text in inputs["text"]]
 """
 
 
@@ -35,6 +46,18 @@ def addresses(process: subprocess.Popen[str]) -> tuple[str, str]:
         if found := re.search(r"serving on (\S+) .*managed on (\S+)", line):
             return found[1], found[2]
     raise AssertionError("it did not start")
+
+
+def when_found(ask: Callable[[], list[str]]) -> list[str]:
+    """A folder with Python code is loaded once it has not changed for some seconds."""
+    until = time.monotonic() + 60
+    while True:
+        try:
+            return ask()
+        except RequestRefused as refusal:
+            if refusal.code not in ("NOT_FOUND", "UNAVAILABLE") or time.monotonic() > until:
+                raise
+            time.sleep(0.1)
 
 
 def test_serve_manages_versions_and_shuts_down_cleanly(
@@ -94,6 +117,20 @@ def test_custom_predictor_from_a_file_is_served(start: Callable[..., subprocess.
         assert mh.serving.Client(url)("model", rows).tolist() == [[1.0, 1.0, 1.0]]
     process.send_signal(signal.SIGINT)
     assert process.wait(120) == 0
+
+
+def test_python_predictor_and_a_trusted_folder_are_served(start: Callable[..., subprocess.Popen[str]]) -> None:
+    Path("models/words/1").mkdir(parents=True)
+    Path("models/words/1/predictor.py").write_text(PYTHON)
+    for words in (["models", "--trust-python"], ["models/words/1/predictor.py:Predictor"]):
+        process = start("serve", *words, "--http", 0, "--grpc", 0, "--manage", 0)
+        url, _ = addresses(process)
+        name = "words" if "--trust-python" in words else "model"
+        client = mh.serving.Client(url)
+        found = when_found(lambda client=client, name=name: client(name, ["a"]).tolist())
+        assert found == ["a!"]
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(120) == 0
 
 
 def test_unreachable_server_error_names_its_address(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:

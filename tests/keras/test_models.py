@@ -83,8 +83,23 @@ def test_export_supports_several_inputs_and_dynamic_lengths(tmp_path: Path) -> N
     given = {"words": torch.randint(0, 9, (3, 11), dtype=torch.int32), "size": torch.ones(3, 2)}
     kind, price = model.predict(list(given.values()), verbose=0)
     answers = read(given)
-    np.testing.assert_allclose(answers["kind"], kind, rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(answers["price"], price, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(answers["output_0"], kind, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(answers["output_1"], price, rtol=1e-5, atol=1e-6)
+
+
+def test_export_has_the_names_of_keras_own_export(tmp_path: Path) -> None:
+    sequential = keras.Sequential([keras.Input((3,), name="features"), layers.Dense(2, name="dense_7")])
+    signature = mh.load(mhk.export(sequential, tmp_path / "sequential")).signature
+    assert (list(signature.inputs), list(signature.outputs)) == (["features"], ["output_0"])
+    one, two = keras.Input((2,), name="one"), keras.Input((2,), name="two")
+    model = keras.Model([one, two], {"difference": layers.Subtract()([one, two]), "first": layers.Identity()(one)})
+    # In another order than that of the model.
+    example = {"two": np.ones((2, 2), "float32"), "one": np.full((2, 2), 3, "float32")}
+    loaded = mh.load(mhk.export(model, tmp_path / "functional", example))
+    assert (list(loaded.signature.inputs), set(loaded.signature.outputs)) == (["one", "two"], {"difference", "first"})
+    np.testing.assert_array_equal(loaded({name: torch.tensor(v) for name, v in example.items()})["difference"], 2.0)
+    with pytest.raises(TaskError, match="inputs of the model, one, two, but got one"):
+        mhk.export(model, tmp_path, {"one": example["one"]})
 
 
 def test_unsupported_keras_models_are_rejected() -> None:

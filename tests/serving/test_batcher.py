@@ -421,3 +421,77 @@ def test_empty_and_oversized_requests_are_rejected(shape: tuple[int, ...]) -> No
         scripted.batcher.submit({"x": np.empty(shape, np.float32)}, shape[0], deadline=1e9, done=scripted.done.append)
     assert caught.value.code == "INVALID_ARGUMENT"
     assert scripted.batcher.num_queued == scripted.batcher.num_live == 0
+
+
+def bulk(num_workers: int = 1, fitting: int = 1000, **values: Any) -> ScriptedBatcher:
+    """A batcher whose model has computed a full batch in a millisecond, and whose slots hold more rows than one."""
+    scripted = ScriptedBatcher(num_workers, max_rows=4, queue_rows=10_000, **values)
+    scripted.batcher.bulk_fitting = lambda shapes: fitting
+    scripted.batcher.pace.learn(4, 0.001)
+    return scripted
+
+
+def sizes_of(scripted: ScriptedBatcher) -> list[int]:
+    sizes = []
+    scripted.turn()
+    while any(worker.batches for worker in scripted.workers):
+        sizes += [scripted.compute(index).rows for index, worker in enumerate(scripted.workers) if worker.batches]
+    return sizes
+
+
+def test_large_request_alone_is_computed_in_batches_that_grow() -> None:
+    scripted = bulk()
+    large = scripted.submit(list(range(5000)))
+    sizes = sizes_of(scripted)
+    assert sizes[:2] == [16, 16]
+    assert max(sizes) == 1000
+    assert len(sizes) < 20
+    np.testing.assert_array_equal(large.outputs["y"][:, 0], 2 * np.arange(5000))
+
+
+def test_large_batches_end_when_another_request_waits() -> None:
+    scripted = bulk()
+    scripted.submit(list(range(100)))
+    other = scripted.submit([7])
+    assert set(sizes_of(scripted)) <= {1, 2, 3, 4}
+    assert other.outputs["y"].tolist() == [[14]]
+
+
+def test_large_batches_take_no_longer_than_a_new_request_may_wait() -> None:
+    scripted = bulk()
+    scripted.batcher.pace.learn(4, 0.063)
+    scripted.submit(list(range(64)))
+    scripted.turn()
+    # At 8 ms per row.
+    assert [batch.rows for batch in scripted.workers[0].batches] == [6, 6]
+
+
+def test_large_request_is_shared_by_all_replicas() -> None:
+    scripted = bulk(num_workers=4)
+    scripted.submit(list(range(40)))
+    scripted.turn()
+    assert sum(batch.rows for worker in scripted.workers for batch in worker.batches) == 40
+    assert all(0 < worker.batches[0].rows <= 10 for worker in scripted.workers)
+
+
+@pytest.mark.parametrize("values", [{"sizes": (1, 4)}, {"fitting": 4}])
+def test_batches_stay_small_with_fixed_sizes_or_large_rows(values: dict[str, Any]) -> None:
+    scripted = bulk(**values)
+    scripted.submit(list(range(100)))
+    assert set(sizes_of(scripted)) == {4}
+
+
+@pytest.mark.parametrize("act", ["failed", "lost"])
+def test_large_batch_that_fails_is_computed_again_in_small_ones(act: str) -> None:
+    scripted = bulk()
+    large = scripted.submit(list(range(100)))
+    scripted.turn()
+    batch = scripted.workers[0].take()
+    assert batch.rows == 16
+    if act == "failed":
+        scripted.batcher.failed(batch, "out of memory")
+    else:
+        scripted.batcher.lost(batch)
+    # The second batch was in flight.
+    assert sizes_of(scripted)[1:5] == [4, 4, 4, 4]
+    np.testing.assert_array_equal(large.outputs["y"][:, 0], 2 * np.arange(100))

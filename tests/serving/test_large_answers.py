@@ -8,6 +8,7 @@ import math
 import threading
 import zlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -17,13 +18,14 @@ import pytest
 import torch
 from torch import Tensor
 
+import manyhands as mh
 from manyhands.core import Predictor, Signature, TensorSpec
 from manyhands.serving import Server
 from manyhands.serving.dtypes import BY_TORCH, to_numbers
 from manyhands.serving.limits import Limits
 from manyhands.serving.protocols.answer_text import PIECE, array_pieces, row_pieces
 
-from .conftest import Start, settings_of
+from .conftest import Start, publish, settings_of
 from .test_tensorflow_grpc import MESSAGES, call
 
 WIDTH, ROWS = 1000, 256
@@ -203,3 +205,14 @@ def test_nan_and_infinity_are_serialized_like_tensorflow_serving_and_triton(dtyp
     row = next(iter(json.loads(b"".join(row_pieces({"a": array[:, 0], "b": array}, {"a": kind, "b": kind})))))
     assert math.isnan(row["a"])
     assert math.isnan(row["b"][0])
+
+
+def test_many_small_rows_of_one_request_are_computed_in_few_batches(adder: Path, tmp_path: Path, start: Start) -> None:
+    publish(adder, tmp_path / "adder", 1)
+    server = start(tmp_path, queue_rows=30_000)
+    rows = np.arange(60_000, dtype=np.float32).reshape(-1, 3)
+    with mh.serving.Client(server.url) as client:
+        np.testing.assert_array_equal(client("adder", rows), rows + 1)
+    stats = httpx.get(f"{server.url}/v2/models/adder/stats").json()["model_stats"][0]
+    assert stats["inference_count"] == len(rows)
+    assert stats["execution_count"] < len(rows) / 64 / 2

@@ -37,6 +37,7 @@ class Shy:
     """Says that there was no core for it as long as it has to step back."""
 
     compiles: bool = False
+    kind: str = "predictor"
     patience: float = 60.0
 
     def sandbox(self, device: Device, group: str) -> None:
@@ -106,6 +107,7 @@ class Uneven:
 
     folder: Path
     compiles: bool = False
+    kind: str = "predictor"
     patience: float = 60.0
 
     def sandbox(self, device: Device, group: str) -> None:
@@ -301,6 +303,7 @@ class Hanging:
     folder: Path
     limits: list[float]
     compiles: bool = False
+    kind: str = "predictor"
 
     @property
     def patience(self) -> float:

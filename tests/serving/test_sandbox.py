@@ -31,8 +31,9 @@ from manyhands.core import ArchiveError, Predictor, RunError, Signature, TensorS
 from manyhands.distributed import Device, resolve
 from manyhands.launcher import LocalEngine
 from manyhands.serving import Replicas
+from manyhands.serving.compute import REPLY
 from manyhands.serving.replica import ServingReplica
-from manyhands.serving.replica_process import REPLY, Exported
+from manyhands.serving.replica_process import Exported
 from manyhands.serving.replica_rendezvous import ReplicaRendezvous
 from manyhands.serving.sandbox import MAX_FILE_BYTES, MAX_TASKS, Sandbox, make_folder
 from manyhands.serving.slots import ReplicaSlots, SlotLayout
@@ -114,6 +115,7 @@ class Escaping:
     memory: int = 256 << 20
     server: int = field(default_factory=os.getpid)
     compiles: bool = False
+    kind: str = "predictor"
     patience: float = 60.0
 
     def sandbox(self, device: Device, group: str) -> Sandbox | None:
@@ -238,6 +240,7 @@ class CompilingEscaping:
     listening: str
     server: int = field(default_factory=os.getpid)
     compiles: bool = True
+    kind: str = "predictor"
     patience: float = 60.0
 
     def sandbox(self, device: Device, group: str) -> Sandbox | None:
@@ -312,6 +315,7 @@ def test_temporary_folder_of_a_killed_replica_is_removed(
         """A predictor that is not compiled, in the sandbox of one that may be."""
 
         compiles: bool = False
+        kind: str = "predictor"
         patience: float = 60.0
 
         def sandbox(self, device: Device, group: str) -> Sandbox | None:
@@ -593,6 +597,7 @@ class Confined:
     path: Path
     memory: int = 128 << 20
     compiles: bool = False
+    kind: str = "predictor"
     patience: float = 60.0
 
     def sandbox(self, device: Device, group: str) -> Sandbox | None:

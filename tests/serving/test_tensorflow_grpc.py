@@ -295,7 +295,7 @@ def test_decoded_bytes_count_toward_the_body_limit_during_a_call(dtype: str, fie
 
 
 def test_string_values_in_a_tensor_proto_are_rejected(scored: Server) -> None:
-    """A TensorProto may carry texts in field 8; no model takes them, and each of them counts as a part."""
+    """A TensorProto may carry texts in field 8; no network takes them, and each of them counts as a part."""
     texts = b"".join(b"\x42\x02ab" for _ in range(9000))
     inner = MESSAGES["TensorProto"](**filled(1, 3)).SerializeToString() + texts
     tensors = {"x": MESSAGES["TensorProto"].FromString(inner), "n": filled(1, number=9, int64_val=[1])}
@@ -303,7 +303,7 @@ def test_string_values_in_a_tensor_proto_are_rejected(scored: Server) -> None:
     method = "/tensorflow.serving.PredictionService/Predict"
     for x, reason in (
         (tensors["x"], "a PredictRequest may have 8192 parts, but got more"),
-        (filled(1, 3, number=7, float_val=[1.0]), "input 'x' must be DT_FLOAT, but got 7"),
+        (filled(1, 3, number=7, float_val=[1.0]), "input 'x' must be DT_FLOAT, but got DT_STRING"),
     ):
         request = MESSAGES["PredictRequest"](model_spec=spec, inputs={**tensors, "x": x})
         with pytest.raises(grpc.RpcError, match=reason):

@@ -615,7 +615,7 @@ def test_variable_length_sequences_are_predicted_and_exported(tmp_path: Path) ->
     torch.testing.assert_close(mh.predict(run, tokens), expected)
     run.export(tmp_path / "models")
     archive = mh.load(tmp_path / "models")
-    assert str(archive.signature.inputs["input"]) == "int64[*, *]"
+    assert str(archive.signature.inputs["tokens"]) == "int64[*, *]"
     torch.testing.assert_close(archive(tokens), expected.detach())
     torch.testing.assert_close(run.predictor()(tokens), expected.detach())
 

@@ -96,9 +96,10 @@ def ensemble(
         raise SettingsError(
             "an ensemble needs at least one member", got="an empty list", remedy="pass runs, or a task and members=5"
         )
-    batches = _batches(chosen, combining.data)
+    made = [ensembles.member_of(one) for one in chosen]
+    batches = _batches(chosen, combining.data, next(iter(made[0].signature.inputs)))
     joined = Ensemble(
-        [ensembles.member_of(one) for one in chosen],
+        made,
         combine=combine,
         batches=batches,
         uncertainty=combining.uncertainty,
@@ -181,11 +182,11 @@ def _trained(
     return study
 
 
-def _batches(chosen: Sequence[Any], data: Any) -> Batches:
+def _batches(chosen: Sequence[Any], data: Any, name: str) -> Batches:
     """Return batches of inputs and labels of `data`, or else of the validation data of the first run in `chosen`.
 
-    They are prepared as the task of that run prepares them, up to about `MAX_ROWS` rows. For exported models only
-    `data` is used; without any data the result is empty.
+    They are prepared as the task of that run prepares them, up to about `MAX_ROWS` rows; `name` is that of its only
+    input, if the task has no `predict`. For exported models only `data` is used; without any data the result is empty.
     """
     run = next((one for one in chosen if isinstance(one, Run)), None)
     if run is None:
@@ -199,7 +200,7 @@ def _batches(chosen: Sequence[Any], data: Any) -> Batches:
     found: list[tuple[dict[str, Tensor], Tensor | None]] = []
     rows = 0
     for batch in feed.epoch(Cursor()):
-        inputs = inputs_of(task, batch.data)
+        inputs = inputs_of(task, batch.data, name)
         found.append((inputs, _labels(batch.data)))
         rows += len(next(iter(inputs.values())))
         if rows >= MAX_ROWS:

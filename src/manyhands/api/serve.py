@@ -6,9 +6,9 @@ import dataclasses
 import functools
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from ..core import Predictor, SettingsError
+from ..core import SettingsError
 from ..distributed import Device
 from ..launcher import Engine
 from ..serving import Batching, Listen, Replicas, Rollout, ServingLog
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 Options = TypeVar("Options")
 NAME = "model"
-"""The name under which a single Predictor is served."""
+"""The name under which a single predictor is served."""
 
 
 def serve(
-    models: str | Path | Predictor | Mapping[str, Predictor],
+    models: Any,
     *,
     on: On = None,
     servers: int | str = 1,
@@ -33,11 +33,12 @@ def serve(
     replicas: Replicas | None = None,
     log: ServingLog | str | Path | None = None,
 ) -> Server | Router:
-    """Serve a folder of exported models, or predictors, on every device; return when the server is ready.
+    """Serve a folder of models, or predictors, on every device; return when the server is ready.
 
     Args:
-        models: A folder that is watched for new versions, a dict of Predictors by name, or one Predictor, which is
-            served as "model".
+        models: A folder that is watched for new versions, a dict of predictors by name, or one predictor, which is
+            served as "model". A predictor is an `mh.Predictor`, or a function or an object with `predict(inputs)` that
+            declares its inputs and outputs by `mh.serving.signature`; it runs in its own process.
         on: Devices, such as "cuda:0,1" or "cpu*2". Each has at least one replica of every version. With "ray" or
             "ray://head:10001", servers with one device each run on the hosts of the cluster, behind a router in this
             process; the folder must have the same path on all hosts.
@@ -46,7 +47,8 @@ def serve(
             than loopback need a token.
         batching: How requests are joined: `mh.serving.Batching(max_rows=256)`.
         rollout: Which versions are served, and how a new one takes over: `mh.serving.Rollout(versions="latest:2")`.
-        replicas: How networks are computed: `mh.serving.Replicas(precision="bf16", compile=True)`.
+        replicas: How networks are computed: `mh.serving.Replicas(precision="bf16", compile=True)`. `trust_python=True`
+            executes the `predictor.py` of versions in the folder.
         log: Folder for the event log and the access log, or `mh.serving.ServingLog(log=..., traces=True)`.
 
     Returns:
@@ -66,8 +68,9 @@ def serve(
         log=as_log(log),
     )
     scaling = Scaling.parse(servers, busy=settings.batching.max_rows)
-    served = {NAME: models} if isinstance(models, Predictor) else models
-    served = Path(served) if isinstance(served, str) else served
+    served = Path(models) if isinstance(models, str) else models
+    if not isinstance(served, Path | Mapping):
+        served = {NAME: served}
     engine, devices, _ = runtime.find_devices(on)
     if engine is not runtime.engine:
         return _serve_placed(engine, served, devices[0].kind if devices else "cpu", settings, scaling)
@@ -94,7 +97,7 @@ def as_options(kind: type[Options], given: Options | None) -> Options:
 
 
 def _serve_placed(
-    engine: Engine, models: Path | Mapping[str, Predictor], kind: str, settings: ServeSettings, scaling: Scaling
+    engine: Engine, models: Path | Mapping[str, Any], kind: str, settings: ServeSettings, scaling: Scaling
 ) -> Router:
     """Start servers on devices that the engine chooses, and a router in this process that listens as `settings` say."""
     from ..serving import PlacedServer, RouteSettings, ScaledRouter

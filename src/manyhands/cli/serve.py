@@ -59,7 +59,7 @@ SERVER_ONLY = ("manage_grpc", "traces")
 
 Models = Annotated[
     str | None,
-    typer.Argument(metavar="FOLDER|FILE.py:name", help="Folder of exported models, or a Predictor in a Python file."),
+    typer.Argument(metavar="FOLDER|FILE.py:name", help="Folder of models, or a predictor in a Python file."),
 ]
 Routing = Annotated[bool, typer.Option("--router", help="Forward requests to --backends instead of serving models.")]
 Config = Annotated[Path | None, typer.Option(help="TOML file with these options as keys.")]
@@ -150,19 +150,24 @@ def _show(server: Server | Router, ending: threading.Event, quiet: bool) -> None
     _watch(server, ending, quiet)
 
 
-def _target(text: str) -> Path | Predictor:
+def _target(text: str) -> Any:
     """Return the folder that a text names, or the predictor for "FILE.py" or "FILE.py:name"; a function is called."""
+    from ..serving import is_python_predictor
+
     path, name = split_target(text)
     if path.suffix != ".py":
         return Path(text)
     found = getattr(load_module(path), name or "predictor", None)
+    if is_python_predictor(found):
+        return found
     if callable(found) and not isinstance(found, Predictor):
         found = found()
-    if not isinstance(found, Predictor):
+    if not isinstance(found, Predictor) and not is_python_predictor(found):
         raise SettingsError(
-            f"{path} must define an mh.Predictor with the name {name or 'predictor'}",
-            got=type(found).__name__ if found is not None else "no object with this name",
-            remedy=f"write {name or 'predictor'} = ..., or a function of this name that returns an mh.Predictor",
+            f"{path} must define an mh.Predictor, or a Python predictor with inputs and outputs, of the given name",
+            got=repr(name or "predictor"),
+            remedy="write predictor = ..., a function that returns one, or decorate a function with "
+            "@mh.serving.signature(inputs=..., outputs=...)",
         )
     return found
 

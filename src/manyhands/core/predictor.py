@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,6 +23,19 @@ class TensorSpec:
 
     def __str__(self) -> str:
         return f"{self.dtype}[{', '.join('*' if n is None else str(n) for n in self.shape)}]"
+
+    @classmethod
+    def parse(cls, text: str) -> TensorSpec:
+        """Return the spec whose text is given; raises ValueError for another text.
+
+        >>> TensorSpec.parse("float32[*, 3]")
+        TensorSpec(dtype='float32', shape=(None, 3))
+        """
+        match = re.fullmatch(r"(\w+)\[([*\d, ]*)\]", text.strip())
+        if match is None:
+            raise ValueError(f"{text!r} is not a type with sizes, such as float32[*, 3]")
+        sizes = [size.strip() for size in match[2].split(",")] if match[2].strip() else []
+        return cls(match[1], tuple(None if size == "*" else int(size) for size in sizes))
 
     def accepts(self, tensor: Tensor) -> bool:
         """Return whether a tensor has the dtype and the shape of this spec."""

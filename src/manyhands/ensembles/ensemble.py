@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..core import DataError, Predictor, Signature, TensorSpec
 from ..storage import export
 from .combination import NUMBERS, Combination, MeanCombination, Vote, as_probabilities, form_of, require_combination
-from .member import Member, named, require_alike
+from .member import Member, named, renamed, require_alike
 from .stacked_members import StackedMembers
 from .uncertainty import Calibration, calibration, mutual_information, spread
 
@@ -117,8 +117,9 @@ class Ensemble(Predictor):
         uncertainty: bool = False,
         devices: Sequence[torch.device] = (),
     ) -> None:
+        members = [renamed(member, members[0].signature) for member in members]
         require_alike([member.name for member in members], [member.signature for member in members])
-        self.members, self.combine, self._batches = list(members), combine, batches
+        self.members, self.combine, self._batches = members, combine, batches
         self._program = self._together()
         self._names = list(members[0].signature.inputs)
         if devices:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -51,6 +52,23 @@ def member_of(source: Any) -> Member:
         "members of an ensemble must be runs or exported models",
         got=type(source).__name__,
         remedy="pass runs, mh.load(path), or a study",
+    )
+
+
+def renamed(member: Member, first: Signature) -> Member:
+    """Return a member with one input under the name that the input of the first member has.
+
+    The names are those of arguments of `forward`, which may differ although the networks take the same rows.
+    """
+    own = member.signature.inputs
+    if len(own) != 1 or len(first.inputs) != 1 or set(own) == set(first.inputs):
+        return member
+    (spec,), (name,) = own.values(), first.inputs
+    return dataclasses.replace(
+        member,
+        signature=Signature({name: spec}, member.signature.outputs),
+        example=dict(zip((name,), member.example.values(), strict=False)),
+        free=dict(zip((name,), member.free.values(), strict=False)),
     )
 
 

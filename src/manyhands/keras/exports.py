@@ -22,6 +22,9 @@ ROWS, FREE = 4, 8
 def export(model: Any, path: str | Path, example: Any = None) -> Path | None:
     """Write the next version of a Keras model into a folder that `mh.serve` watches and `mh.load` reads.
 
+    Inputs and outputs have the names of Keras' own export: those of the `keras.Input`s, the keys of a dict of outputs,
+    and `output_0`, `output_1` for other outputs.
+
     Args:
         model: The built model.
         path: Folder of the model; each version is a numbered folder in it.
@@ -43,15 +46,23 @@ def export(model: Any, path: str | Path, example: Any = None) -> Path | None:
     names = list(inputs)
 
     def predict(network: Any, *values: Tensor) -> Any:
-        packed = values[0] if len(values) == 1 else _packed(model, names, values)
-        return _named(model, network(packed, training=False))
+        return _named(network(_packed(model, names, values), training=False))
 
     return store_export(model, predict, inputs, Path(path), free=free, extra={"model": model.name})
 
 
 def _given(model: Any, example: Any) -> tuple[dict[str, Tensor], dict[str, set[int]]]:
-    named = example if isinstance(example, Mapping) else {"input": example}
-    return {str(name): torch.as_tensor(value) for name, value in named.items()}, {}
+    """Return the user's example by name, in the order of the model's `keras.Input`s if it has them."""
+    names = [_name(tensor) for tensor in getattr(model, "inputs", None) or ()]
+    if not isinstance(example, Mapping):
+        return {names[0] if len(names) == 1 else "input": torch.as_tensor(example)}, {}
+    if names and set(names) != set(example):
+        raise TaskError(
+            f"the example must have the inputs of the model, {', '.join(names)}",
+            got=", ".join(map(str, example)),
+            remedy="name them as the model's keras.Input does",
+        )
+    return {str(name): torch.as_tensor(example[name]) for name in names or example}, {}
 
 
 def _declared(model: Any) -> tuple[dict[str, Tensor], dict[str, set[int]]]:
@@ -65,24 +76,25 @@ def _declared(model: Any) -> tuple[dict[str, Tensor], dict[str, set[int]]]:
         )
     inputs, free = {}, {}
     for tensor in declared:
-        name = "input" if len(declared) == 1 else re.sub(r"\W", "_", tensor.name)
         shape = [ROWS, *(FREE if size is None else size for size in tensor.shape[1:])]
-        dtype = getattr(torch, tensor.dtype)
-        inputs[name] = torch.zeros(shape, dtype=dtype)
-        free[name] = {dim for dim, size in enumerate(tensor.shape) if dim and size is None}
+        inputs[_name(tensor)] = torch.zeros(shape, dtype=getattr(torch, tensor.dtype))
+        free[_name(tensor)] = {dim for dim, size in enumerate(tensor.shape) if dim and size is None}
     return inputs, free
+
+
+def _name(tensor: Any) -> str:
+    return re.sub(r"\W", "_", tensor.name, flags=re.ASCII)
 
 
 def _packed(model: Any, names: list[str], values: tuple[Tensor, ...]) -> Any:
     structure = getattr(model, "_inputs_struct", None)
-    if structure is None:
-        return dict(zip(names, values, strict=True))
-    return tree.pack_sequence_as(structure, list(values))
+    if structure is not None:
+        return tree.pack_sequence_as(structure, list(values))
+    return values[0] if len(values) == 1 else dict(zip(names, values, strict=True))
 
 
-def _named(model: Any, outputs: Any) -> Any:
-    """Return a model's outputs as one tensor, or as a dict of tensors by output name."""
-    if isinstance(outputs, (Tensor, Mapping)):
-        return outputs
-    names = getattr(model, "output_names", None) or [f"output_{number}" for number in range(len(outputs))]
-    return dict(zip(names, outputs, strict=True))
+def _named(outputs: Any) -> dict[str, Tensor]:
+    """Return outputs by the names that TensorFlow gives them."""
+    if isinstance(outputs, Mapping):
+        return dict(outputs)
+    return {f"output_{number}": output for number, output in enumerate(tree.flatten(outputs))}

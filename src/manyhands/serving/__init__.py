@@ -12,6 +12,7 @@ from .security import ServingTls
 if TYPE_CHECKING:
     from .client import Client
     from .metrics import BOUNDS, Histogram
+    from .python_model import InvalidInput, is_python_predictor, signature
     from .routing import PlacedServer, Router, RouteSettings, ScaledRouter, Scaling
     from .server import Server, ServeSettings
 
@@ -31,11 +32,17 @@ __all__ = [
     "ServingLog",
     "Limits",
     "Client",
+    "signature",
+    "InvalidInput",
+    "is_python_predictor",
     "Histogram",
     "BOUNDS",
 ]
 _HOME = {
     "Client": "client",
+    "signature": "python_model",
+    "InvalidInput": "python_model",
+    "is_python_predictor": "python_model",
     "Histogram": "metrics",
     "BOUNDS": "metrics",
     "Server": "server",

@@ -17,8 +17,11 @@ from typing import Protocol
 import numpy as np
 
 from ..core import RequestRefused
+from .batch_time import BatchTimeModel
 from .dtypes import Array
 from .options import Batching
+from .slots import View, row_shape
+from .texts import TextRegion, text_bytes
 
 Arrays = Mapping[str, Array]
 Done = Callable[["Ticket"], None]
@@ -29,6 +32,10 @@ ATTEMPTS = 3
 """Number of times a request is computed if replicas die on it; the last time alone."""
 
 
+BULK_SECONDS = 0.05
+"""Maximum expected seconds of a batch of more than `max_rows` rows, for which a new request has to wait."""
+BULK_GROWTH = 4
+"""Maximum ratio of such a batch to the largest one that was measured."""
 HUNG_SECONDS = 5.0
 """Minimum seconds after which a batch may count as hung."""
 HUNG_RATIO = 20.0
@@ -40,7 +47,9 @@ NUM_RESTARTS, HUNG_SHARE = 2, 0.5
 class Ticket:
     """One request in flight, and finally its answer or the reason for a refusal."""
 
-    __slots__ = ("deadline", "done", "inputs", "outputs", "over", "parts", "priority", "queued", "refusal", "rows")
+    __slots__ = (
+        "deadline", "done", "inputs", "outputs", "over", "parts", "priority", "queued", "refusal", "rows", "shapes"
+    )  # fmt: skip
 
     def __init__(self, inputs: Arrays, rows: int, deadline: float, priority: int, done: Done) -> None:
         self.inputs, self.rows, self.deadline, self.priority, self.done = inputs, rows, deadline, priority, done
@@ -51,6 +60,8 @@ class Ticket:
         """Rows that are still queued."""
         self.parts: list[tuple[int, dict[str, Array]]] = []
         """Partial answers, each with its first row."""
+        self.shapes: Shapes = ()
+        """Shape of one row of each input."""
 
 
 @dataclass
@@ -86,7 +97,7 @@ class RequestBatch:
         """Its requests that have not ended."""
         return {part.ticket for part in self.parts if not part.ticket.over}
 
-    def writing(self, views: Mapping[str, Array]) -> Callable[[], None]:
+    def writing(self, views: Mapping[str, View]) -> Callable[[], None]:
         """Return a function that copies the rows into a replica's memory, the only copy of a request's data.
 
         It may run on another thread while requests end, so it keeps its own references to the data.
@@ -98,12 +109,20 @@ class RequestBatch:
 
         def write() -> None:
             for name, view in views.items():
+                if isinstance(view, TextRegion):
+                    view.write(self._texts(rows[name]))
+                    continue
                 np.concatenate(rows[name], out=view[: self.rows])
                 if self.size > self.rows:
                     # Repeating an existing row is harmless for any model; zeros may not be.
                     view[self.rows :] = view[self.rows - 1]
 
         return write
+
+    def _texts(self, rows: Sequence[Array]) -> list[bytes]:
+        """Return the strings of all rows, the last row again for padding."""
+        items = [item for part in rows for item in part.flat]
+        return items + items[-(len(items) // self.rows) :] * (self.size - self.rows)
 
 
 class Worker(Protocol):
@@ -139,6 +158,9 @@ class Batcher:
         self.on_batch: Callable[[RequestBatch, float], None] = lambda batch, seconds: None
         self.rows_fitting: Callable[[Shapes], int] = lambda shapes: settings.max_rows
         """Returns how many rows of given shapes fit into a replica's memory."""
+        self.bulk_fitting: Callable[[Shapes], int] = self.rows_fitting
+        """Returns how many rows of given shapes fit for a batch of one request."""
+        self._may_bulk = not settings.sizes
         self._inputs, self._call_soon, self._now = list(inputs), call_soon, now
         self._queues: dict[tuple[int, Shapes], deque[TicketPart]] = {}
         self._live: set[Ticket] = set()
@@ -161,12 +183,14 @@ class Batcher:
         """
         self.require_capacity(deadline)
         self._require_rows(inputs, rows)
-        if not self._most(self._shapes(inputs)):
-            size = sum(inputs[name][:1].nbytes for name in self._inputs)
+        shapes = tuple(row_shape(inputs[name]) for name in self._inputs)
+        if not self._most(shapes):
+            size = sum(inputs[name][:1].nbytes + text_bytes(inputs[name][:1]) for name in self._inputs)
             raise RequestRefused(
                 "INVALID_ARGUMENT", f"a row must fit into a batch, but got a row of {size} bytes; send smaller rows"
             )
         ticket = Ticket(inputs, rows, deadline, priority, done)
+        ticket.shapes = shapes
         self._live.add(ticket)
         self._queue(TicketPart(ticket, 0, rows))
         self.num_queued += rows
@@ -234,16 +258,28 @@ class Batcher:
             row += part.rows
         self._schedule()
 
-    def failed(self, batch: RequestBatch, reason: str) -> None:
-        """Handle an exception of the model: retry each part alone, so that only the request that caused it fails."""
-        if len(batch.parts) == 1:
-            self._refuse(batch.parts[0].ticket, RequestRefused("INTERNAL", f"the model failed: {reason}"))
+    def failed(self, batch: RequestBatch, reason: str, *, is_invalid: bool = False) -> None:
+        """Handle an exception of the model: retry each part alone, so that only the request that caused it fails.
+
+        With `is_invalid` the model has refused the request, for a reason that the client may see.
+        """
+        # The model may not have the memory for a large batch.
+        if len(batch.parts) == 1 and (is_invalid or not self._is_bulk(batch)):
+            refusal = (
+                RequestRefused("INVALID_ARGUMENT", reason)
+                if is_invalid
+                else RequestRefused("INTERNAL", f"the model failed: {reason}")
+            )
+            self._refuse(batch.parts[0].ticket, refusal)
         else:
             self._again(batch.parts, alone=True)
         self._schedule()
 
     def lost(self, batch: RequestBatch) -> None:
         """Handle the death of a replica: retry its batch on others, and refuse a request after `ATTEMPTS` deaths."""
+        if self._is_bulk(batch):
+            # The process may have been killed because of its memory.
+            self._may_bulk = False
         for part in batch.parts:
             part.attempts += 1
             if part.attempts >= ATTEMPTS:
@@ -297,11 +333,8 @@ class Batcher:
         return math.ceil(rows / most) * self.pace.seconds(min(rows, most)) / max(1, len(self.workers))
 
     def _queue(self, part: TicketPart, *, first: bool = False) -> None:
-        queue = self._queues.setdefault((part.ticket.priority, self._shapes(part.ticket.inputs)), deque())
+        queue = self._queues.setdefault((part.ticket.priority, part.ticket.shapes), deque())
         (queue.appendleft if first else queue.append)(part)
-
-    def _shapes(self, inputs: Arrays) -> Shapes:
-        return tuple(inputs[name].shape[1:] for name in self._inputs)
 
     def _most(self, shapes: Shapes) -> int:
         """Return the maximum rows of a batch, which must also fit with padding."""
@@ -346,12 +379,29 @@ class Batcher:
         while self._queues:
             key = min(self._queues, key=self._urgency) if len(self._queues) > 1 else next(iter(self._queues))
             queue = self._queues[key]
-            parts, rows = self._take_parts(queue, self._most(key[1]))
+            parts, rows = self._take_parts(queue, self._bulk(queue, key[1]) or self._most(key[1]))
             if not queue:
                 del self._queues[key]
             if parts:
                 return RequestBatch(parts, rows, self.settings.padded(rows), key[1])
         return None
+
+    def _bulk(self, queue: deque[TicketPart], shapes: Shapes) -> int:
+        """Return the rows of a larger batch for a large request while no other one waits; 0 for none.
+
+        The size grows with what was measured, up to batches that take `BULK_SECONDS`, for which a new request may wait.
+        """
+        part, usual = queue[0], self.settings.max_rows
+        others = len(self._queues) > 1 or len(queue) > 1
+        if part.rows <= usual or others or not self._may_bulk or part.alone or part.attempts:
+            return 0
+        share = math.ceil(part.rows / max(1, len(self.workers)))
+        measured = min(BULK_GROWTH * self.pace.most_rows, self.pace.rows_within(BULK_SECONDS))
+        size = min(share, self.bulk_fitting(shapes), measured)
+        return size if size > usual else 0
+
+    def _is_bulk(self, batch: RequestBatch) -> bool:
+        return batch.rows > self.settings.max_rows
 
     def _urgency(self, key: tuple[int, Shapes]) -> tuple[int, float]:
         return key[0], self._queues[key][0].ticket.deadline
@@ -405,54 +455,3 @@ class Batcher:
         self.num_queued -= ticket.queued
         ticket.queued = 0
         self._live.discard(ticket)
-
-
-_LAST = 16
-"""Number of latest batches that count; earlier ones, such as a burst or a stall, predict nothing."""
-
-
-class BatchTimeModel:
-    """Linear model of the last batches: a constant per batch plus a time per row.
-
-    Rows per second would not do: after single-row requests, a full batch would be estimated as that many requests.
-
-    >>> pace = BatchTimeModel()
-    >>> pace.learn(1, 0.005)
-    >>> pace.seconds(64)
-    0.005
-    >>> pace.learn(41, 0.009)
-    >>> round(pace.seconds(21), 6)
-    0.007
-    """
-
-    def __init__(self) -> None:
-        self._last: deque[tuple[int, float]] = deque()
-        self._rows = self._squares = 0
-        self._seconds = self._products = 0.0
-
-    def learn(self, rows: int, seconds: float) -> None:
-        """Record the duration of a batch."""
-        self._last.append((rows, seconds))
-        self._count(rows, seconds, 1)
-        if len(self._last) > _LAST:
-            self._count(*self._last.popleft(), -1)
-
-    def seconds(self, rows: int) -> float:
-        """Return the estimated duration of a batch; 0 if nothing is known.
-
-        The estimate never decreases with rows and grows at most proportionally, even if the few samples are noisy.
-        """
-        num = len(self._last)
-        if not num:
-            return 0.0
-        mean, mean_rows = self._seconds / num, self._rows / num
-        spread = num * self._squares - self._rows**2
-        slope = (num * self._products - self._rows * self._seconds) / spread if spread else 0.0
-        least, most = sorted((mean, mean * rows / mean_rows))
-        return min(max(mean + slope * (rows - mean_rows), least), most)
-
-    def _count(self, rows: int, seconds: float, sign: int) -> None:
-        self._rows += sign * rows
-        self._squares += sign * rows * rows
-        self._seconds += sign * seconds
-        self._products += sign * rows * seconds

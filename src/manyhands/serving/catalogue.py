@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
 
-from ..core import FileError, Predictor, RequestRefused
+from ..core import FileError, RequestRefused
 from .folder import (
     MAX_ENTRIES,
     MAX_EXAMINED,
     NAME,
+    PYTHON_FILE,
     FolderScan,
     Print,
     VersionFilter,
@@ -33,7 +34,7 @@ from .folder import (
 from .model import Model, Unknown
 from .options import Batching, Replicas, Rollout
 from .replica import READING
-from .replica_process import Exported, Given
+from .replica_process import Exported, Given, PredictorSource, PythonFolder
 from .saved_state import FOLDER, SavedState, StateFolder, TrafficShare
 from .version import END, ReplicaPlacement, Version, end_all, nothing, without_folders
 
@@ -58,7 +59,8 @@ class CatalogueSettings:
     """Which models are served, and how versions are replaced."""
 
     root: Path | None = None
-    given: Mapping[str, Predictor] | None = None
+    given: Mapping[str, Any] | None = None
+    """Predictors by name: an `mh.Predictor`, or an object that `PythonModel` takes."""
     rollout: Rollout
     batching: Batching
     replicas: Replicas = field(default_factory=Replicas)
@@ -411,7 +413,7 @@ class Catalogue:
         if self._listed is not None:
             names = self._listed if names is None else self._listed & set(names)
         known = {name: self._filter(model) for name, model in self.models.items()}
-        usual = VersionFilter(self.settings.policy)
+        usual = VersionFilter(self.settings.policy, python=self.settings.replicas.trust_python)
         scan: FolderScan = await self._in_thread(scan_models, self.settings.root, known, usual, names)
         for name in sorted(scan.truncated - self._truncated):
             which = f"of the model {name}" if name else "of models"
@@ -427,13 +429,15 @@ class Catalogue:
         # A version that was loaded on request or has a label may not be among the latest ones.
         first = model.asked | self._named(model)
         policy = None if first else model.policy or self.settings.policy
-        return VersionFilter(policy, frozenset(model.rejected), frozenset(first))
+        python = self.settings.replicas.trust_python
+        return VersionFilter(policy, frozenset(model.rejected), frozenset(first), python)
 
     async def _all_versions(self, name: str) -> tuple[Path, dict[int, Print]]:
         """Return the folder of a model and all its complete versions."""
         if self.settings.root is None:
             return Path(), {}
-        scan = await self._in_thread(scan_models, self.settings.root, {name: VersionFilter()}, VersionFilter(), {name})
+        every = VersionFilter(python=self.settings.replicas.trust_python)
+        scan = await self._in_thread(scan_models, self.settings.root, {name: every}, every, {name})
         path, versions = scan.models.get(name, (self.settings.root / name, Versions({}, {})))
         return path, versions.complete
 
@@ -527,7 +531,7 @@ class Catalogue:
     async def _load_in_slot(
         self, model: Model, number: int, path: Path, print_: Print, attempt: Attempt | None
     ) -> None:
-        version = self._version(model, number, Exported(path, self.settings.replicas))
+        version = self._version(model, number, self._source(path, print_))
         self._emit("version_loading", model=model.name, version=number)
         try:
             await version.load(quietly=self._is_serving)
@@ -540,12 +544,18 @@ class Catalogue:
                 del self._attempts[key]
             self._switch(model)
 
+    def _source(self, path: Path, print_: Print) -> PredictorSource:
+        """Return where a version is loaded from; Python code only if the operator trusts it."""
+        if self.settings.replicas.trust_python and any(name == PYTHON_FILE for name, *_ in print_):
+            return PythonFolder(path)
+        return Exported(path, self.settings.replicas)
+
     @property
     def _is_serving(self) -> bool:
         """Whether any version is serving, so that loading must not take its cores."""
         return any(model.available for model in self.models.values())
 
-    def _version(self, model: Model, number: int, source: Exported | Given) -> Version:
+    def _version(self, model: Model, number: int, source: PredictorSource) -> Version:
         version = Version(model.name, number, source, self._place, self.settings.batching)
         version.warm_up = self.warm_up
         version.on_event = lambda kind, **values: self._emit(kind, model=model.name, version=number, **values)

@@ -6,6 +6,7 @@ import http.client
 import io
 import itertools
 import json
+import math
 import ssl
 import threading
 import time
@@ -20,6 +21,7 @@ import numpy as np
 from ..core import DataError, RequestRefused, SettingsError, Signature, TensorSpec
 from .dtypes import BY_OPEN, BY_TORCH, Array
 from .security import ServingTls
+from .texts import as_array, is_text, pack, unpack
 
 MAX_ANSWER = 1 << 30
 """Maximum bytes of an answer, four times the default limit of a request."""
@@ -81,7 +83,7 @@ class Client:
         listed, blobs = [], []
         for name, value in named.items():
             array, kind = _as_bytes(name, value)
-            blobs.append(array.tobytes())
+            blobs.append(pack(map(_encoded, array.flat)) if is_text(array) else array.tobytes())
             parameters = {"binary_data_size": len(blobs[-1])}
             listed.append({"name": name, "shape": array.shape, "datatype": kind, "parameters": parameters})
         text = json.dumps({"inputs": listed, "parameters": {"binary_data_output": True}}).encode()
@@ -340,20 +342,41 @@ def _as_bytes(name: str, value: Any) -> tuple[Array, str]:
             import torch
 
             value = value.view(torch.uint16)
+    if isinstance(value, list | tuple) or dtype.startswith(("object", "<U", "|S")):
+        strings = np.asarray(value, object)
+        if strings.size and all(isinstance(item, str | bytes) for item in strings.flat):
+            return strings, BY_TORCH["bytes"].open
     array = np.ascontiguousarray(value)
     kind = BY_TORCH.get(dtype or array.dtype.name)
     if kind is None:
         raise DataError(
-            f"input {name!r} must contain numbers or bools", got=dtype or array.dtype.name, remedy="convert it"
+            f"input {name!r} must contain numbers, bools or strings", got=dtype or array.dtype.name, remedy="convert it"
         )
     return array.astype(kind.numpy, copy=False), kind.open
+
+
+def _encoded(item: str | bytes) -> bytes:
+    return item.encode() if isinstance(item, str) else bytes(item)
+
+
+def _texts(items: list[bytes]) -> Array:
+    """Return strings as str if all of them are text, else as bytes; the protocol has one type for both."""
+    try:
+        return np.fromiter([item.decode() for item in items], object, len(items))
+    except UnicodeDecodeError:
+        return as_array(items, (len(items),))
 
 
 def _outputs(size: int, body: bytes) -> Any:
     raw, outputs = memoryview(body)[size:], {}
     for one in json.loads(body[:size])["outputs"]:
-        dtype = BY_OPEN[one["datatype"]].numpy
-        if "data" in one:
+        kind = BY_OPEN[one["datatype"]]
+        dtype = kind.numpy
+        if kind.is_text:
+            num = one["parameters"]["binary_data_size"]
+            array = _texts(unpack(raw[:num], math.prod(one["shape"]), BY_TORCH["bytes"], limit=None))
+            raw = raw[num:]
+        elif "data" in one:
             array = np.array(one["data"], dtype)
         else:
             num = one["parameters"]["binary_data_size"]

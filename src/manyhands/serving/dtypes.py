@@ -27,6 +27,11 @@ class Kind:
     numpy: np.dtype[Any]
 
     @property
+    def is_text(self) -> bool:
+        """Whether elements are strings."""
+        return self.numpy.hasobject
+
+    @property
     def is_bfloat16(self) -> bool:
         """Whether arrays hold bits instead of numbers."""
         return self.torch == "bfloat16"
@@ -50,9 +55,11 @@ KINDS = tuple(
         ("uint64", "UINT64", "DT_UINT64", 23, "<u8"),
     )
 )
-BY_TORCH = {kind.torch: kind for kind in KINDS}
-BY_OPEN = {kind.open: kind for kind in KINDS}
-BY_NUMBER = {kind.number: kind for kind in KINDS}
+TEXTS = tuple(Kind(name, "BYTES", "DT_STRING", 7, np.dtype(object)) for name in ("bytes", "string"))
+"""Strings of any bytes, and strings of UTF-8: arrays hold objects of `bytes`. Only predictors in Python have them."""
+BY_TORCH = {kind.torch: kind for kind in (*KINDS, *TEXTS)}
+BY_OPEN = {kind.open: kind for kind in (*KINDS, *TEXTS)}
+BY_NUMBER = {kind.number: kind for kind in (*KINDS, *TEXTS)}
 
 
 def from_numbers(values: Any, kind: Kind) -> Array:
@@ -117,7 +124,7 @@ def _floats(values: Any, dtype: np.dtype[Any]) -> Array:
     first = values
     for _ in range(found.ndim):
         first = first[0] if first else 0.0
-    if isinstance(first, (str, bool)) or (np.isnan(found).any() and _holds_none(values)):
+    if isinstance(first, (str, bytes, bool)) or (np.isnan(found).any() and _holds_none(values)):
         raise TypeError("elements must be numbers")
     return found
 

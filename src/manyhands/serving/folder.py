@@ -19,6 +19,12 @@ NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 VERSION = re.compile(r"[1-9][0-9]{0,8}")
 FILE = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,63}")
 MANIFEST = "manifest.json"
+PYTHON_FILE = "predictor.py"
+"""Python code of a version, which is executed only if the operator trusts it."""
+NOT_TRUSTED = (
+    f"{PYTHON_FILE} is Python code, which runs with the rights of this server; start it with --trust-python, or "
+    "mh.serving.Replicas(trust_python=True), if you trust all who can write to the folder of models"
+)
 MANIFEST_LIMIT = 64 << 10
 """Maximum bytes of a manifest, which lists three files."""
 MOST_REFUSED = 50
@@ -31,6 +37,8 @@ MAX_FILES = 100
 """Maximum files of an incomplete version whose times are read."""
 SETTLED_SECONDS = 0.5
 """Seconds without a change after which a partial copy is reported as incomplete."""
+PYTHON_SETTLED_SECONDS = 2.0
+"""Seconds without a change after which a folder with Python code, which has no manifest, is loaded."""
 Print = tuple[tuple[str, int, int], ...]
 """Names, sizes and times of a version's files, as a fingerprint that changes with every copy."""
 
@@ -87,7 +95,7 @@ def _is_one_model(root: Path, names: Collection[str], budget: ScanBudget) -> boo
 
 
 def _has_versions(model: Path, numbers: Collection[int]) -> bool:
-    return any(os.path.lexists(model / str(number) / MANIFEST) for number in numbers)
+    return any(os.path.lexists(model / str(number) / name) for number in numbers for name in (MANIFEST, PYTHON_FILE))
 
 
 def _numbers(names: Collection[str]) -> list[int]:
@@ -114,11 +122,13 @@ class VersionFilter:
         policy: If it selects the latest versions, older ones are not examined; None for all.
         rejected: Versions that were rolled back, which do not count as the latest.
         first: Versions that are examined before the others.
+        python: Whether versions with Python code are served.
     """
 
     policy: VersionPolicy | None = None
     rejected: Collection[int] = ()
     first: Collection[int] = ()
+    python: bool = False
 
 
 @dataclass(frozen=True)
@@ -154,7 +164,7 @@ def scan_models(
             continue
         asked = known.get(name, usual)
         try:
-            versions = complete_versions(path, asked.policy, asked.rejected, asked.first)
+            versions = complete_versions(path, asked.policy, asked.rejected, asked.first, python=asked.python)
         except Exception as error:
             # An error in one model must not affect the others.
             scan.failed[name] = type(error).__name__
@@ -172,6 +182,8 @@ def complete_versions(
     policy: VersionPolicy | None = None,
     rejected: Collection[int] = (),
     first: Collection[int] = (),
+    *,
+    python: bool = False,
 ) -> Versions:
     """Find versions whose files all have the sizes in their manifest, so that partial copies are not loaded.
 
@@ -193,10 +205,18 @@ def complete_versions(
         if num_examined == MAX_EXAMINED:
             is_truncated = True
             break
+        folder = model / str(number)
+        has_python = os.path.lexists(folder / PYTHON_FILE)
+        if has_python and not python:
+            found.refused[number] = NOT_TRUSTED
+            continue
         try:
-            print_ = _print_of(model / str(number))
+            print_ = _python_print(folder) if has_python else _print_of(folder)
         except FileError as error:
-            found.refused[number] = f"{MANIFEST} is refused: {error}".replace(f"{model}/{number}/", "")
+            name = PYTHON_FILE if has_python else MANIFEST
+            found.refused[number] = f"{name} is refused: {error}".replace(f"{model}/{number}/", "")
+            continue
+        if print_ is None:
             continue
         if isinstance(print_, str):
             if _is_settled(model / str(number)):
@@ -236,7 +256,26 @@ def _print_of(folder: Path) -> Print | str:
     return tuple(sorted((name, found.st_size, found.st_mtime_ns) for name, found in stats.items()))
 
 
-def _is_settled(folder: Path) -> bool:
+def _python_print(folder: Path) -> Print | None:
+    """Return the fingerprint of a version with Python code; None while it is being copied.
+
+    There is no manifest, so the folder must not have changed for some seconds.
+    """
+    try:
+        if not stat.S_ISREG((folder / PYTHON_FILE).lstat().st_mode):
+            raise FileError("files must be regular files", got=f"{PYTHON_FILE}, which is a link or a folder")
+        with os.scandir(folder) as entries:
+            names = {entry.name for _, entry in zip(range(MAX_FILES), entries, strict=False)}
+        stats = [(name, os.lstat(folder / name)) for name in sorted(names | {PYTHON_FILE})]
+    except OSError:
+        # A file was renamed or removed at this moment.
+        return None
+    if not _is_settled(folder, PYTHON_SETTLED_SECONDS):
+        return None
+    return tuple((name, one.st_size, one.st_mtime_ns) for name, one in stats if stat.S_ISREG(one.st_mode))
+
+
+def _is_settled(folder: Path, seconds: float = SETTLED_SECONDS) -> bool:
     """Return whether nothing in a version's folder has changed for a while, so that no copy is in progress."""
     try:
         with os.scandir(folder) as entries:
@@ -246,7 +285,7 @@ def _is_settled(folder: Path) -> bool:
         # A file was renamed or removed at this moment.
         return False
     # The clock of a file server may differ from this one.
-    return abs(time.time() - max(changed)) > SETTLED_SECONDS
+    return abs(time.time() - max(changed)) > seconds
 
 
 def _files(manifest: Any) -> dict[str, int]:

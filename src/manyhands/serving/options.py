@@ -89,9 +89,16 @@ class Listen:
 class Batching:
     """Batching: how requests are joined into batches, and how many may wait."""
 
-    max_rows: int = option(64, "Maximum rows of a batch; 64 by default. A larger request is computed in parts.")
+    max_rows: int = option(
+        64, "Maximum rows of a batch that joins requests; 64 by default. A larger request is computed in parts."
+    )
     sizes: tuple[int, ...] = option(
         (), "Batch sizes to pad to, ascending, such as 1,8,64; the last one is the maximum.", metavar="N,N"
+    )
+    bulk_rows: int = option(
+        8192,
+        "Maximum rows of a batch of one large request while no other request waits; 8192 by default. Fewer if rows "
+        "are large or take long; with sizes there are no larger batches.",
     )
     queue_rows: int = option(
         1024,
@@ -102,6 +109,10 @@ class Batching:
     def __post_init__(self) -> None:
         if self.max_rows < 1:
             raise SettingsError("max_rows must be at least 1", got=self.max_rows, remedy="pass for example max_rows=64")
+        if self.bulk_rows < 1:
+            raise SettingsError(
+                "bulk_rows must be at least 1", got=self.bulk_rows, remedy="pass for example bulk_rows=8192"
+            )
         if self.queue_rows < 1:
             raise SettingsError(
                 "queue_rows must be at least 1", got=self.queue_rows, remedy="pass for example queue_rows=1024"
@@ -176,10 +187,15 @@ class Rollout:
 
 @dataclass(frozen=True, kw_only=True)
 class Replicas:
-    """Replicas: how exported networks are computed."""
+    """Replicas: how models are computed."""
 
     precision: str = option("fp32", "fp32 (default), or bf16 to compute in bfloat16 where that is safe.")
     compile: bool = option(False, "Compile networks when they are loaded, if that makes them faster.")
+    trust_python: bool = option(
+        False,
+        "Execute predictor.py of versions in the folder of models, outside the sandbox and with the rights of the "
+        "server. Use it if you trust everyone who can write to the folder.",
+    )
 
     def __post_init__(self) -> None:
         if self.precision not in ("fp32", "bf16"):

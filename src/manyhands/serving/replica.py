@@ -21,12 +21,14 @@ from ..distributed import Device
 from ..launcher import Engine, RunningJob
 from ..storage import OutputMismatch
 from .batcher import Batcher, RequestBatch
+from .compute import JOB, REFUSED, REPLY
 from .dtypes import Array
 from .heap import resident_bytes
-from .replica_process import JOB, MAX_MESSAGE, REPLY, Computing, NoFreeCore, PredictorSource, require_rows
+from .replica_process import MAX_MESSAGE, Computing, NoFreeCore, PredictorSource, require_rows
 from .replica_rendezvous import Arrival, ReplicaRendezvous
 from .sandbox import Protection, make_folder, remove_cgroup
 from .slots import NUM_SLOTS, Dims, ReplicaSlots, SlotLayout
+from .texts import TextRegion
 
 ENDING_SECONDS = 10.0
 """Seconds that a replica's process has to exit after its socket was closed, before it is killed."""
@@ -66,6 +68,8 @@ class ServingReplica:
         self.protection: Protection | None = None
         self.memory = computing.sandbox.memory if computing.sandbox is not None else None
         """Limit on the process's resident memory in bytes; None for no limit."""
+        self._is_trusted = computing.sandbox is None
+        """Whether the process runs the operator's own code, whose texts clients may see."""
         self.num_rows = 0
         self._socket, self._ending, self._kill = arrival.socket, ending, kill
         self._loop = asyncio.get_running_loop()
@@ -97,6 +101,7 @@ class ServingReplica:
         device: Device,
         sizes: tuple[int, ...],
         *,
+        bulk_rows: int = 0,
         quietly: bool = True,
         on_stage: Callable[[str], None] = lambda stage: None,
     ) -> ServingReplica:
@@ -115,12 +120,14 @@ class ServingReplica:
             sandbox = dataclasses.replace(sandbox, folder=make_folder())
         try:
             on_stage(STARTING)
-            computing = Computing(source, device, rendezvous.path, key, sizes, quietly, sandbox)
+            computing = Computing(source, device, rendezvous.path, key, sizes, quietly, sandbox, bulk_rows)
             return await cls._start(engine, rendezvous, computing, coming, limit, on_stage)
         except NoFreeCore:
             if not quietly:
                 raise
-            return await cls.start(engine, rendezvous, source, device, sizes, quietly=False, on_stage=on_stage)
+            return await cls.start(
+                engine, rendezvous, source, device, sizes, bulk_rows=bulk_rows, quietly=False, on_stage=on_stage
+            )
         except OutputMismatch:
             on_stage(CHECKING)
             raise
@@ -175,8 +182,8 @@ class ServingReplica:
                 opening = _Opening(coming.result().socket, ending)
                 protection = await opening.protection()
                 on_stage(READING)
-                signature = await opening.signature()
-                layout = SlotLayout(signature, computing.sizes[-1])
+                signature = await opening.signature(texts=computing.sandbox is None)
+                layout = SlotLayout(signature, computing.sizes[-1], computing.bulk_rows)
                 if computing.sandbox is not None:
                     _require_slot_memory(layout, computing.sandbox.memory)
                 slots = opening.send_slots(layout)
@@ -334,14 +341,18 @@ class ServingReplica:
         try:
             if failed:
                 detail = message[REPLY.size :][:MAX_LINE].decode(errors="replace")
-                self._batcher.failed(batch, self._on_failed(detail))
+                if failed == REFUSED and self._is_trusted:
+                    self._batcher.failed(batch, detail, is_invalid=True)
+                else:
+                    self._batcher.failed(batch, self._on_failed(detail))
             else:
                 self._batcher.answered(batch, outputs, micros / 1e6)
         finally:
             self._free.append(slot)
 
     def _outputs(self, slot: int, batch: RequestBatch, message: bytes) -> dict[str, Array]:
-        return self._slots.outputs(slot, batch.size, self._dims_out.unpack(message, REPLY.size))
+        views = self._slots.outputs(slot, batch.size, self._dims_out.unpack(message, REPLY.size))
+        return {name: view.read() if isinstance(view, TextRegion) else view for name, view in views.items()}
 
     def _lose(self) -> None:
         computing, batches = next(iter(self._ordered()), None), list(self._batches.values())
@@ -370,10 +381,11 @@ class _Opening:
         message = await self.receive("layers")
         return Protection(list(message["layers"]), list(message["missing"]))
 
-    async def signature(self) -> Signature:
+    async def signature(self, *, texts: bool) -> Signature:
+        """Return the model's signature; only predictors in Python, which are not sandboxed, may have strings."""
         try:
             signature = Signature.from_dict((await self.receive("signature"))["signature"])
-            _require_plain(signature)
+            _require_plain(signature, texts=texts)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             if isinstance(error, ManyhandsError):
                 raise
@@ -427,7 +439,7 @@ FAILURES: dict[str, type[ManyhandsError]] = {
 """Exception classes that a sandboxed process may report by name."""
 
 
-def _require_plain(signature: Signature) -> None:
+def _require_plain(signature: Signature, *, texts: bool) -> None:
     """Raise ValueError for a signature that no valid archive can have."""
     specs = [*signature.inputs.items(), *signature.outputs.items()]
     if not signature.inputs or not signature.outputs or len(specs) > MAX_TENSORS:
@@ -436,7 +448,7 @@ def _require_plain(signature: Signature) -> None:
         sizes_fit = all(size is None or (type(size) is int and 0 <= size < 1 << 40) for size in spec.shape)
         if not isinstance(name, str) or len(name) > MAX_NAME or len(spec.shape) > MAX_RANK or not sizes_fit:
             raise ValueError("names, dimensions and sizes in a signature must be within their limits")
-    require_rows(signature)
+    require_rows(signature, texts=texts)
 
 
 class _LoadingMemory:

@@ -11,10 +11,8 @@ import gc
 import json
 import os
 import socket
-import struct
 import sys
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import islice
@@ -22,25 +20,19 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 
 from ..core import ArchiveError, Predictor, RunError, Signature
 from ..distributed import Device, World
-from ..storage import Archive, OutputMismatch, load, require_outputs
-from .dtypes import BY_TORCH, Array
-from .execution import Run, fastest, in_precision
+from ..storage import Archive, load
+from .compute import Compute, NetworkCompute, PythonCompute, is_served_dtype
+from .execution import fastest, in_precision
 from .options import Replicas
+from .python_model import PythonModel, open_folder
 from .sandbox import Protection, Sandbox, default_memory, kept_environment
 from .scheduling import shorten_slice
-from .slots import Dims, ReplicaSlots, SlotLayout
+from .slots import ReplicaSlots, SlotLayout
 
 MAX_MESSAGE = 65536
-JOB = struct.Struct("<II")
-"""Slot and number of rows including padding, followed by the shapes of the input rows."""
-REPLY = struct.Struct("<III")
-"""Slot, failure flag and microseconds, followed by the shapes of the output rows or by the error text."""
-_FREE_SIZE = 8
-"""Size used for dynamic dimensions during warm-up."""
 _PATIENCE = 600.0
 LOADING_SECONDS = 120.0
 """Seconds that a replica may take to load and warm up, in addition to the time for reading its weights."""
@@ -53,6 +45,8 @@ _MAX_FILES = 1000
 """Number of files whose sizes count for the time of a load."""
 STARVED_SECONDS = 2.0
 """Total seconds that a loading version waits for a core at idle priority before it is loaded at normal priority."""
+NETWORK, PREDICTOR, PYTHON = "network", "predictor", "python"
+"""Kinds of sources: an exported network, a Predictor of the user, and Python code that `PythonModel` calls."""
 
 
 class NoFreeCore(RunError):
@@ -67,10 +61,14 @@ class PredictorSource(Protocol):
         """Whether the predictor may be compiled."""
 
     @property
+    def kind(self) -> str:
+        """NETWORK, PREDICTOR or PYTHON."""
+
+    @property
     def patience(self) -> float:
         """Seconds within which the predictor must be loaded and warmed up."""
 
-    def open(self, device: str) -> Predictor:
+    def open(self, device: str) -> Predictor | PythonModel:
         """Create the predictor; called in the replica's process."""
 
     def sandbox(self, device: Device, group: str) -> Sandbox | None:
@@ -85,6 +83,10 @@ class Exported:
     replicas: Replicas = field(default_factory=Replicas)
     memory: int = 0
     """Memory limit of a replica in bytes; 0 for a share of the free memory."""
+
+    @property
+    def kind(self) -> str:
+        return NETWORK
 
     @property
     def compiles(self) -> bool:
@@ -114,8 +116,15 @@ class Given:
     Its code is trusted, so its process is not sandboxed, except if the object is a loaded `Archive`.
     """
 
-    predictor: Predictor
+    predictor: Any
+    """A Predictor, or an object that `PythonModel` takes."""
     replicas: Replicas = field(default_factory=Replicas)
+
+    @property
+    def kind(self) -> str:
+        if type(self.predictor) is Archive:
+            return NETWORK
+        return PREDICTOR if isinstance(self.predictor, Predictor) else PYTHON
 
     @property
     def compiles(self) -> bool:
@@ -125,12 +134,39 @@ class Given:
     def patience(self) -> float:
         return _PATIENCE + (COMPILING_SECONDS if self.compiles else 0)
 
-    def open(self, device: str) -> Predictor:
+    def open(self, device: str) -> Predictor | PythonModel:
+        if self.kind == PYTHON:
+            return PythonModel(self.predictor, device)
         return in_precision(self.predictor, self.replicas.precision)
 
     def sandbox(self, device: Device, group: str) -> Sandbox | None:
-        is_data = type(self.predictor) is Archive
+        is_data = self.kind == NETWORK
         return _sandbox((), 0, device, group, compiles=self.replicas.compile) if is_data else None
+
+
+@dataclass(frozen=True)
+class PythonFolder:
+    """Predictor source for a version's folder with Python code, which the operator trusts: it is not sandboxed."""
+
+    path: Path
+
+    @property
+    def kind(self) -> str:
+        return PYTHON
+
+    @property
+    def compiles(self) -> bool:
+        return False
+
+    @property
+    def patience(self) -> float:
+        return _PATIENCE
+
+    def open(self, device: str) -> Predictor | PythonModel:
+        return open_folder(self.path, device)
+
+    def sandbox(self, device: Device, group: str) -> Sandbox | None:
+        return None
 
 
 def _sandbox(reads: tuple[str, ...], memory: int, device: Device, group: str, *, compiles: bool) -> Sandbox:
@@ -159,6 +195,8 @@ class Computing:
     quietly: bool = True
     """Whether the model is loaded at idle CPU priority."""
     sandbox: Sandbox | None = None
+    bulk_rows: int = 0
+    """Maximum rows of a batch of one large request; 0 for none beyond `sizes`."""
 
     @property
     def confines(self) -> bool:
@@ -200,7 +238,9 @@ class Computing:
         if self.confines:
             settle(self.device)
         own_cores(self.device)
-        compute = quietly(lambda: self._prepare(server)) if self.quietly else self._prepare(server)
+        # Libraries of a predictor in Python may have to be used on the thread that loaded them.
+        is_aside = self.quietly and self.source.kind != PYTHON
+        compute = quietly(lambda: self._prepare(server)) if is_aside else self._prepare(server)
         # PyTorch keeps the number of threads per thread.
         torch.set_num_threads(compute.num_threads)
         # Everything allocated so far stays alive; exclude it from garbage collection, which would delay batches.
@@ -214,12 +254,15 @@ class Computing:
 
     def _prepare(self, server: socket.socket) -> Compute:
         predictor = self.source.open(str(self.device.torch))
-        require_rows(predictor.signature)
+        require_rows(predictor.signature, texts=isinstance(predictor, PythonModel))
         slots = self._introduce(server, predictor.signature)
-        run = fastest(predictor, self.device.torch, self.sizes[-1], compiles=self.source.compiles)
-        compute = Compute(run, predictor.signature, slots, self.device.torch)
-        compute.warm_up(self.sizes)
-        compute.choose_threads(self.sizes[-1])
+        compute: Compute
+        if isinstance(predictor, PythonModel):
+            compute = PythonCompute(predictor, slots)
+        else:
+            run = fastest(predictor, self.device.torch, self.sizes[-1], compiles=self.source.compiles)
+            compute = NetworkCompute(run, predictor.signature, slots, self.device.torch)
+        compute.prepare(self.sizes)
         return compute
 
     def _introduce(self, server: socket.socket, signature: Signature) -> ReplicaSlots:
@@ -227,69 +270,9 @@ class Computing:
         server.settimeout(_PATIENCE)
         _, (fd,), _, _ = socket.recv_fds(server, MAX_MESSAGE, 1)
         server.settimeout(None)
-        slots = ReplicaSlots(SlotLayout(signature, self.sizes[-1]), fd)
+        slots = ReplicaSlots(SlotLayout(signature, self.sizes[-1], self.bulk_rows), fd)
         os.close(fd)
         return slots
-
-
-class Compute:
-    """Compute batches in a replica's shared-memory slots."""
-
-    def __init__(self, run: Run, signature: Signature, slots: ReplicaSlots, device: torch.device) -> None:
-        self._compute, self._signature, self._slots = run, signature, slots
-        self._dims_in, self._dims_out = Dims(signature.inputs.values()), Dims(signature.outputs.values())
-        self.num_threads = 1
-        if device.type == "cuda":
-            _pin(slots)
-
-    def warm_up(self, sizes: tuple[int, ...]) -> None:
-        """Compute one batch of each size, so that no request pays the cost of a first run."""
-        inputs = self._signature.inputs
-        shapes = [tuple(_FREE_SIZE if n is None else n for n in spec.shape[1:]) for spec in inputs.values()]
-        free = any(n is None for spec in inputs.values() for n in spec.shape[1:])
-        for size in sizes:
-            try:
-                self._run(0, size, shapes)
-            except OutputMismatch:
-                raise
-            except Exception:
-                # A model with dynamic dimensions may not accept the sizes made up for the warm-up.
-                if not free:
-                    raise
-
-    def choose_threads(self, size: int) -> None:
-        """Use several threads only if they take less than 70% of one thread's time: the server needs a core too."""
-        most = torch.get_num_threads() - 1
-        times = {}
-        for num in (1, most) if most > 1 else ():
-            torch.set_num_threads(num)
-            began = time.perf_counter()
-            for _ in range(3):
-                self.warm_up((size,))
-            times[num] = time.perf_counter() - began
-        self.num_threads = most if most > 1 and times[most] < 0.7 * times[1] else 1
-
-    def __call__(self, message: bytes) -> bytes:
-        """Compute the batch described by a job message and return the reply message."""
-        slot, size = JOB.unpack_from(message)
-        began = time.perf_counter()
-        try:
-            shapes = self._run(slot, size, self._dims_in.unpack(message, JOB.size))
-        except Exception as error:
-            reason = f"{type(error).__name__}: {error}".encode(errors="replace")[:2000]
-            return REPLY.pack(slot, 1, 0) + reason
-        micros = min(int((time.perf_counter() - began) * 1e6), 2**32 - 1)
-        return REPLY.pack(slot, 0, micros) + self._dims_out.pack(shapes)
-
-    def _run(self, slot: int, size: int, shapes: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
-        signature = self._signature
-        views = self._slots.inputs(slot, size, shapes)
-        answers = self._compute({name: as_tensor(view, signature.inputs[name].dtype) for name, view in views.items()})
-        require_outputs(signature, answers, size)
-        found = [tuple(answers[name].shape[1:]) for name in signature.outputs]
-        for name, view in self._slots.outputs(slot, size, found).items():
-            as_tensor(view, signature.outputs[name].dtype).copy_(answers[name])
-        return found
 
 
 def settle(device: Device) -> None:
@@ -297,12 +280,6 @@ def settle(device: Device) -> None:
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     if device.kind == "cuda" and device.share < 1.0:
         torch.cuda.set_per_process_memory_fraction(device.share, device.index)
-
-
-def as_tensor(view: Array, dtype: str) -> Tensor:
-    """Return a shared-memory array as a tensor without copying; bfloat16 is stored as uint16."""
-    tensor: Tensor = torch.from_numpy(view)
-    return tensor.view(torch.bfloat16) if dtype == "bfloat16" else tensor
 
 
 def own_cores(device: Device) -> None:
@@ -316,11 +293,14 @@ def own_cores(device: Device) -> None:
     torch.set_num_threads(len(assigned))
 
 
-def require_rows(signature: Signature) -> None:
-    """Raise ArchiveError unless every tensor has a dynamic first dimension (rows) and a supported dtype."""
+def require_rows(signature: Signature, *, texts: bool = False) -> None:
+    """Raise ArchiveError unless every tensor has a dynamic first dimension (rows) and a supported dtype.
+
+    Only predictors in Python may have strings (`texts`).
+    """
     for what, specs in (("input", signature.inputs), ("output", signature.outputs)):
         for name, spec in specs.items():
-            if spec.dtype not in BY_TORCH or not spec.shape or spec.shape[0] is not None:
+            if not is_served_dtype(spec.dtype, texts=texts) or not spec.shape or spec.shape[0] is not None:
                 raise ArchiveError(
                     f"{what} {name!r} of a served model must be numbers or bools with the rows first",
                     got=str(spec),
@@ -365,11 +345,3 @@ def waited(thread: int | None) -> float:
     with contextlib.suppress(OSError, ValueError, IndexError):
         return int(Path(f"/proc/self/task/{thread}/schedstat").read_text().split()[1]) / 1e9
     return 0.0
-
-
-def _pin(slots: ReplicaSlots) -> None:
-    """Register the shared memory as pinned, so that copies to the GPU need no staging buffer."""
-    address, size = slots.address
-    if size <= 1 << 28:
-        runtime: Any = torch.cuda.cudart()
-        torch.cuda.check_error(runtime.cudaHostRegister(address, size, 0))

@@ -30,6 +30,7 @@ from .protocols import (
     RestProtocol,
     TensorflowRest,
 )
+from .python_model import signature_of
 from .replica_rendezvous import ReplicaRendezvous
 from .security import AccessToken
 from .tracing import Tracing
@@ -72,7 +73,7 @@ class Server(Background):
 
     def __init__(
         self,
-        models: Path | Mapping[str, Predictor],
+        models: Path | Mapping[str, Any],
         engine: Engine,
         devices: Sequence[Device],
         settings: ServeSettings | None = None,
@@ -180,15 +181,20 @@ class Server(Background):
             self._emit("stopped")
 
 
-def _predictors(models: Any) -> dict[str, Predictor]:
-    """Return predictors by name; raises an error that suggests alternatives for other objects."""
+def _predictors(models: Any) -> dict[str, Any]:
+    """Return predictors by name: `mh.Predictor`s and Python predictors; raises an error for other objects."""
     whole = dict(models) if isinstance(models, Mapping) else {"model": models}
     for name, predictor in whole.items():
         require_name(name)
-        if not isinstance(predictor, Predictor):
+        if isinstance(predictor, Predictor):
+            continue
+        is_python = callable(predictor) or hasattr(predictor, "predict")
+        if not is_python or hasattr(predictor, "state_dict"):
             raise SettingsError(
-                "models must be a folder, a Predictor, or a dict of Predictors by name",
+                "models must be a folder, a Predictor, a Python predictor, or a dict of them by name",
                 got=f"{type(predictor).__name__} as {name!r}",
-                remedy="pass run.predictor(), mh.load(folder), a subclass of mh.Predictor, or a folder",
+                remedy="pass run.predictor(), mh.load(folder), a subclass of mh.Predictor, an object with "
+                "predict(inputs), or a folder that mh.export or run.export wrote to",
             )
+        signature_of(predictor)
     return whole

@@ -18,7 +18,7 @@ from .batcher import Arrays, Batcher, Done, Ticket
 from .metrics import VersionMetrics
 from .options import Batching
 from .replica import MAX_LINE, STARTING, WARMING_UP, ServingReplica, patience
-from .replica_process import PredictorSource
+from .replica_process import NETWORK, PredictorSource
 from .replica_rendezvous import ReplicaRendezvous
 from .slots import SlotLayout
 
@@ -60,6 +60,8 @@ class Version:
         self.shadow: Callable[[Arrays, int, float], None] | None = None
         """Called with the inputs, rows and deadline of every request."""
         self._source, self._place, self._settings = source, place, settings
+        # Code of the user may rely on `max_rows`.
+        self._bulk_rows = settings.bulk_rows if source.kind == NETWORK and not settings.sizes else 0
         self._batcher: Batcher | None = None
         self._signature: Signature | None = None
         self._stages: dict[Device, str] = {}
@@ -147,7 +149,8 @@ class Version:
             raise RequestRefused("ABORTED", "the version was unloaded while it was being loaded")
         self._batcher = Batcher(self._settings, list(self.signature.inputs), asyncio.get_running_loop().call_soon)
         self._batcher.on_batch = self.metrics.count_batch
-        self._batcher.rows_fitting = SlotLayout(self.signature, self._settings.max_rows).rows_fitting
+        layout = SlotLayout(self.signature, self._settings.max_rows, self._bulk_rows)
+        self._batcher.rows_fitting, self._batcher.bulk_fitting = layout.rows_fitting, layout.bulk_fitting
         for replica in list(self.replicas):
             replica.join(self._batcher, self._lose, self._fail)
         self._spawn(self._sweep())
@@ -198,7 +201,14 @@ class Version:
 
         began = time.monotonic()
         replica = await ServingReplica.start(
-            place.engine, place.rendezvous, self._source, device, sizes, quietly=quietly, on_stage=reach
+            place.engine,
+            place.rendezvous,
+            self._source,
+            device,
+            sizes,
+            bulk_rows=self._bulk_rows,
+            quietly=quietly,
+            on_stage=reach,
         )
         self._start_seconds = time.monotonic() - began
         self._signature = self._signature or replica.signature

@@ -12,13 +12,16 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from ..core import RequestRefused, SettingsError, open_regular
 from .batcher import Arrays, Ticket
-from .dtypes import BY_TORCH, to_numbers
+from .dtypes import BY_TORCH, Array, Kind, to_numbers
 from .http import BadRequest
+from .protocols.answer_text import text_lists
 from .protocols.protocol import parse_json
 from .protocols.tensorflow_rest import parse_predict
+from .texts import text_bytes
 from .version import Version
 
 MAX_REQUESTS, MAX_BYTES = 100, 1 << 20
@@ -77,15 +80,19 @@ class WarmupRecorder:
         """Record a request, unless it is too large or enough were recorded."""
         if (
             self._counts[version.model] >= MAX_REQUESTS
-            or sum(array.nbytes for array in inputs.values()) > MAX_BYTES // 8
+            or sum(array.nbytes + text_bytes(array) for array in inputs.values()) > MAX_BYTES // 8
         ):
             return
         self._counts[version.model] += 1
         specs = version.signature.inputs
-        values = {name: to_numbers(array, BY_TORCH[specs[name].dtype]).tolist() for name, array in inputs.items()}
+        values = {name: _values(array, BY_TORCH[specs[name].dtype]) for name, array in inputs.items()}
         path = self._folder / f"{version.model}.jsonl"
         with os.fdopen(open_regular(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "a", encoding="utf-8") as file:
             file.write(json.dumps({"inputs": values}) + "\n")
+
+
+def _values(array: Array, kind: Kind) -> Any:
+    return text_lists(array, kind) if kind.is_text else to_numbers(array, kind).tolist()
 
 
 def require_folder(folder: Path, what: str) -> None:

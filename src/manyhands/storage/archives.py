@@ -34,6 +34,7 @@ from .archive_folders import (
 from .disk import digest_of
 from .program import environment_kept, trace, user_line
 from .program_builder import build
+from .row_independence import require_independent_rows
 from .tensors import read_tensors, require_storable
 
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -107,6 +108,7 @@ def export(
     *,
     free: Mapping[str, Collection[int]] | None = None,
     extra: dict[str, Any] | None = None,
+    by_rows: bool = False,
 ) -> Path:
     """Write `predict(model, *inputs)` as the next version under `path` and return the version's folder.
 
@@ -117,9 +119,11 @@ def export(
         path: Folder of the model, in which versions are numbered.
         free: Further dynamic dimensions, by name of the input.
         extra: JSON data to store with the version.
+        by_rows: Whether every output must have a row for each input row that depends on that row alone.
 
     Raises:
-        ArchiveError: The network cannot be traced, its program gives other results, or the folder cannot be written.
+        ArchiveError: The network cannot be traced, its program gives other results, an output is not by rows, or the folder
+            cannot be written.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as root:
@@ -137,6 +141,8 @@ def export(
         signature = _signature(examples, dims, network.names, traced.shapes)
         program = to_json(traced.program)
         _require_same_answers(network, program, weights, examples, dims)
+        if by_rows:
+            require_independent_rows(network, network.names, examples, signature)
     described = {"format": FORMAT, "signature": signature.to_dict(), "extra": extra or {}}
     return publish(Path(path), weights, {PROGRAM: program, SIGNATURE: to_json(described)})
 

@@ -31,7 +31,7 @@ from .memory_limit import host_bytes
 from .metrics import Meter, check_metrics, parted
 from .partition_preview import check_pieces, outline_of
 from .patience import Patience, check_patience
-from .predictor import answers, inputs_of
+from .predictor import answers, input_name, inputs_of
 from .recovery import RecoveryState, Rollback
 from .replay import Replay, replay
 from .restored_objects import HeldState, left_alone
@@ -77,6 +77,7 @@ __all__ = [
     "fit_in",
     "can_explain",
     "answers",
+    "input_name",
     "inputs_of",
     "Callback",
     "check_callbacks",

@@ -11,14 +11,36 @@ from torch import Tensor, nn
 
 from ..core import Predictor, Signature, Task, TaskError, TensorSpec
 
+INPUT = "input"
+"""Name of an input whose argument of `forward` has no name."""
+MAX_NAME = 64
+"""Maximum characters of a name in an exported model."""
 
-def inputs_of(task: Task, batch: Any) -> dict[str, Any]:
-    """Return the inputs of `predict` from a batch: by name from a dict, else the batch's first elements."""
+
+def input_name(model: nn.Module) -> str:
+    """Return the name of the first argument of a network's `forward`; "input" if it has none.
+
+    >>> input_name(nn.Bilinear(1, 1, 1)), input_name(nn.Sequential())
+    ('input1', 'input')
+    """
+    try:
+        first = next(iter(inspect.signature(model.forward).parameters.values()))
+    except (TypeError, ValueError, StopIteration):
+        return INPUT
+    is_named = first.kind in (first.POSITIONAL_ONLY, first.POSITIONAL_OR_KEYWORD) and first.name.isascii()
+    return first.name if is_named and len(first.name) <= MAX_NAME else INPUT
+
+
+def inputs_of(task: Task, batch: Any, name: str = INPUT) -> dict[str, Any]:
+    """Return the inputs of `predict` from a batch: by name from a dict, else the batch's first elements.
+
+    `name` is that of the only input of a task without `predict`, unless the batch is a dict.
+    """
     if task.predict is None:
         if isinstance(batch, Mapping):
-            name = next(iter(batch))
-            return {str(name): batch[name]}
-        return {"input": batch[0] if isinstance(batch, (tuple, list)) else batch}
+            key = next(iter(batch))
+            return {str(key): batch[key]}
+        return {name: batch[0] if isinstance(batch, (tuple, list)) else batch}
     names = list(inspect.signature(task.predict).parameters)[1:]
     if isinstance(batch, Mapping):
         missing = [name for name in names if name not in batch]
@@ -69,7 +91,8 @@ class ModelPredictor(Predictor):
     def __init__(self, task: Task, model: nn.Module, batches: Sequence[Any]) -> None:
         self._task, self._model = task, model.eval()
         self._device = next(iter(model.parameters()), torch.empty(0)).device
-        examples = [inputs_of(task, batch) for batch in batches]
+        name = input_name(model)
+        examples = [inputs_of(task, batch, name) for batch in batches]
         with torch.no_grad():
             answers = [named(outputs_of(task, model, example)) for example in examples]
         # The largest example: torch.export would treat a size of 1 as fixed.

@@ -15,10 +15,16 @@ import numpy as np
 import orjson
 
 from ..dtypes import Array, Kind, num_items, to_numbers
+from ..texts import as_json, is_text, text_bytes
 
 PIECE = 8192
 """Maximum numbers, or empty lists, of a piece, which takes less than a millisecond."""
 _TOKENS = (b"NaN", b"Infinity", b"-Infinity")
+
+
+def num_values(array: Array) -> int:
+    """Return the number of values of an array, as a measure of the work of writing it; 8 bytes of strings are one."""
+    return num_items(array.shape) + (text_bytes(array) // 8 if is_text(array) else 0)
 
 
 def array_pieces(array: Array, kind: Kind) -> Iterator[bytes]:
@@ -29,8 +35,14 @@ def array_pieces(array: Array, kind: Kind) -> Iterator[bytes]:
     b'[[1.5,NaN],[Infinity,-Infinity]]'
     """
     num = num_items(array.shape)
-    if num <= PIECE or not len(array):
+    if (num <= PIECE and num_values(array) <= PIECE) or not array.ndim or not len(array):
         yield _dump_array(array, kind)
+        return
+    if kind.is_text:
+        for number in range(len(array)):
+            yield b"," if number else b"["
+            yield from array_pieces(_row(array, number), kind)
+        yield b"]"
         return
     width = num // len(array)
     if width > PIECE:
@@ -53,13 +65,13 @@ def row_pieces(arrays: Mapping[str, Array], kinds: Mapping[str, Kind]) -> Iterat
     b'[{"a":1,"b":0.5},{"a":2,"b":NaN}]'
     """
     num = len(next(iter(arrays.values())))
-    width = sum(num_items(array.shape[1:]) for array in arrays.values())
+    width = sum(num_values(array) // max(num, 1) for array in arrays.values())
     if width > PIECE:
         for row in range(num):
             yield b",{" if row else b"[{"
             for number, (name, array) in enumerate(arrays.items()):
                 yield (b"," if number else b"") + orjson.dumps(name) + b":"
-                yield from array_pieces(array[row], kinds[name])
+                yield from array_pieces(_row(array, row), kinds[name])
             yield b"}"
         yield b"]" if num else b"[]"
         return
@@ -67,7 +79,10 @@ def row_pieces(arrays: Mapping[str, Array], kinds: Mapping[str, Kind]) -> Iterat
     yield b"["
     for start in range(0, num, step):
         columns = {name: to_numbers(array[start : start + step], kinds[name]) for name, array in arrays.items()}
-        lists = {name: column.tolist() for name, column in columns.items()}
+        lists = {
+            name: text_lists(column, kinds[name]) if kinds[name].is_text else column.tolist()
+            for name, column in columns.items()
+        }
         rows = [dict(zip(lists, values, strict=True)) for values in zip(*lists.values(), strict=True)]
         yield (b"," if start else b"") + _dump(rows, all(map(_is_finite, columns.values())))[1:-1]
     yield b"]"
@@ -85,6 +100,18 @@ def list_pieces(values: Iterable[Any]) -> Iterator[bytes]:
     yield b"]"
 
 
+def _row(array: Array, row: int) -> Array:
+    """Return a row as an array, also if it is a single string."""
+    return np.asarray(array[row], object) if is_text(array) else array[row]
+
+
+def text_lists(array: Array, kind: Kind) -> Any:
+    """Return an array of strings as nested lists of JSON values."""
+    if array.ndim:
+        return [text_lists(_row(array, row), kind) for row in range(len(array))]
+    return as_json(array.item(), kind)
+
+
 def _is_finite(array: Array) -> bool:
     return array.dtype.kind != "f" or bool(np.isfinite(array).all())
 
@@ -95,6 +122,8 @@ def _dump(value: Any, is_finite: bool) -> bytes:
 
 
 def _dump_array(array: Array, kind: Kind) -> bytes:
+    if kind.is_text:
+        return orjson.dumps(text_lists(array, kind))
     numbers = to_numbers(array, kind)
     is_finite = _is_finite(numbers)
     if not numbers.ndim:

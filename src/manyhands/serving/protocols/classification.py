@@ -3,48 +3,18 @@
 from __future__ import annotations
 
 import math
-import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 
 from ...core import Signature, TensorSpec
 from ..dtypes import BY_TORCH, Array
 from ..http import BadRequest
+from ..texts import Strings
 
 MAX_CLASSES = 1 << 14
 """Maximum number of classes of all rows of a request: each is a string that is made by itself."""
 BYTES = "BYTES"
-_LENGTH = struct.Struct("<I")
-
-
-@dataclass(frozen=True)
-class TopClasses:
-    """The classes of an output, in place of its array."""
-
-    texts: tuple[str, ...]
-    shape: tuple[int, ...]
-
-    @cached_property
-    def data(self) -> bytes:
-        """Return the strings in the protocol's binary format, each after its length."""
-        return b"".join(_LENGTH.pack(len(text)) + text.encode() for text in self.texts)
-
-    def tobytes(self) -> bytes:
-        """Return `data`, like an array."""
-        return self.data
-
-    @property
-    def nbytes(self) -> int:
-        """Return the number of bytes of `data`."""
-        return len(self.data)
-
-    @property
-    def size(self) -> int:
-        """Return the number of strings."""
-        return len(self.texts)
 
 
 def class_count(value: object, output: str) -> int:
@@ -65,7 +35,7 @@ def require_few_classes(counts: Mapping[str, int], signature: Signature, rows: i
     for name, count in counts.items():
         spec = signature.outputs[name]
         kind = BY_TORCH[spec.dtype].open
-        if kind in ("FP16", "BF16", "BOOL"):
+        if kind in ("FP16", "BF16", "BOOL", BYTES):
             raise BadRequest(400, f"class result not available for output '{name}' due to unsupported type '{kind}'")
         known = math.prod(size for size in spec.shape[1:] if size is not None) if None not in spec.shape[1:] else count
         if min(count, known) * rows > MAX_CLASSES:
@@ -76,11 +46,11 @@ def require_few_classes(counts: Mapping[str, int], signature: Signature, rows: i
             )
 
 
-def top_classes(array: Array, count: int) -> TopClasses:
+def top_classes(array: Array, count: int) -> Strings:
     """Return the classes with the largest values of each row, at most as many as there are.
 
     >>> top_classes(np.array([[0.5, 2.0, 1.0]], np.float32), 2)
-    TopClasses(texts=('2.000000:1', '1.000000:2'), shape=(1, 2))
+    Strings(items=(b'2.000000:1', b'1.000000:2'), shape=(1, 2))
     """
     rows = array.reshape(len(array), -1)
     count = min(count, rows.shape[1])
@@ -92,9 +62,9 @@ def top_classes(array: Array, count: int) -> TopClasses:
         for row, indices in zip(rows, order, strict=True)
         for value, index in zip(row[indices].tolist(), indices.tolist(), strict=True)
     ]
-    return TopClasses(tuple(texts), (len(rows), count))
+    return Strings(tuple(text.encode() for text in texts), (len(rows), count))
 
 
-def datatype(array: Array | TopClasses, spec: TensorSpec) -> str:
+def datatype(array: Array | Strings, spec: TensorSpec) -> str:
     """Return the protocol's name of the type in which an output is sent."""
-    return BYTES if isinstance(array, TopClasses) else BY_TORCH[spec.dtype].open
+    return BYTES if isinstance(array, Strings) else BY_TORCH[spec.dtype].open

@@ -12,8 +12,10 @@ from typing import Any
 import numpy as np
 
 from ...core import RequestRefused, Signature, TensorSpec
-from ..dtypes import BY_TORCH, Array, from_numbers, to_numbers
+from ..dtypes import BY_TORCH, Array, Kind, from_numbers, to_numbers
 from ..http import BadRequest
+from ..texts import MAX_TEXTS, TooManyTexts, as_array, as_bytes, checked
+from .protocol import refusing
 
 Features = Mapping[str, Sequence[Any]]
 
@@ -68,11 +70,20 @@ def _column(name: str, spec: TensorSpec, examples: Sequence[Features], context: 
                 f"Key: {name}.  Number of values != expected.  values size: {len(values)} but output shape: [{num}]",
             )
         rows.append(list(values))
-    try:
-        array = from_numbers(rows, BY_TORCH[spec.dtype]).reshape(len(examples), num)
-    except (ValueError, TypeError, OverflowError):
-        raise BadRequest(400, f"Key: {name}.  Data types don't match. Expected type: {spec.dtype}") from None
+    kind = BY_TORCH[spec.dtype]
+    with refusing(f"Key: {name}.  Data types don't match. Expected type: {spec.dtype}"):
+        array = _texts(rows, kind) if kind.is_text else from_numbers(rows, kind)
+    array = array.reshape(len(examples), num)
     return array.reshape(len(examples), *(size or 0 for size in shape))
+
+
+def _texts(rows: Sequence[Sequence[Any]], kind: Kind) -> Array:
+    """Return strings of JSON texts, or bytes of messages."""
+    values = [value for row in rows for value in row]
+    if len(values) > MAX_TEXTS:
+        raise TooManyTexts
+    items = [checked(value, kind) if isinstance(value, bytes) else as_bytes(value, kind) for value in values]
+    return as_array(items, (len(items),))
 
 
 def _only(outputs: Mapping[str, Array], signature: Signature, name: str) -> Array:
@@ -82,4 +93,6 @@ def _only(outputs: Mapping[str, Array], signature: Signature, name: str) -> Arra
             "FAILED_PRECONDITION", f"of several outputs one must be called '{name}', but got {', '.join(outputs)}"
         )
     found = name if name in outputs else next(iter(outputs))
+    if BY_TORCH[signature.outputs[found].dtype].is_text:
+        raise RequestRefused("FAILED_PRECONDITION", f"the output '{found}' must be numbers, but it has strings")
     return np.asarray(to_numbers(outputs[found], BY_TORCH[signature.outputs[found].dtype]))

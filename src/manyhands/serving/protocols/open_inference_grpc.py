@@ -9,11 +9,12 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ...core import RequestRefused, TensorSpec
-from ..dtypes import BY_TORCH, Array, from_numbers
+from ..dtypes import BY_TORCH, Array, Kind, from_numbers
 from ..http import BadRequest
 from ..model import Unknown
+from ..texts import MAX_TEXTS, Strings, TooManyTexts, as_array, as_contents, checked, text_bytes
 from ..version import Version
-from .classification import TopClasses, class_count, datatype, require_few_classes, top_classes
+from .classification import class_count, datatype, require_few_classes, top_classes
 from .grpc_service import GrpcService, Method, key_of
 from .management import require_no_parameters
 from .messages import make_messages
@@ -37,8 +38,10 @@ from .open_inference_rest import (
     require_size,
     server_metadata,
     statistics,
+    texts_from_bytes,
     version_number,
 )
+from .protocol import refusing
 
 _NAMED = ["name 1 string", "version 2 string"]
 _MANAGED = ["repository_name 1 string", "model_name 2 string", "parameters 3 map ModelRepositoryParameter"]
@@ -148,7 +151,7 @@ MESSAGES = make_messages(
 )
 DATA_TYPES = {
     "BOOL": 1, "UINT8": 2, "UINT16": 3, "UINT32": 4, "UINT64": 5, "INT8": 6, "INT16": 7, "INT32": 8, "INT64": 9,
-    "FP16": 10, "FP32": 11, "FP64": 12, "BF16": 14,
+    "FP16": 10, "FP32": 11, "FP64": 12, "STRING": 13, "BF16": 14,
 }  # fmt: skip
 """Data type numbers of Triton's model configuration."""
 CONTENTS = {
@@ -260,11 +263,15 @@ class OpenInferenceGrpc(GrpcService):
         require_few_classes(classes, version.signature, len(next(iter(inputs.values()))))
         parameters = plain(request.parameters)
         timeout, priority = checked_parameters(parameters.get("timeout"), parameters.get("priority", 0))
-        outputs = await self.ask(context, version, inputs, timeout, priority)
+        with self.gateway.bodies.holding(sum(map(text_bytes, inputs.values()))):
+            outputs = await self.ask(context, version, inputs, timeout, priority)
         return answer(
             request.id,
             version,
-            {name: top_classes(outputs[name], classes[name]) if name in classes else outputs[name] for name in wanted},
+            {
+                name: top_classes(outputs[name], classes[name]) if name in classes else as_contents(outputs[name])
+                for name in wanted
+            },
         )
 
 
@@ -295,6 +302,8 @@ def read_inputs(request: Any, version: Version) -> dict[str, Array]:
         elif one.HasField("contents"):
             which = f"'{one.name}' for model '{model}'"
             raise BadRequest(400, f"contents field must not be specified when using raw_input_contents for {which}")
+        elif BY_TORCH[spec.dtype].is_text:
+            arrays[one.name] = texts_from_bytes(raw[position], shape, BY_TORCH[spec.dtype], one.name)
         else:
             require_size(len(raw[position]), _num_bytes(shape, spec), one.name, model)
             arrays[one.name] = from_bytes(raw[position], shape, spec)
@@ -308,6 +317,8 @@ def _num_bytes(shape: tuple[int, ...], spec: TensorSpec) -> int:
 
 def _from_contents(one: Any, shape: tuple[int, ...], spec: TensorSpec, model: str) -> Array:
     kind = BY_TORCH[spec.dtype]
+    if kind.is_text:
+        return _from_texts(one, shape, kind)
     if kind.open not in CONTENTS:
         raise BadRequest(400, f"input '{one.name}' of {kind.open} must be sent as raw contents")
     values = list(getattr(one.contents, CONTENTS[kind.open]))
@@ -327,7 +338,17 @@ def _from_contents(one: Any, shape: tuple[int, ...], spec: TensorSpec, model: st
         raise BadRequest(400, f"input '{one.name}' must have {kind.open} elements") from None
 
 
-def answer(identity: str, version: Version, outputs: Mapping[str, Array | TopClasses]) -> Any:
+def _from_texts(one: Any, shape: tuple[int, ...], kind: Kind) -> Array:
+    values = one.contents.bytes_contents
+    with refusing(f"input '{one.name}' must have strings of the type {kind.torch}"):
+        if len(values) > MAX_TEXTS:
+            raise TooManyTexts
+        if len(values) != math.prod(shape):
+            raise BadRequest(400, f"input '{one.name}' has shape {list(shape)}, but got {len(values)} strings")
+        return as_array((checked(value, kind) for value in values), shape)
+
+
+def answer(identity: str, version: Version, outputs: Mapping[str, Array | Strings]) -> Any:
     """Return a response with raw bytes: clients ignore lists of numbers."""
     specs = version.signature.outputs
     return MESSAGES["ModelInferResponse"](

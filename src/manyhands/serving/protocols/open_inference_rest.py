@@ -16,13 +16,14 @@ import numpy as np
 from ...core import RequestRefused, Signature, TensorSpec
 from ..batcher import Ticket
 from ..catalogue import Catalogue
-from ..dtypes import BY_TORCH, Array, fits, from_numbers
+from ..dtypes import BY_TORCH, Array, Kind, fits, from_numbers
 from ..http import JSON, BadRequest, Body, Request
 from ..model import Unknown
 from ..parsing import INLINE
+from ..texts import Strings, as_array, as_bytes, as_contents, flattened, is_text, text_bytes, unpack
 from ..version import Version
 from .answer_text import array_pieces
-from .classification import TopClasses, class_count, datatype, require_few_classes, top_classes
+from .classification import class_count, datatype, require_few_classes, top_classes
 from .heads import MAX_BYTES, RequestedOutputs, RequestHeads
 from .protocol import (
     KEY,
@@ -33,6 +34,7 @@ from .protocol import (
     RestProtocol,
     dump_json,
     parse_json,
+    refusing,
     require_method,
     shown,
 )  # fmt: skip
@@ -45,6 +47,8 @@ EXTENSIONS = ["binary_tensor_data", "classification", "schedule_policy", "statis
 HEADER = b"inference-header-content-length"
 BINARY = b"application/octet-stream"
 MAX_ID = 1024
+ONLY_BINARY = ("float16", "bfloat16", "bytes")
+"""Types of outputs that are sent as binary data, because JSON does not represent them."""
 
 
 class OpenInferenceRest(RestProtocol):
@@ -133,6 +137,8 @@ class OpenInferenceRest(RestProtocol):
         self.read_then(request, text, ask, read_request, *args)
 
     def _ask(self, request: Request, version: Version, inputs: dict[str, Array], wanted: RequestedOutputs) -> None:
+        if held := sum(map(text_bytes, inputs.values())):
+            request.hold(held)
         require_few_classes(wanted.classes, version.signature, len(next(iter(inputs.values()))))
 
         def then(ticket: Ticket) -> None:
@@ -155,10 +161,10 @@ class OpenInferenceRest(RestProtocol):
         self, request: Request, version: Version, outputs: Mapping[str, Array], wanted: RequestedOutputs
     ) -> None:
         """Send the requested outputs, with binary data after the JSON."""
-        arrays: dict[str, Array | TopClasses] = {
+        arrays: dict[str, Array | Strings] = {
             name: top_classes(outputs[name], wanted.classes[name])
             if name in wanted.classes
-            else np.ascontiguousarray(outputs[name])
+            else as_contents(outputs[name])
             for name in wanted.outputs
         }
         blobs = [array for name, array in arrays.items() if is_binary(name, version, wanted)]
@@ -168,7 +174,7 @@ class OpenInferenceRest(RestProtocol):
         def finish(text: bytes) -> Answer:
             if not blobs:
                 return text, JSON, b""
-            if len(blobs) == len(arrays) and not wanted.classes:
+            if len(blobs) == len(arrays) and not any(isinstance(blob, Strings) for blob in blobs):
                 wanted.keep(shapes, text)
             extra = b"Inference-Header-Content-Length: %d\r\n" % len(text)
             return b"".join([text, *(array.data for array in blobs)]), BINARY, extra
@@ -198,7 +204,7 @@ def read_request(
     if not isinstance(value, dict):
         raise BadRequest(400, "failed to parse the request JSON: it must be an object")
     inputs = read_inputs(value, memoryview(raw), version, body)
-    is_binary = all(map(_is_binary, value["inputs"]))
+    is_binary = all(map(_is_binary, value["inputs"])) and not any(map(is_text, inputs.values()))
     return (
         inputs,
         read_wanted(value, version),
@@ -315,7 +321,7 @@ def model_config(version: Version) -> dict[str, Any]:
         return [
             {
                 "name": name,
-                "data_type": f"TYPE_{BY_TORCH[spec.dtype].open}",
+                "data_type": f"TYPE_{_config_type(spec)}",
                 "dims": [-1 if n is None else n for n in spec.shape[1:]],
             }
             for name, spec in specs.items()
@@ -331,6 +337,11 @@ def model_config(version: Version) -> dict[str, Any]:
         "output": described(version.signature.outputs),
         "dynamic_batching": {"preferred_batch_size": list(settings.sizes), "max_queue_delay_microseconds": 0},
     }
+
+
+def _config_type(spec: TensorSpec) -> str:
+    kind = BY_TORCH[spec.dtype]
+    return "STRING" if kind.is_text else kind.open
 
 
 def statistics(version: Version) -> dict[str, Any]:
@@ -379,6 +390,8 @@ def only_bytes(num: int, version: Version | Subject) -> dict[str, Any]:
             f"but model '{version.model}' takes {len(specs)}; write them as JSON, and its length into the header",
         )
     kind = BY_TORCH[spec.dtype]
+    if kind.is_text:
+        raise BadRequest(400, f"a body without JSON is for numbers, but model '{version.model}' takes strings")
     step = math.prod(n for n in spec.shape[1:] if n is not None) * kind.numpy.itemsize
     shape = [1, *(num // max(step, 1) if n is None else n for n in spec.shape[1:])]
     entry = {"name": name, "datatype": kind.open, "shape": shape, "parameters": {"binary_data_size": num}}
@@ -396,7 +409,8 @@ def read_inputs(value: Mapping[str, Any], raw: memoryview, version: Version | Su
     for name, one in zip(names, listed, strict=True):
         shape = checked_shape(one.get("shape"), name, specs[name], version.model)
         require_datatype(one.get("datatype"), name, specs[name], version.model)
-        num = math.prod(shape) * BY_TORCH[specs[name].dtype].numpy.itemsize
+        kind = BY_TORCH[specs[name].dtype]
+        num = math.prod(shape) * kind.numpy.itemsize
         if num > limit:
             raise BadRequest(413, f"input '{name}' may have {limit} bytes, but got a shape of {num}")
         parameters = one.get("parameters")
@@ -406,6 +420,9 @@ def read_inputs(value: Mapping[str, Any], raw: memoryview, version: Version | Su
             raise BadRequest(400, f"input '{name}' must have one of 'data' and 'binary_data_size', but got {got}")
         if size is None:
             arrays[name] = _from_json(one["data"], name, shape, specs[name])
+        elif kind.is_text:
+            arrays[name] = texts_from_bytes(_texts_part(raw, size, name, version.model), shape, kind, name)
+            raw = raw[size:]
         else:
             arrays[name] = from_bytes(_first(raw, size, num, name, version.model), shape, specs[name])
             raw = raw[num:]
@@ -473,6 +490,21 @@ def from_bytes(raw: memoryview | bytes, shape: tuple[int, ...], spec: TensorSpec
     return np.frombuffer(raw, BY_TORCH[spec.dtype].numpy).reshape(shape)
 
 
+def texts_from_bytes(raw: memoryview | bytes, shape: tuple[int, ...], kind: Kind, name: str) -> Array:
+    """Return strings, each after its length, as an array; raises BadRequest if there are more or fewer."""
+    num = math.prod(shape)
+    with refusing(f"input '{name[:64]}' must have {num} strings of the type {kind.torch}, each after its length"):
+        return as_array(unpack(raw, num, kind), shape)
+
+
+def _texts_part(raw: memoryview, size: object, name: str, model: str) -> memoryview:
+    if type(size) is not int or not 0 <= size <= len(raw):
+        got = shown(size, 20)
+        rule = f"binary_data_size of input '{name}' for model '{model}' must be at most {len(raw)}, the bytes left"
+        raise BadRequest(400, f"{rule}, but got {got}")
+    return raw[:size]
+
+
 def _is_binary(one: Mapping[str, Any]) -> bool:
     parameters = one.get("parameters")
     return isinstance(parameters, dict) and parameters.get("binary_data_size") is not None
@@ -504,10 +536,12 @@ def _from_json(data: Any, name: str, shape: tuple[int, ...], spec: TensorSpec) -
             400,
             f"receiving {kind.open} data via JSON is not supported. Please use the binary data format for input {name}",
         )
-    try:
-        array = from_numbers(data, kind)
-    except (ValueError, TypeError, OverflowError):
-        raise BadRequest(400, f"Unable to parse 'data' of input '{name}': expected {kind.open} elements") from None
+    with refusing(f"Unable to parse 'data' of input '{name}': expected {kind.open} elements"):
+        if kind.is_text:
+            items = [as_bytes(item, kind) for item in flattened(data)]
+            array = as_array(items, (len(items),))
+        else:
+            array = from_numbers(data, kind)
     if array.size != math.prod(shape):
         raise BadRequest(400, f"input '{name}' has shape [{','.join(map(str, shape))}], but got {array.size} elements")
     return array.reshape(shape)
@@ -572,12 +606,10 @@ def _whole(name: str, value: object) -> int:
 
 def is_binary(name: str, version: Version, wanted: RequestedOutputs) -> bool:
     """Return whether an output is sent as binary data: if requested, and always if JSON cannot represent it."""
-    return wanted.outputs[name] or BY_TORCH[version.signature.outputs[name].dtype].open in ("FP16", "BF16")
+    return wanted.outputs[name] or BY_TORCH[version.signature.outputs[name].dtype].torch in ONLY_BINARY
 
 
-def text_pieces(
-    version: Version, wanted: RequestedOutputs, arrays: Mapping[str, Array | TopClasses]
-) -> Iterator[bytes]:
+def text_pieces(version: Version, wanted: RequestedOutputs, arrays: Mapping[str, Array | Strings]) -> Iterator[bytes]:
     """Yield a response's JSON."""
     head: dict[str, Any] = {"model_name": version.model, "model_version": str(version.number)}
     if wanted.id:
@@ -589,7 +621,7 @@ def text_pieces(
         if is_binary(name, version, wanted):
             entry["parameters"] = {"binary_data_size": array.nbytes}
             yield (b"," if number else b"") + dump_json(entry)
-        elif isinstance(array, TopClasses):
+        elif isinstance(array, Strings):
             yield (b"," if number else b"") + dump_json({**entry, "data": array.texts})
         else:
             yield (b"," if number else b"") + dump_json(entry)[:-1] + b',"data":'

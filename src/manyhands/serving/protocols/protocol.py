@@ -9,8 +9,9 @@ import math
 import time
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import orjson
@@ -22,6 +23,7 @@ from ..http import JSON, BadRequest, Body, Request
 from ..limits import Bodies, Limits
 from ..parsing import INLINE, Parsing
 from ..scheduling import restore_slice
+from ..texts import TooManyTexts
 from ..version import Version
 from .answer_text import PIECE
 
@@ -242,6 +244,17 @@ def answer_failure(request: Request, error: Exception) -> None:
     """Report an internal error to the loop's exception handler; the client only gets a generic 500."""
     asyncio.get_running_loop().call_exception_handler({"message": "a request failed", "exception": error})
     answer_refusal(request, 500, "internal error")
+
+
+@contextmanager
+def refusing(reason: str) -> Iterator[None]:
+    """Refuse values that are not as `reason` says, and more strings than a request may have."""
+    try:
+        yield
+    except TooManyTexts as error:
+        raise BadRequest(413, f"{error}, but got more; send several requests") from None
+    except (ValueError, TypeError, OverflowError):
+        raise BadRequest(400, reason) from None
 
 
 def parse_json(text: Body, limit: int, values: int = Limits.values) -> Any:

@@ -10,11 +10,13 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ...core import RequestRefused, TensorSpec
-from ..dtypes import BY_NUMBER, BY_TORCH, Array, fits
+from ..dtypes import BY_NUMBER, BY_TORCH, Array, Kind, fits
 from ..http import BadRequest
+from ..texts import MAX_TEXTS, OBJECT_BYTES, TooManyTexts, as_array, checked, text_bytes
 from ..version import Version
 from .examples import Features, classes_of, rows_of, values_of
 from .grpc_service import GrpcService, Method, key_of
+from .protocol import refusing
 from .tensorflow_messages import MESSAGES
 from .tensorflow_rest import SIGNATURE
 
@@ -64,7 +66,7 @@ class PredictionService(GrpcService):
             raise BadRequest(400, f"output_filter may have {most} names, but got {got}")
         shapes = read_shapes(request, version, self.gateway.limits.body)
         # One value may represent all elements, so arrays can be larger than their message.
-        with self.gateway.bodies.holding(max(0, num_bytes(shapes, version) - request.ByteSize())):
+        with self.gateway.bodies.holding(max(0, num_bytes(request, shapes, version) - request.ByteSize())):
             outputs = await self.ask(context, version, read_inputs(request, version, shapes))
         wanted = list(request.output_filter) or list(outputs)
         for name in wanted:
@@ -121,7 +123,8 @@ class PredictionService(GrpcService):
         shared = _features(listed.context) if kind == "example_list_with_context" else {}
         examples = [_features(example) for example in listed.examples]
         rows = rows_of(examples, shared, version.signature, self.gateway.limits.values)
-        return version, await self.ask(context, version, rows)
+        with self.gateway.bodies.holding(sum(map(text_bytes, rows.values()))):
+            return version, await self.ask(context, version, rows)
 
     def _find(self, spec: Any, context: Any) -> Version:
         if spec.signature_name not in ("", SIGNATURE):
@@ -218,16 +221,24 @@ def read_shapes(request: Any, version: Version, limit: int) -> Shapes:
     rows = {shape[0] for shape in shapes.values()}
     if len(rows) > 1 or rows == {0}:
         raise BadRequest(400, f"all inputs must have the same number of rows, but got {sorted(rows)}")
-    num = num_bytes(shapes, version)
+    num = num_bytes(request, shapes, version)
     if num > limit:
         raise BadRequest(400, f"the inputs may have {limit} bytes together, but got shapes of {num} bytes")
     return shapes
 
 
-def num_bytes(shapes: Shapes, version: Version) -> int:
-    """Return the bytes of arrays with these shapes."""
+def num_bytes(request: Any, shapes: Shapes, version: Version) -> int:
+    """Return the bytes of a request's arrays, which have these shapes; one value may represent all elements."""
     specs = version.signature.inputs
-    return sum(math.prod(shape) * BY_TORCH[specs[name].dtype].numpy.itemsize for name, shape in shapes.items())
+    return sum(_bytes(request.inputs[name], specs[name], shape) for name, shape in shapes.items())
+
+
+def _bytes(proto: Any, spec: TensorSpec, shape: tuple[int, ...]) -> int:
+    num, kind = math.prod(shape), BY_TORCH[spec.dtype]
+    if not kind.is_text:
+        return num * kind.numpy.itemsize
+    sizes = [len(value) for value in proto.string_val]
+    return OBJECT_BYTES * num + (num * sizes[0] if len(sizes) == 1 else sum(sizes))
 
 
 def read_inputs(request: Any, version: Version, shapes: Shapes) -> dict[str, Array]:
@@ -250,6 +261,8 @@ def _shape(name: str, proto: Any, spec: TensorSpec) -> tuple[int, ...]:
 
 def _read(name: str, proto: Any, spec: TensorSpec, shape: tuple[int, ...]) -> Array:
     kind, num = BY_TORCH[spec.dtype], math.prod(shape)
+    if kind.is_text:
+        return _texts(name, proto, kind, shape)
     if proto.tensor_content:
         if len(proto.tensor_content) != num * kind.numpy.itemsize:
             wanted = num * kind.numpy.itemsize
@@ -270,11 +283,25 @@ def _read(name: str, proto: Any, spec: TensorSpec, shape: tuple[int, ...]) -> Ar
     return np.broadcast_to(array, (num,)).reshape(shape)
 
 
+def _texts(name: str, proto: Any, kind: Kind, shape: tuple[int, ...]) -> Array:
+    values, num = proto.string_val, math.prod(shape)
+    with refusing(f"input '{name}' must have strings of the type {kind.torch}"):
+        if num > MAX_TEXTS:
+            raise TooManyTexts
+        if len(values) not in (1, num):
+            raise BadRequest(400, f"input '{name}' should have {num} strings in string_val, but got {len(values)}")
+        items = [checked(value, kind) for value in values]
+        return as_array(items if len(items) == num else items * num, shape)
+
+
 def as_proto(array: Array, spec: TensorSpec) -> Any:
     """Return an array as TensorFlow's message, its elements in the field of their type, as TensorFlow Serving does."""
     proto = MESSAGES["TensorProto"](
         dtype=BY_TORCH[spec.dtype].number, tensor_shape={"dim": [{"size": size} for size in array.shape]}
     )
+    if BY_TORCH[spec.dtype].is_text:
+        proto.string_val.extend(array.ravel().tolist())
+        return proto
     field = VALUES[spec.dtype]
     if field in PACKED:
         # Little-endian elements are the encoding of a packed field, so no Python object is made for any of them.

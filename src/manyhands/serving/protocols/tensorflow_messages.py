@@ -25,6 +25,7 @@ MESSAGES = make_messages(
             "float_val 5 *float",
             "double_val 6 *double",
             "int_val 7 *int32",
+            "string_val 8 *bytes",
             "int64_val 10 *int64",
             "bool_val 11 *bool",
             "half_val 13 *int32",

@@ -9,12 +9,13 @@ from typing import Any
 
 from ...core import RequestRefused, Signature, TensorSpec
 from ..batcher import Ticket
-from ..dtypes import BY_TORCH, Array, fits, from_numbers, num_items
+from ..dtypes import BY_TORCH, Array, fits, from_numbers
 from ..http import BadRequest, Request
+from ..texts import from_lists, text_bytes
 from ..version import Version
-from .answer_text import array_pieces, list_pieces, row_pieces
+from .answer_text import array_pieces, list_pieces, num_values, row_pieces
 from .examples import classes_of, rows_of, values_of
-from .protocol import KEY, TRACE, RestProtocol, dump_json, parse_json, require_method, shown
+from .protocol import KEY, TRACE, RestProtocol, dump_json, parse_json, refusing, require_method, shown
 from .rows import LARGEST, SMALLEST, fast_rows
 
 PATH = re.compile(
@@ -66,11 +67,14 @@ class TensorflowRest(RestProtocol):
             self.read_then(request, body, ask, read_text, body, limits.json, limits.values, version.signature, verb)
 
     def _ask(self, request: Request, version: Version, inputs: dict[str, Array], write: Write, deadline: float) -> None:
+        if held := sum(map(text_bytes, inputs.values())):
+            request.hold(held)
+
         def then(ticket: Ticket) -> None:
             refusal = ticket.refusal
             if refusal is None:
                 try:
-                    num = sum(num_items(array.shape) for array in ticket.outputs.values())
+                    num = sum(map(num_values, ticket.outputs.values()))
                     self.answer_pieces(request, write(ticket.outputs), num)
                 except RequestRefused as error:
                     refusal = error
@@ -213,13 +217,19 @@ def parse_predict(value: Any, signature: Signature) -> tuple[dict[str, Array], b
 def _from_rows(rows: Any, signature: Signature) -> dict[str, Any]:
     if not isinstance(rows, list) or not rows:
         raise BadRequest(400, "Request instances must be a list with at least one element")
-    if not isinstance(rows[0], dict):
+    if not isinstance(rows[0], dict) or _is_encoded(rows[0], signature):
         if len(signature.inputs) != 1:
             raise BadRequest(400, f"instances must be objects with the inputs {{{', '.join(signature.inputs)}}}")
         return {next(iter(signature.inputs)): rows}
     if not all(isinstance(row, dict) and row.keys() == rows[0].keys() for row in rows):
         raise BadRequest(400, "all instances must have the same keys")
     return {name: [row[name] for row in rows] for name in rows[0]}
+
+
+def _is_encoded(row: dict[str, Any], signature: Signature) -> bool:
+    """Return whether a row is a string in base64, the only input, and not an object of inputs by name."""
+    specs = list(signature.inputs.values())
+    return row.keys() == {"b64"} and len(specs) == 1 and BY_TORCH[specs[0].dtype].is_text
 
 
 def _from_columns(columns: Any, signature: Signature) -> dict[str, Any]:
@@ -231,12 +241,9 @@ def _from_columns(columns: Any, signature: Signature) -> dict[str, Any]:
 
 
 def _array(name: str, values: Any, spec: TensorSpec) -> Array:
-    try:
-        array = from_numbers(values, BY_TORCH[spec.dtype])
-    except (ValueError, TypeError, OverflowError):
-        raise BadRequest(
-            400, f"input '{name}' must be {spec}, but got lists that are ragged or hold something else"
-        ) from None
+    kind = BY_TORCH[spec.dtype]
+    with refusing(f"input '{name}' must be {spec}, but got lists that are ragged or hold something else"):
+        array = from_lists(values, len(spec.shape), kind) if kind.is_text else from_numbers(values, kind)
     if not fits(array.shape, spec):
         raise BadRequest(400, f"input '{name}' must be {spec}, but got {TensorSpec(spec.dtype, array.shape)}")
     return array

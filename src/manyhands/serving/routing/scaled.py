@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ...core import Predictor, RequestRefused, SettingsError
+from ...core import RequestRefused, SettingsError
 from ...distributed import Device, World
 from ...launcher import Engine, LocalEngine, Make, Service
 from ..server import Server, ServeSettings
@@ -86,7 +86,7 @@ class Scaler:
 class PlacedServer:
     """A server placed by an engine; the router asks it for its address."""
 
-    def __init__(self, world: World, *, models: Path | Mapping[str, Predictor], settings: ServeSettings) -> None:
+    def __init__(self, world: World, *, models: Path | Mapping[str, Any], settings: ServeSettings) -> None:
         where = world.rank_info.address
         listen = replace(settings.listen, host=where, manage_host=where, http=0, grpc=0, manage=0)
         here = replace(settings, listen=listen)
