@@ -122,8 +122,8 @@ def export(
         by_rows: Whether every output must have a row for each input row that depends on that row alone.
 
     Raises:
-        ArchiveError: The network cannot be traced, its program gives other results, an output is not by rows, or the folder
-            cannot be written.
+        ArchiveError: The network cannot be traced, its program gives other results, an output is not by rows, or the
+            folder cannot be written.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as root:
