@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from ..core import Event, format_bytes
+from ..core import Event, counted, format_bytes
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _COLOURS = {
@@ -169,7 +169,7 @@ def event_text(entry: Event) -> str:
     if entry["kind"] == "lost":
         return f"rank {entry['rank']} on {entry['host']} {entry['reason']}"
     if entry["kind"] == "recovered":
-        return f"resumed from step {entry['step']} with {entry['size']} replicas, from {entry['source']}"
+        return f"resumed from step {entry['step']} with {counted(entry['size'], 'replica')}, from {entry['source']}"
     if entry["kind"] == "split":
         return "\n".join(["where everything goes", *entry["lines"]])
     if entry["kind"] == "used" and entry["rank"] == 0:
@@ -182,9 +182,13 @@ def event_text(entry: Event) -> str:
 
 
 def make_view(title: str, progress: bool | None, *, live: bool = True) -> View:
-    """Return the view for this terminal; `progress=False` shows nothing, None decides by the terminal."""
+    """Return the view for this terminal or notebook; `progress=False` shows nothing, None decides by where it is."""
+    from .notebook import NotebookView, in_notebook
+
     if progress is False:
         return View()
+    if live and in_notebook():
+        return NotebookView(title)
     console = Console(stderr=True)
     if live and console.is_terminal:
         return LiveView(console, title)
