@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
-from ..core import LossNotFinite, ReplicasDiffer, RunError, StrategySpec, Task, evaluating, event
+from ..core import LossNotFinite, ReplicasDiffer, RunError, StrategySpec, Task, counted, evaluating, event
 from ..data import Batch, Feed, as_source, check_source, first_dim, source_of, tensors
 from ..distributed import World
 from ..launcher import regroup
@@ -477,8 +477,11 @@ class TrainingLoop:
         self.verify()
         if task.metrics and task.valid is None:
             hand.notice("metrics are not computed, because the task has no valid=")
+        if crowding := feed.crowding():
+            hand.notice(crowding)
         if hand.size > feed.batch_size:
-            hand.notice(f"a batch has {feed.batch_size} samples for {hand.size} replicas: some of them are idle")
+            samples = counted(feed.batch_size, "sample")
+            hand.notice(f"a batch has {samples} for {hand.size} replicas: some of them are idle")
         if (
             hand.size > 1
             and not hand.spec.deterministic
@@ -546,7 +549,7 @@ class TrainingLoop:
             self.hand.notice("there is no checkpoint to resume from: starting from the beginning")
             return False
         self.resume_from(state)
-        left = "" if self.hand.epoch < self.job.epochs else f"; all {self.job.epochs} epochs are complete"
+        left = "" if self.hand.epoch < self.job.epochs else "; all epochs are complete"
         self.hand.notice(f"resumed at step {self.hand.num_steps}, epoch {self.hand.epoch + 1}{left}")
         return True
 
