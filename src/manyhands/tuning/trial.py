@@ -42,3 +42,12 @@ class Trial:
     def epochs(self) -> int:
         """Number of epochs that were reported."""
         return max(self.reports, default=0)
+
+
+def short(value: Any) -> str:
+    """Return a parameter or a value as short text.
+
+    >>> short(0.123456), short("relu")
+    ('0.1235', 'relu')
+    """
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
