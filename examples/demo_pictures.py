@@ -1,15 +1,30 @@
-"""Text graphics for the demo, made of characters, so that they look right on any terminal and in a log file."""
+"""Pictures of the demo: curves made of characters, which look right on any terminal, and screenshots of pages."""
 
+import base64
+import contextlib
+import json
 import math
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
 
-import torch
-from rich.table import Table
 from rich.text import Text
 
-SHADES = " ░▒▓█"
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+MOST_SECONDS, PAGE_SECONDS, DRAWING_SECONDS, CLOSING_SECONDS = 90, 30, 1, 10
+START = """import fcntl, os, sys
+fds = [fcntl.fcntl(int(fd), fcntl.F_DUPFD, 10) for fd in sys.argv[1:3]]
+os.dup2(fds[0], 3), os.dup2(fds[1], 4)
+os.execv(sys.argv[3], sys.argv[3:])"""
+"""Puts the pipes where the browser expects them, at 3 and 4, and becomes the browser."""
+HAS_CONTENT = "document.querySelectorAll('main table tbody tr, main canvas').length > 0"
 
 
-def curves(line, dots, names, width=72, height=12):
+def curves(line, dots, names, width=72, height=10):
     """Two curves on top of each other on a logarithmic scale: the first as a line, the second as dots."""
     values = [math.log10(value) for value in (*line, *dots)]
     low, high = min(values), max(values)
@@ -70,34 +85,91 @@ def _at(values, share):
     return values[left] + (place - left) * (values[right] - values[left])
 
 
-def share_bar(seconds, parts, width=24):
-    """Where the time went, as a bar of one letter and colour for each part."""
-    total = sum(seconds[name] for name in parts) or 1.0
-    text, filled, reached = Text(), 0, 0.0
-    for name, colour in parts.items():
-        reached += seconds[name] / total
-        cells = round(width * reached) - filled
-        text.append(name[0] * cells, style=f"{colour} reverse")
-        filled += cells
-    return text
+def screenshots(pages):
+    """Write a picture of each page, a dict of addresses by path, as PNG; return the paths that were written.
+
+    None without a browser, or with one that does not answer.
+    """
+    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
+    found = []
+    if browser is None:
+        return found
+    with (
+        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile,
+        contextlib.suppress(OSError, EOFError, KeyError),
+        _Browser(browser, profile) as window,
+    ):
+        for path, url in pages.items():
+            path.write_bytes(window.picture(url))
+            found.append(path)
+    return found
 
 
-def digit(image):
-    """An image of 8 x 8 pixels, two characters for each."""
-    rows = (image.reshape(8, 8) * (len(SHADES) - 1)).round().to(torch.int64).tolist()
-    return Text("\n".join("".join(2 * SHADES[level] for level in row) for row in rows), style="bold")
+class _Browser:
+    """A browser without a window, which is controlled by messages over two pipes (Chrome's DevTools protocol)."""
 
+    def __init__(self, browser, profile):
+        to_browser, self._to = os.pipe()
+        self._of, from_browser = os.pipe()
+        options = ["--headless", "--disable-gpu", "--hide-scrollbars", "--remote-debugging-pipe", "--no-first-run"]
+        options += ["--window-size=1280,1000", f"--user-data-dir={profile}"]
+        options += ["--no-sandbox"] if os.geteuid() == 0 else []  # which Chromium demands of root
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", START, str(to_browser), str(from_browser), browser, *options],
+            pass_fds=(to_browser, from_browser),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        os.close(to_browser)
+        os.close(from_browser)
+        self._number, self._rest = 0, b""
+        self._alarm = threading.Timer(MOST_SECONDS, self._process.kill)
 
-def answer(image, probabilities, truth):
-    """An image beside what the network thinks it is."""
-    bars = Text()
-    guess = int(probabilities.argmax())
-    for number, probability in enumerate(probabilities.tolist()):
-        style = "" if number != guess else ("bold green" if guess == truth else "bold red")
-        bars.append(f"{number} {'█' * round(12 * probability):<12} {probability:4.0%}\n", style=style)
-    verdict = "right" if guess == truth else f"it is a {truth}"
-    bars.append(f"says {guess}: {verdict}", style="green" if guess == truth else "red")
-    bars.no_wrap = True
-    grid = Table.grid(padding=(0, 2))
-    grid.add_row(Text("\n") + digit(image), bars)
-    return grid
+    def __enter__(self):
+        self._alarm.start()
+        return self
+
+    def __exit__(self, *_):
+        with contextlib.suppress(OSError, EOFError, KeyError):
+            self._ask("Browser.close")
+        self._alarm.cancel()
+        try:
+            self._process.wait(CLOSING_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        os.close(self._to)
+        os.close(self._of)
+
+    def picture(self, url):
+        """Open a page, wait until it shows something and return a picture of it."""
+        page = self._ask("Target.createTarget", url=url)["targetId"]
+        session = self._ask("Target.attachToTarget", targetId=page, flatten=True)["sessionId"]
+        end = time.monotonic() + PAGE_SECONDS
+        while time.monotonic() < end:
+            answer = self._ask("Runtime.evaluate", session, expression=HAS_CONTENT)
+            if answer["result"].get("value"):
+                break
+            time.sleep(0.1)
+        time.sleep(DRAWING_SECONDS)
+        data = self._ask("Page.captureScreenshot", session, captureBeyondViewport=True)["data"]
+        self._ask("Target.closeTarget", targetId=page)
+        return base64.b64decode(data)
+
+    def _ask(self, method, session=None, **params):
+        """Send a request and return its result; other messages in between are dropped."""
+        self._number += 1
+        message = {"id": self._number, "method": method, "params": params}
+        os.write(self._to, json.dumps({**message, **({"sessionId": session} if session else {})}).encode() + b"\0")
+        while True:
+            line, end, rest = self._rest.partition(b"\0")
+            if end:
+                self._rest = rest
+                answer = json.loads(line)
+                if answer.get("id") == self._number:
+                    return answer["result"]
+                continue
+            part = os.read(self._of, 1 << 16)
+            if not part:
+                raise EOFError("the browser has ended")
+            self._rest += part

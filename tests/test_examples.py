@@ -10,6 +10,7 @@ import io
 import os
 import re
 import runpy
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import psutil
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -222,20 +224,66 @@ def test_serve_digits(tmp_path: Path) -> None:
     assert second > 0.8
 
 
-def test_demo(tmp_path: Path) -> None:
-    """The demo says what it should, and leaves only runs/ behind."""
+def test_demo_prints_five_figures_next_to_predictions(tmp_path: Path) -> None:
+    """All acts of the demo measure what they claim, and leave only runs/ behind."""
     output = run_python(tmp_path, str(EXAMPLES / "demo.py"), "--quick")
-    final = re.search(r"final loss +([\d.]+) +([\d.]+) +apart by (\S+) at most", output)
-    assert final is not None, output
-    assert float(final[1]) == pytest.approx(float(final[2]), rel=1e-4)
-    assert float(final[3]) < 1e-4
-    assert re.search(r"samples/s +[\d,]+ +[\d,]+ +[\d.]+x", output)
-    assert "The same curve." in output
-    assert re.search(r"says \d: (right|it is a \d)", output)
-    printed_lines = output.split("replicas=")[0].rstrip().splitlines()
-    assert "manyhands fit examples/image_classifier_manyhands.py --strategy mirrored" in printed_lines[-1]
-    assert max(len(line) for line in printed_lines[:-1]) <= 80
-    assert [entry.name for entry in tmp_path.iterdir()] == ["runs"]
+    table = output[output.index("All figures") :]
+    rows = {
+        "speed of two processes": r"[\d.]+ x +[\d.]+ x",
+        "H100 worth using, of 64": r"\d+ +none here",
+        "from a kill to the next step": r"no restart +[\d.]+ s",
+        "difference of the two losses": r"rounding +(\S+)",
+        "100 networks as one program": r"[\d.]+ x +([\d.]+) x",
+        "requests failed in a swap": r"0 +0 of ([\d,]+)",
+        "on the dashboard": r"all of it +3 runs, 2 plans, 1 server",
+    }
+    found = {name: re.search(re.escape(name) + r" +" + row, table) for name, row in rows.items()}
+    assert all(found.values()), output
+    groups = {name: match[1].replace(",", "") for name, match in found.items() if match is not None and match.groups()}
+    assert float(groups["difference of the two losses"]) < 1e-4
+    assert float(groups["100 networks as one program"]) > 1
+    assert int(groups["requests failed in a swap"]) > 20
+    answered = re.search(r"([\d,]+) answered by\s+version 1 and\s+([\d,]+) by\s+version 2", output)
+    assert answered is not None
+    assert all(int(count.replace(",", "")) > 0 for count in answered.groups())
+    assert re.search(r"reported: process 1 was killed by signal 9 \(SIGKILL", output)
+    assert "reported: resumed after step 15 of 30 with 2 processes" in output
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert f"dashboard runs/{folder.name}\n" in output
+    assert {path.name for path in folder.glob("*.png")} == {"dashboard.png", "dashboard-kill.png"}
+    paths = [line for line in output.splitlines() if folder.name in line]
+    assert max(len(line) for line in output.splitlines() if line not in paths) <= 80
+
+
+def test_demo_ends_at_ctrl_c_without_leaving_processes(tmp_path: Path) -> None:
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    command = [sys.executable, str(EXAMPLES / "demo.py"), "--quick"]
+    with subprocess.Popen(
+        command,
+        cwd=tmp_path,
+        env=environ,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    ) as demo:
+        assert demo.stdout is not None
+        for line in demo.stdout:
+            if "2  Kill a process" in line:
+                break
+        os.killpg(demo.pid, signal.SIGINT)
+        rest = demo.stdout.read()
+    assert demo.returncode == 130, rest
+    assert "Interrupted. What was finished is in runs/demo-" in rest
+    assert "Traceback" not in rest
+    assert [process.pid for process in psutil.process_iter() if _folder_of(process) == str(tmp_path)] == []
+
+
+def _folder_of(process: psutil.Process) -> str:
+    try:
+        return process.cwd()
+    except psutil.Error:
+        return ""
 
 
 def test_many_networks(tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ GOOD: dict[str, Any] = {
         ({"batch_size": 0}, "batch_size must be a whole number of at least 1, but got 0"),
         ({"clip": 0.0}, "clip must be a positive norm, or None"),
         ({"schedule": torch.optim.lr_scheduler.StepLR}, r"a function of \(step, total\) .* got the class StepLR"),
-        ({"workers": -1}, "workers must not be negative"),
+        ({"workers": -1}, "workers must be a whole number of at least 0, but got -1"),
         ({"optimizer": torch.optim.Adam}, r"got the class Adam. Write optimizer=lambda model: torch.optim.Adam"),
         (
             {"loss": nn.MSELoss()},
@@ -168,7 +168,7 @@ def test_incomplete_line_does_not_corrupt_the_event_log(tmp_path: Path) -> None:
     log = EventLog(path)
     log.write(event("b"))
     log.close()
-    with pytest.warns(RuntimeWarning, match=r"1 lines of .*events\.jsonl could not be read"):
+    with pytest.warns(RuntimeWarning, match=r"1 line of .*events\.jsonl could not be read"):
         assert [entry["kind"] for entry in read_events(path)] == ["a", "b"]
     assert next(read_events(path))["value"] == 1.5
 

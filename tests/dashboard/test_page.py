@@ -431,3 +431,44 @@ def test_serving_page_shows_a_running_server(show: Callable[..., Page], tmp_path
             expect(routed.get_by_role("region", name="Events")).to_contain_text("backend up")
             assert max(filter(None, data_of(page, "Requests per second")[1])) >= 1
     expect(page.locator("h1")).to_contain_text("stopped")
+
+
+def test_ensemble_of_a_study_lists_its_members_and_leaves_the_study(show: Callable[..., Page], tmp_path: Path) -> None:
+    inputs = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
+    labels = (inputs.sum(1) > 0).long()
+
+    def make(lr: float = 0.1) -> mh.Task:
+        return mh.Task(
+            model=lambda: torch.nn.Linear(4, 2),
+            loss=lambda model, batch: torch.nn.functional.cross_entropy(model(batch[0]), batch[1]),
+            optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=lr),
+            data=(inputs, labels),
+            valid=(inputs, labels),
+            batch_size=8,
+        )
+
+    quiet = mh.options.Display(progress=False)
+    study = mh.tune(
+        make,
+        {"lr": mh.tuning.loguniform(1e-3, 1.0)},
+        trials=4,
+        epochs=1,
+        on="cpu",
+        name="first",
+        folder=tmp_path / "studies",
+        options=[quiet, mh.options.Selection(keep=2)],
+    )
+    ensemble = mh.ensemble(study, members=2, options=quiet)
+    _, alone = ensemble.calibration()
+    page = show("ensembles")
+    rows = page.get_by_role("region", name="Members").last.locator("tbody tr")
+    expect(rows).to_have_count(2)
+    for row, trial, measured in zip(rows.all(), study.top(2), alone, strict=True):
+        cells = row.locator("td")
+        expect(cells.first).to_have_text(str(trial.number))
+        expect(row).to_contain_text(f"{trial.value:.4g}")
+        expect(cells.nth(-2)).to_have_text(f"{measured.accuracy:.4g}")
+    expect(page.locator("main")).to_contain_text("loss of the best member")
+    assert page.evaluate(NAMELESS) == []
+    page.goto(f"{page.url.partition('#')[0]}#/studies")
+    expect(page.get_by_role("link", name="studies/first")).to_be_visible()

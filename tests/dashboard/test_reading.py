@@ -157,6 +157,18 @@ def test_rank_failures_are_listed_and_repeated_steps_count_once(tmp_path: Path) 
     run.close()
 
 
+def test_error_that_ended_a_run_is_shown_and_is_not_a_fault(tmp_path: Path) -> None:
+    run = Written(tmp_path / "runs" / "first")
+    run.start()
+    run.say("failed", reason="ValueError: a mistake in the loss")
+    library = Library([tmp_path / "runs"])
+    read_all(library)
+    told = library.sources["runs/first"].detail()
+    assert (told["state"], told["faults"]) == ("failed", 0)
+    assert (told["news"][-1]["text"], told["news"][-1]["fault"]) == ("ValueError: a mistake in the loss", True)
+    run.close()
+
+
 def test_silent_run_without_a_lock_is_interrupted(tmp_path: Path) -> None:
     import fcntl
     import time
@@ -256,10 +268,10 @@ def test_real_study_and_ensemble_are_read(tmp_path: Path) -> None:
     assert [trial["params"] for trial in told["trials"]] == [trial.params for trial in study.trials]
     assert told["ranges"]["lr"]["attributes"]["log"] is True
     assert told["counts"] == {"running": 0, "finished": 4, "stopped": 0, "failed": 0}
-    assert not told["is_ensemble"]
+    assert (told["is_ensemble"], told["is_search"]) == (False, True)
     joined = library.sources["studies/ensemble"]
     assert isinstance(joined, StudyFolder)
-    assert joined.summary()["is_ensemble"]
+    assert (joined.summary()["is_ensemble"], joined.summary()["is_search"]) == (True, False)
     assert joined.ensemble is not None
     assert joined.ensemble["calibration"]["accuracy"] == pytest.approx(ensemble.calibration()[0].accuracy)
     assert len(joined.ensemble["alone"]) == 2
@@ -267,6 +279,11 @@ def test_real_study_and_ensemble_are_read(tmp_path: Path) -> None:
         source.summary() for name, source in library.sources.items() if name.startswith("studies/ensemble/trials")
     ]
     assert [trial["state"] for trial in trials] == ["finished", "finished"]
+    mh.ensemble(study, members=1, options=mh.options.Display(progress=False))
+    read_all(library)
+    again = library.sources["studies/first"].detail()
+    assert (again["is_ensemble"], again["is_search"]) == (True, True)
+    assert again["ensemble"]["members"] == [f"{study.best.number:05d}"]
 
 
 def test_measured_runs_appear_on_the_scaling_curve_of_the_plan(tmp_path: Path) -> None:

@@ -237,6 +237,14 @@ class TestWorkers:
         with pytest.raises(DataError, match=r"that read Deadly must not exit.*workers=0"):
             list(feed.epoch(Cursor()))
 
+    def test_more_workers_than_cores_give_one_notice_and_no_warnings_of_torch(self, monkeypatch):
+        monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0})
+        feed = Feed(as_source(Numbers()), batch_size=4, workers=2)
+        for epoch in range(2):
+            list(feed.epoch(Cursor(epoch, 0)))
+        assert "2 worker processes read the data on 1 core, which is rarely faster than 1" in feed.crowding()
+        assert Feed(as_source(Numbers()), batch_size=4, workers=1).crowding() == ""
+
     def test_number_of_workers_follows_the_source_and_the_argument(self):
         assert Feed(as_source(Numbers()), batch_size=4).workers == 0
         assert Feed(as_source(Numbers()), batch_size=4, workers=3).workers == 3

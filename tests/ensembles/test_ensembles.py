@@ -349,3 +349,85 @@ def test_incompatible_members_and_settings_are_rejected(
         mh.remote_ensemble(mh.ensemble(runs[:2]), on="cpu*2", quorum=3)
     with pytest.raises(SettingsError, match="an address must name a model"):
         mh.remote_ensemble(["http://127.0.0.1:1"])
+
+
+def poor(seed: int) -> mh.Task:
+    """A classifier that stays as it was initialized, in large, so that it is sure of wrong classes."""
+    return classifier(seed=seed).replace(
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.0),
+        model=lambda: torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.ReLU(), Large(16, 3)),
+    )
+
+
+class Large(torch.nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return 20 * super().forward(x)
+
+
+QUIET = mh.options.Display(progress=False)
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory: pytest.TempPathFactory) -> list[mh.Run]:
+    """A good member and three poor ones."""
+    folder = tmp_path_factory.mktemp("mixed")
+    good = mh.fit(classifier(), epochs=8, on="cpu", folder=folder, name="good", options=QUIET)
+    return [
+        good,
+        *(
+            mh.fit(poor(seed), epochs=1, on="cpu", folder=folder, name=f"poor-{seed}", options=QUIET)
+            for seed in range(1, 4)
+        ),
+    ]
+
+
+def test_ensemble_worse_than_its_best_member_says_so_and_what_would_help(
+    mixed: list[mh.Run], capsys: pytest.CaptureFixture[str]
+) -> None:
+    together = mh.ensemble(mixed)
+    said = capsys.readouterr().err
+    comparison = together.comparison()
+    assert comparison is not None
+    assert comparison.is_worse
+    assert comparison.member == "good"
+    assert comparison.num_rows == 200
+    _, alone = together.calibration()
+    assert comparison.best == pytest.approx(alone[0].loss)
+    assert comparison.together == pytest.approx(together.calibration()[0].loss)
+    assert "the ensemble is worse than its best member: loss " in said
+    assert comparison.advice in said
+    assert comparison.advice.startswith(('combine="weighted" gives', "good alone has"))
+    advised = mh.ensemble(mixed, combine="weighted", options=QUIET).comparison()
+    assert advised is not None
+    assert not advised.is_worse
+
+
+def test_ensemble_of_equally_good_members_is_not_reported(
+    runs: list[mh.Run], capsys: pytest.CaptureFixture[str]
+) -> None:
+    comparison = mh.ensemble(runs).comparison()
+    assert comparison is not None
+    assert not comparison.is_worse
+    assert comparison.advice == ""
+    assert "worse" not in capsys.readouterr().err
+    assert str(comparison).startswith("the ensemble is not worse than its best member: loss ")
+
+
+@pytest.mark.parametrize(("combine", "measure"), [("mean", "squared error"), ("vote", "squared error")])
+def test_ensemble_of_numbers_is_compared_by_squared_error(tmp_path: Path, combine: str, measure: str) -> None:
+    runs = [
+        mh.fit(regression(), epochs=epochs, on="cpu", folder=tmp_path, name=name, options=QUIET)
+        for name, epochs in (("first", 1), ("long", 30), ("short", 1))
+    ]
+    comparison = mh.ensemble(runs, combine=combine, options=QUIET).comparison()
+    assert comparison is not None
+    assert (comparison.measure, comparison.member, comparison.is_worse) == (measure, "long", True)
+    assert comparison.advice.startswith(('combine="weighted"', "long alone has"))
+
+
+def test_ensemble_is_not_compared_without_labels_or_with_few_rows(runs: list[mh.Run]) -> None:
+    together = mh.ensemble(runs, options=QUIET)
+    (name,) = together.signature.inputs
+    assert together.comparison([({name: INPUTS[:50]}, None)]) is None
+    assert together.comparison([({name: INPUTS[:5]}, LABELS[:5])]) is None
+    assert together.comparison([]) is None

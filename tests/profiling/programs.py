@@ -101,3 +101,43 @@ class Crowd(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         return self.inner(inputs)  # type: ignore[no-any-return]
+
+
+class Uneven(Dataset[tuple[Tensor, int]]):
+    """Samples of which one line takes nearly all of the time."""
+
+    def __len__(self) -> int:
+        return 256
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        sample = torch.zeros(64)
+        decoded(sample)
+        return sample, index % 10
+
+
+def decoded(sample: Tensor) -> None:
+    end = time.perf_counter() + 2e-3
+    while time.perf_counter() < end:
+        sample.add_(1.0)  # the slow line
+
+
+def slow_collate(samples: list[tuple[Tensor, int]]) -> tuple[Tensor, Tensor]:
+    time.sleep(0.02)  # the slow collate
+    return torch.stack([sample for sample, _ in samples]), torch.tensor([label for _, label in samples])
+
+
+def uneven(workers: int) -> mh.Task:
+    return mh.Task(model=mlp, loss=classes, optimizer=sgd, data=Uneven(), batch_size=8, workers=workers)
+
+
+class Even(Uneven):
+    """Samples that take no time."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return torch.zeros(64), index % 10
+
+
+def collated(workers: int) -> mh.Task:
+    return mh.Task(
+        model=mlp, loss=classes, optimizer=sgd, data=Even(), batch_size=8, workers=workers, collate=slow_collate
+    )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 import manyhands as mh
-from manyhands.profiling import Larger, Largest, MemoryProfile, OperationTable, Profile, RankProfile
+from manyhands.profiling import Larger, Largest, MemoryProfile, OperationTable, Profile, RankProfile, ReadingLine
 from manyhands.profiling.memory import KINDS
 from manyhands.training import Breakdown
 
@@ -27,6 +29,25 @@ def test_starved_input_is_diagnosed() -> None:
     assert "the training process itself reads" in found.advice[0].evidence
     assert "workers=" in found.advice[0].cure
     assert found.advice[0].gain > 1.5
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_slow_line_of_a_dataset_is_named(workers: int) -> None:
+    found = mh.profile(programs.uneven(workers), mh.Single(), on="cpu", steps=6)
+    text = named(found)["starved input"]
+    assert re.search(r"programs\.py:\d+ in decoded: (sample\.add_\(1\.0\)|while time\.perf_counter\(\) < end)", text), (
+        text
+    )
+    assert re.search(r"make programs\.py:\d+ faster", text)
+    lines = found.ranks[0].reading
+    assert sum(line.share for line in lines if line.function == "decoded") > 0.8
+    assert found.to_dict()["ranks"][0]["reading"][0]["function"] == "decoded"
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_slow_collate_is_named(workers: int) -> None:
+    found = mh.profile(programs.collated(workers), mh.Single(), on="cpu", steps=6)
+    assert "in slow_collate: time.sleep(0.02)" in named(found)["starved input"]
 
 
 def test_tiny_batch_is_diagnosed() -> None:
@@ -78,6 +99,9 @@ def profile(*ranks: RankProfile, **more: Any) -> Profile:
     return Profile(**{"name": "task", "strategy": "replicas=1", "batch_size": 32, "ranks": ranks, **more})
 
 
+READ = ReadingLine(place="digits.py:3", function="__getitem__", text="image = decode(path)", share=0.8)
+
+
 def held(**kinds: int) -> MemoryProfile:
     sizes = {kind: (kinds.get(kind.replace(" ", "_"), 0),) for kind in KINDS}
     return MemoryProfile(moments=(0.0,), bytes=sizes, phases=("backward",))
@@ -88,6 +112,19 @@ def held(**kinds: int) -> MemoryProfile:
     [
         (profile(rank(seconds={"input": 0.03})), "starved input", "50% of a step, 30 ms", 2.0),
         (profile(rank(seconds={"input": 0.03}, workers=2)), "starved input", "2 worker processes read", 2.0),
+        (profile(rank(seconds={"input": 0.03}, workers=1)), "starved input", "1 worker process reads", 2.0),
+        (
+            profile(rank(seconds={"input": 0.03}, reading=(READ, replace(READ, place="other.py:1", share=0.1)))),
+            "starved input",
+            "80% of the reading is digits.py:3 in __getitem__: image = decode(path)",
+            2.0,
+        ),
+        (
+            profile(rank(seconds={"input": 0.03}, reading=(replace(READ, share=0.1),))),
+            "starved input",
+            "make a sample cheaper to read",
+            2.0,
+        ),
         (profile(rank(seconds={"copy": 0.01})), "slow copy", "smaller type", 1.14),
         # As on an H200: a plain step of 128 rows takes 1.2 ms, of which 0.1 ms is work.
         (

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +17,8 @@ from torch import nn
 import manyhands as mh
 from manyhands.core import SettingsError, UsageError, read_events
 from manyhands.monitoring import PHASES
-from manyhands.profiling import Profile
+from manyhands.profiling import Profile, load_notes
+from manyhands.profiling.other_load import CpuTime, others_share
 
 from . import programs
 
@@ -274,3 +279,34 @@ def test_captured_run_is_sampled(tmp_path: Path) -> None:
     assert run.profile[0].steps == (50, 100)
     assert run.profile[0].seconds["captured"] > 0
     assert run.profile[0].peak > 0
+
+
+def test_machine_loaded_by_other_programs_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
+    """A program that spins on each core takes about half of the time."""
+    spin = [sys.executable, "-c", "while True: pass"]
+    others = [subprocess.Popen(spin) for _ in os.sched_getaffinity(0)]
+    try:
+        found = mh.profile(programs.healthy(), mh.Mirrored(), on="cpu*2", steps=200)
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
+    shares = [one.other_load for one in found.ranks]
+    assert all(share is not None and share > 0.15 for share in shares), shares
+    assert re.match(r"other programs used \d+% of the CPU cores of .* while steps were timed", found.notes[0])
+    found.show()
+    assert "end those programs and profile again" in " ".join(capsys.readouterr().out.split())
+
+
+def test_ranks_do_not_count_as_other_programs() -> None:
+    mine = CpuTime(host="host1", cores=(0, 1), seconds=2.0, busy=3.9, own=1.9)
+    elsewhere = [replace(mine, host="host2"), replace(mine, cores=(2, 3))]
+    assert others_share(mine, [mine, mine, *elsewhere]) == pytest.approx(0.025)
+    assert others_share(mine, [mine]) == pytest.approx(0.5)
+    assert others_share(replace(mine, seconds=0.1), [mine]) is None
+    assert load_notes([("host1", 0.1), ("host2", None)]) == []
+
+
+def test_mfu_is_reported_under_its_name(alone: Profile, capsys: pytest.CaptureFixture[str]) -> None:
+    alone.show()
+    assert re.search(r"MFU \d+% \(of the rate in large matrix products here\)", capsys.readouterr().out)

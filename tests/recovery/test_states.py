@@ -118,7 +118,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.mark.root
 @pytest.mark.filterwarnings(
-    "ignore:events are lost:RuntimeWarning", "ignore:1 lines of .* could not be read:RuntimeWarning"
+    "ignore:events are lost:RuntimeWarning", "ignore:1 line of .* could not be read:RuntimeWarning"
 )
 def test_full_disk_keeps_last_good_checkpoint_resumable(engine: Any, tmp_path: Path, small_disk: Path) -> None:
     class Fill(mh.Callback):

@@ -97,7 +97,7 @@ def test_warm_up_output_mismatch_is_raised(engine: LocalEngine) -> None:
         finally:
             rendezvous.close()
 
-    with pytest.raises(OutputMismatch, match=r"output 'y' must be float32\[\*, 1\] with 1 rows, but got int64\[1, 1\]"):
+    with pytest.raises(OutputMismatch, match=r"output 'y' must be float32\[\*, 1\] with 1 row, but got int64\[1, 1\]"):
         asyncio.run(start(resolve("cpu")[0][0]))
 
 

@@ -109,7 +109,7 @@ def drawn(world: World) -> tuple[list[str], bool, list[float]]:
     task = task_of(Dropped, shifted)
     hand = mh.Hand(world, mh.ContextParallel(world.size))
     hand.build(task)
-    hand.seed(0)
+    hand.reader.seed(0)
     losses = []
     for batch in hand.batches(task.data, 3):
         for part in hand.accumulate(batch):

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import manyhands as mh
-from manyhands.core import StrategyError, TaskError
+from manyhands.core import CheckpointError, StrategyError, TaskError
 
 from .problems import Gpt, gan_step, generator, padded_tokens, problem, token_loss
 
@@ -151,3 +151,41 @@ def test_timed_block_that_raises_is_still_measured() -> None:
     with pytest.raises(ValueError, match="slip"), hand.times.timed("validation"):
         raise ValueError("slip")
     assert hand.times.seconds["validation"] > 0
+
+
+def scheduled_loop(hand: mh.Hand, folder: Path, stop_after: int = 100, saves: bool = True) -> list[float]:
+    """A plain loop with a scheduler, whose state is passed to `save`; the learning rates of its steps."""
+    torch.manual_seed(0)
+    net = nn.Linear(6, 3)
+    model, optimizer = hand.setup(net, torch.optim.SGD(net.parameters(), lr=1.0))
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.5)
+    state = hand.restore(folder)
+    rates: list[float] = [] if state is None else state["rates"]
+    if state is not None:
+        scheduler.load_state_dict(state["scheduler"])
+    for batch in hand.batches((X, Y), 10, epochs=2, seed=7):
+        rates.append(optimizer.param_groups[0]["lr"])
+        for images, labels in hand.accumulate(batch):
+            hand.backward(F.cross_entropy(model(images), labels))
+        hand.step()
+        scheduler.step()
+        hand.save(folder, rates=rates, **({"scheduler": scheduler.state_dict()} if saves else {}))
+        if hand.num_steps == stop_after:
+            break
+    hand.barrier()
+    return rates
+
+
+def test_scheduler_of_a_custom_loop_resumes_from_the_state_that_was_saved(tmp_path: Path) -> None:
+    whole = mh.launch(lambda hand: scheduled_loop(hand, tmp_path / "whole"), on="cpu", progress=False)[0]
+    assert whole == [1.0] * 3 + [0.5] * 3 + [0.25] * 2
+    part = mh.launch(lambda hand: scheduled_loop(hand, tmp_path / "part", 4), on="cpu", progress=False)[0]
+    assert part == whole[:4]
+    rest = mh.launch(lambda hand: scheduled_loop(hand, tmp_path / "part"), "mirrored", on="cpu*2", progress=False)[0]
+    assert rest == whole
+
+
+def test_resume_of_a_custom_loop_rejects_a_scheduler_that_was_not_saved(tmp_path: Path) -> None:
+    mh.launch(lambda hand: scheduled_loop(hand, tmp_path, 4, saves=False), on="cpu", progress=False)
+    with pytest.raises(CheckpointError, match=r"save its state too: hand\.save\(path, scheduler=scheduler\.state_dict"):
+        mh.launch(lambda hand: scheduled_loop(hand, tmp_path), on="cpu", progress=False)

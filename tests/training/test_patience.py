@@ -186,7 +186,7 @@ def test_nan_metric_counts_as_no_improvement() -> None:
     assert watch.reason == "loss has not got better than 1 in 2 epochs"
     blind = PatienceState([mh.Patience("loss", 1)])
     blind.look(1, {"loss": math.nan})
-    assert blind.reason == "loss was never a number in 1 epochs"
+    assert blind.reason == "loss was never a number in 1 epoch"
 
 
 @pytest.mark.parametrize(

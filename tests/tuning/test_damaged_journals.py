@@ -82,7 +82,7 @@ def test_result_of_an_unknown_trial_is_skipped(study: Path) -> None:
 def test_unassignable_results_are_rejected_with_line_numbers(study: Path) -> None:
     damage(study, 6, b"\0")
     damage(study, 8, b"\0")
-    with pytest.raises(CheckpointError, match=r"1 trials without a creation record, and damaged lines 6, 8\. Restore"):
+    with pytest.raises(CheckpointError, match=r"1 trial without a creation record, and damaged lines 6, 8\. Restore"):
         read_journal(study)
 
 

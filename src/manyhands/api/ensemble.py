@@ -12,9 +12,22 @@ import torch
 from torch import Tensor
 
 from .. import ensembles
-from ..core import DataError, SettingsError, Signature, Task, TaskError, as_task, event, keep_event, split_params, typed
+from ..core import (
+    DataError,
+    SettingsError,
+    Signature,
+    Task,
+    TaskError,
+    as_task,
+    event,
+    keep_event,
+    require_positive,
+    split_params,
+    typed,
+)
 from ..data import Cursor, Feed, as_source
 from ..ensembles import Batches, Ensemble
+from ..monitoring import make_view
 from ..options import Algorithm, Combining, Display, Execution, Selection, collect, takes_options
 from ..storage import Archive
 from ..training import Run, inputs_of
@@ -105,8 +118,11 @@ def ensemble(
         uncertainty=combining.uncertainty,
         devices=_homes(on),
     )
+    summary = summary_of(joined)
     if study is not None:
-        keep_event(study.path, event("ensemble", **summary_of(joined)))
+        keep_event(study.path, event("ensemble", **summary))
+    if "comparison" in summary and summary["comparison"]["is_worse"]:
+        make_view("ensemble", display.progress, live=False).line(str(joined.comparison()))
     return joined
 
 
@@ -132,15 +148,17 @@ def _best_of(study: Study, members: int | None) -> list[Trial]:
 
 
 def summary_of(ensemble: Ensemble) -> dict[str, Any]:
-    """Return an ensemble's members, combination and calibration as JSON-ready data.
+    """Return an ensemble's members, combination, best member and calibration as JSON-ready data.
 
-    The calibration is omitted if the validation data have no class labels.
+    The last two are omitted if the validation data have no class labels.
     """
-    known = {
+    known: dict[str, Any] = {
         "members": [one.name for one in ensemble.members],
         "combine": ensemble.combine,
         "stacked": ensemble.is_stacked,
     }
+    if (comparison := ensemble.comparison()) is not None:
+        known["comparison"] = asdict(comparison)
     try:
         together, alone = ensemble.calibration()
     except DataError:
@@ -231,8 +249,5 @@ def _labels(batch: Any) -> Tensor | None:
 
 def num_members(members: int | None, default: int) -> int:
     """Return the number of members, or the default for None; raise SettingsError if it is not a positive integer."""
-    if members is not None and (isinstance(members, bool) or not isinstance(members, int) or members < 1):
-        raise SettingsError(
-            "members must be a whole number of at least 1", got=repr(members), remedy="pass for example members=5"
-        )
+    require_positive(members=members)
     return default if members is None else members

@@ -120,7 +120,12 @@ def _of_task(
         flops=flops,
         epoch_steps=source.num_steps(batch_size),
         valid_steps=0 if valid is None else valid.num_steps(made.batch_size or batch_size) or 0,
-        notes=(*notices, *(entry["text"] for entry in picked if entry["kind"] == "notice"), *notes),
+        notes=(
+            *notices,
+            *profiling.load_notes((one.breakdown.host, one.other_load) for one in ranks),
+            *(entry["text"] for entry in picked if entry["kind"] == "notice"),
+            *notes,
+        ),
     )
 
 

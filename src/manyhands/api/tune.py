@@ -138,7 +138,10 @@ def tune(
                 driver = Driver(rules, runner, searcher, journal, known, executor, len(devices), view.show)
                 with interruptible(driver.stop, _StudyLines(view)):
                     driver.run()
-    return Study(path, task, params=fixed, trials=driver.trials, stopped=driver.is_stopping)
+            study = Study(path, task, params=fixed, trials=driver.trials, stopped=driver.is_stopping)
+            for text in study.conclusions() if display.progress is not False else ():
+                view.line(text)
+    return study
 
 
 def _resumed(folder: str | Path, name: str | None, resume: bool | str) -> bool:

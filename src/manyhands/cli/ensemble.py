@@ -105,6 +105,12 @@ def _show(summary: Mapping[str, Any]) -> None:
             alone = [one[name] for one in summary["alone"]]
             label = "calibration error" if name == "error" else name
             rows[label] = f"{summary['calibration'][name]:.4f}; mean of single members {sum(alone) / len(alone):.4f}"
+    if "comparison" in summary:
+        found = summary["comparison"]
+        best = f"{found['best']:.4f} ({found['member']})"
+        rows["best member"] = f"{found['measure']} {best}; together {found['together']:.4f}"
+        if found["is_worse"]:
+            rows["what would help"] = found["advice"]
     rows["study"] = summary["study"]
     if "version" in summary:
         rows["version"] = summary["version"]

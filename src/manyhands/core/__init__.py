@@ -29,7 +29,16 @@ from .errors import (
 )
 from .events import EVENTS, Event, EventLog, event, keep_event, read_events
 from .files import LINE_LIMIT, open_regular, opened, parse_json, read_file, read_json, read_lines, replace_text
-from .formatting import format_bytes, format_duration, format_rate, format_rough_duration, printable
+from .formatting import (
+    counted,
+    format_bytes,
+    format_duration,
+    format_number,
+    format_rate,
+    format_rough_duration,
+    printable,
+)
+from .html_tables import html_curve, html_lines, html_table
 from .module_state import (
     Attributes,
     Contents,
@@ -67,7 +76,7 @@ from .settings import (
     resolve_settings,
 )
 from .spec import DATA_AXES, MESH_ORDER, StrategySpec, split_settings
-from .task import Mean, Task, TorchScheduler, as_task, convert, mean, split_params, task_name, typed
+from .task import Mean, Task, TorchScheduler, as_task, convert, is_above_zero, mean, split_params, task_name, typed
 
 if TYPE_CHECKING:
     from .layout_free import LayoutFree, as_written
@@ -118,6 +127,11 @@ __all__ = [
     "format_duration",
     "format_rate",
     "format_rough_duration",
+    "format_number",
+    "counted",
+    "html_curve",
+    "html_lines",
+    "html_table",
     "printable",
     "Attributes",
     "Task",
@@ -145,6 +159,7 @@ __all__ = [
     "split_settings",
     "Resolved",
     "ResolvedOptions",
+    "is_above_zero",
     "require_positive",
     "option",
     "options_of",

@@ -13,6 +13,7 @@ from typing import Any
 from .errors import FileError
 from .fields import is_event
 from .files import open_regular, parse_json, read_lines
+from .formatting import counted
 
 SCHEMA = 1
 """Version of the events' schema, written to every line as "v"."""
@@ -107,7 +108,7 @@ def read_events(path: Path) -> Iterator[Event]:
             elif entry.get("v") == SCHEMA:
                 yield entry
     if num_damaged:
-        warnings.warn(f"{num_damaged} lines of {path} could not be read", RuntimeWarning, stacklevel=2)
+        warnings.warn(f"{counted(num_damaged, 'line')} of {path} could not be read", RuntimeWarning, stacklevel=2)
 
 
 def parse_event(line: bytes) -> Event | None:

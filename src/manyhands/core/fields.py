@@ -139,7 +139,11 @@ FIELDS: dict[str, Fields] = {
         "ranks": listed(having(rank=count, phases=named(number))),
         "advice": listed(having(name=text)),
     },
-    "ensemble": {"members": maybe(lambda value: isinstance(value, list)), "calibration": maybe(mapping)},
+    "ensemble": {
+        "members": maybe(lambda value: isinstance(value, list)),
+        "calibration": maybe(mapping),
+        "comparison": maybe(mapping),
+    },
     "end": {"step": step},
     "failed": {"reason": text},
     "notice": {"text": text},

@@ -65,3 +65,21 @@ def printable(text: str, keep: str = "") -> str:
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c in keep else f"\\x{ord(c):02x}" for c in text)
+
+
+def format_number(value: float, digits: int = 3) -> str:
+    """Return a number with so many significant digits, or all of its whole digits, and no power of ten if it is large.
+
+    >>> format_number(1234.56), format_number(0.012345), format_number(7.0), format_number(999.7)
+    ('1,235', '0.0123', '7', '1,000')
+    """
+    return f"{value:,.0f}" if abs(value) >= 10**digits - 0.5 else f"{value:.{digits}g}"
+
+
+def counted(number: int, noun: str, plural: str = "") -> str:
+    """Return a number with its noun.
+
+    >>> counted(1, "trial"), counted(1200, "step"), counted(2, "process", "processes")
+    ('1 trial', '1,200 steps', '2 processes')
+    """
+    return f"{number:,} {noun if number == 1 else plural or f'{noun}s'}"

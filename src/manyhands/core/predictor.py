@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from .errors import DataError
+from .html_tables import html_table
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -115,3 +116,8 @@ class Predictor(ABC):
                 )
             tensors[name] = tensor
         return tensors
+
+    def _repr_html_(self) -> str:
+        sides = (("input", self.signature.inputs), ("output", self.signature.outputs))
+        rows = [(side, name, spec) for side, specs in sides for name, spec in specs.items()]
+        return html_table(type(self).__name__, rows, ("", "name", "type and shape"))

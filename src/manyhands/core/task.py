@@ -9,6 +9,7 @@ import sys
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -246,8 +247,10 @@ class Task:
                 got=repr(self.batch_size),
                 remedy="pass for example batch_size=32",
             )
-        if self.clip is not None and not self.clip > 0:
-            raise TaskError("clip must be a positive norm, or None", got=self.clip, remedy="pass for example clip=1.0")
+        if self.clip is not None and not is_above_zero(self.clip):
+            raise TaskError(
+                "clip must be a positive norm, or None", got=repr(self.clip), remedy="pass for example clip=1.0"
+            )
         if self.not_finite not in ("stop", "skip"):
             raise TaskError(
                 'not_finite must be "stop" or "skip"', got=repr(self.not_finite), remedy="choose one of them"
@@ -262,8 +265,10 @@ class Task:
             raise TaskError(
                 "ema must be a decay between 0 and 1, or None", got=repr(self.ema), remedy="pass for example ema=0.999"
             )
-        if self.workers is not None and self.workers < 0:
-            raise TaskError("workers must not be negative", got=self.workers, remedy="pass workers=0 or more")
+        if self.workers is not None and (not isinstance(self.workers, int) or self.workers < 0):
+            raise TaskError(
+                "workers must be a whole number of at least 0", got=repr(self.workers), remedy="pass workers=0 or more"
+            )
 
     def __repr__(self) -> str:
         shown = {name: getattr(self, name) for name in ("model", "loss", "step", "optimizer")}
@@ -365,6 +370,15 @@ def typed(task: Callable[..., Task], params: Mapping[str, Any]) -> dict[str, Any
         kind = hints.get(parameter.name, usual)
         result[name] = convert(name, value, kind)
     return result
+
+
+def is_above_zero(value: object) -> bool:
+    """Return whether a value is a number above 0; texts, truth values and NaN are not.
+
+    >>> is_above_zero(0.5), is_above_zero("3"), is_above_zero(True)
+    (True, False, False)
+    """
+    return isinstance(value, Real) and not isinstance(value, bool) and float(value) > 0
 
 
 def convert(name: str, value: Any, kind: Any) -> Any:

@@ -22,8 +22,8 @@ NEWS = (
     "notice", "skipped", "lost", "recovered", "straggler", "hang", "member_lost", "followed", "chosen", "sync",
 )  # fmt: skip
 """Kinds of events that the timeline shows."""
-FAULTS = ("lost", "hang", "straggler", "skipped", "member_lost", "failed")
-"""Kinds of events that count as faults."""
+FAULTS = ("lost", "hang", "straggler", "skipped", "member_lost")
+"""Events that count as faults. The error with which a run ended is not one of them: it may be a mistake of the user."""
 COMMON_FIELDS = ("v", "t", "kind", "text")
 """Fields of events that descriptions omit."""
 
@@ -177,7 +177,12 @@ class RunFolder(LogSource):
         }
 
     def _add_news(self, entry: dict[str, Any], text: str) -> None:
-        item = {"t": entry["t"], "kind": entry["kind"], "text": text[:LONGEST_NEWS], "fault": entry["kind"] in FAULTS}
+        item = {
+            "t": entry["t"],
+            "kind": entry["kind"],
+            "text": text[:LONGEST_NEWS],
+            "fault": entry["kind"] in (*FAULTS, "failed"),
+        }
         self.news.append({**item, "step": entry.get("step"), "rank": entry.get("rank")})
 
 
@@ -186,7 +191,8 @@ def _describe(entry: dict[str, Any]) -> str:
     if entry["kind"] == "lost":
         return f"rank {entry.get('rank')} on {entry.get('host')} was lost: {entry.get('reason')}"
     if entry["kind"] == "recovered":
-        return f"resumed at step {entry.get('step')} with {entry.get('size')} replicas, from {entry.get('source')}"
+        replicas = f"{entry.get('size')} replica{'s' * (entry.get('size') != 1)}"
+        return f"resumed at step {entry.get('step')} with {replicas}, from {entry.get('source')}"
     if entry["kind"] == "skipped":
         return f"step {entry.get('step')} was left out"
     return ", ".join(f"{key} {value}" for key, value in entry.items() if key not in COMMON_FIELDS)

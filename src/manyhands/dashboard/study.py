@@ -120,6 +120,7 @@ class StudyFolder(LogSource):
 
     def summary(self) -> dict[str, Any]:
         best = None if self.best is None else self.trials[self.best]
+        is_of_seeds = list(self.study.get("space") or {}) == ["seed"]  # an ensemble trains its members so
         counts = self.counts
         if self.state == "interrupted":
             counts = {**counts, STATES[0]: 0, "interrupted": counts[STATES[0]]}
@@ -130,7 +131,8 @@ class StudyFolder(LogSource):
             "search": self.study.get("search") or "",
             "stop": self.study.get("stop"),
             "best": best,
-            "is_ensemble": self.ensemble is not None or list(self.study.get("space") or {}) == ["seed"],
+            "is_ensemble": self.ensemble is not None or is_of_seeds,
+            "is_search": not is_of_seeds,
         }
 
     def detail(self) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -11,12 +12,13 @@ from typing import Any
 
 import torch
 
-from ..core import DataError
+from ..core import DataError, counted
 from .arrays import ArraySource
 from .batch import Batch, Cursor, to_device
 from .batch_split import share_of
 from .device_resident import Resident, fits
 from .feed_timing import Adaptation, FeedTiming
+from .line_samples import Line, LineSampler, sampled
 from .order import Ids
 from .prefetch import DeviceCopy, Prefetcher
 from .replica_reader import ReplicaReader
@@ -143,6 +145,22 @@ class Feed:
         data = to_device(self.source.reader(self._reader.seed, epoch)(ids), self.device, dtype=self.dtype)
         return Batch(data, share.sizes, share.global_sizes, ids, Cursor(epoch))
 
+    def sample_lines(self, seconds: float) -> Counter[Line]:
+        """Read batches of the first epoch for some seconds; return how often each line of user code was seen to run."""
+        read, sampler = partial(self._reader.read, Cursor()), LineSampler()
+        if self.workers:
+            batches = read_in_workers(read, self.workers, self.source, sampler.counts)
+        else:
+            batches = sampled(read(), sampler)
+        until = perf_counter() + seconds
+        try:
+            for _ in batches:
+                if perf_counter() > until:
+                    break
+        finally:
+            _close(batches)
+        return sampler.counts
+
     def part(self, window: Window) -> Batch:
         """Return this replica's part of a global batch, on the device, without moving the feed's position."""
         batch = self._reader.batch(window, Cursor())
@@ -229,6 +247,14 @@ class Feed:
         finally:
             ahead.close()
 
+    def crowding(self) -> str:
+        """Return a notice if there are more worker processes than cores; empty otherwise."""
+        cores = _num_cores()
+        if self.workers <= cores:
+            return ""
+        text = f"{self.workers} worker processes read the data on {counted(cores, 'core')}, which is rarely faster"
+        return f"{text} than {cores}; pass workers={cores} to mh.Task or num_workers={cores} to the DataLoader"
+
     def _num_workers(self, asked: int | None) -> int:
         wanted = asked if asked is not None else self.source.workers
         if wanted is None:
@@ -237,8 +263,7 @@ class Feed:
 
     def _most_workers(self) -> int:
         """Return the maximum number of workers: this replica's share of the CPU cores."""
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        return min(self.source.max_workers, max(1, cores // self._reader.num_replicas))
+        return min(self.source.max_workers, max(1, _num_cores() // self._reader.num_replicas))
 
     def _may_adapt(self, asked: int | None) -> bool:
         """Return whether the feed may change the number of workers: not if the user set it, and not for streams."""
@@ -251,7 +276,11 @@ def _close(batches: Iterator[Batch]) -> None:
         close()
 
 
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def _require_at_least_1(**values: int) -> None:
     for name, value in values.items():
-        if value < 1:
-            raise DataError(f"{name} must be at least 1", got=value, remedy=f"pass {name}=1 or more")
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise DataError(f"{name} must be at least 1", got=repr(value), remedy=f"pass {name}=1 or more")

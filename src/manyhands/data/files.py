@@ -114,8 +114,8 @@ def files(
     found = _expanded([paths] if isinstance(paths, str | Path) else list(paths))
     types = dict(columns) if isinstance(columns, Mapping) else None if columns is None else dict.fromkeys(columns, "")
     check_types(types or {})
-    if window is not None and window < 1:
-        raise DataError("window must be at least 1 row", got=window, remedy="pass for example window=10000")
+    if window is not None and (not isinstance(window, int) or window < 1):
+        raise DataError("window must be at least 1 row", got=repr(window), remedy="pass for example window=10000")
     formats = {path: format_of(path, format, types) for path in found}
     if len({kind.name for kind in formats.values()}) > 1:
         raise DataError(

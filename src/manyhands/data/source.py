@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ..core import DataError
+from ..core import DataError, counted
 from .order import Ids, Order
 
 Collate = Callable[[list[Any]], Any]
@@ -145,7 +145,7 @@ def check_source(source: Source, batch_size: int | None) -> int:
     if source.size is not None and source.size < size:
         raise DataError(
             f"{source.name} must have at least one batch",
-            got=f"{source.size} samples for a batch of {size}",
+            got=f"{counted(source.size, 'sample')} for a batch of {size}",
             remedy=f"pass batch_size={source.size} or less{_columns(source)}",
         )
     return size

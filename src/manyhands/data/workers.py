@@ -6,6 +6,8 @@ import multiprocessing
 import pickle
 import signal
 import traceback
+import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from ..core import DataError
 from .batch import Batch
+from .line_samples import Line, LineSampler, sampled
 from .source import Source
 from .worker_memory import PackedBatch, WorkerSlots
 
@@ -38,47 +41,64 @@ class _InWorker(IterableDataset[Any]):
     The DataLoader takes batches from the workers in turn, which keeps their order.
     """
 
-    def __init__(self, read: Read, slots: WorkerSlots | None) -> None:
-        self._read, self._slots = read, slots
+    def __init__(self, read: Read, slots: WorkerSlots | None, counts_lines: bool) -> None:
+        self._read, self._slots, self._counts_lines = read, slots, counts_lines
 
-    def __iter__(self) -> Iterator[Batch | PackedBatch | _Failure]:
+    def __iter__(self) -> Iterator[Batch | PackedBatch | _Failure | Counter[Line]]:
         info = get_worker_info()
         assert info is not None, "made to run in a worker"
         # A terminal sends Ctrl-C to workers too, which inherit the trainer's handler; they end with the trainer.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+        lines = LineSampler()
         try:
-            for batch in self._read(info.id, info.num_workers):
+            batches = self._read(info.id, info.num_workers)
+            for batch in sampled(batches, lines) if self._counts_lines else batches:
                 yield batch if self._slots is None else self._slots.put(batch, info.id)
+                if self._counts_lines:
+                    yield lines.take()
         except DataError as error:
             yield _Failure(error, _sendable(error.__cause__ or error), traceback.format_exc())
 
 
-def read_in_workers(read: Read, num_workers: int, source: Source) -> Iterator[Batch]:
-    """Return an iterator of the batches of an epoch in order, which `num_workers` processes read."""
+def read_in_workers(
+    read: Read, num_workers: int, source: Source, lines: Counter[Line] | None = None
+) -> Iterator[Batch]:
+    """Return an iterator of the batches of an epoch in order, which `num_workers` processes read.
+
+    `lines` counts the lines of user code that these processes were running when they were sampled.
+    """
     context = _context()
     slots = _slots(num_workers) if context == "fork" else None
-    loader: DataLoader[Any] = DataLoader(
-        _InWorker(read, slots),
-        batch_size=None,
-        collate_fn=_as_it_is,
-        num_workers=num_workers,
-        worker_init_fn=source.worker_init,
-        # Without its own generator a DataLoader draws from the global one, which the network's dropout uses.
-        generator=torch.Generator(),
-        multiprocessing_context=context,
-    )
-    # Fork the processes here and not at the first batch, which a background thread may request.
-    with _quiet_children():
-        return _received(iter(loader), source.name, slots)
+    with _quiet_children(), warnings.catch_warnings():
+        # torch would warn in every epoch and rank; the run reports once that there are more workers than cores.
+        warnings.filterwarnings("ignore", message="This DataLoader will create")
+        loader: DataLoader[Any] = DataLoader(
+            _InWorker(read, slots, lines is not None),
+            batch_size=None,
+            collate_fn=_as_it_is,
+            num_workers=num_workers,
+            worker_init_fn=source.worker_init,
+            # Without its own generator a DataLoader draws from the global one, which the network's dropout uses.
+            generator=torch.Generator(),
+            multiprocessing_context=context,
+        )
+        # Fork the processes here and not at the first batch, which a background thread may request.
+        return _received(iter(loader), source.name, slots, lines)
 
 
-def _received(items: Iterator[Any], name: str, slots: WorkerSlots | None) -> Iterator[Batch]:
+def _received(
+    items: Iterator[Any], name: str, slots: WorkerSlots | None, lines: Counter[Line] | None
+) -> Iterator[Batch]:
     position = 0
     try:
         for item in items:
             if isinstance(item, _Failure):
                 item.cause.add_note(f"in a worker process:\n{item.trace}")
                 raise item.error from item.cause
+            if isinstance(item, Counter):
+                assert lines is not None
+                lines.update(item)
+                continue
             batch: Batch = item if slots is None else slots.take(item)
             position = batch.cursor.position
             yield batch

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 
-from ..core import format_bytes
+from ..core import counted, format_bytes
 from ..distributed import num_cores
 from .finding import Finding, broken, slow
 
@@ -77,8 +77,8 @@ def threads(setting: str | None = None, cores: int | None = None) -> Finding:
     setting = os.environ.get("OMP_NUM_THREADS", "") if setting is None else setting
     cores = num_cores() if cores is None else cores
     if not setting.isdigit():
-        return Finding("threads", f"{cores} cores, torch chooses")
-    text = f"OMP_NUM_THREADS={setting} on {cores} cores"
+        return Finding("threads", f"{counted(cores, 'core')}, torch chooses")
+    text = f"OMP_NUM_THREADS={setting} on {counted(cores, 'core')}"
     cure = f"unset OMP_NUM_THREADS, or set it to {cores}"
     if int(setting) > cores:
         return slow("threads", text, "threads compete for cores, which is often slower than one thread", cure)
@@ -91,7 +91,7 @@ def cpu_quota(quota: float | None = None, cores: int | None = None) -> Finding:
     """Check that a container's CPU quota is not below the number of cores that its processes see."""
     quota, cores = read_quota() if quota is None else quota, num_cores() if cores is None else cores
     if quota is None or quota >= cores:
-        return Finding("CPU quota", f"none below the {cores} cores")
+        return Finding("CPU quota", f"none below the {counted(cores, 'core')}")
     whole = max(1, int(quota))
     return slow(
         "CPU quota",

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 import psutil
 import torch
 
-from ..core import DeviceError
+from ..core import DeviceError, counted
 from .messages import message
 
 _PART = re.compile(r"(?:(?P<host>[A-Za-z0-9_.-]+)/)?(?P<kind>[a-z]+)?(?::?(?P<index>\d+))?(?:\*(?P<copies>\d+))?")
@@ -156,9 +156,8 @@ def _crowd(found: Sequence[Device]) -> list[str]:
     num_processes = sum(device.kind == "cpu" for device in found)
     if num_processes <= max(1, num_cores()):
         return []
-    return [
-        f"{num_processes} processes share {num_cores()} CPU cores: they are not faster than {num_cores()} processes"
-    ]
+    cores, most = counted(num_cores(), "CPU core"), counted(num_cores(), "process", "processes")
+    return [f"{num_processes} processes share {cores}: they are not faster than {most}"]
 
 
 def _default(on: str | None, num_wanted: int | None) -> tuple[list[Device], list[str]]:
@@ -168,7 +167,8 @@ def _default(on: str | None, num_wanted: int | None) -> tuple[list[Device], list
     if on == "gpu":
         return [_cpu()], ["no accelerator that this torch can use was found: running on the CPU instead"]
     if num_wanted is not None and num_wanted > 1:
-        notice = f"this machine has no accelerator: {num_wanted} processes share its {num_cores()} CPU cores"
+        cores = counted(num_cores(), "CPU core")
+        notice = f"this machine has no accelerator: {num_wanted} processes share its {cores}"
         return _virtual(_cpu(), num_wanted), [notice]
     return [_cpu()], []
 
@@ -228,7 +228,7 @@ def _require_here(host: str | None) -> None:
 def _cpu() -> Device:
     memory = psutil.virtual_memory()
     return Device(
-        "cpu", model=f"{num_cores()} cores", memory=memory.total, free=memory.available, links="shared memory"
+        "cpu", model=counted(num_cores(), "core"), memory=memory.total, free=memory.available, links="shared memory"
     )
 
 

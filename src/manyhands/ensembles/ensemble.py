@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ..core import DataError, Predictor, Signature, TensorSpec
 from ..storage import export
 from .combination import NUMBERS, Combination, MeanCombination, Vote, as_probabilities, form_of, require_combination
+from .comparison import MemberComparison, compared
 from .member import Member, named, renamed, require_alike
 from .stacked_members import StackedMembers
 from .uncertainty import Calibration, calibration, mutual_information, spread
@@ -167,6 +168,21 @@ class Ensemble(Predictor):
             )
         together = as_probabilities(self.rule.combinations[first](answers[first]), form)
         return calibration(together, labels), [calibration(as_probabilities(a, form), labels) for a in answers[first]]
+
+    def comparison(self, batches: Batches | None = None) -> MemberComparison | None:
+        """Return how the ensemble compares with its best member on the validation data, and what would help.
+
+        None if the data has no labels, or too few rows to tell.
+        """
+        batches = self._batches if batches is None else batches
+        if not batches:
+            return None
+        answers, labels = self._on(batches)
+        first = next(iter(self.rule.combinations))
+        if labels is None or not answers[first].is_floating_point():
+            return None
+        names = [member.name for member in self.members]
+        return compared(answers[first], labels, self.rule.combinations[first], names)
 
     def export(self, path: str | Path) -> Path:
         """Export all members and their combination as one model, the next version in the folder `path`.

@@ -18,7 +18,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from ..core import Predictor, RequestRefused, SettingsError, Signature, TensorSpec
+from ..core import Predictor, RequestRefused, SettingsError, Signature, TensorSpec, is_above_zero
 from ..distributed import Device, World
 from ..launcher import Engine, Service
 from .ensemble import CombinationRule
@@ -161,15 +161,15 @@ class RemoteEnsemble(Predictor):
         quorum: int | None = None,
     ) -> None:
         enough = len(handles) // 2 + 1 if quorum is None else quorum
-        if not 1 <= enough <= len(handles):
+        if isinstance(enough, bool) or not isinstance(enough, int) or not 1 <= enough <= len(handles):
             raise SettingsError(
                 f"quorum must be between 1 and {len(handles)}",
-                got=enough,
+                got=repr(enough),
                 remedy="pass a number of members in this range",
             )
-        if not deadline > 0:
+        if not is_above_zero(deadline):
             raise SettingsError(
-                "deadline must be above 0 seconds", got=deadline, remedy="pass for example deadline=1.0"
+                "deadline must be above 0 seconds", got=repr(deadline), remedy="pass for example deadline=1.0"
             )
         self._handles, self._rule, self.deadline, self.quorum = list(handles), rule, deadline, enough
         outputs = {**rule.signature(signature).outputs, ANSWERED: TensorSpec("bool", (None, len(handles)))}

@@ -1,5 +1,6 @@
 """Monitoring of a run: progress in the terminal, sinks for its events, phases of a step, and stragglers."""
 
+from .notebook import NotebookOutput, html_progress, in_notebook
 from .progress import View, make_view, sparkline
 from .sinks import DROPPED, About, LogTo, Sink, SinkDispatcher, make_sinks
 from .spans import IDLE, PHASES, Span, Spans, by_phase
@@ -9,6 +10,9 @@ __all__ = [
     "View",
     "make_view",
     "sparkline",
+    "NotebookOutput",
+    "html_progress",
+    "in_notebook",
     "Sink",
     "About",
     "SinkDispatcher",

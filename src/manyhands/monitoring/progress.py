@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from ..core import Event, format_bytes
+from ..core import Event, counted, format_bytes
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _COLOURS = {
@@ -178,7 +178,7 @@ def event_text(entry: Event) -> str:
     if entry["kind"] == "lost":
         return f"rank {entry['rank']} on {entry['host']} {entry['reason']}"
     if entry["kind"] == "recovered":
-        return f"resumed from step {entry['step']} with {entry['size']} replicas, from {entry['source']}"
+        return f"resumed from step {entry['step']} with {counted(entry['size'], 'replica')}, from {entry['source']}"
     if entry["kind"] == "split":
         return "\n".join(["where everything goes", *entry["lines"]])
     if entry["kind"] == "used" and entry["rank"] == 0:
@@ -196,10 +196,14 @@ def make_view(title: str, progress: bool | None, *, live: bool = True) -> View:
     Args:
         title: Title of the progress bar and of the lines.
         progress: False for a view that displays only what ranks print.
-        live: Whether to use a live display if stderr is a terminal; otherwise lines are printed.
+        live: Whether to use a live display in a terminal or a notebook; otherwise lines are printed.
     """
+    from .notebook import NotebookView, in_notebook
+
     if progress is False:
         return View()
+    if live and in_notebook():
+        return NotebookView(title)
     console = Console(stderr=True)
     if live and console.is_terminal:
         return LiveView(console, title)

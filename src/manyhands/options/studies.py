@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..core import SettingsError, option, require_positive
+from ..core import SettingsError, is_above_zero, option, require_positive
 
 EXECUTIONS = ("stacked", "processes")
 
@@ -34,8 +34,8 @@ class Budget:
     def __post_init__(self) -> None:
         for name in ("seconds", "cost", "price"):
             value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise SettingsError(f"{name} must be above 0", got=value, remedy=f"pass {name}=..., or omit it")
+            if value is not None and not is_above_zero(value):
+                raise SettingsError(f"{name} must be above 0", got=repr(value), remedy=f"pass {name}=..., or omit it")
         if self.cost is not None and self.price is None:
             raise SettingsError(
                 "a cost limit needs the price of a device per hour", remedy="pass for example price=2.5"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ..core import SettingsError, option, require_positive
+from ..core import SettingsError, is_above_zero, option, require_positive
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,8 +85,8 @@ class Recovery:
 
     def __post_init__(self) -> None:
         require_positive(copy_every=self.copy_every)
-        if not self.timeout > 0:
-            raise SettingsError("timeout must be above 0", got=self.timeout, remedy="pass a number of seconds")
+        if not is_above_zero(self.timeout):
+            raise SettingsError("timeout must be above 0", got=repr(self.timeout), remedy="pass a number of seconds")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ..core import StrategyError, StrategySpec, Task, TaskError, each_of, event
+from ..core import StrategyError, StrategySpec, Task, TaskError, counted, each_of, event
 from ..data import Batch, Cursor, Feed, IndexedSource, source_of
 from ..distributed import Device, World
 from ..strategies import MAIN, declaring, optimizers_of
@@ -282,7 +282,7 @@ class ServedLoop(TrainingLoop):
         self.reporter.forget()
         if state is not None:
             self.resume_from(state)
-        hand.notice(f"{reason}; {before - hand.num_steps} steps since the last checkpoint are repeated")
+        hand.notice(f"{reason}; {counted(before - hand.num_steps, 'step')} since the last checkpoint will be repeated")
         source = "its beginning" if state is None else "the last checkpoint"
         self.reporter.report(event("recovered", step=hand.num_steps, size=len(self._devices), source=source))
         self._refreshed_at = -1

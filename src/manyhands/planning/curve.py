@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..core import StrategySpec, format_bytes, format_duration
+from ..core import StrategySpec, counted, format_bytes, format_duration, format_number
 from ..costs import START, Link
 from .clusters import Cluster
 from .estimate import Estimate, estimate, servers_of
@@ -119,7 +119,7 @@ class Curves:
         """Return why the curve saturates at `count` devices: the largest loss of time with one more, as a sentence."""
         work = self._workload
         if count == self._most() < self._limit:
-            return f"the batch has only {work.batch_size} samples to share out{_past_critical(work)}"
+            return f"the batch has only {counted(work.batch_size, 'sample')} to share out{_past_critical(work)}"
         count = min(self._most(), max(2, count + 1))
         found = self.point(count).estimate
         ideal = self._alone / count
@@ -293,8 +293,8 @@ def _by_network(found: Estimate, cluster: Cluster, lost: float, work: Workload) 
     if found.spec.servers:
         return _by_servers(found, cluster, lost, work)
     return (
-        f"{what}: {sent} of gradients at {way.rate / 1e9:.3g} GB/s keep {found.num_devices} devices waiting for "
-        f"{format_duration(lost)} of a {format_duration(found.seconds)} step"
+        f"{what}: {sent} of gradients at {format_number(way.rate / 1e9)} GB/s keep {found.num_devices} devices waiting "
+        f"for {format_duration(lost)} of a {format_duration(found.seconds)} step"
     )
 
 
@@ -310,21 +310,23 @@ def _by_stragglers(found: Estimate, cluster: Cluster, lost: float, work: Workloa
 
 
 def _by_input(found: Estimate, cluster: Cluster, lost: float, work: Workload) -> str:
-    return f"input: the feed reads {work.feed:.3g} samples/s on a host, and steps wait {format_duration(lost)} for it"
+    rate = format_number(work.feed or 0.0)
+    return f"input: the feed reads {rate} samples/s on a host, and steps wait {format_duration(lost)} for it"
 
 
 def _past_critical(work: Workload) -> str:
     """Return an addition to a sentence if a larger batch would exceed the gradient noise scale; else an empty text."""
     if work.noise is None or work.noise > work.batch_size:
         return ""
-    return f"; a larger one would be past the critical batch, about {work.noise:.3g} samples"
+    return f"; a larger one would be past the critical batch, about {format_number(work.noise)} samples"
 
 
 def _by_host(found: Estimate, cluster: Cluster, lost: float, work: Workload) -> str:
     rows = work.batch_size / found.spec.num_parts / (found.spec.accumulate * found.spec.microbatches)
     return (
-        f"too little work: with {rows:.3g} samples a device spends {format_duration(lost)} of a step on starting "
-        f"operations and on work that does not shrink with the batch{_past_critical(work)}"
+        f"too little work: with {format_number(rows)} sample{'s' * (rows != 1)} a device spends "
+        f"{format_duration(lost)} of a step on "
+        f"starting operations and on work that does not shrink with the batch{_past_critical(work)}"
     )
 
 

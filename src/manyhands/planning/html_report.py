@@ -6,6 +6,7 @@ import math
 from html import escape
 from typing import TYPE_CHECKING
 
+from ..core import counted, html_lines, html_table
 from .report import cells, closing, header, lines
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ def html(plan: Plan, most: int = 30) -> str:
         columns = "".join(f"<td>{escape(cell)}</td>" for cell in cells(plan, option))
         rows.append(f"<tr{kind}>{columns}</tr>")
     head = "".join(f"<th>{escape(name)}</th>" for name in header(plan))
-    title = escape(f"{plan.name}: {plan.workload.batch_size} samples a step on {plan.cluster}")
+    title = escape(f"{plan.name}: {counted(plan.workload.batch_size, 'sample')} a step on {plan.cluster}")
     paragraphs = "".join(f"<p>{escape(line)}</p>" for line in lines(plan))
     end = "".join(f"<p>{escape(line)}</p>" for line in closing(plan.curve) if line)
     return (
@@ -76,3 +77,13 @@ def html(plan: Plan, most: int = 30) -> str:
         f"<h1>{title}</h1>{paragraphs}<table><tr>{head}</tr>{''.join(rows)}</table>"
         f"<h2>Speed against devices</h2>{svg(plan.curve, plan.cluster.num_devices)}{end}</html>\n"
     )
+
+
+def table(plan: Plan, most: int = 6) -> str:
+    """Return a small table for a notebook: the best options, plain data parallel, the pick and the saturation."""
+    shown = list(plan.options[:most])
+    if plan.control not in shown:
+        shown.append(plan.control)
+    title = f"{plan.name}: {counted(plan.workload.batch_size, 'sample')} a step on {plan.cluster}"
+    rows = [cells(plan, option) for option in shown]
+    return html_table(title, rows, header(plan)) + html_lines([*lines(plan), *filter(None, closing(plan.curve))])

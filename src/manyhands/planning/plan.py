@@ -8,7 +8,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..core import SettingsError, StrategyError, StrategySpec, event, format_bytes, format_duration, keep_event
+from ..core import (
+    SettingsError,
+    StrategyError,
+    StrategySpec,
+    event,
+    format_bytes,
+    format_duration,
+    format_number,
+    keep_event,
+)
 from .clusters import Cluster
 from .curve import Curve, Curves
 from .estimate import estimate
@@ -171,6 +180,11 @@ class Plan:
             "networks": [vars(way) for way in self.ways],
             "notes": list(self.notes),
         }
+
+    def _repr_html_(self) -> str:
+        from .html_report import table
+
+        return table(self)
 
     def _row(self, option: PlanOption) -> dict[str, Any]:
         made = option.estimate
@@ -425,7 +439,7 @@ class Comparison:
         priced = [plan for plan in self.plans if plan.cluster.price is not None]
         if len(priced) > 1:
             cheap = min(priced, key=lambda plan: plan.cost(plan.best.option) or 0.0)
-            money = [f"{plan.cost(plan.best.option):.3g} on {plan.cluster}" for plan in priced]
+            money = [f"{format_number(plan.cost(plan.best.option) or 0.0)} on {plan.cluster}" for plan in priced]
             lines.append(f"a million samples cost {', '.join(money)}: {cheap.cluster} is the cheapest")
         return "; ".join(lines)
 

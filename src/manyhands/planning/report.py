@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from ..core import format_bytes, format_duration
+from ..core import counted, format_bytes, format_duration, format_number
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -37,7 +37,7 @@ def show(plan: Plan, *, most: int = 12, console: Console | None = None) -> None:
     out = console or Console()
     if not out.is_terminal and console is None:
         out = Console(width=160)
-    title = f"{plan.name}: {plan.workload.batch_size} samples a step on {plan.cluster}"
+    title = f"{plan.name}: {counted(plan.workload.batch_size, 'sample')} a step on {plan.cluster}"
     table = Table(title=title, title_justify="left")
     for column in header(plan):
         table.add_column(column, justify="left" if column == "strategy" else "right", overflow="fold")
@@ -77,9 +77,9 @@ def cells(plan: Plan, option: PlanOption) -> list[str]:
         *(format_duration(parts[name]) if parts[name] else "-" for name in ("compute", "communication", "bubble")),
         *(format_duration(parts[name]) if parts[name] else "-" for name in ("stragglers", "input")),
         format_bytes(made.memory.total, 3),
-        f"{made.batch_size / option.seconds:.4g}",
+        format_number(made.batch_size / option.seconds, 4),
         f"{plan.efficiency(option):.0%}",
-        *([] if money is None else [f"{money:.3g}"]),
+        *([] if money is None else [format_number(money)]),
     ]
 
 
@@ -97,7 +97,8 @@ def lines(plan: Plan) -> list[str]:
     least = plan.steps_over_least()
     if least is not None:
         noise = plan.workload.noise or 0.0
-        texts.append(f"gradient noise scale {noise:.3g} samples: this batch needs {least:.2f} times the fewest steps")
+        scale = f"gradient noise scale {format_number(noise)} samples"
+        texts.append(f"{scale}: this batch needs {least:.2f} times the fewest steps")
         times = plan.to_target()
         size = min(times, key=lambda one: times[one], default=plan.workload.batch_size)
         if times and times[size] < WORTH_A_CHANGE:
@@ -109,7 +110,7 @@ def lines(plan: Plan) -> list[str]:
 
 def _way(way: ManyNetworksEstimate) -> str:
     together = f", {way.together} on a device at a time" if way.together > 1 else ""
-    return f"{way.name}{together}: {way.gain:.3g} times one after another"
+    return f"{way.name}{together}: {format_number(way.gain)} times one after another"
 
 
 def draw(curve: Curve, here: int) -> list[str]:

@@ -3,7 +3,8 @@
 from .advice import Advice
 from .memory import MemoryProfile
 from .operations import ModuleTime, OperationStats, OperationTable
-from .probe import Larger, Largest, RankProfile, probe
+from .other_load import load_notes
+from .probe import Larger, Largest, RankProfile, ReadingLine, probe
 from .profile import Profile, of_run
 
 __all__ = [
@@ -18,4 +19,6 @@ __all__ = [
     "MemoryProfile",
     "Largest",
     "Larger",
+    "ReadingLine",
+    "load_notes",
 ]

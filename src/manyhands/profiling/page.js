@@ -24,7 +24,10 @@
   svg.setAttribute("height", height);
   box.append(svg);
   let from = 0, span = end, wanted = "";
-  const time = (us) => (us >= 1e6 ? (us / 1e6).toPrecision(3) + " s" : us >= 1e3 ? (us / 1e3).toPrecision(3) + " ms" : us.toPrecision(3) + " µs");
+  const time = (us) => {
+    const [unit, scale] = us >= 999.5e3 ? ["s", 1e6] : us >= 999.5 ? ["ms", 1e3] : ["µs", 1];
+    return `${Number((us / scale).toPrecision(3))} ${unit}`;
+  };
   const hue = (name) => {
     let hash = 0;
     for (const letter of name) hash = (hash * 31 + letter.charCodeAt(0)) % 360;

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import linecache
 import os
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
@@ -19,6 +21,7 @@ from ..distributed import World, message
 from ..training import Breakdown, Hand, Sample, Steps, own_stream, time_steps
 from .memory import MemoryProfile, MemoryWatch
 from .operations import OperationTable, watch
+from .other_load import OtherLoad
 
 WARMUP = 3
 WATCHED = 3
@@ -27,6 +30,12 @@ TIMES_LARGER = 4
 """Factor of the larger batch size whose step time shows whether the given batch size is too small."""
 TRIAL_SECONDS = 0.3
 FEW = 5
+FELT = 0.1
+"""Fraction of a step from which waiting for data is examined."""
+LINE_SECONDS = 1.0
+NUM_LINES = 5
+MIN_LINES = 20
+"""Number of samples below which no line is named."""
 
 
 @message
@@ -51,6 +60,23 @@ class Larger:
     seconds: float
     usual: float
     """Seconds of a step with the given batch; `seconds` are those with the larger one."""
+
+
+@message
+@dataclass(frozen=True, kw_only=True)
+class ReadingLine:
+    """A line of user code that takes time while samples are read, in the process that reads them."""
+
+    place: str
+    """File name and line number."""
+    function: str
+    text: str
+    """The source of the line."""
+    share: float
+    """Fraction of the reading."""
+
+    def __str__(self) -> str:
+        return f"{self.place} in {self.function}" + (f": {self.text}" if self.text else "")
 
 
 @message
@@ -81,6 +107,10 @@ class RankProfile:
     largest: Largest | None = None
     workers: int = 0
     """Number of data-loading processes."""
+    reading: tuple[ReadingLine, ...] = ()
+    """Lines that take most of the reading, if steps wait for data."""
+    other_load: float | None = None
+    """Fraction of the rank's CPU cores that other programs used; None if the measurement was too short."""
 
     @property
     def rank(self) -> int:
@@ -129,6 +159,7 @@ class _Probe:
         """Take the steps, `count` of which are timed, and return the measurements by field of RankProfile."""
         hand, steps, device = self._hand, self._steps, self._hand.world.rank_info.device
         found: dict[str, Any] = {"device": str(device), "device_memory": device.memory}
+        load = OtherLoad(hand.world.rank_info.host)
         steps.expect(WARMUP + count)
         for _ in range(WARMUP):
             steps.take()
@@ -146,6 +177,8 @@ class _Probe:
             if name in found:
                 found[name] = _with_waits(found[name], found["watched"].waited, samples)
         found["memory"], found["largest"] = self._held()
+        found["other_load"] = load.end(hand.world)
+        found["reading"] = self._reading(found["breakdown"])
         return found
 
     def _timed(self, count: int) -> tuple[Sample, ...]:
@@ -157,6 +190,23 @@ class _Probe:
         world = self._hand.world
         rows = [{"step": one.step, "seconds": one.seconds, "total": one.total} for one in samples]
         return Breakdown.of(world.rank, world.rank_info.host, rows)
+
+    def _reading(self, taken: Breakdown) -> tuple[ReadingLine, ...]:
+        """Return the lines that take most of the reading; none if steps hardly wait for data."""
+        if taken.seconds.get("input", 0.0) < FELT * taken.total:
+            return ()
+        counts = self._steps.feed.sample_lines(LINE_SECONDS)
+        if counts.total() < MIN_LINES:
+            return ()
+        return tuple(
+            ReadingLine(
+                place=f"{Path(file).name}:{number}",
+                function=function,
+                text=linecache.getline(file, number).strip(),
+                share=count / counts.total(),
+            )
+            for (file, number, function), count in counts.most_common(NUM_LINES)
+        )
 
     def _threads(self) -> dict[str, Any]:
         """Return the numbers of compute threads and cores; with more threads, also a step's time with fewer."""

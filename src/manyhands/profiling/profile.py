@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from ..core import event, keep_event
+from ..core import event, format_duration, html_lines, html_table, keep_event
 from ..training import Breakdown
 from .advice import Advice, advise
 from .probe import RankProfile
@@ -134,6 +134,13 @@ class Profile:
             "notes": list(self.notes),
         }
 
+    def _repr_html_(self) -> str:
+        from .report import closing, headline
+
+        spent = {name: seconds for name, seconds in self.phases.items() if seconds}
+        rows = [(name, format_duration(seconds), f"{self.share(name):.0%}") for name, seconds in spent.items()]
+        return html_table(headline(self), rows, ("part of a step", "time", "share")) + html_lines(closing(self))
+
 
 def _rank(one: RankProfile) -> dict[str, Any]:
     watched, memory = one.watched, one.memory
@@ -149,6 +156,8 @@ def _rank(one: RankProfile) -> dict[str, Any]:
         "modules": [] if watched is None else [asdict(module) for module in watched.modules],
         "memory": None if memory is None else {**memory.peak, "when": memory.peak_phase},
         "sent": one.sent,
+        "reading": [asdict(line) for line in one.reading],
+        "other_load": one.other_load,
     }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from ..core import format_bytes, format_duration
+from ..core import counted, format_bytes, format_duration, format_number
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -75,8 +75,8 @@ def _print_rows(out: Console, title: str, columns: tuple[str, ...], rows: list[t
 def headline(profile: Profile) -> str:
     """Return the first line of a report: the task, its strategy and its speed."""
     rate = f"{profile.samples_per_second:,.0f} a second"
-    speed = f"{format_duration(profile.seconds)} a step of {profile.batch_size} samples, {rate}"
-    used = "" if profile.mfu is None else f", {profile.mfu:.0%} of what the devices reach in large products"
+    speed = f"{format_duration(profile.seconds)} a step of {counted(profile.batch_size, 'sample')}, {rate}"
+    used = "" if profile.mfu is None else f", MFU {profile.mfu:.0%} (of the rate in large matrix products here)"
     return f"{profile.name}, {profile.strategy}: {speed}{used}"
 
 
@@ -113,7 +113,7 @@ def operation_rows(profile: Profile) -> list[tuple[str, ...]]:
     watched = profile.ranks[0].watched
     if watched is None:
         return []
-    return [(one.name, f"{one.count:.3g}", format_duration(one.seconds)) for one in watched.operations[:NUM_ROWS]]
+    return [(one.name, format_number(one.count), format_duration(one.seconds)) for one in watched.operations[:NUM_ROWS]]
 
 
 def memory_rows(profile: Profile) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:

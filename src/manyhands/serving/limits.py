@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from ..core import RequestRefused, SettingsError
+from ..core import RequestRefused, SettingsError, is_above_zero, require_positive
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,8 +42,8 @@ class Limits:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if value <= 0:
-                raise SettingsError(f"the limit {name} must be above 0", got=value, remedy=f"raise {name}")
+            if not is_above_zero(value):
+                raise SettingsError(f"the limit {name} must be above 0", got=repr(value), remedy=f"raise {name}")
         if self.body > self.bodies:
             raise SettingsError(
                 "the limit body must not be larger than the limit bodies",
@@ -58,8 +58,7 @@ class Limits:
         >>> Limits.holding(100).body == Limits.holding(100).bodies == 100 << 20
         True
         """
-        if queue_mib < 1:
-            raise SettingsError("queue_mib must be at least 1", got=queue_mib, remedy="pass for example queue_mib=1024")
+        require_positive(queue_mib=queue_mib)
         return cls(bodies=queue_mib << 20, body=min(cls.body, queue_mib << 20), json=min(cls.json, queue_mib << 20))
 
 

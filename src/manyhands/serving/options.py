@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..core import SettingsError, option
+from ..core import SettingsError, is_above_zero, option, require_positive
 from .limits import Limits
 from .security import ServingTls, is_loopback
 
@@ -57,8 +57,8 @@ class Listen:
                 raise SettingsError(
                     f"{name} must be a port number", got=repr(port), remedy=f"pass for example {name}=8501"
                 )
-        if self.timeout <= 0:
-            raise SettingsError("timeout must be above 0", got=self.timeout, remedy="pass a number of seconds")
+        if not is_above_zero(self.timeout):
+            raise SettingsError("timeout must be above 0", got=repr(self.timeout), remedy="pass a number of seconds")
 
     @functools.cached_property
     def tls(self) -> ServingTls | None:
@@ -107,16 +107,7 @@ class Batching:
     )
 
     def __post_init__(self) -> None:
-        if self.max_rows < 1:
-            raise SettingsError("max_rows must be at least 1", got=self.max_rows, remedy="pass for example max_rows=64")
-        if self.bulk_rows < 1:
-            raise SettingsError(
-                "bulk_rows must be at least 1", got=self.bulk_rows, remedy="pass for example bulk_rows=8192"
-            )
-        if self.queue_rows < 1:
-            raise SettingsError(
-                "queue_rows must be at least 1", got=self.queue_rows, remedy="pass for example queue_rows=1024"
-            )
+        require_positive(max_rows=self.max_rows, bulk_rows=self.bulk_rows, queue_rows=self.queue_rows)
         if self.sizes and (list(self.sizes) != sorted(set(self.sizes)) or self.sizes[0] < 1):
             raise SettingsError(
                 "sizes must be ascending numbers of at least 1",
@@ -181,8 +172,8 @@ class Rollout:
     """Seconds between two scans of the folder of models."""
 
     def __post_init__(self) -> None:
-        if self.poll <= 0:
-            raise SettingsError("poll must be above 0", got=self.poll, remedy="pass a number of seconds")
+        if not is_above_zero(self.poll):
+            raise SettingsError("poll must be above 0", got=repr(self.poll), remedy="pass a number of seconds")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core import ArchiveError, CheckpointError, Predictor, Signature, TensorSpec, evaluating, read_file
+from ..core import ArchiveError, CheckpointError, Predictor, Signature, TensorSpec, counted, evaluating, read_file
 from .archive_folders import (
     FILES,
     FORMAT,
@@ -94,7 +94,7 @@ def require_outputs(
         given_spec = TensorSpec(str(answer.dtype).removeprefix("torch."), tuple(answer.shape))
         wanted = TensorSpec(given_spec.dtype, spec.shape) if any_dtype else spec
         if not wanted.accepts(answer) or (rows is not None and answer.shape[:1] != (rows,)):
-            many = "" if rows is None else f" with {rows} rows"
+            many = "" if rows is None else f" with {counted(rows, 'row')}"
             raise OutputMismatch(
                 f"output {name!r} must be {spec}{many}", got=str(given_spec), remedy="export the model again"
             )

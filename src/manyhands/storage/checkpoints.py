@@ -83,8 +83,8 @@ class CheckpointStore:
         on_notice: Callable[[str], None] = _notice,
         disk: Disk | None = None,
     ) -> None:
-        if keep < 1:
-            raise CheckpointError("keep must be at least 1", got=keep, remedy="pass keep=2")
+        if not isinstance(keep, int) or keep < 1:
+            raise CheckpointError("keep must be at least 1", got=repr(keep), remedy="pass keep=2")
         self.root, self.keep = Path(root), keep
         self.blocked_seconds = 0.0
         """Seconds for which all calls of `save` have blocked their caller."""

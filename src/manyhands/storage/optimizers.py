@@ -51,18 +51,22 @@ def _inner(optimizer: Optimizer) -> dict[str, Optimizer]:
     }
 
 
-def load_optimizer_state(optimizer: Optimizer, names: Mapping[Tensor, str], data: Mapping[str, Any]) -> None:
+def load_optimizer_state(
+    optimizer: Optimizer, names: Mapping[Tensor, str], data: Mapping[str, Any], *, has_schedule: bool = False
+) -> None:
     """Load `data`, which `optimizer_state` returned, into an optimizer with the same groups.
 
     Slots take their parameter's dtype and device; as in torch, a `step` does so only if the optimizer is capturable or
-    fused. Raise CheckpointError if the data does not fit the optimizer.
+    fused. Raise CheckpointError if the data does not fit the optimizer, or if the optimizer has a scheduler that the
+    caller does not restore as well (`has_schedule`).
     """
     saved = data["groups"]
-    if has_scheduler(optimizer):
+    if has_scheduler(optimizer) and not has_schedule:
         raise CheckpointError(
             "the learning rate must be scheduled by the task, so that a run can be resumed",
-            got="an optimizer function that creates a learning-rate scheduler, whose state is not in the checkpoint",
-            remedy="pass Task(schedule=lambda step, total: ...) instead of the scheduler",
+            got="an optimizer with a learning-rate scheduler, whose state is not in the checkpoint",
+            remedy="pass Task(schedule=lambda step, total: ...) instead of the scheduler, or in a custom loop save its "
+            "state too: hand.save(path, scheduler=scheduler.state_dict())",
         )
     _require_same_groups(optimizer, names, saved)
     inner, known = _inner(optimizer), data.get("inner", {})

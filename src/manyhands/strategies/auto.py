@@ -6,6 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+from ..core import format_duration
 from ..sync import Auto, Local, choose, describe_choice, forecasts, is_open, make_policy, measure_links
 from .local_sgd import replicated
 from .replica import Replica
@@ -59,7 +60,7 @@ def choice_for(replica: Replica, *, exact: float, alone: float) -> PolicyChoice:
 
 
 def _exact(auto: Auto, exact: float, alone: float) -> PolicyChoice:
-    waits = f"{1000 * (exact - alone):.3g} ms of {1000 * exact:.3g} in a step wait for the network"
+    waits = f"{format_duration(exact - alone)} of {format_duration(exact)} in a step wait for the network"
     reason = f"sync=allreduce is kept: {waits}"
     if not auto.lossy and exact - alone > WORTH * exact:
         reason += "; mh.sync.Auto(lossy=True) may choose what changes the mathematics and sends less"

@@ -73,7 +73,9 @@ class Embedding(nn.Embedding):
         for name, value in {"rows": rows, "dim": dim}.items():
             if not isinstance(value, int) or value < 1:
                 raise TaskError(
-                    f"{name} of a table must be a whole number of at least 1", got=value, remedy="pass such a number"
+                    f"{name} of a table must be a whole number of at least 1",
+                    got=repr(value),
+                    remedy="pass such a number",
                 )
         if optimizer is not None and optimizer not in OPTIMIZERS:
             raise TaskError(

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..core import html_lines
 from .placement import Partition, Placement
 from .placement_rules import parameters_of
 from .split_table import SplitTable
@@ -83,6 +84,9 @@ class Outline:
             title = html.escape(self.title)
             drawn = f"<!doctype html><meta charset='utf-8'><title>{title}</title><h1>{title}</h1>{drawn}"
         Path(path).write_text(drawn, encoding="utf-8")
+
+    def _repr_html_(self) -> str:
+        return self.svg() + html_lines(str(self).splitlines())
 
     def svg(self) -> str:
         """Return an SVG of the partition: a row per device, pieces in execution order, and arrows for what is sent."""

@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from ..core import StrategySpec, format_bytes
+from ..core import StrategySpec, format_bytes, html_lines, html_table
 
 if TYPE_CHECKING:
     from .tensor import Layout
+
+HEADER = ("layers", "kind", "way", "whole", "a device")
 
 
 @dataclass(frozen=True)
@@ -49,22 +51,29 @@ class SplitTable:
         """Return the table as JSON-serializable data."""
         return {**asdict(self), "spec": self.spec.to_dict(), "traffic": dict(self.traffic)}
 
-    def lines(self) -> list[str]:
-        """Return a line for each kind of layer, one for memory and one for communication."""
-        named = [
+    def _named(self) -> list[tuple[str, str, str, str, str]]:
+        """Return the cells of the row of each kind of layer."""
+        return [
             (f"{row.name} x{row.count}" if row.count > 1 else row.name or "the network's own", row.kind, row.way,
              format_bytes(row.whole), format_bytes(row.held)) for row in self.rows
         ]  # fmt: skip
-        table = [("layers", "kind", "way", "whole", "a device"), *named]
+
+    def lines(self) -> list[str]:
+        """Return a line for each kind of layer, one for memory and one for communication."""
+        table = [HEADER, *self._named()]
         widths = [max(len(row[column]) for row in table) for column in range(5)]
         lines = [
             "  ".join((*(cell.ljust(w) for cell, w in zip(row[:3], widths, strict=False)),
                        *(cell.rjust(w) for cell, w in zip(row[3:], widths[3:], strict=True)))).rstrip()
             for row in table
         ]  # fmt: skip
+        return [*lines, *self._totals()]
+
+    def _totals(self) -> list[str]:
+        """Return what a device holds and sends, and the notes."""
         held = {"parameters": self.parameters, "gradients": self.gradients, "optimizer state": self.optimizer}
         parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in held.items())
-        lines.append(f"a device holds {format_bytes(sum(held.values()))}: {parts}")
+        lines = [f"a device holds {format_bytes(sum(held.values()))}: {parts}"]
         sent = ", ".join(f"{what} {format_bytes(size)}" for what, size in self.traffic.items())
         if self.spec.num_devices == 1:
             lines.append('this is a single device, so nothing is split; pass several, such as on="cpu*2"')
@@ -74,6 +83,9 @@ class SplitTable:
 
     def __str__(self) -> str:
         return "\n".join(self.lines())
+
+    def _repr_html_(self) -> str:
+        return html_table(f"where everything goes, {self.spec}", self._named(), HEADER) + html_lines(self._totals())
 
 
 def table_of(

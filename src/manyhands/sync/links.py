@@ -8,6 +8,7 @@ from statistics import median
 
 import torch
 
+from ..core import format_duration, format_rate
 from ..distributed import World
 
 SMALL, LARGEST = 1 << 16, 1 << 24
@@ -32,7 +33,7 @@ class Links:
         return rounds * self.latency + num_bytes / self.bandwidth
 
     def __str__(self) -> str:
-        return f"{8e-6 * self.bandwidth:.3g} Mbit/s, {1000 * self.latency:.2g} ms"
+        return f"{format_rate(self.bandwidth)}, {format_duration(self.latency)}"
 
 
 def measure_links(world: World) -> Links:

@@ -22,6 +22,7 @@ from ..core import (
     StrategySpec,
     Task,
     TaskError,
+    counted,
     event,
     mix,
     require_tensor_state,
@@ -315,7 +316,11 @@ class Hand(Collectives):
     # -- checkpoints ----------------------------------------------------------------------------------------------
 
     def save(self, path: str | Path, *, score: float | None = None, **state: Any) -> None:
-        """Write a checkpoint in the background: network, optimizers, data position, random states, and `state`."""
+        """Write a checkpoint in the background: network, optimizers, data position, random states, and `state`.
+
+        `state` are values of JSON types. A scheduler of a custom loop is not part of a checkpoint by itself: pass its
+        state, `hand.save(path, scheduler=scheduler.state_dict())`, and load it from what `restore` returns.
+        """
         self.checkpoints.save(path, score=score, **state)
 
     def restore(self, path: str | Path, *, before: int | None = None) -> dict[str, Any] | None:
@@ -419,7 +424,7 @@ def joined_world(on: Any = None, timeout: float = DEFAULT_TIMEOUT, *, roles: Seq
     world = known or join_launched(on, timeout, roles=roles)
     if world is not None and known is None and world.is_first:
         assert isinstance(world.channel, DirectChannel)
-        view = make_view(f"{world.size} ranks", None, live=False)
+        view = make_view(counted(world.size, "rank"), None, live=False)
         world.channel.handler = lambda entry: view.show(0, entry)
     return world
 

@@ -272,7 +272,7 @@ class TrainingLoop:
             start_from(hand, self.job.start_from)
             return False
         self.resume_from(state)
-        left = "" if hand.epoch < self.job.epochs else f"; all {self.job.epochs} epochs are complete"
+        left = "" if hand.epoch < self.job.epochs else "; all epochs are complete"
         hand.notice(f"resumed at step {hand.num_steps}, epoch {hand.epoch + 1}{left}")
         return True
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..core import SettingsError, Task
+from ..core import SettingsError, Task, counted
 from .metrics import is_function
 
 _LOW = {"loss", "error", "err", "mae", "mse", "rmse", "perplexity", "wer", "cer", "nll", "fid"}
@@ -49,9 +49,9 @@ class Patience:
             raise SettingsError(
                 "mode of Patience must be auto, min or max", got=repr(self.mode), remedy='write for example mode="min"'
             )
-        if not self.min_delta >= 0:
+        if isinstance(self.min_delta, str) or not self.min_delta >= 0:
             raise SettingsError(
-                "min_delta must be at least 0", got=self.min_delta, remedy="omit it, or write for example 0.001"
+                "min_delta must be at least 0", got=repr(self.min_delta), remedy="omit it, or write for example 0.001"
             )
         if self.mode == "auto":
             object.__setattr__(self, "mode", _usual_mode(self.name))
@@ -109,7 +109,7 @@ class PatienceState:
         for patience, best, waited in zip(self._stop, self._best, self._waited, strict=True):
             if waited >= patience.epochs:
                 reached = "was never a number" if best is None else f"has not got better than {best:.6g}"
-                return f"{patience.name} {reached} in {waited} epochs"
+                return f"{patience.name} {reached} in {counted(waited, 'epoch')}"
         return ""
 
     def score(self, values: Mapping[str, float]) -> float | None:

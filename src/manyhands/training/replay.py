@@ -239,10 +239,10 @@ def _changed(before: StrategySpec) -> str:
 
 def _recorded(run: Run, step: int) -> float:
     losses = run.losses
-    if not 1 <= step <= len(losses):
+    if not isinstance(step, int) or not 1 <= step <= len(losses):
         raise SettingsError(
             f"the step of {run.name} must be between 1 and {len(losses)}",
-            got=step,
+            got=repr(step),
             remedy=f"write for example {run.path}@{max(1, len(losses))}",
         )
     return losses[step - 1]

@@ -18,7 +18,11 @@ from ..core import (
     Task,
     TaskError,
     as_task,
+    counted,
     fields,
+    html_curve,
+    html_lines,
+    html_table,
     read_events,
     read_json,
     restore_random_state,
@@ -230,7 +234,19 @@ class Run:
 
     def __repr__(self) -> str:
         shown = [f"{name}={value:.4g}" for name, value in self.metrics.items()]
-        return f"Run({', '.join([repr(self.name), f'{self.num_steps} steps', *shown])})"
+        return f"Run({', '.join([repr(self.name), counted(self.num_steps, 'step'), *shown])})"
+
+    def _repr_html_(self) -> str:
+        strategy = ",".join(f"{name}={value}" for name, value in self.record.get("spec", {}).items())
+        rows = [
+            ("steps", self.num_steps),
+            ("strategy", strategy or "single"),
+            ("devices", ", ".join(map(str, self.record.get("devices", [])))),
+            *([("verified", self.verdict)] if self.verdict else []),
+            *((name, f"{value:.4g}") for name, value in self.metrics.items()),
+        ]
+        curve = html_curve(self.losses, self.first_loss)
+        return html_table(f"run {self.name}", rows) + curve + html_lines([str(self.path)])
 
 
 def read_record(folder: Path) -> dict[str, Any]:

@@ -151,6 +151,7 @@ def restore_snapshot(hand: Hand, checkpoint: Checkpoint) -> dict[str, Any]:
         if not checkpoint.averages:
             hand.notice("the checkpoint has no averaged weights: their average starts from its weights")
         hand.averages.load(replica.parts(checkpoint.averaged))
+    has_schedule = _has_schedule(checkpoint.state["state"])
     for key, optimizer in replica.optimizers.items():
         saved = checkpoint.optimizers[key]
         slots = {
@@ -160,7 +161,7 @@ def restore_snapshot(hand: Hand, checkpoint: Checkpoint) -> dict[str, Any]:
             }
             for name, values in saved["state"].items()
         }
-        load_optimizer_state(optimizer, replica.names, {**saved, "state": slots})
+        load_optimizer_state(optimizer, replica.names, {**saved, "state": slots}, has_schedule=has_schedule)
     return stand_where(hand, checkpoint, draws_on=_axes(checkpoint.state["spec"]) == _axes(hand.spec.to_dict()))
 
 
@@ -181,6 +182,13 @@ def stand_where(hand: Hand, checkpoint: Checkpoint, *, draws_on: bool) -> dict[s
     else:
         seed_all(mix(checkpoint.step, hand.rank))
     return dict(checkpoint.state["state"])
+
+
+def _has_schedule(state: Any) -> bool:
+    """Return whether the state that a loop saves has that of a scheduler of torch, which counts `last_epoch`."""
+    if isinstance(state, dict):
+        return "last_epoch" in state or any(map(_has_schedule, state.values()))
+    return isinstance(state, list) and any(map(_has_schedule, state))
 
 
 def _axes(spec: dict[str, Any]) -> list[int]:

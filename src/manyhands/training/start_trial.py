@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from ..core import StrategySpec, evaluating
+from ..core import StrategySpec, counted, evaluating
 from ..data import Feed, check_source, first_dim, source_of
 from .check import Verdict
 from .hand import Hand
@@ -89,8 +89,11 @@ class StartTrial:
         self.verdict = self._verify()
         if task.metrics and task.valid is None:
             hand.notice("metrics are not computed, because the task has no valid=")
+        if crowding := feed.crowding():
+            hand.notice(crowding)
         if hand.size > feed.batch_size:
-            hand.notice(f"a batch has {feed.batch_size} samples for {hand.size} replicas: some of them are idle")
+            samples = counted(feed.batch_size, "sample")
+            hand.notice(f"a batch has {samples} for {hand.size} replicas: some of them are idle")
         if (
             hand.size > 1
             and not hand.spec.deterministic

@@ -27,6 +27,7 @@ from ..core import (
     FileError,
     RunError,
     SettingsError,
+    counted,
     fields,
     open_regular,
     parse_json,
@@ -241,7 +242,7 @@ def _find_lost_trials(path: Path, lines: Sequence[_Line]) -> None:
     if num_lost > 0 and num_lost != len(unknown):
         raise CheckpointError(
             f"results in {path} must belong to trials that it contains",
-            got=f"{num_lost} trials without a creation record, and damaged lines {numbers or 'none'}",
+            got=f"{counted(num_lost, 'trial')} without a creation record, and damaged lines {numbers or 'none'}",
             remedy="restore the journal from a copy, or start a study with another name",
         )
     for line in unknown if num_lost > 0 else ():

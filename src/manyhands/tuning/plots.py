@@ -35,7 +35,7 @@ def write_plot(journal: Path, kind: str, objectives: Sequence[str], target: Path
         raise SettingsError(
             "plots need plotly, which is not installed", remedy="install it with pip install 'manyhands[tune]'"
         ) from None
-    storage = _read_only(optuna, journal)
+    storage = read_only(optuna, journal)
     study = optuna.load_study(study_name=None, storage=storage)
     if len([trial for trial in study.get_trials(deepcopy=False) if trial.state.name == "COMPLETE"]) < MIN_TRIALS:
         raise SettingsError("a plot needs at least two finished trials", got="fewer than two", remedy="run more trials")
@@ -52,14 +52,14 @@ def write_plot(journal: Path, kind: str, objectives: Sequence[str], target: Path
         options["target_name"] = objectives[0]
     if kind == "importance":
         options["evaluator"] = optuna.importance.PedAnovaImportanceEvaluator()
-    with warnings.catch_warnings(), _hushed(optuna):
+    with warnings.catch_warnings(), silenced(optuna):
         warnings.simplefilter("ignore")
         figure = getattr(optuna.visualization, KINDS[kind])(study, **options)
         figure.write_html(target, include_plotlyjs=True)
 
 
 @contextlib.contextmanager
-def _hushed(optuna: Any) -> Iterator[None]:
+def silenced(optuna: Any) -> Iterator[None]:
     """Context in which Optuna logs only errors, without its messages about parameters that a plot omits."""
     before = optuna.logging.get_verbosity()
     optuna.logging.set_verbosity(optuna.logging.ERROR)
@@ -69,6 +69,6 @@ def _hushed(optuna: Any) -> Iterator[None]:
         optuna.logging.set_verbosity(before)
 
 
-def _read_only(optuna: Any, journal: Path) -> Any:
+def read_only(optuna: Any, journal: Path) -> Any:
     """Return Optuna's storage for a journal file; it needs no lock, because plots only read it."""
     return optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(str(journal)))

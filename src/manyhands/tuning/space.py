@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from numbers import Real
+from typing import Any, ClassVar
 
 from ..core import SettingsError, Task, typed
 
@@ -16,6 +18,9 @@ Value = float | int | str | bool | None
 
 class Range(ABC):
     """Base class of the ranges of one parameter; a searcher sees a value as a fraction of the range from 0 to 1."""
+
+    is_ordered: ClassVar[bool] = True
+    """Whether near values are alike, so that the range has a lower and an upper edge."""
 
     @abstractmethod
     def at(self, share: float) -> Value:
@@ -74,7 +79,7 @@ class Integers(Range):
         for bound in (self.low, self.high):
             if isinstance(bound, bool) or not isinstance(bound, int):
                 raise SettingsError(
-                    "the bounds of integers must be whole numbers", got=bound, remedy="use mh.tuning.uniform"
+                    "the bounds of integers must be whole numbers", got=repr(bound), remedy="use mh.tuning.uniform"
                 )
         _require_bounds(self.low, self.high, "integers")
         if self.log and self.low < 1:
@@ -108,6 +113,7 @@ class Integers(Range):
 class Choice(Range):
     """Range of some unordered values."""
 
+    is_ordered = False
     values: tuple[Value, ...]
 
     def __post_init__(self) -> None:
@@ -216,6 +222,27 @@ def parse_range(text: str) -> Range:
     )
 
 
+_DESCRIBED = re.compile(r"(Uniform|Integers)\(low=([^,()]+), high=([^,()]+), log=(True|False)\)")
+
+
+def described_ranges(space: Mapping[str, Any]) -> dict[str, Range]:
+    """Return the ranges of numbers in the record of a study, which has them as text.
+
+    >>> described_ranges({"lr": str(loguniform(1e-4, 1e-1)), "act": str(choice("relu", "gelu"))})
+    {'lr': Uniform(low=0.0001, high=0.1, log=True)}
+    """
+    found: dict[str, Range] = {}
+    for name, text in space.items():
+        match = _DESCRIBED.fullmatch(str(text))
+        if match is not None:
+            kind, low, high, log = match.groups()
+            is_log = log == "True"
+            found[name] = (
+                Uniform(float(low), float(high), is_log) if kind == "Uniform" else Integers(int(low), int(high), is_log)
+            )
+    return found
+
+
 def as_space(space: Any) -> dict[str, Range]:
     """Return the search space that a user's dict describes.
 
@@ -291,10 +318,11 @@ def _between(low: float, high: float, share: float) -> float:
 
 
 def _require_bounds(low: float, high: float, name: str) -> None:
-    if not (math.isfinite(low) and math.isfinite(high)) or not low < high:
-        raise SettingsError(
-            f"{name} needs a lower and a higher bound", got=f"{low} and {high}", remedy="pass the smaller bound first"
-        )
+    bounds = (low, high)
+    are_numbers = all(isinstance(one, Real) and not isinstance(one, bool) and math.isfinite(one) for one in bounds)
+    if not are_numbers or not low < high:
+        got, remedy = f"{low!r} and {high!r}", "pass two numbers, the smaller one first"
+        raise SettingsError(f"{name} needs a lower and a higher bound", got=got, remedy=remedy)
 
 
 def _read(word: str) -> Value:

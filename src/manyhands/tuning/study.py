@@ -6,14 +6,18 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..core import CheckpointError, SettingsError, Task
+from ..core import CheckpointError, SettingsError, Task, counted, html_lines, html_table
 from ..training import Run
 from .journal import JOURNAL, read_journal
 from .objective import Objective
 from .plots import KINDS, write_plot
-from .trial import FAILED, FINISHED, Trial
+from .recommendations import importances, importances_if_possible, recommendations
+from .space import described_ranges
+from .trial import FAILED, FINISHED, Trial, short
 
 TRIALS = "trials"
+NUM_SHOWN = 5
+"""Number of best trials that a notebook shows."""
 
 
 class Study:
@@ -83,7 +87,7 @@ class Study:
         if not self.finished:
             raise SettingsError(
                 "a study has no best trial before one has finished",
-                got=f"{len(self.trials)} trials, none of which has finished",
+                got=f"{counted(len(self.trials), 'trial')}, none of which has finished",
                 remedy="see the reason of each trial in study.trials",
             )
         first = self.objectives[0]
@@ -148,6 +152,31 @@ class Study:
         ]
         return pandas.DataFrame(rows)
 
+    def importance(self) -> dict[str, float]:
+        """Return the share of every parameter in the differences between trials, largest first.
+
+        Optuna computes them. Empty with fewer than ten finished trials, or with a single parameter.
+        """
+        return importances(self.path / JOURNAL)
+
+    @property
+    def recommendations(self) -> list[str]:
+        """What to try next, most useful first; empty with fewer than ten finished trials."""
+        return self._recommended(importances_if_possible(self.path / JOURNAL))
+
+    def conclusions(self) -> list[str]:
+        """Return the importance of the parameters, where it is known, and what to try next, as lines of text."""
+        found = importances_if_possible(self.path / JOURNAL)
+        shown = ", ".join(f"{name} {share:.0%}" for name, share in found.items())
+        return [*([f"importance of the parameters: {shown}"] if shown else []), *self._recommended(found)]
+
+    def _recommended(self, importance: Mapping[str, float]) -> list[str]:
+        if self.record.get("search") == "grid":
+            return []
+        ranges = described_ranges(self.record.get("space") or {})
+        best = self.top(len(self.finished)) if self.finished else []
+        return recommendations(best, self.finished, ranges, importance)
+
     def plot(self, kind: str = "history", path: str | Path | None = None) -> Path:
         """Write a plot of the study as an HTML page, and return its path.
 
@@ -185,4 +214,17 @@ class Study:
             best = f", best {self.objectives[0].name}={self.best.value:.4g} with {self.best.params}"
         num_failed = sum(trial.state == FAILED for trial in self.trials)
         failed = f", {num_failed} failed" if num_failed else ""
-        return f"Study({self.name!r}, {len(self.trials)} trials{failed}{best})"
+        return f"Study({self.name!r}, {counted(len(self.trials), 'trial')}{failed}{best})"
+
+    def _repr_html_(self) -> str:
+        best = self.top(NUM_SHOWN) if self.finished else []
+        names = list(dict.fromkeys(name for trial in best for name in trial.params))
+        rows = [
+            (trial.number, *(short(trial.params.get(name, "")) for name in names), *map(short, trial.values))
+            for trial in best
+        ]
+        header = ("trial", *names, *(one.name for one in self.objectives))
+        states = ", ".join(f"{count} {state}" for state, count in self.to_dict()["trials"].items())
+        table = html_table(f"study {self.name}: the best of {counted(len(self.trials), 'trial')}", rows, header)
+        lines = [f"trials: {states or 'none'}", *self.conclusions(), str(self.path)]
+        return table + html_lines(lines)

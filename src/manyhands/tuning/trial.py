@@ -47,3 +47,12 @@ class Trial:
     def epochs(self) -> int:
         """The latest epoch for which the trial has reported a value; 0 if it has reported none."""
         return max(self.reports, default=0)
+
+
+def short(value: Any) -> str:
+    """Return a parameter or a value as short text.
+
+    >>> short(0.123456), short("relu")
+    ('0.1235', 'relu')
+    """
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,12 +12,13 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from ..core import format_rough_duration
-from ..monitoring import sparkline
+from ..core import counted, format_rough_duration, html_curve, html_lines
+from ..monitoring import NotebookOutput, html_progress, in_notebook, sparkline
 from .objective import Objective
-from .trial import FAILED, FINISHED, RUNNING, STOPPED, Trial
+from .trial import FAILED, FINISHED, RUNNING, STOPPED, Trial, short
 
 NUM_ROWS = 12
+NUM_LINES = 8
 REFRESH_SECONDS = 0.5
 LINE_SECONDS = 1.0
 _COLOURS = {RUNNING: "yellow", FINISHED: "green", STOPPED: "cyan", FAILED: "red"}
@@ -74,10 +75,10 @@ class StudyView:
 
     def _summary(self, num_over: int) -> str:
         """Return a text with the number of ended trials, the best trial and the estimated time left."""
-        of = f" of {self._limit}" if self._limit else ""
-        text = f"{num_over}{of} trials"
+        of = f"{num_over} of " if self._limit else ""
+        text = of + counted(self._limit or num_over, "trial")
         if self._best is not None:
-            shown = ", ".join(f"{name}={_short(value)}" for name, value in self._best.params.items())
+            shown = ", ".join(f"{name}={short(value)}" for name, value in self._best.params.items())
             text += f"; best {self._objectives[0].name} {self._best.value:.4g} (trial {self._best.number}: {shown})"
         left = self._seconds_left()
         return text if left is None else f"{text}; about {format_rough_duration(left)} left"
@@ -161,19 +162,55 @@ class StudyLiveView(StudyLineView):
         return [
             f"{trial.number}{mark}",
             Text(trial.state, style=_COLOURS[trial.state]),
-            *(_short(trial.params.get(name, "")) for name in names),
+            *(short(trial.params.get(name, "")) for name in names),
             *values,
             sparkline(list(trial.reports.values()), 20),
         ]
 
 
+class StudyNotebookView(StudyLineView):
+    """Show the progress, the best objective so far and the latest messages in one output of a notebook."""
+
+    def __init__(self, objectives: Sequence[Objective], limit: int | None) -> None:
+        super().__init__(Console(stderr=True), objectives, limit)
+        self._output = NotebookOutput()
+        self._bests: list[float] = []
+        self._lines: deque[str] = deque(maxlen=NUM_LINES)
+        self._drawn_at = 0.0
+
+    def show(self, trial: Trial) -> None:
+        StudyView.show(self, trial)
+        self._num_over += trial.is_over
+        if trial.state == FAILED:
+            self._lines.append(f"trial {trial.number} failed: {trial.reason.splitlines()[0]}")
+        if trial.is_over and self._best is not None:
+            self._bests.append(self._best.value)
+        if time.monotonic() - self._drawn_at > REFRESH_SECONDS:
+            self._draw_output()
+
+    def line(self, text: str) -> None:
+        self._lines.append(text)
+        self._draw_output()
+
+    def close(self) -> None:
+        self._draw_output()
+
+    def _draw_output(self) -> None:
+        self._drawn_at = time.monotonic()
+        progress = html_progress(self._num_over, self._limit, self._summary(self._num_over))
+        curve = html_curve(self._bests, f"best {self._objectives[0].name}")
+        self._output.update(progress + curve + html_lines(self._lines))
+
+
 def make_study_view(objectives: Sequence[Objective], limit: int | None, progress: bool | None) -> StudyView:
-    """Return the progress display of a study: a live table in a terminal, otherwise lines.
+    """Return the progress display of a study: a live table in a terminal or a notebook, otherwise lines.
 
     If `progress` is False, the returned display shows nothing.
     """
     if progress is False:
         return StudyView(objectives, limit)
+    if in_notebook():
+        return StudyNotebookView(objectives, limit)
     console = Console(stderr=True)
     kind = StudyLiveView if console.is_terminal else StudyLineView
     return kind(console, objectives, limit)
@@ -182,7 +219,3 @@ def make_study_view(objectives: Sequence[Objective], limit: int | None, progress
 def _num_measured(trials: Sequence[Trial]) -> int:
     """Return the number of trials that have ended or have reported a value."""
     return sum(trial.is_over or bool(trial.reports) for trial in trials)
-
-
-def _short(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core import StrategySpec, Task, TaskError, UsageError, as_spec
+from ..core import StrategySpec, Task, TaskError, UsageError, as_spec, require_positive
 from ..distributed import resolve
 from .build import build_model
 from .member import DONE, FAILED, STOPPED, TRAINING, VectorizedMember
@@ -59,6 +59,7 @@ class Population:
     ) -> None:
         self.spec = as_spec(strategy) if strategy is not None else StrategySpec()
         _require_one_device(self.spec, len(tasks))
+        require_positive(epochs=epochs, steps=steps)
         place = resolve(device, 1)[0][0]
         self.device = place.torch
         self._dtype = torch.float64 if self.spec.precision == "fp64" else None

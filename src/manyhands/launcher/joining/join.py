@@ -66,7 +66,7 @@ class Join:
         parse_endpoint(self.address)
         if not isinstance(self.hosts, int) or self.hosts < 1:
             raise SettingsError(
-                "hosts must be a whole number of at least 1", got=self.hosts, remedy="pass hosts=2 or more"
+                "hosts must be a whole number of at least 1", got=repr(self.hosts), remedy="pass hosts=2 or more"
             )
 
     def gather(self, num_wanted: int | None, timeout: float, notify: Callable[[str], None]) -> JoinedHosts:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from ...core import format_duration
+from ...core import counted, format_duration
 from ..advice import Advice
 
 if TYPE_CHECKING:
@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 FELT = 0.1
 """Fraction of a step's time from which waiting for data or copies is reported."""
+NAMED = 0.2
+"""Fraction of the reading from which a line is named."""
 SMALL = 1.5
 """Throughput gain of a larger batch from which the given batch counts as too small."""
 DROWNED = 0.3
@@ -27,12 +29,18 @@ def starved_input(profile: Profile) -> Advice | None:
     waited = profile.phases["input"]
     rest = sum(profile.phases.values()) - waited
     workers = max(one.workers for one in profile.ranks)
-    readers = f"{workers} worker processes read" if workers else "the training process itself reads"
+    readers = f"{counted(workers, 'worker process', 'worker processes')} read{'s' * (workers == 1)}"
+    readers = readers if workers else "the training process itself reads"
     wanted = workers + max(1, math.ceil(waited / max(rest, 1e-9)))
+    lines = [line for one in profile.ranks for line in one.reading if line.share >= NAMED]
+    where, cheaper = "", "make a sample cheaper to read"
+    if lines:
+        slow = max(lines, key=lambda line: line.share)
+        where, cheaper = f"; {slow.share:.0%} of the reading is {slow}", f"make {slow.place} faster"
     return Advice(
         name="starved input",
-        evidence=f"{share:.0%} of a step, {format_duration(waited)}, is waiting for data, which {readers}",
-        cure=f"read it ahead with Task(workers={min(wanted, 16)}), or make a sample cheaper to read",
+        evidence=f"{share:.0%} of a step, {format_duration(waited)}, is waiting for data, which {readers}{where}",
+        cure=f"read it ahead with Task(workers={min(wanted, 16)}), or {cheaper}",
         gain=(rest + waited) / max(rest, 1e-9),
     )
 
@@ -59,13 +67,13 @@ def tiny_batch(profile: Profile) -> Advice | None:
     gain = (rows / seconds) / (profile.batch_size / usual)
     if gain < SMALL:
         return None
-    samples = f"{profile.batch_size} sample{'s' * (profile.batch_size != 1)}"
+    samples = counted(profile.batch_size, "sample")
     evidence = f"a step of {samples} takes {format_duration(usual)}, one of {rows} {format_duration(seconds)}"
     watched = first.watched
     if watched is not None and watched.busy is not None:
         evidence += f", and the device is busy {watched.busy:.0%} of the time"
     elif watched is not None and watched.num_started:
-        evidence += f", because most of it is starting {watched.num_started:.0f} operations"
+        evidence += f", because most of it is starting {counted(round(watched.num_started), 'operation')}"
     return Advice(
         name="tiny batch",
         evidence=evidence,

@@ -1,6 +1,6 @@
 // Ensembles: studies over seeds, their members, and whether the ensemble is right as often as it says.
 import { Charts } from "../charts.js";
-import { empty, facts, fill, get, h, link, number, state, table } from "../dom.js";
+import { empty, facts, fill, get, h, link, number, state, table, value } from "../dom.js";
 
 export const title = "Ensembles";
 
@@ -25,17 +25,19 @@ export function open(host, [id], store) {
       ["computed", ensemble ? (ensemble.stacked ? "all in one program" : "one after another") : null],
       ["accuracy of the ensemble", ensemble?.calibration ? number(ensemble.calibration.accuracy) : null],
       ["calibration error", ensemble?.calibration ? number(ensemble.calibration.error) : null],
+      ...compared(ensemble?.comparison),
     ]));
     if (ensemble?.calibration) {
       const { confidence, right } = ensemble.calibration;
       charts.update({ "Reliability diagram": { curves: { ensemble: { x: confidence, mean: right }, perfect: { x: [0, 1], mean: [0, 1], dash: true } }, x: "confidence" } });
     }
-    const rows = study.trials.map((trial, place) => ({ trial, alone: ensemble?.alone?.[place] }));
-    const metrics = [...new Set(study.trials.flatMap((trial) => Object.keys(trial.metrics)))];
+    const rows = members_of(study);
+    const parameters = [...new Set(rows.flatMap(({ trial }) => Object.keys(trial.params)))];
+    const metrics = [...new Set(rows.flatMap(({ trial }) => Object.keys(trial.metrics)))];
     const columns = [
       ["member", ({ trial }) => run(study.id, trial, store), { num: true }],
       ["state", ({ trial }) => state(trial.state)],
-      ["seed", ({ trial }) => number(trial.params.seed), { num: true }],
+      ...parameters.map((name) => [name, ({ trial }) => value(trial.params[name]), { num: true }]),
       ...metrics.map((name) => [name, ({ trial }) => number(trial.metrics[name]), { num: true }]),
       ["accuracy of the member", ({ alone }) => number(alone?.accuracy), { num: true }],
       ["calibration error of the member", ({ alone }) => number(alone?.error), { num: true }],
@@ -46,7 +48,25 @@ export function open(host, [id], store) {
   return { title, update };
 }
 
+// The trials that are members, each with its own measurements; all trials while the members are still trained.
+function members_of(study) {
+  if (!study.ensemble?.members) return study.trials.map((trial) => ({ trial }));
+  const by_name = new Map(study.trials.map((trial) => [folder(trial), trial]));
+  return study.ensemble.members.map((name, place) => ({ trial: by_name.get(name), alone: study.ensemble.alone?.[place] })).filter(({ trial }) => trial);
+}
+
+// The ensemble beside its best member.
+function compared(found) {
+  if (!found) return [];
+  const facts = [[`${found.measure} of the ensemble`, number(found.together)], [`${found.measure} of the best member`, `${number(found.best)} (${found.member})`]];
+  return found.is_worse ? [...facts, ["what would help", String(found.advice)]] : facts;
+}
+
+function folder(trial) {
+  return String(trial.number).padStart(5, "0");
+}
+
 function run(study, trial, store) {
-  const inner = `${study}/trials/${String(trial.number).padStart(5, "0")}`;
+  const inner = `${study}/trials/${folder(trial)}`;
   return store.run.has(inner) ? link("run", inner, String(trial.number)) : String(trial.number);
 }

@@ -23,7 +23,7 @@ function one(id, profile) {
   const advice = profile.advice.map((each) => h("li", {}, h("strong", {}, each.name), `: ${each.evidence}; ${each.cure}`));
   const operations = profile.ranks[0]?.operations ?? [];
   return h("section", { class: "card" }, h("h2", {}, `${profile.task} (${id})`),
-    facts([["when", moment(profile.t)], ["strategy", profile.strategy], ["step", seconds(profile.seconds)], ["samples/s", number(profile.samples_per_second, 3)], ["of the devices' peak rate", profile.mfu === null ? null : `${number(100 * profile.mfu, 3)}%`]]),
+    facts([["when", moment(profile.t)], ["strategy", profile.strategy], ["step", seconds(profile.seconds)], ["samples/s", number(profile.samples_per_second, 3)], ["MFU, of the rate in large products", profile.mfu === null ? null : `${number(100 * profile.mfu, 3)}%`]]),
     rows.length ? bars("A step by rank", rows) : null,
     h("h3", {}, "Advice"), advice.length ? h("ol", {}, advice) : h("p", { class: "soft" }, "No advice."),
     operations.length ? h("details", {}, h("summary", { "data-key": `${id} ${profile.t}` }, "Operations"), table("Operations", [["operation", (op) => op.name], ["time", (op) => seconds(op.seconds), { num: true }]], operations.slice(0, 15))) : null);

@@ -8,7 +8,7 @@ export function open(host, _, store) {
   host.append(h("h1", {}, title), list);
 
   function update() {
-    const found = [...store.study.values()].filter((study) => !study.is_ensemble).sort((a, b) => b.changed - a.changed);
+    const found = [...store.study.values()].filter((study) => study.is_search).sort((a, b) => b.changed - a.changed);
     const columns = [
       ["study", (study) => link("study", study.id, study.id)],
       ["state", (study) => state(study.state)],
