@@ -20,7 +20,7 @@ from manyhands.distributed import NullWorld, World
 from manyhands.strategies import require_built
 from manyhands.training.check import compare, plan_of, take_steps
 
-from .context_networks import LENGTH, NETWORKS, WIDTH, HandWritten, shifted, task_of
+from .context_networks import LENGTH, NETWORKS, WIDTH, Encoder, HandWritten, data, shifted, task_of
 
 CLOSE = 1e-9
 
@@ -58,6 +58,26 @@ SETTINGS = {
 def test_split_sequences_combine_with_other_settings(spec: StrategySpec, run_ranks: Any) -> None:
     names = ["learned positions", "documents", "encoder"]
     assert run_ranks(partial(errors, names=names, spec=spec), 4)[0] == dict.fromkeys(names, "")
+
+
+class ChannelsFirst(Encoder):
+    def forward(self, x: Tensor, is_padding: Tensor) -> Tensor:
+        return super().forward(x.transpose(1, 2), is_padding)
+
+
+def channels_first(model: Any, batch: tuple[Tensor, ...]) -> Tensor:
+    return F.cross_entropy(model(batch[0], batch[1] == 0), batch[2])
+
+
+def channel_errors(world: World) -> dict[str, str]:
+    tokens, inputs, classes = data()
+    task = task_of(ChannelsFirst, channels_first).replace(data=(inputs.transpose(1, 2).contiguous(), tokens, classes))
+    NETWORKS["channels first"] = lambda: task
+    return errors(world, ["channels first"], mh.ContextParallel(world.size, sequence_dim=2))
+
+
+def test_sequence_dim_names_the_dim_of_inputs_that_is_split(run_ranks: Any) -> None:
+    assert run_ranks(channel_errors, 2)[0] == {"channels first": ""}
 
 
 def narrow_losses(world: World) -> list[float]:
