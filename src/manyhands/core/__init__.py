@@ -27,6 +27,7 @@ from .errors import (
     UsageError,
     WorkerFailed,
 )
+from .event_parts import older_parts, parts_before, read_part
 from .events import EVENTS, Event, EventLog, event, keep_event, read_events
 from .files import LINE_LIMIT, open_regular, opened, parse_json, read_file, read_json, read_lines, replace_text
 from .formatting import format_bytes, format_duration, format_rate, format_rough_duration, printable
@@ -158,6 +159,9 @@ __all__ = [
     "event",
     "keep_event",
     "read_events",
+    "older_parts",
+    "parts_before",
+    "read_part",
     "fields",
     "LINE_LIMIT",
     "open_regular",
