@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import pickle
 import signal
@@ -36,9 +37,14 @@ class _InWorker(IterableDataset[Any]):
     """Lets each worker read every n-th batch; the DataLoader takes from the workers in turn, which keeps the order."""
 
     def __init__(self, read: Read, slots: WorkerSlots | None) -> None:
-        self._read, self._slots = read, slots
+        self._read, self._slots, self._collects = read, slots, gc.isenabled()
 
     def __iter__(self) -> Iterator[Batch | PackedBatch | _Failure]:
+        # Whatever the trainer has left to its garbage collector stays untouched here: the destructor of an earlier
+        # process group waits for threads that a fork does not have.
+        gc.freeze()
+        if self._collects:
+            gc.enable()
         info = get_worker_info()
         assert info is not None, "made to run in a worker"
         # A terminal sends Ctrl-C to workers too, which inherit the trainer's handler; they end with the trainer.
@@ -65,7 +71,7 @@ def read_in_workers(read: Read, num_workers: int, source: Source) -> Iterator[Ba
         multiprocessing_context=context,
     )
     # Fork the processes here and not at the first batch, which a background thread may request.
-    with _quiet_children():
+    with _quiet_children(), _no_collection():
         return _received(iter(loader), source.name, slots)
 
 
@@ -100,6 +106,18 @@ def _quiet_children() -> Iterator[None]:
     yield
     if handler is not None and signal.getsignal(signal.SIGCHLD) is not handler:
         signal.signal(signal.SIGCHLD, handler)
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Let no garbage be collected, so that a process that is forked here has it disabled too."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _slots(num_workers: int) -> WorkerSlots | None:
