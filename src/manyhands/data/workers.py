@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from ..core import DataError
+from ..core import DataError, DataWorkerLost
 from .batch import Batch
 from .source import Source
 from .worker_memory import PackedBatch, WorkerSlots
@@ -86,7 +86,7 @@ def _received(items: Iterator[Any], name: str, slots: WorkerSlots | None) -> Ite
             position = batch.cursor.position
             yield batch
     except (RuntimeError, OSError, EOFError) as error:
-        raise DataError(
+        raise DataWorkerLost(
             f"the worker processes that read {name} must not exit",
             got=f"{error} (shortly after position {position} of the epoch)",
             remedy="check for lack of memory or a crash in native code, or read in this process with workers=0",
