@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import fcntl
+import functools
 import json
 import os
 import random
@@ -84,10 +85,10 @@ def main() -> None:
     # Processes whose parent was killed become children of this one, so that it can see what is left.
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
     folder = Path(tempfile.mkdtemp(prefix=f"chaos-{asked.seed}-"))
-    tries, draw = Tries(), random.Random(asked.seed)
+    tries = Tries()
     began = time.monotonic()
-    for make, seconds in _systems(folder, 60 * asked.minutes, draw, asked.only, asked.quick):
-        torment(make(), seconds, draw, tries, most=2 if asked.quick else None)
+    for make, seconds in _systems(folder, 60 * asked.minutes, asked.seed, asked.only, asked.quick):
+        torment(make(), seconds, tries, most=2 if asked.quick else None)
     report = Report("chaos", asked.quick, is_part=asked.quick and set(asked.only) != set(SHARES))
     for text in tries.problems:
         print(f"seed {asked.seed}: {text}", file=sys.stderr)
@@ -104,7 +105,7 @@ def main() -> None:
 
 
 def _systems(
-    folder: Path, seconds: float, draw: random.Random, only: list[str], quick: bool
+    folder: Path, seconds: float, seed: int, only: list[str], quick: bool
 ) -> list[tuple[Callable[[], System], float]]:
     """Return the systems with their seconds of faults."""
     control = Control(folder / "control")
@@ -113,16 +114,18 @@ def _systems(
     found: list[tuple[Callable[[], System], float]] = []
     if "training" in only:
         ranks, hosts = RANKS_SHARE * share["training"], (1 - RANKS_SHARE) * share["training"]
+        # Each system has its own lot, so that it has the same faults without the others.
+        draw = random.Random(f"{seed} training")
         found.append((lambda: Training(folder / "ranks", ranks, draw, control), ranks))
         found.append((lambda: HostFaults(folder / "hosts", hosts, draw, control), hosts))
     for kind in (Study, ParameterServers, Serving):
         if kind.name in only:
             place, lasts = folder / kind.name.replace(" ", "-"), share[kind.name]
-            found.append((lambda kind=kind, place=place, lasts=lasts: kind(place, lasts, draw), lasts))  # type: ignore[misc]
+            found.append((functools.partial(kind, place, lasts, random.Random(f"{seed} {kind.name}")), lasts))
     return found
 
 
-def torment(system: System, seconds: float, draw: random.Random, tries: Tries, most: int | None) -> None:
+def torment(system: System, seconds: float, tries: Tries, most: int | None) -> None:
     """Inject faults into a system for so many seconds, and judge its results."""
     say(f"{system.name}: starts")
     try:
@@ -131,7 +134,7 @@ def torment(system: System, seconds: float, draw: random.Random, tries: Tries, m
         while time.monotonic() < end and (most is None or num < most):
             faults = system.faults()
             least = min(len(tries.seconds[system.name, fault.name]) for fault in faults)
-            fault = draw.choice([one for one in faults if len(tries.seconds[system.name, one.name]) == least])
+            fault = system.draw.choice([one for one in faults if len(tries.seconds[system.name, one.name]) == least])
             tries.add(system, system.inject(fault))
             num += 1
         system.finish()

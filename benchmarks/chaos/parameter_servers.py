@@ -15,8 +15,7 @@ import manyhands as mh
 
 from .member import ALONE, TIMEOUT
 from .programs import Events, Program, until
-from .system import START_SECONDS, Broken, Fault, System
-from .training import damage
+from .system import START_SECONDS, Broken, Fault, System, damage_newest
 from .work import PACE, wrong_samples
 
 PORT = 7077
@@ -82,12 +81,12 @@ class ParameterServers(System):
 
     def _corrupt(self) -> None:
         """Damage the newest checkpoint, and kill the coordinator and the servers, which have a newer state."""
+        self.wait_for_checkpoints(self.run)
         for program in self.programs[:3]:
             program.kill()
         for program in self.programs[:3]:
             program.process.wait()
-        newest = max(self.run.glob("checkpoints/step-*/COMMITTED")).parent
-        damage(max(newest.glob("*.safetensors"), key=lambda path: path.stat().st_size), self.draw)
+        damage_newest(self.run, self.draw)
 
     def finish(self) -> None:
         self.hurry.touch()

@@ -19,8 +19,7 @@ from manyhands.storage import export
 from manyhands.testing import NamespaceHost
 
 from .programs import Program, until
-from .system import START_SECONDS, Broken, Fault, System, Undo
-from .training import damage
+from .system import START_SECONDS, Broken, Fault, System, Undo, damage
 
 SERVERS, ROUTERS, CLIENT = (0, 1), (2, 3), 4
 TOKEN, MANAGE_TOKEN = "a-token-for-requests", "a-token-for-management"

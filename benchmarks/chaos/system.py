@@ -158,16 +158,23 @@ class System(ABC):
         """Return a strike that kills one of these processes."""
 
         def strike() -> None:
-            self.drawn(processes).send_signal(signal.SIGKILL)
+            self._signal(self.drawn(processes), signal.SIGKILL)
 
         return strike
+
+    def _signal(self, victim: psutil.Process, number: signal.Signals) -> None:
+        """Send a signal, and write to whom beside the logs of the programs."""
+        with (self.folder / "signals").open("a") as log, contextlib.suppress(psutil.NoSuchProcess):
+            who = f"{victim.pid} of {victim.ppid()}, {victim.name()}, {' '.join(victim.cmdline())[:150]}"
+            log.write(f"{time.strftime('%H:%M:%S')} {number.name} to {who}\n")
+        victim.send_signal(number)
 
     def stopped(self, processes: Callable[[], Sequence[psutil.Process]]) -> Callable[[], Undo]:
         """Return a strike that stops one of these processes, until it is ended."""
 
         def strike() -> Undo:
             victim = self.drawn(processes)
-            victim.send_signal(signal.SIGSTOP)
+            self._signal(victim, signal.SIGSTOP)
             return lambda: _resume(victim)
 
         return strike
@@ -219,6 +226,11 @@ class System(ABC):
 
         return strike
 
+    def wait_for_checkpoints(self, run: Path) -> None:
+        """Wait until there is a checkpoint besides the newest one."""
+        if not until(lambda: len(list(run.glob("checkpoints/step-*/COMMITTED"))) > 1, RECOVER_SECONDS, self.tend):
+            raise Broken(f"{self.name}: there are no checkpoints: {self.said()}")
+
     # -- resources ------------------------------------------------------------------------------------------------
 
     def use_hosts(self, count: int) -> NamespaceHosts:
@@ -259,6 +271,22 @@ class System(ABC):
             for words in map(str.split, tables.splitlines()):
                 if len(words) > 3 and words[3] == "0A":
                     yield f"port {int(words[1].rpartition(':')[2], 16)} on {host.name}"
+
+
+def damage_newest(run: Path, draw: random.Random) -> None:
+    """Damage a file of the newest checkpoint of a run."""
+    newest = max(run.glob("checkpoints/step-*/COMMITTED")).parent
+    damage(max(newest.glob("*.safetensors"), key=lambda path: path.stat().st_size), draw)
+
+
+def damage(path: Path, draw: random.Random) -> None:
+    """Flip a bit of a file, or truncate it."""
+    data = bytearray(path.read_bytes())
+    if draw.random() < 0.5:
+        del data[len(data) // 2 :]
+    else:
+        data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
+    path.write_bytes(data)
 
 
 def _resume(process: psutil.Process) -> None:

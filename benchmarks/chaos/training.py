@@ -17,7 +17,7 @@ from manyhands.testing import NamespaceHosts
 from . import work
 from .hosts_job import HostsJob
 from .programs import Program, until
-from .system import START_SECONDS, Broken, Fault, System, Undo
+from .system import START_SECONDS, Broken, Fault, System, Undo, damage_newest
 from .work import PACE, wrong_samples
 
 NUM_HOSTS = 3
@@ -160,19 +160,9 @@ class HostFaults(Training):
 
     def _corrupt(self) -> None:
         """Damage the newest checkpoint, and kill everything that has a newer state in its memory."""
+        self.wait_for_checkpoints(self.job.run)
         for program in self.programs:
             program.kill()
         for program in self.programs:
             program.process.wait()
-        newest = max(self.job.run.glob("checkpoints/step-*/COMMITTED")).parent
-        damage(max(newest.glob("*.safetensors"), key=lambda path: path.stat().st_size), self.draw)
-
-
-def damage(path: Path, draw: random.Random) -> None:
-    """Flip a bit of a file, or truncate it."""
-    data = bytearray(path.read_bytes())
-    if draw.random() < 0.5:
-        del data[len(data) // 2 :]
-    else:
-        data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
-    path.write_bytes(data)
+        damage_newest(self.job.run, self.draw)
