@@ -73,7 +73,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=10.0, help="how long; 10 by default")
     parser.add_argument("--seed", type=int, default=0, help="decides the faults, their order and their targets")
-    parser.add_argument("--quick", action="store_true", help="two faults for each system")
+    parser.add_argument(
+        "--quick", action="store_true", help="two faults for each system, of single processes in training"
+    )
     parser.add_argument("--only", type=lambda text: text.split(","), default=list(SHARES), help="only these systems")
     asked = parser.parse_args()
     if unknown := set(asked.only) - set(SHARES):
@@ -110,14 +112,16 @@ def _systems(
     """Return the systems with their seconds of faults."""
     control = Control(folder / "control")
     total = sum(SHARES[name] for name in only)
-    share = {name: 60.0 if quick else seconds * SHARES[name] / total for name in only}
+    share = {name: 30.0 if quick else seconds * SHARES[name] / total for name in only}
     found: list[tuple[Callable[[], System], float]] = []
     if "training" in only:
-        ranks, hosts = RANKS_SHARE * share["training"], (1 - RANKS_SHARE) * share["training"]
+        ranks = share["training"] * (1.0 if quick else RANKS_SHARE)
+        hosts = share["training"] - ranks
         # Each system has its own lot, so that it has the same faults without the others.
         draw = random.Random(f"{seed} training")
         found.append((lambda: Training(folder / "ranks", ranks, draw, control), ranks))
-        found.append((lambda: HostFaults(folder / "hosts", hosts, draw, control), hosts))
+        if not quick:
+            found.append((lambda: HostFaults(folder / "hosts", hosts, draw, control), hosts))
     for kind in (Study, ParameterServers, Serving):
         if kind.name in only:
             place, lasts = folder / kind.name.replace(" ", "-"), share[kind.name]
