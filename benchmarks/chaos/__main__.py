@@ -1,7 +1,7 @@
 """Chaos: random faults against four systems, and the invariants that must hold nevertheless. Needs root.
 
 `python -m benchmarks.chaos --minutes 10 --seed N [--quick] [--only training,study]`. A training job on three hosts, a
-study, parameter servers, and a server behind two routers run one after the other. Each of them is hit by the faults of
+study, parameter servers, and servers behind two routers run one after the other. Each of them is hit by the faults of
 its catalogue, in a random order in which those come first that were tried least. After each fault the system must work
 again, and must have reported the fault; at its end its results must be those of an undisturbed one, and nothing of it
 may be left. What fails is printed with the seed, and the logs are kept. The seed decides the faults and their targets;
@@ -40,10 +40,8 @@ from .system import Broken, System, Trial
 from .training import Control, HostFaults, Training
 
 SUMMED = ("unrecovered", "wrong_samples", "wrong_answers", "lost_requests", "silent_faults", "left_behind")
-SHARES = {"training": 0.4, "study": 0.16, "parameter servers": 0.22, "serving": 0.22}
-"""Share of the time of each system; training has two jobs."""
-RANKS_SHARE = 0.2
-"""Share of the job with faults of single processes in the time of training."""
+SHARES = {"training": 0.1, "hosts": 0.3, "study": 0.16, "parameter servers": 0.22, "serving": 0.22}
+"""Share of the time of each system; training has two jobs, the second one with faults of hosts and networks."""
 _PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -73,9 +71,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=10.0, help="how long; 10 by default")
     parser.add_argument("--seed", type=int, default=0, help="decides the faults, their order and their targets")
-    parser.add_argument(
-        "--quick", action="store_true", help="two faults for each system, of single processes in training"
-    )
+    parser.add_argument("--quick", action="store_true", help="two faults for each system")
     parser.add_argument("--only", type=lambda text: text.split(","), default=list(SHARES), help="only these systems")
     asked = parser.parse_args()
     if unknown := set(asked.only) - set(SHARES):
@@ -114,18 +110,15 @@ def _systems(
     total = sum(SHARES[name] for name in only)
     share = {name: 30.0 if quick else seconds * SHARES[name] / total for name in only}
     found: list[tuple[Callable[[], System], float]] = []
-    if "training" in only:
-        ranks = share["training"] * (1.0 if quick else RANKS_SHARE)
-        hosts = share["training"] - ranks
-        # Each system has its own lot, so that it has the same faults without the others.
-        draw = random.Random(f"{seed} training")
-        found.append((lambda: Training(folder / "ranks", ranks, draw, control), ranks))
-        if not quick:
-            found.append((lambda: HostFaults(folder / "hosts", hosts, draw, control), hosts))
-    for kind in (Study, ParameterServers, Serving):
+    for kind in (Training, HostFaults):
         if kind.name in only:
-            place, lasts = folder / kind.name.replace(" ", "-"), share[kind.name]
-            found.append((functools.partial(kind, place, lasts, random.Random(f"{seed} {kind.name}")), lasts))
+            lot = random.Random(f"{seed} {kind.name}")
+            lasts = share[kind.name]
+            found.append((functools.partial(kind, folder / kind.name, lasts, lot, control), lasts))
+    for each in (Study, ParameterServers, Serving):
+        if each.name in only:
+            place, lasts = folder / each.name.replace(" ", "-"), share[each.name]
+            found.append((functools.partial(each, place, lasts, random.Random(f"{seed} {each.name}")), lasts))
     return found
 
 

@@ -15,7 +15,7 @@ import manyhands as mh
 
 from .member import ALONE, TIMEOUT
 from .programs import Events, Program, until
-from .system import START_SECONDS, Broken, Fault, System, damage_newest
+from .system import CORRUPT, RECOVER_SECONDS, START_SECONDS, Broken, Fault, System, damage_newest
 from .work import PACE, wrong_samples
 
 PORT = 7077
@@ -73,7 +73,7 @@ class ParameterServers(System):
             Fault("one-way loss", self.muted((3, 1), (1, 3), (4, 0), (2, 0), (0, 3)), lost, SILENT),
             Fault("slow link", self.slowed(*SERVERS, *WORKERS), lasts=6.0),
             Fault("full disk", self.disk.fill, r"(No space left|cannot be written|could not be written)", 7.0),
-            Fault("corrupt checkpoint", self._corrupt, r"skipped a corrupt checkpoint"),
+            Fault("corrupt checkpoint", self._corrupt, CORRUPT, within=RECOVER_SECONDS),
         ]
 
     def progress(self) -> int:

@@ -27,6 +27,8 @@ RECOVER_SECONDS = 240.0
 PATIENCE = 30.0
 """Seconds that processes, ports and shared memory of a system that was ended may still exist."""
 SLOW = "256kbit"
+CORRUPT = r"skipped a corrupt checkpoint"
+"""What is reported once all programs of a job were restarted and read the checkpoint."""
 
 Undo = Callable[[], object]
 

@@ -17,7 +17,7 @@ from manyhands.testing import NamespaceHosts
 from . import work
 from .hosts_job import HostsJob
 from .programs import Program, until
-from .system import START_SECONDS, Broken, Fault, System, Undo, damage_newest
+from .system import CORRUPT, RECOVER_SECONDS, START_SECONDS, Broken, Fault, System, Undo, damage_newest
 from .work import PACE, wrong_samples
 
 NUM_HOSTS = 3
@@ -124,6 +124,8 @@ class Training(System):
 class HostFaults(Training):
     """The same job with faults after which other ranks, or the same in another order, take part."""
 
+    name = "hosts"
+
     def faults(self) -> list[Fault]:
         first, *others = self.programs
         lost = r"(has sent nothing|closed the connection|does not answer|no heartbeat|not reach)"
@@ -143,7 +145,7 @@ class HostFaults(Training):
             Fault("one-way loss", self.muted((1, 0), (2, 0), (0, 1), (1, 2), (2, 1)), lost, lasts=9.0),
             Fault("slow link", self.slowed(0, 1, 2), lasts=6.0),
             Fault("full disk", self.disk.fill, r"(No space left|cannot be written|could not be written)", lasts=7.0),
-            Fault("corrupt checkpoint", self._corrupt, r"skipped a corrupt checkpoint"),
+            Fault("corrupt checkpoint", self._corrupt, CORRUPT, within=RECOVER_SECONDS),
         ]
 
     def require_equal(self, weights: dict[str, Tensor]) -> None:
