@@ -161,6 +161,27 @@ def test_partial_write_does_not_corrupt_the_next_event(tmp_path: Path, monkeypat
     assert found[1]["text"] == "3 events are missing here: No space left on device"
 
 
+def test_every_full_disk_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log, real, is_full = EventLog(tmp_path / "events.jsonl"), os.write, [True]
+
+    def write(file: int, data: bytes) -> int:
+        if is_full[0]:
+            raise OSError(28, "No space left on device")
+        return real(file, data)
+
+    monkeypatch.setattr(os, "write", write)
+    for _ in range(2):
+        is_full[0] = True
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            log.write(event("first"))
+            log.write(event("second"))
+        assert [str(one.message).startswith("events are lost from") for one in said] == [True]
+        is_full[0] = False
+        log.write(event("third"))
+    log.close()
+
+
 def test_write_in_several_pieces_is_one_event(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = EventLog(tmp_path / "events.jsonl")
     real = os.write

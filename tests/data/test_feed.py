@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import random
 import time
 from collections import Counter
@@ -244,6 +246,32 @@ class TestWorkers:
             list(feed.epoch(Cursor(epoch, 0)))
         assert "2 worker processes read the data on 1 core, which is rarely faster than 1" in feed.crowding()
         assert Feed(as_source(Numbers()), batch_size=4, workers=1).crowding() == ""
+
+    def test_worker_does_not_destroy_garbage_of_the_trainer(self, tmp_path):
+        """The destructor of an earlier process group waits for threads that a forked process does not have."""
+
+        class Group:
+            def __init__(self):
+                self.cycle = self
+
+            def __del__(self):
+                (tmp_path / str(os.getpid())).touch()
+
+        class Collecting(Numbers):
+            def __getitem__(self, i):
+                gc.collect()
+                return super().__getitem__(i)
+
+        gc.disable()
+        try:
+            Group()
+            feed = Feed(as_source(Collecting()), batch_size=4, workers=1, shuffle=False)
+            assert len(list(feed.epoch(Cursor()))) == 10
+            feed.close()
+        finally:
+            gc.enable()
+        gc.collect()
+        assert [path.name for path in tmp_path.iterdir()] == [str(os.getpid())]
 
     def test_number_of_workers_follows_the_source_and_the_argument(self):
         assert Feed(as_source(Numbers()), batch_size=4).workers == 0

@@ -425,6 +425,20 @@ def test_ranks_and_services_survive_the_death_of_the_zygote(tmp_path: Path, capf
         own.close()
 
 
+def test_zygote_whose_exit_is_not_noticed_yet_is_replaced(capfd: pytest.CaptureFixture[str]) -> None:
+    """Its connections close first, and that is what a job notices."""
+    own = LocalEngine()
+    try:
+        zygote = own.warm_up()
+        before = zygote._process
+        before.kill()
+        zygote.revive(is_dying=True)
+        assert zygote._process is not before
+        assert "killed by signal 9) and is replaced; ranks continue" in capfd.readouterr().err
+    finally:
+        own.close()
+
+
 def test_native_stack_traces_of_connections_go_to_the_event_log_only(engine: LocalEngine) -> None:
     head = "[W1118 socket.cpp:464] the peer has closed the connection"
     raised = "Exception raised from recvBytes at /pytorch/Utils.hpp:675 (most recent call first):"

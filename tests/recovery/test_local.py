@@ -10,8 +10,10 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
+from benchmarks.chaos import work
 
 import manyhands as mh
 from manyhands.core import NoProgress, WorkerFailed, read_events
@@ -189,6 +191,21 @@ def test_transient_crash_recovers_once_and_does_not_change_results(engine: Any, 
     run = fit(problem("mlp"), tmp_path / "hit", Fault(tmp_path, 0, 7, crash))
     assert_same(run, calm)
     assert len(recoveries(run)) == 1
+
+
+def kill_data_workers() -> None:
+    for process in psutil.Process().children():
+        process.kill()
+
+
+def test_rank_whose_data_worker_is_killed_is_replaced(engine: Any, tmp_path: Path) -> None:
+    spec = mh.Mirrored(2, precision="fp64")
+    run = fit(work.task(), tmp_path, Fault(tmp_path, 1, 50, kill_data_workers), strategy=spec)
+    (lost,) = [entry for entry in read_events(run.path / "events.jsonl") if entry["kind"] == "lost"]
+    assert lost["reason"].startswith("raised DataWorkerLost: the worker processes that read Samples must not exit")
+    assert len(recoveries(run)) == 1
+    assert run.num_steps == EPOCHS * work.ROWS // work.BATCH
+    assert work.wrong_samples(run.state_dict(), run.num_steps) == 0
 
 
 class Everywhere(mh.Callback):

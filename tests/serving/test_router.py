@@ -193,6 +193,7 @@ def test_router_balances_load_and_hides_a_server_shutdown(start: Start, route: R
     assert answers == [21.0] * 60
     stopped = str(Address.parse(address(servers[0])))
     until(lambda: not backends_of(router)[stopped]["up"])
+    assert backends_of(router)[stopped]["reason"]
     servers[1].stop()
     refused = httpx.get(f"{router.url}/v1/models/moody")
     assert (refused.status_code, refused.headers["Retry-After"]) == (503, "1")

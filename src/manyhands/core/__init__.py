@@ -10,6 +10,7 @@ from .errors import (
     ArchiveError,
     CheckpointError,
     DataError,
+    DataWorkerLost,
     DeviceError,
     FileError,
     LossNotFinite,
@@ -27,6 +28,7 @@ from .errors import (
     UsageError,
     WorkerFailed,
 )
+from .event_parts import older_parts, parts_before, read_part
 from .events import EVENTS, Event, EventLog, event, keep_event, read_events
 from .files import LINE_LIMIT, open_regular, opened, parse_json, read_file, read_json, read_lines, replace_text
 from .formatting import (
@@ -175,6 +177,9 @@ __all__ = [
     "event",
     "keep_event",
     "read_events",
+    "older_parts",
+    "parts_before",
+    "read_part",
     "fields",
     "LINE_LIMIT",
     "open_regular",
@@ -215,6 +220,7 @@ __all__ = [
     "UsageError",
     "TaskError",
     "DataError",
+    "DataWorkerLost",
     "DeviceError",
     "StrategyError",
     "SettingsError",

@@ -4,6 +4,7 @@ ManyhandsError
 ├── UsageError (ValueError)      a mistake that the user can correct; nothing was started and nothing is lost
 │   ├── TaskError                the task: model, loss, optimizer, step
 │   ├── DataError                a dataset, a loader, a batch
+│   │   └── DataWorkerLost       a process that reads data has exited; a rank that raises it is replaced
 │   ├── DeviceError              devices that do not exist or cannot be used
 │   ├── StrategyError            a strategy that does not exist, or that the task or the devices do not support
 │   ├── SettingsError            an option, a configuration file, a task parameter
@@ -81,6 +82,10 @@ class TaskError(UsageError):
 
 class DataError(UsageError):
     """Invalid dataset, loader or batch."""
+
+
+class DataWorkerLost(DataError):
+    """A process that reads data has exited. A rank that raises this is replaced, like one that was killed."""
 
 
 class DeviceError(UsageError):

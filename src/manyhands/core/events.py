@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import threading
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from .errors import FileError
+from .event_parts import PART_BYTES, compact_parts, next_part, parts_before, read_part
 from .fields import is_event
 from .files import open_regular, parse_json, read_lines
 from .formatting import counted
@@ -37,10 +40,11 @@ class EventLog:
     """Append events to a file, one JSON line each.
 
     If the disk is full, events are lost, but the run does not fail: there is one warning. The next event that can be
-    written starts on a new line, after a notice that says how many events are missing.
+    written starts on a new line, after a notice that says how many events are missing. A log that has
+    become large is continued in a new file, and its older parts are compacted in the background; see `event_parts`.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, part_bytes: int = PART_BYTES) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
         self._num_lost, self._reason, self._has_warned = 0, "", False
@@ -48,6 +52,8 @@ class EventLog:
         size = os.fstat(self._file).st_size
         # A crash can leave an incomplete line.
         self._is_torn = bool(size) and os.pread(self._file, 1, size - 1) != b"\n"
+        self._part_bytes, self._num_bytes = part_bytes, size
+        self._compaction: threading.Thread | None = None
 
     def write(self, entry: Mapping[str, Any]) -> None:
         """Append one event."""
@@ -57,16 +63,40 @@ class EventLog:
         except OSError as error:
             self._num_lost, self._reason = self._num_lost + 1, error.strerror or str(error)
             if not self._has_warned:
+                # With the time, because Python shows equal warnings only once.
+                since = time.strftime("%H:%M:%S")
                 warnings.warn(
-                    f"events are lost, because {self.path} cannot be written: {error}", RuntimeWarning, stacklevel=2
+                    f"events are lost from {since} on, because {self.path} cannot be written: {error}",
+                    RuntimeWarning,
+                    stacklevel=2,
                 )
             self._has_warned = True
         else:
-            self._num_lost = 0
+            self._num_lost, self._has_warned = 0, False
+            if self._num_bytes > self._part_bytes:
+                self._begin_part()
 
     def close(self) -> None:
         """Close the file; further events are an error."""
         os.close(self._file)
+        if self._compaction is not None:
+            self._compaction.join()
+
+    def _begin_part(self) -> None:
+        """Put the file aside and continue in a new one; if that fails, continue in the same for as long again."""
+        self._num_bytes = 0
+        try:
+            os.rename(self.path, next_part(self.path))
+            new = open_regular(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
+        except (OSError, FileError):
+            return
+        os.close(self._file)
+        self._file = new
+        if self._compaction is not None and self._compaction.is_alive():
+            # The next compaction takes this part too.
+            return
+        self._compaction = threading.Thread(target=compact_parts, args=(self.path,), name="compaction of events")
+        self._compaction.start()
 
     def _append(self, lines: bytes) -> None:
         """Write all bytes, after terminating a line that was left unfinished."""
@@ -75,6 +105,7 @@ class EventLog:
             while rest:
                 rest = rest[os.write(self._file, rest) :]
         finally:
+            self._num_bytes += len(data) - len(rest)
             if len(rest) < len(data):
                 self._is_torn = data[len(data) - len(rest) - 1 : len(data) - len(rest)] != b"\n"
 
@@ -93,7 +124,7 @@ def keep_event(folder: str | Path, entry: Mapping[str, Any]) -> None:
 
 
 def read_events(path: Path) -> Iterator[Event]:
-    """Yield the events of a log, oldest first; a warning reports how many damaged lines were skipped.
+    """Yield the events of a log and of its older parts, oldest first; a warning reports how many lines were skipped.
 
     A file that does not exist has no events. An unfinished last line is ignored, because a process may be writing it.
     """
@@ -101,7 +132,7 @@ def read_events(path: Path) -> Iterator[Event]:
         return
     num_damaged = 0
     with os.fdopen(open_regular(path), "rb") as file:
-        for line in read_lines(file):
+        for line in itertools.chain(_older_lines(parts_before(path, file.fileno())), read_lines(file)):
             entry = None if line is None else parse_event(line)
             if entry is None:
                 num_damaged += line is None or line.endswith(b"\n")
@@ -109,6 +140,15 @@ def read_events(path: Path) -> Iterator[Event]:
                 yield entry
     if num_damaged:
         warnings.warn(f"{counted(num_damaged, 'line')} of {path} could not be read", RuntimeWarning, stacklevel=2)
+
+
+def _older_lines(parts: Sequence[Path]) -> Iterator[bytes | None]:
+    """Yield the lines of older parts; None for a part that cannot be read."""
+    for part in parts:
+        try:
+            yield from read_part(part).splitlines(keepends=True)
+        except (OSError, FileError):
+            yield None
 
 
 def parse_event(line: bytes) -> Event | None:

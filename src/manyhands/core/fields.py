@@ -112,6 +112,11 @@ FIELDS: dict[str, Fields] = {
     "log": {"step": step, "values": mapping},
     "waits": {**_PLACE, "seconds": phases, "limit": maybe(text), "memory": maybe(number)},
     "pace": {**_PLACE, "step": step, "seconds": number},
+    "points": {
+        "rank": count, "curve": label, "first": listed(number), "x": listed(number), "total": listed(number),
+        "count": listed(count), "low": listed(number), "high": listed(number), "last": number,
+    },
+    "compacted": {"counts": named(count)},
     "profile": {**_PLACE, "step": step, "seconds": phases, "total": number, "peak": number},
     "used": {**_PLACE, "parameters": number, "optimizer": number, "peak": number},
     "straggler": {**_PLACE, "step": maybe(step), "text": text},

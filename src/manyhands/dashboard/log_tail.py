@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..core import LINE_LIMIT, FileError, open_regular, parse_json
+from ..core import LINE_LIMIT, FileError, open_regular, parse_json, parts_before, read_part
 
 SLICE = 1 << 18
 """Number of bytes that are read at a time, so that one long log does not delay the others."""
@@ -18,6 +18,8 @@ FEW_BRACKETS = 64
 
 class Tail:
     """Read the JSON objects that are appended to a file, a slice per call of `read`.
+
+    The older parts of an event log are read before it, and the rest of a part that was put aside after it.
 
     A file that was replaced or truncated is read from the start, and `was_replaced` is set. Lines that are damaged or
     longer than `LINE_LIMIT` are counted in `num_damaged`. A file that is not a regular file is not opened, and `error`
@@ -39,6 +41,10 @@ class Tail:
         """Why the file cannot be read at all; empty if it can be read or does not exist."""
         self._file_id: tuple[int, int] | None = None
         self._pending = 0
+        self._parts: list[Path] = []
+        """Older parts of the log that are still to be read."""
+        self._rest = b""
+        """What is left of the part that is being read."""
         self._is_skipping = False
         """Whether the next data is the rest of a line that is too long."""
 
@@ -58,10 +64,14 @@ class Tail:
 
     def _lines(self) -> list[bytes]:
         """Return the complete lines of the next slice."""
+        if self._parts or self._rest:
+            return self._older_lines()
         try:
             with os.fdopen(open_regular(self.path), "rb") as file:
                 self.error = ""
                 size = self._look(file.fileno())
+                if self._parts or self._rest:
+                    return self._older_lines()
                 if size == self.offset:
                     return []
                 file.seek(self.offset)
@@ -97,11 +107,46 @@ class Tail:
         """Return the size of the open file; if the file was replaced or truncated, start again at its beginning."""
         found = os.fstat(file)
         who = (found.st_dev, found.st_ino)
-        if self._file_id is not None and (who != self._file_id or found.st_size < self.offset):
+        if self._file_id is None:
+            self._parts = parts_before(self.path, file)
+        elif who != self._file_id and self._was_put_aside(self._file_id, file):
+            self.offset = 0
+        elif who != self._file_id or found.st_size < self.offset:
             self.offset, self.was_replaced = 0, True
         self._file_id = who
         self._pending = found.st_size - self.offset
         return found.st_size
+
+    def _was_put_aside(self, file_id: tuple[int, int], file: int) -> bool:
+        """Return whether the file that was read is an older part now; then its rest and later parts are read next."""
+        parts = parts_before(self.path, file)
+        for index, part in enumerate(parts):
+            try:
+                found = part.lstat()
+                if (found.st_dev, found.st_ino) == file_id:
+                    self._rest, self._parts = read_part(part)[self.offset :], parts[index + 1 :]
+                    return True
+            except (OSError, FileError):
+                continue
+        return False
+
+    def _older_lines(self) -> list[bytes]:
+        """Return complete lines of the older parts, about a slice at a time."""
+        if not self._rest:
+            part = self._parts.pop(0)
+            try:
+                self._rest = read_part(part)
+            except (OSError, FileError):
+                self.num_damaged += 1
+        end = self._rest.rfind(b"\n", 0, SLICE) + 1 or self._rest.find(b"\n") + 1 or len(self._rest)
+        data, self._rest = self._rest[:end], self._rest[end:]
+        self.num_read += end
+        # The log itself is still to be read too.
+        self._pending = len(self._rest) + len(self._parts) + 1
+        if end > LINE_LIMIT:
+            self.num_damaged += 1
+            return []
+        return data.split(b"\n")
 
 
 def _parsed(lines: Sequence[bytes]) -> list[Any]:

@@ -72,6 +72,12 @@ class RunRanks:
     def on_pace(self, entry: dict[str, Any]) -> None:
         self._of(entry).pace.add(entry["step"], entry["seconds"])
 
+    def on_points(self, entry: dict[str, Any]) -> None:
+        """Add the points of an older part of the log, which were merged when it was compacted."""
+        rank, columns = self._of(entry), ("first", "x", "total", "count", "low", "high")
+        series = {"memory": rank.memory, "pace": rank.pace}[entry["curve"]]
+        series.merge(zip(*(entry[name] for name in columns), strict=True), entry["last"])
+
     def on_profile(self, entry: dict[str, Any]) -> None:
         rank = self._of(entry)
         rank.samples.append(entry["seconds"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from array import array
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 MOST = 1000
@@ -53,6 +53,16 @@ class Series:
             self._take(xs[at], xs[at + len(some) - 1], sum(some), len(some), min(some), max(some))
             self.last = some[-1]
             at += len(some)
+
+    def merge(self, groups: Iterable[tuple[float, float, float, int, float, float]], last: float) -> None:
+        """Append merged points: first and last x, and the sum, number, minimum and maximum of the values of each."""
+        for group in groups:
+            count = group[3]
+            if count > 0 and all(map(math.isfinite, group)):
+                while self.stride < count:
+                    self._join()
+                self._take(*group)
+                self.last = last
 
     def _take(self, first: float, x: float, total: float, count: int, low: float, high: float) -> None:
         """Add `count` points that fit into the last interval, or begin a new interval with them if it is full.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import pickle
 import signal
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from ..core import DataError
+from ..core import DataError, DataWorkerLost
 from .batch import Batch
 from .line_samples import Line, LineSampler, sampled
 from .source import Source
@@ -42,9 +43,14 @@ class _InWorker(IterableDataset[Any]):
     """
 
     def __init__(self, read: Read, slots: WorkerSlots | None, counts_lines: bool) -> None:
-        self._read, self._slots, self._counts_lines = read, slots, counts_lines
+        self._read, self._slots, self._counts_lines, self._collects = read, slots, counts_lines, gc.isenabled()
 
     def __iter__(self) -> Iterator[Batch | PackedBatch | _Failure | Counter[Line]]:
+        # Whatever the trainer has left to its garbage collector stays untouched here: the destructor of an earlier
+        # process group waits for threads that a fork does not have.
+        gc.freeze()
+        if self._collects:
+            gc.enable()
         info = get_worker_info()
         assert info is not None, "made to run in a worker"
         # A terminal sends Ctrl-C to workers too, which inherit the trainer's handler; they end with the trainer.
@@ -69,7 +75,7 @@ def read_in_workers(
     """
     context = _context()
     slots = _slots(num_workers) if context == "fork" else None
-    with _quiet_children(), warnings.catch_warnings():
+    with _quiet_children(), _no_collection(), warnings.catch_warnings():
         # torch would warn in every epoch and rank; the run reports once that there are more workers than cores.
         warnings.filterwarnings("ignore", message="This DataLoader will create")
         loader: DataLoader[Any] = DataLoader(
@@ -103,7 +109,7 @@ def _received(
             position = batch.cursor.position
             yield batch
     except (RuntimeError, OSError, EOFError) as error:
-        raise DataError(
+        raise DataWorkerLost(
             f"the worker processes that read {name} must not exit",
             got=f"{error} (shortly after position {position} of the epoch)",
             remedy="check for lack of memory or a crash in native code, or read in this process with workers=0",
@@ -124,6 +130,18 @@ def _quiet_children() -> Iterator[None]:
     yield
     if handler is not None and signal.getsignal(signal.SIGCHLD) is not handler:
         signal.signal(signal.SIGCHLD, handler)
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Let no garbage be collected, so that a process that is forked here has it disabled too."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _slots(num_workers: int) -> WorkerSlots | None:

@@ -308,7 +308,7 @@ class LocalProcesses:
 
     def _lose_zygote(self, process: Process, *, last: bool) -> None:
         """Watch a process directly by its pidfd, because the zygote that would report its exit has died."""
-        self._zygote.revive()
+        self._zygote.revive(is_dying=True)
         if last:
             process.close(process.exit_socket.fileno())
         else:

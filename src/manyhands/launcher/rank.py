@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ..core import ManyhandsError, PeerLost
+from ..core import DataWorkerLost, ManyhandsError, PeerLost
 from ..distributed import FAILURE, RESULT, Device, RankInfo, SocketChannel, World, current_world, this_host
 from .pickles import pack, unpack
 from .rendezvous import RendezvousInfo, join
@@ -179,7 +179,7 @@ def failure_of(error: BaseException) -> dict[str, Any]:
         "reason": f"{type(error).__name__}: {error}",
         "traceback": _trimmed(error),
         "echo": isinstance(error, PeerLost),
-        "is_ours": isinstance(error, ManyhandsError),
+        "is_ours": isinstance(error, ManyhandsError) and not isinstance(error, DataWorkerLost),
     }
 
 

@@ -26,6 +26,8 @@ from collections.abc import Sequence
 from typing import Any
 
 MAX_REQUEST = 65536
+DYING_SECONDS = 2.0
+"""Seconds for which the end of a zygote that has closed its connections is waited for."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -193,9 +195,13 @@ class ZygoteHandle:
         theirs.close()
         self.socket = ours
 
-    def revive(self) -> None:
-        """Start another zygote if the current one has died."""
+    def revive(self, *, is_dying: bool = False) -> None:
+        """Start another zygote if this one has died, or is dying, as its closed connections show."""
         with self._lock:
+            if is_dying and not self._is_closed:
+                # A process closes its connections before its exit can be noticed.
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._process.wait(DYING_SECONDS)
             if self._is_closed or self._process.poll() is None:
                 return
             code = self._process.returncode

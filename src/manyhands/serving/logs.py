@@ -67,6 +67,7 @@ class Logs:
             return
         try:
             self._access.flush()
+            self._failed = False
             if self._access.tell() >= MAX_ACCESS_BYTES:
                 path = self._folder / "access.jsonl"
                 path.replace(path.with_name("access.1.jsonl"))
@@ -87,7 +88,11 @@ class Logs:
         if not self._failed:
             self._failed = True
             path = f"{self._folder}/access.jsonl"
-            warnings.warn(f"requests are not logged, because {path} cannot be written: {error}", stacklevel=3)
+            # With the time, because Python shows equal warnings only once.
+            since = time.strftime("%H:%M:%S")
+            warnings.warn(
+                f"requests are not logged from {since} on, because {path} cannot be written: {error}", stacklevel=3
+            )
 
 
 def _opened(path: Path) -> BinaryIO:

@@ -65,6 +65,13 @@ class NamespaceHost:
         """Send packets to an address again, after `mute`."""
         _ip("-n", self.namespace, "route", "del", "blackhole", f"{address}/32")
 
+    def limit_rate(self, rate: str | None) -> None:
+        """Limit what this host sends, in the syntax of tc: "100mbit"; None removes the limit."""
+        _call("tc", "-n", self.namespace, "qdisc", "del", "dev", "eth0", "root", expected=(0, 2))
+        if rate is not None:
+            limit = ["tbf", "rate", rate, "burst", "64kb", "latency", "200ms"]
+            _call("tc", "-n", self.namespace, "qdisc", "add", "dev", "eth0", "root", *limit)
+
     def enter(self) -> None:
         """Move the calling thread, and threads that it creates later, to this host's network namespace."""
         with (NAMESPACES / self.namespace).open() as file:
@@ -122,8 +129,7 @@ class NamespaceHosts(Sequence[NamespaceHost]):
             for link in ("lo", "eth0"):
                 _ip("-n", host.namespace, "link", "set", link, "up")
             if self._rate is not None:
-                limit = ["tbf", "rate", self._rate, "burst", "64kb", "latency", "200ms"]
-                _call("tc", "-n", host.namespace, "qdisc", "add", "dev", "eth0", "root", *limit)
+                host.limit_rate(self._rate)
 
     def add_wire(self, name: str, subnet: str) -> None:
         """Connect the first two hosts by an additional direct link: an interface `name` with addresses in `subnet`.
@@ -201,7 +207,7 @@ def _ip(*words: str) -> None:
     _call("ip", *words)
 
 
-def _call(*words: str) -> None:
+def _call(*words: str, expected: Sequence[int] = (0,)) -> None:
     done = subprocess.run(words, capture_output=True, text=True)
-    if done.returncode:
+    if done.returncode not in expected:
         raise RuntimeError(f"{' '.join(words)}: {done.stderr.strip() or done.returncode}")

@@ -13,7 +13,16 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
-from ..core import EVENTS, CheckpointError, SettingsError, StrategySpec, Task, evaluating, read_events
+from ..core import (
+    EVENTS,
+    CheckpointError,
+    SettingsError,
+    StrategySpec,
+    Task,
+    evaluating,
+    older_parts,
+    read_events,
+)
 from ..data import Batch, Cursor, Feed, check_source, source_of, split
 from ..distributed import Device, NullWorld
 from ..storage import CheckpointStore, weights
@@ -150,6 +159,8 @@ class _Again:
                 self._compare(found, number)
                 if number == step:
                     break
+        if not self.changed and step not in self.parts and older_parts(self.run.path / EVENTS):
+            self.notes.append("the losses of single replicas are kept for recent steps only, so no rank is compared")
         return found
 
     def _epoch(self) -> Iterator[tuple[Batch, Cursor]]:

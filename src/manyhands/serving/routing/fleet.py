@@ -174,10 +174,10 @@ class Fleet:
         except TimeoutError:
             backend.give_up(f"silent for {SILENCE_SECONDS:g} s")
         except BackendOverloaded:
-            backend.is_up = False
+            backend.is_up, backend.reason = False, "overloaded"
         except Lost as lost:
             # A backend that refuses connections may be shutting down and still finish its in-flight requests.
-            backend.is_up = False
+            backend.is_up, backend.reason = False, backend.reason or "has closed its connections"
             if lost.in_silence:
                 backend.give_up(backend.reason)
         else:

@@ -1,0 +1,217 @@
+"""Older parts of an event log, so that the log of a long run stays small.
+
+A log `events.jsonl` of more than `PART_BYTES` is renamed to `events-000001.jsonl`, and a new one is begun. Parts other
+than the newest are compacted to `events-000001.jsonl.xz`:
+
+- losses, metrics and everything that happens rarely are kept as they are;
+- the memory and the pace of a rank become groups of points, of the size that charts show in the end;
+- of the other values that ranks report about themselves, the last ones are kept;
+- shares of losses, which `manyhands replay` compares for recent steps, are dropped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import lzma
+import math
+import os
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from .errors import FileError
+from .fields import is_event
+from .files import open_regular, parse_json
+
+PART_BYTES = 8 << 20
+"""Size of a log from which it is renamed."""
+PART_LIMIT = 64 << 20
+"""Maximum bytes of a part that are read, so that a small compressed file cannot fill the memory."""
+MEMORY_LIMIT = 128 << 20
+"""Maximum bytes that the decompressor may use."""
+MOST_POINTS = 1000
+"""Number of points of a curve that charts show; groups are as large as possible without a visible difference."""
+COMPRESSED = ".xz"
+
+
+def older_parts(path: Path) -> list[Path]:
+    """Return the older parts of a log, oldest first; of one that is being compacted, the compacted file."""
+    pattern = re.compile(rf"{re.escape(path.stem)}-([0-9]{{6,12}}){re.escape(path.suffix)}({re.escape(COMPRESSED)})?")
+    found: dict[int, Path] = {}
+    with contextlib.suppress(FileNotFoundError), os.scandir(path.parent) as entries:
+        for entry in entries:
+            if match := pattern.fullmatch(entry.name):
+                number = int(match[1])
+                if match[2] or number not in found:
+                    found[number] = path.with_name(entry.name)
+    return [found[number] for number in sorted(found)]
+
+
+def parts_before(path: Path, file: int) -> list[Path]:
+    """Return the parts that are older than an open log, which may have been renamed since it was opened."""
+    who = os.fstat(file)
+    found = []
+    for part in older_parts(path):
+        with contextlib.suppress(OSError):
+            if os.path.samestat(part.lstat(), who):
+                break
+        found.append(part)
+    return found
+
+
+def read_part(path: Path) -> bytes:
+    """Return the lines of an older part.
+
+    Raises:
+        FileError: It is damaged, or larger than `PART_LIMIT`.
+        OSError: It cannot be read.
+    """
+    if path.suffix != COMPRESSED and not os.path.lexists(path):
+        # It was compacted after its name was found.
+        path = path.with_name(path.name + COMPRESSED)
+    with os.fdopen(open_regular(path), "rb") as file:
+        data = file.read(PART_LIMIT + 1)
+    if path.suffix == COMPRESSED:
+        try:
+            decompressor = lzma.LZMADecompressor(lzma.FORMAT_XZ, MEMORY_LIMIT)
+            data = decompressor.decompress(data, PART_LIMIT + 1)
+        except lzma.LZMAError as error:
+            raise FileError(f"{path} must be a compressed part of an event log", got=str(error)) from None
+        if not decompressor.eof and len(data) <= PART_LIMIT:
+            raise FileError(f"{path} must be a whole part of an event log", got="a truncated file")
+    if len(data) > PART_LIMIT:
+        raise FileError(f"{path} must have at most {PART_LIMIT:,} bytes", got="a larger part of a log")
+    return data
+
+
+def next_part(path: Path) -> Path:
+    """Return the name under which a log is put aside."""
+    parts = older_parts(path)
+    number = int(_first_name(parts[-1]).rpartition("-")[2]) + 1 if parts else 1
+    return path.with_name(f"{path.stem}-{number:06d}{path.suffix}")
+
+
+def _first_name(path: Path) -> str:
+    return path.name.partition(".")[0]
+
+
+def compact_parts(path: Path) -> None:
+    """Compact all parts of a log but the newest, which a reader may be reading; what cannot be written stays."""
+    parts = older_parts(path)
+    counts: dict[str, int] = {}
+    for part in parts[:-1]:
+        with contextlib.suppress(OSError, FileError):
+            if part.suffix == COMPRESSED:
+                counts = _counts(part)
+                part.with_suffix("").unlink(missing_ok=True)
+                continue
+            compaction = Compaction(counts)
+            lines = list(compaction.lines(read_part(part).splitlines(keepends=True)))
+            counts = compaction.counts
+            _write(part, b"".join([_line({"v": 1, "t": 0.0, "kind": "compacted", "counts": counts}), *lines]))
+
+
+def _write(part: Path, data: bytes) -> None:
+    """Write the compacted part completely before the other one is removed."""
+    temporary, target = part.with_suffix(".tmp"), part.with_name(part.name + COMPRESSED)
+    try:
+        with os.fdopen(open_regular(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
+            file.write(lzma.compress(data, preset=6))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, target)
+    finally:
+        temporary.unlink(missing_ok=True)
+    part.unlink()
+
+
+def _counts(part: Path) -> dict[str, int]:
+    """Return the numbers of points up to the end of a compacted part."""
+    entry = parse_json(read_part(part).partition(b"\n")[0])
+    found = entry.get("counts") if isinstance(entry, dict) else None
+    return {str(name): int(count) for name, count in (found or {}).items()}
+
+
+def _line(entry: dict[str, Any]) -> bytes:
+    return json.dumps(entry, separators=(",", ":")).encode() + b"\n"
+
+
+class Compaction:
+    """Reduces the lines of one part; `counts` has the number of points of each curve before it, then after it."""
+
+    def __init__(self, counts: dict[str, int]) -> None:
+        self.counts = dict(counts)
+        self._waits: dict[int, dict[str, Any]] = {}
+        """The last breakdown of each rank's time."""
+        self._curves: dict[tuple[str, int], list[tuple[float, float]]] = {}
+        """Points of this part, by curve and rank."""
+
+    def lines(self, lines: Iterable[bytes]) -> Iterator[bytes]:
+        """Yield the lines to keep; damaged ones stay as they are."""
+        for line in lines:
+            try:
+                entry = parse_json(line)
+            except FileError:
+                entry = None
+            if not is_event(entry):
+                yield line
+                continue
+            kind = entry["kind"]
+            if kind in ("start", "recovered"):
+                # Readers drop ranks and steps at these events, so what was reported before must precede them.
+                yield from self._held()
+                if kind == "recovered":
+                    self.counts = {one: n for one, n in self.counts.items() if int(one.split()[1]) < entry["size"]}
+                yield line
+            elif kind == "waits":
+                self._add("memory", entry, entry["t"], entry.get("memory"))
+                self._waits[entry["rank"]] = {**entry, "memory": None}
+            elif kind == "pace":
+                self._add("pace", entry, entry["step"], entry["seconds"])
+            elif kind == "steps":
+                entry.pop("samples_per_second", None)
+                yield _line(entry)
+            elif kind != "parts":
+                yield line
+        yield from self._held()
+
+    def _add(self, curve: str, entry: dict[str, Any], x: float, value: float | None) -> None:
+        if value is not None and math.isfinite(value):
+            self._curves.setdefault((curve, entry["rank"]), []).append((x, value))
+
+    def _held(self) -> Iterator[bytes]:
+        """Yield what was collected about the ranks."""
+        for entry in self._waits.values():
+            yield _line(entry)
+        for (curve, rank), points in self._curves.items():
+            before = self.counts.get(f"{curve} {rank}", 0)
+            self.counts[f"{curve} {rank}"] = before + len(points)
+            columns = grouped(points, before)
+            yield _line({"v": 1, "t": 0.0, "kind": "points", "curve": curve, "rank": rank, **columns})
+        self._waits, self._curves = {}, {}
+
+
+def grouped(points: list[tuple[float, float]], before: int) -> dict[str, Any]:
+    """Merge points as a chart of all points does in the end; `before` is the number of points that precede them.
+
+    >>> grouped([(1, 5.0), (2, 7.0)], before=1000)["count"], grouped([(1, 5.0), (2, 7.0)], before=1001)["count"]
+    ([2], [1, 1])
+    """
+    size = 1
+    while before + len(points) > size * MOST_POINTS:
+        size *= 2
+    cuts = [0, *range(-before % size or size, len(points), size), len(points)]
+    groups = [points[a:b] for a, b in itertools.pairwise(cuts)]
+    values = [[value for _, value in group] for group in groups]
+    return {
+        "first": [group[0][0] for group in groups],
+        "x": [group[-1][0] for group in groups],
+        "total": [sum(each) for each in values],
+        "count": [len(each) for each in values],
+        "low": [min(each) for each in values],
+        "high": [max(each) for each in values],
+        "last": points[-1][1],
+    }
