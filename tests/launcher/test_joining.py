@@ -26,7 +26,7 @@ from manyhands.launcher import Join, JoinedHosts, write_token
 from manyhands.launcher.joining.channel import MAX_MESSAGE, MAX_TEXT, Channel, JoinTimeouts, ProtocolError, checked
 from manyhands.launcher.joining.handshake import HostFacts, JoinRefused, introduce
 from manyhands.launcher.joining.join import Other, _FactsOf, _First
-from manyhands.launcher.joining.listener import JoinListener
+from manyhands.launcher.joining.listener import HostsCoordinator, JoinListener
 from manyhands.launcher.joining.tls import NoTls
 from manyhands.launcher.joining.token import JoinToken, read_token
 from manyhands.launcher.processes import turn
@@ -505,3 +505,11 @@ def test_unknown_field_names_are_escaped_and_truncated_in_errors() -> None:
     assert "\x1b" not in str(caught.value)
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 200
+
+
+def test_late_answer_to_a_measurement_of_links_does_not_remove_the_host() -> None:
+    """A coordinator that was restarted on a busy machine does not wait for it."""
+    coordinator: Any = HostsCoordinator.__new__(HostsCoordinator)
+    assert coordinator._handle(None, {"kind": "links", "found": []}) is None
+    with pytest.raises(ProtocolError, match="unexpected message welcome"):
+        coordinator._handle(None, {"kind": "welcome"})
