@@ -36,7 +36,7 @@ from ..report import RESULTS, Check, Report
 from .parameter_servers import ParameterServers
 from .serving import Serving
 from .study import Study
-from .system import Broken, System, Trial
+from .system import RECOVER_SECONDS, Broken, System, Trial
 from .training import Control, HostFaults, Training
 
 SUMMED = ("unrecovered", "wrong_samples", "wrong_answers", "lost_requests", "silent_faults", "left_behind")
@@ -132,7 +132,11 @@ def torment(system: System, seconds: float, tries: Tries, most: int | None) -> N
             faults = system.faults()
             least = min(len(tries.seconds[system.name, fault.name]) for fault in faults)
             fault = system.draw.choice([one for one in faults if len(tries.seconds[system.name, one.name]) == least])
-            tries.add(system, system.inject(fault))
+            try:
+                tries.add(system, system.inject(fault))
+            except Broken:
+                tries.seconds[system.name, fault.name].append(RECOVER_SECONDS)
+                raise
             num += 1
         system.finish()
     except Broken as error:
