@@ -88,7 +88,7 @@ def mirrored(report: Report) -> None:
 
 def unequal(report: Report) -> None:
     """Two processes of which one is slowed to half: together, over the sum of what each reaches alone."""
-    plan = Plan(block=2, rounds=4, warm_up=40) if report.quick else Plan(block=6, rounds=25, warm_up=60)
+    plan = Plan(block=3, rounds=3, warm_up=16) if report.quick else Plan(block=6, rounds=25, warm_up=60)
     timing = fit_unequal(CNN, plan)
     report.add(f"{CNN.name}, 2 processes, one at half speed", timing.times, "two apart")
     report.checks["unequal_of_sum"] = Check(value=of_ceiling(timing.of_rank), at_least=0.9)

@@ -20,6 +20,7 @@ BARS = {
     "fit_over_plain": {"at_most": 1.02},
     "mirrored_over_ddp": {"at_most": 1.02},
     "mirrored2_of_ceiling": {"at_least": 0.92},
+    "unequal_of_sum": {"at_least": 0.9},
     "checkpoint_share": {"at_most": 0.02},
     "import_over_torch": {"at_most": 1.10},
 }

@@ -140,8 +140,11 @@ class Coordinator(RunningJob):
 
     def dismiss(self, place: RankHost, reason: str) -> None:
         """Remove a failed host and its ranks; depending on `after_loss`, end the job or regroup the other ranks."""
+        was_joining = any(member.place is place for member in self._ranks.newcomers)
         lost = self._ranks.remove(place)
         if not lost:
+            if was_joining:
+                self._notify(event("notice", text=f"{place.host} {reason}"))
             return
         for member in lost:
             self._notify(event("lost", rank=member.rank, host=place.host, reason=reason))
