@@ -60,6 +60,28 @@ def test_strategy_with_other_losses_fails_the_selftest(invoke: Invoke, monkeypat
     assert "losses differ from one device by 0.01" in first["detail"]
 
 
+def test_losses_that_become_nan_and_parts_that_raise_are_failures(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("no connection")
+
+    real = selftest._losses
+
+    def skipping(task: Any, spec: StrategySpec, on: Any) -> list[float]:
+        losses = real(task, spec, on)
+        return [losses[0], *(float("nan") for _ in losses[1:])] if spec.replicas == 2 else losses
+
+    monkeypatch.setattr(selftest, "_losses", skipping)
+    monkeypatch.setattr(selftest, "_transfers", broken)
+    monkeypatch.setattr(selftest, "_peers", broken)
+    report = selftest.selftest("cpu*2")
+    assert not report.passed
+    outcomes = {trial.strategy: trial.outcome for trial in report.trials}
+    assert outcomes == {
+        "all-reduce": "failed", "replicas=2": "failed", "tensor=2": "passed", "loops by hand": "failed"
+    }  # fmt: skip
+    assert report.trials[0].detail == "RuntimeError: no connection"
+
+
 def test_strategies_after_the_time_limit_are_omitted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selftest, "_peers", lambda *_: (1.0, 1.0))
     report = selftest.selftest("cpu*2", minutes=1e-6)

@@ -144,6 +144,21 @@ class Text(nn.Module):
         return OrderedDict(kind="text", logits=x)
 
 
+class Cumulative(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.cumsum(0)
+
+
+class RelativeToFirst(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x[:1]
+
+
+class MeanOfCodes(nn.Module):
+    def forward(self, codes: Tensor) -> Tensor:
+        return codes.double() - codes.double().mean(0)
+
+
 class Fixed(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x.reshape(3, 2, 2)
@@ -152,9 +167,12 @@ class Fixed(nn.Module):
 @pytest.mark.parametrize(
     ("net", "example", "message"),
     [
-        (Coupled(), IMAGES, "independently of the others.*whose first row changes"),
+        (Coupled(), IMAGES, "independently of the others.*of which a row changes with the rows after it"),
         (Softmax(), IMAGES[:1], "independently of the others"),
         (Softmax(), torch.zeros(1, 4), "independently of the others"),
+        (Cumulative(), IMAGES, "of which a row changes with the rows before it"),
+        (RelativeToFirst(), IMAGES, "independently of the others"),
+        (MeanOfCodes(), torch.tensor([5]), "independently of the others"),
         (Hidden(), IMAGES, r"one row for each row of the inputs, but got 'output_1_0': float32\[2, \*, 3\].*outputs="),
         (Text(), IMAGES, r"must return tensors, but got kind: str. Pass outputs=\['logits'\]"),
         (Fixed(), IMAGES, "must accept any batch size"),

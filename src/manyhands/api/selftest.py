@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import platform
 import tempfile
 import time
@@ -18,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import training
-from ..core import ManyhandsError, SettingsError, StrategySpec, Task, UsageError
+from ..core import SettingsError, StrategySpec, Task, UsageError
 from ..distributed import DEFAULT_TIMEOUT, Device, World
 from ..options import Display, Equality
 from .bench import steady
@@ -116,21 +117,38 @@ def selftest(
         )
     began = time.monotonic()
     report = SelfTest(machine=_machine(devices))
-    report.transfers = _transfers(devices, timeout)
+
+    def add(trial: StrategyTrial) -> None:
+        report.trials.append(trial)
+        on_trial(trial)
+
+    try:
+        report.transfers = _transfers(devices, timeout)
+    except Exception as error:
+        add(_failed("", "all-reduce", error))
     for network, make in NETWORKS.items():
-        alone = _Alone(make(len(devices)), devices[0], timeout)
+        try:
+            alone = _Alone(make(len(devices)), devices[0], timeout)
+        except Exception as error:
+            add(_failed(network, "one device", error))
+            continue
         for spec in strategies(len(devices)):
             if time.monotonic() - began > 60 * minutes:
-                trial = StrategyTrial(
-                    network=network, strategy=str(spec), outcome=OMITTED, detail=f"{minutes:g} min are over"
-                )
+                late = f"{minutes:g} min are over"
+                add(StrategyTrial(network=network, strategy=str(spec), outcome=OMITTED, detail=late))
             else:
-                trial = _trial(network, spec, alone, devices, on, timeout)
-            report.trials.append(trial)
-            on_trial(trial)
-    report.step_over_ddp, report.step_over_fsdp = _peers(devices, timeout)
+                add(_trial(network, spec, alone, devices, on, timeout))
+    if time.monotonic() - began <= 60 * minutes:
+        try:
+            report.step_over_ddp, report.step_over_fsdp = _peers(devices, timeout)
+        except Exception as error:
+            add(_failed("", "loops by hand", error))
     report.seconds = time.monotonic() - began
     return report
+
+
+def _failed(network: str, what: str, error: Exception) -> StrategyTrial:
+    return StrategyTrial(network=network, strategy=what, outcome=FAILED, detail=f"{type(error).__name__}: {error}")
 
 
 def strategies(size: int) -> Iterator[StrategySpec]:
@@ -251,27 +269,29 @@ def _losses(task: Task, spec: StrategySpec, on: On) -> list[float]:
 def _trial(
     network: str, spec: StrategySpec, alone: _Alone, devices: Sequence[Device], on: On, timeout: float
 ) -> StrategyTrial:
-    told = functools.partial(StrategyTrial, network=network, strategy=str(spec))
+    result = functools.partial(StrategyTrial, network=network, strategy=str(spec))
     try:
         verdict = check(alone.task, spec, on=on, timeout=timeout)
         if not verdict.equal:
-            return told(outcome=FAILED, detail=str(verdict))
+            return result(outcome=FAILED, detail=str(verdict))
         losses = _losses(alone.task, spec, on)
-    except ManyhandsError as error:
-        refused = isinstance(error, UsageError)
-        return told(outcome=REFUSED if refused else FAILED, detail=str(error))
+        ratio = None
+        if not spec.servers:
+            timed = functools.partial(training.time_steps, task=alone.task, spec=spec)
+            ratio = max(map(steady, runtime.call(timed, devices, timeout))) / alone.seconds
+    except UsageError as error:
+        return result(outcome=REFUSED, detail=str(error))
     except Exception as error:
-        return told(outcome=FAILED, detail=f"{type(error).__name__}: {error}")
-    difference = max(abs(a - b) / abs(b) for a, b in zip(losses, alone.losses, strict=True))
-    ratio = None
-    if not spec.servers:
-        timed = functools.partial(training.time_steps, task=alone.task, spec=spec)
-        ratio = max(map(steady, runtime.call(timed, devices, timeout))) / alone.seconds
+        return _failed(network, str(spec), error)
+    if len(losses) != len(alone.losses) or not all(map(math.isfinite, (*losses, *alone.losses))):
+        return result(outcome=FAILED, detail=f"the losses are {losses}, and on one device {alone.losses}")
+    largest = max(map(abs, alone.losses))
+    difference = max(abs(a - b) for a, b in zip(losses, alone.losses, strict=True)) / largest
     # A policy that rounds gradients is compared loosely: it must still learn the same.
     most = TOLERANCE if spec.sync == "allreduce" else 25 * TOLERANCE
     outcome = PASSED if difference <= most else FAILED
     detail = "" if outcome == PASSED else f"losses differ from one device by {difference:.2g}"
-    return told(outcome=outcome, detail=detail, loss_difference=difference, step_ratio=ratio)
+    return result(outcome=outcome, detail=detail, loss_difference=difference, step_ratio=ratio)
 
 
 # -- bandwidth, and loops by hand --------------------------------------------------------------------------------------

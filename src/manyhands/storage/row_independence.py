@@ -23,7 +23,7 @@ def require_independent_rows(
 ) -> None:
     """Raise ArchiveError unless every output has one row for each input row, which depends on no other row.
 
-    The first row of the example is computed alone, and together with rows that differ from it.
+    The first row of the example is computed alone, and before, between and after rows that differ from it.
     """
     for name, spec in signature.outputs.items():
         if not spec.shape or spec.shape[0] is not None:
@@ -33,23 +33,31 @@ def require_independent_rows(
                 remedy="select the others with outputs=, or put the rows first in a module around the network",
             )
     alone = [tensor[:1] for tensor in examples.values()]
-    joined = [torch.cat([tensor[:1], tensor[-1:], _other(tensor[:1])]) for tensor in examples.values()]
+    joined = [torch.cat([tensor[:1], tensor[-1:], _other(tensor)]) for tensor in examples.values()]
     with torch.no_grad():
-        wanted, found = network(*alone), network(*joined)
-    for name, want, have in zip(names, wanted, found, strict=True):
-        if not _is_close(want, have[:1]):
-            raise ArchiveError(
-                "every row must be computed independently of the others, because a server joins rows of several "
-                "requests",
-                got=f"an output {name!r} whose first row changes with the rows after it",
-                remedy="compute nothing over the batch dimension, such as a mean or a softmax over dim 0",
-            )
+        wanted = network(*alone)
+        for place in range(3):
+            found = network(*(tensor.roll(place, 0) for tensor in joined))
+            for name, want, have in zip(names, wanted, found, strict=True):
+                if not _is_close(want, have[place : place + 1]):
+                    raise ArchiveError(
+                        "every row must be computed independently of the others, because a server joins rows of "
+                        "several requests",
+                        got=f"an output {name!r}, of which a row changes with the rows "
+                        f"{'after' if place == 0 else 'before'} it",
+                        remedy="compute nothing over the batch dimension, such as a mean, a cumulative sum or a "
+                        "softmax over dim 0",
+                    )
 
 
-def _other(row: Tensor) -> Tensor:
-    """Return a row with other values of the same range, or integers in another order."""
+def _other(example: Tensor) -> Tensor:
+    """Return a row unlike the first one: other values of the same range, or integers in another order."""
+    row = example[:1]
     if not row.is_floating_point():
-        return row.flip(-1) if row.dim() > 1 else row
+        if row.dim() > 1:
+            return row.flip(-1)
+        differing = example[example != row]
+        return differing[:1] if len(differing) else (row - 1).clamp(min=0) if row.dtype != torch.bool else ~row
     values = row.float()
     low, high = (float(values.min()), float(values.max())) if row.numel() else (math.nan, math.nan)
     if not math.isfinite(high - low):
