@@ -178,7 +178,7 @@ class Fixed(nn.Module):
         (Fixed(), IMAGES, "must accept any batch size"),
         (lambda x: x, IMAGES, "needs an nn.Module"),
         (nn.Linear(4, 2), {"input": IMAGES, "more": torch.ones(2)}, "same number of rows"),
-        (nn.Linear(4, 2), IMAGES[0, 0], "must be a tensor with rows"),
+        (nn.Linear(4, 2), IMAGES[0, 0], "must be a tensor with at least one row"),
     ],
 )
 def test_networks_that_cannot_be_served_are_refused_before_a_file_is_written(
