@@ -101,10 +101,25 @@ def test_equal_devices_keep_equal_shares_by_default(tmp_path: Path) -> None:
     assert all(abs(len(parts[0]) - len(parts[1])) <= 1 for parts in shares(tmp_path).values())
 
 
-def test_strategies_without_unequal_shares_say_so(tmp_path: Path) -> None:
-    run = fit(tmp_path, mh.Mirrored(2, sync="localsteps(4)"), balance=True)
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"sync": "localsteps(4)"}, "only replicas that synchronize in every step"),
+        ({"batch_stats": "local"}, "batch statistics would depend on its speed"),
+        ({"deterministic": True}, "measured times differ from run to run"),
+    ],
+)
+def test_strategies_without_unequal_shares_say_so(settings: dict[str, Any], why: str, tmp_path: Path) -> None:
+    run = fit(tmp_path, mh.Mirrored(2, **settings), balance=True, verify=False)
     texts = [entry["text"] for entry in read_events(run.path / "events.jsonl") if entry["kind"] == "notice"]
-    assert any("the replicas get equal shares of a batch: only replicas that synchronize" in text for text in texts)
+    assert any("the replicas get equal shares of a batch: " in text and why in text for text in texts)
+    assert all(abs(len(parts[0]) - len(parts[1])) <= 1 for parts in shares(tmp_path).values())
+
+
+def test_shares_that_whole_rows_cannot_improve_stay_as_they_are() -> None:
+    feed = Feed(as_source(torch.arange(20)), batch_size=4, num_replicas=2)
+    assert feed.sizes_by(weights_of([0.10, 0.13])) == feed.sizes_by(None) == [2, 2]
+    assert feed.sizes_by(weights_of([0.10, 0.30])) == [3, 1]
 
 
 @pytest.mark.parametrize("count", range(1, 40))

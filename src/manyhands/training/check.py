@@ -170,13 +170,14 @@ class Verdict:
 class _TrialHand(Hand):
     """A hand for trial steps: it reports nothing and ignores stop requests."""
 
+    def __init__(self, world: World, spec: StrategySpec) -> None:
+        super().__init__(world, spec)
+        self.current.votes = False
+
     def notice(self, text: str) -> None:
         pass
 
     def log(self, **values: Any) -> None:
-        pass
-
-    def respond_to_stop(self) -> None:
         pass
 
 

@@ -24,8 +24,11 @@ UNITS = 10_000
 """The sum of the weights by which batches are divided."""
 
 
-def balances(hand: Hand, feed: Feed, wanted: bool | None) -> bool:
-    """Return whether batches are divided by measured speed: if wanted and possible, by default on unequal devices."""
+def balances(hand: Hand, feed: Feed, wanted: bool | None, *, is_limited: bool) -> bool:
+    """Return whether batches are divided by measured speed: if wanted and possible, by default on unequal devices.
+
+    `is_limited` says that a replica's memory is limited, so that a larger share might not fit.
+    """
     if wanted is False or not 1 < hand.size <= feed.batch_size:
         return False
     why = ""
@@ -35,6 +38,14 @@ def balances(hand: Hand, feed: Feed, wanted: bool | None) -> bool:
         why = "over NCCL the replicas' own work cannot be told from their waiting"
     elif not feed.is_indexed:
         why = "a stream is divided before it is known how fast the replicas are"
+    elif hand.spec.batch_stats == "local":
+        why = "each replica's batch statistics would depend on its speed"
+    elif hand.spec.deterministic:
+        why = "measured times differ from run to run, and with them rounding"
+    elif hand.current.choosing is not None:
+        why = "the sync policy is being chosen by measured times"
+    elif is_limited:
+        why = "a larger share might not fit into the memory limit"
     if wanted is None:
         return not why and len(set(hand.replicas.gather_objects(_kind(hand.device)))) > 1
     if why:
@@ -66,22 +77,24 @@ class LoadBalance:
             self._per_row.append(max(busy, 1e-9) / batch.num_samples)
         self._num_seen += 1
         if self._num_seen >= self._check_at:
-            self._divide(batch)
+            self._divide()
             now, waited = time.perf_counter(), self._hand.world.waited
         self._mark = now, waited
 
-    def _divide(self, batch: Batch) -> None:
+    def _divide(self) -> None:
         hand = self._hand
         measured = statistics.median(self._per_row) if self._per_row else 0.0
-        found = hand.replicas.gather_objects((measured, batch.num_samples))
+        seconds = hand.replicas.gather_objects(measured)
         self._per_row.clear()
-        seconds = [per_row for per_row, _ in found]
         self._num_seen = 0
         if min(seconds) > 0:
-            now = max(per_row * rows for per_row, rows in found)
-            balanced = sum(rows for _, rows in found) / sum(1 / per_row for per_row in seconds)
+            weights = weights_of(seconds)
+            # The current batch may be a smaller last one, and whole rows are divided, so full batches are compared.
+            now, balanced = (
+                max(each * rows for each, rows in zip(seconds, self._feed.sizes_by(by), strict=True))
+                for by in (self._feed.weights, weights)
+            )
             if balanced < (1 - WORTHWHILE) * now:
-                weights = weights_of(seconds)
                 self._feed.divide_by(weights)
                 shares = ", ".join(f"{weight / UNITS:.0%}" for weight in weights)
                 hand.notice(

@@ -130,7 +130,7 @@ class TrainingLoop:
             self.sampler = self.sampling(train_feed)
             self.copies = Copies(self.hand.world, self.hand.spec, self.job.copy_every)
             self.copy_parts()
-            is_on = balances(self.hand, train_feed, self.job.balance)
+            is_on = balances(self.hand, train_feed, self.job.balance, is_limited=self.job.memory is not None)
             self.balance = LoadBalance(self.hand, train_feed, is_on=is_on)
             stepper = Stepper(self.hand, self.task, self.total)
             held.callback(stepper.close)
@@ -158,8 +158,8 @@ class TrainingLoop:
             for batch in hand.reader.one_epoch(train_feed):
                 self.rates.set()
                 self.take_step(batch, stepper)
-                self.balance.step(batch)
                 self.marker.mark()
+                self.balance.step(batch)
                 self.copy_parts()
                 self.look(batch)
                 self.keep_agreed()
@@ -213,7 +213,7 @@ class TrainingLoop:
         """Build network, optimizers and feeds, try the loss, and load the last checkpoint of a resumed run."""
         hand, task = self.hand, self.task
         hand.layout = self.job.layout
-        goes_on = self.job.resume and hand.checkpoints.store(self.path).steps()
+        goes_on = self.job.resume and hand.checkpoints.store(self.path, keep=self.job.keep).steps()
         timed = task.replace(model=functools.partial(self.trial.timed_build, task.model))
         hand.build(timed.replace(weights=None) if goes_on else timed, self.trial.try_losses)
         check_patience(self.job.stop, task, [key or "loss" for key in hand.optimizers])

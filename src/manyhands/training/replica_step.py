@@ -55,6 +55,8 @@ class ReplicaStep:
         """The last step's losses over all replicas; under local SGD, this replica's until the next synchronization."""
         self.norms: dict[Key, Tensor] = {}
         """The norms of the last step's gradients before clipping, of optimizers whose gradients are clipped."""
+        self.votes = True
+        """Whether stop requests are answered; not in trials, which are no steps of the run."""
         self.is_midway = False
         """Whether parameters were updated since the last step that is known to be complete."""
         self._tallies: dict[Key, Tally] = {}
@@ -108,7 +110,7 @@ class ReplicaStep:
 
     def respond_to_stop(self) -> None:
         """Turn a stop request into a vote that is sent with the next step."""
-        if self._hand.world.channel.stopping and not self._has_voted:
+        if self.votes and self._hand.world.channel.stopping and not self._has_voted:
             self._vote.fill_(1)
             self._has_voted = True
 

@@ -94,7 +94,9 @@ class StepReporter:
         self._report_pace()
         losses, step = dict(self._hand.losses), self._hand.num_steps
         losses |= {_NORM + key: norm for key, norm in self._hand.current.norms.items()}
-        part = self._hand.current.part_loss if step % self._part_every == 0 else None
+        # Replay computes these again, with equal shares.
+        is_even = self._feed is None or self._feed.weights is None
+        part = self._hand.current.part_loss if is_even and step % self._part_every == 0 else None
         self._unread.append((step, losses if part is None else {**losses, _PART: part}, self._hand.current.good))
 
     def _report_pace(self) -> None:
