@@ -2,7 +2,7 @@
 
 from .arrays import is_arrays
 from .batch import Batch, Cursor, copied, first_dim, map_leaves, split, tensors
-from .batch_split import part_of
+from .batch_split import part_of, sizes_by
 from .bucketed import bucketed
 from .device_resident import Resident, ResidentBatch, in_memory, lies_in_memory
 from .feed import Feed
@@ -26,6 +26,7 @@ __all__ = [
     "Window",
     "Ids",
     "part_of",
+    "sizes_by",
     "as_source",
     "source_of",
     "is_arrays",

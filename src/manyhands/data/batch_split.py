@@ -39,13 +39,15 @@ def weighted_sizes(count: int, weights: tuple[int, ...]) -> tuple[int, ...]:
     >>> weighted_sizes(10, (2, 1)), weighted_sizes(3, (100, 1, 1)), weighted_sizes(1, (1, 1))
     ((7, 3), (1, 1, 1), (1, 0))
     """
-    least = int(count >= len(weights))
-    exact = [(count - least * len(weights)) * weight / sum(weights) for weight in weights]
+    exact = [count * weight / sum(weights) for weight in weights]
     sizes = [int(share) for share in exact]
     by_remainder = sorted(range(len(weights)), key=lambda part: sizes[part] - exact[part])
-    for part in by_remainder[: count - least * len(weights) - sum(sizes)]:
+    for part in by_remainder[: count - sum(sizes)]:
         sizes[part] += 1
-    return tuple(size + least for size in sizes)
+    while count >= len(weights) and 0 in sizes:
+        sizes[sizes.index(max(sizes))] -= 1
+        sizes[sizes.index(0)] += 1
+    return tuple(sizes)
 
 
 @lru_cache(maxsize=256)
@@ -70,6 +72,16 @@ def share_of(
         start += size
     sizes = tuple(stop - first for first, stop in runs)
     return ReplicaShare(_rows(runs), sizes, global_sizes)
+
+
+def sizes_by(weights: tuple[int, ...] | None, count: int, accumulate: int, num_replicas: int) -> list[int]:
+    """Return how many of `count` samples each replica gets by these weights; None for equal shares.
+
+    >>> sizes_by(None, 10, 1, 2), sizes_by((2, 1), 10, 1, 2)
+    ([5, 5], [7, 3])
+    """
+    shares = (share_of(count, accumulate, part, num_replicas, weights) for part in range(num_replicas))
+    return [sum(share.sizes) for share in shares]
 
 
 def part_of(ids: Ids, part: int, num_parts: int, accumulate: int = 1) -> Ids:

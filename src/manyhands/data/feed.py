@@ -119,18 +119,6 @@ class Feed:
                 self._end(batches)
 
     @property
-    def is_indexed(self) -> bool:
-        """Whether the data can be read in any order."""
-        return isinstance(self.source, IndexedSource)
-
-    def sizes_by(self, weights: tuple[int, ...] | None) -> list[int]:
-        """Return how many samples of a full batch each replica would get by these weights; None for equal shares."""
-        reader = self._reader
-        parts = range(reader.num_replicas)
-        shares = [share_of(self.batch_size, reader.accumulate, part, len(parts), weights) for part in parts]
-        return [sum(share.sizes) for share in shares]
-
-    @property
     def weights(self) -> tuple[int, ...] | None:
         """The weights by which batches are divided over the replicas; None for equal shares."""
         return self._reader.weights

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from ..data import Batch, Feed
+from ..data import Batch, Feed, IndexedSource, sizes_by
 from .hand import Hand
 
 NUM_SKIPPED = 2
@@ -36,7 +36,7 @@ def balances(hand: Hand, feed: Feed, wanted: bool | None, *, is_limited: bool) -
         why = "only replicas that synchronize in every step can have unequal shares"
     elif hand.world.is_capturable:
         why = "over NCCL the replicas' own work cannot be told from their waiting"
-    elif not feed.is_indexed:
+    elif not isinstance(feed.source, IndexedSource):
         why = "a stream is divided before it is known how fast the replicas are"
     elif hand.spec.batch_stats == "local":
         why = "each replica's batch statistics would depend on its speed"
@@ -90,10 +90,7 @@ class LoadBalance:
         if min(seconds) > 0:
             weights = weights_of(seconds)
             # The current batch may be a smaller last one, and whole rows are divided, so full batches are compared.
-            now, balanced = (
-                max(each * rows for each, rows in zip(seconds, self._feed.sizes_by(by), strict=True))
-                for by in (self._feed.weights, weights)
-            )
+            now, balanced = (self._step_seconds(seconds, by) for by in (self._feed.weights, weights))
             if balanced < (1 - WORTHWHILE) * now:
                 self._feed.divide_by(weights)
                 shares = ", ".join(f"{weight / UNITS:.0%}" for weight in weights)
@@ -106,6 +103,12 @@ class LoadBalance:
                 return
         self._wait = min(2 * self._wait, MOST_STEPS)
         self._check_at = NUM_SKIPPED + NUM_MEASURED * self._wait
+
+    def _step_seconds(self, seconds: list[float], weights: tuple[int, ...] | None) -> float:
+        """Return the time of the slowest replica on a full batch, by its seconds per row."""
+        hand = self._hand
+        sizes = sizes_by(weights, self._feed.batch_size, hand.spec.accumulate, hand.size)
+        return max(each * rows for each, rows in zip(seconds, sizes, strict=True))
 
 
 def weights_of(seconds: list[float]) -> tuple[int, ...]:
