@@ -61,7 +61,7 @@ def share_of(
     >>> share_of(10, 2, replica=1, num_replicas=2)
     ReplicaShare(rows=array([3, 4, 8, 9]), sizes=(2, 2), global_sizes=(5, 5))
     >>> share_of(10, 1, replica=1, num_replicas=2, weights=(3, 1)).sizes
-    (3,)
+    (2,)
     """
     global_sizes = even_sizes(count, min(accumulate, count))
     runs, start = [], 0
