@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import json
 import os
@@ -154,6 +155,34 @@ def test_sandboxed_replica_cannot_escape(
         asyncio.run(start(resolve("cpu")[0][0], listening.getsockname()[1]))
     assert json.loads(str(caught.value)) == {"escaped": {}, "tried": len(ESCAPES)}
     assert other.read_text() == "secret"
+
+
+@dataclass(frozen=True)
+class WritingIntoPipes(Escaping):
+    """A source that opens every pipe of its process again for writing: the kernel kills its readers then."""
+
+    def open(self, device: str) -> Predictor:
+        for name in os.listdir("/proc/self/fd"):
+            if int(name) > 2:
+                with contextlib.suppress(OSError):
+                    os.write(os.open(f"/proc/self/fd/{name}", os.O_WRONLY | os.O_NONBLOCK), b"x")
+        raise ArchiveError("no pipe could be written")
+
+
+def test_replica_cannot_kill_other_replicas_through_the_pipe_that_ends_them(engine: LocalEngine, adder: Path) -> None:
+    async def start() -> bool:
+        rendezvous, device = ReplicaRendezvous(), resolve("cpu")[0][0]
+        honest = await ServingReplica.start(engine, rendezvous, Exported(adder), device, (1,), quietly=False)
+        try:
+            source = WritingIntoPipes(adder, "", 0)
+            with pytest.raises((RunError, ArchiveError)):
+                await ServingReplica.start(engine, rendezvous, source, device, (1,), quietly=False)
+            return psutil.Process(honest.pid).status() != psutil.STATUS_ZOMBIE
+        finally:
+            honest.close()
+            rendezvous.close()
+
+    assert asyncio.run(start())
 
 
 def _limit_of(pid: int) -> int:

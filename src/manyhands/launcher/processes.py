@@ -104,6 +104,8 @@ class Process:
         self.exit_socket, self.child_exit_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.out, self.child_out = os.pipe()
         self.err, self.child_err = os.pipe()
+        self._child_life, self._life = os.pipe()
+        """Ends of the pipe by which the kernel kills the process when this program exits; -1 if closed."""
         self.pid = 0
         self.pid_fd = -1
         """The pidfd of the process, which is readable when it has exited; -1 before the fork and after the exit."""
@@ -125,14 +127,21 @@ class Process:
         self.open: set[int] = {self.channel_socket.fileno(), self.exit_socket.fileno(), self.out, self.err}
 
     def child_ends(self) -> list[int]:
-        """Return the child's ends of the connections: control channel, stdout, stderr, and the socket for its exit."""
-        return [self.child_channel_socket.fileno(), self.child_out, self.child_err, self.child_exit_socket.fileno()]
+        """Return the child's ends: control channel, stdout, stderr, life pipe, and the socket for its exit."""
+        sockets = self.child_channel_socket.fileno(), self.child_exit_socket.fileno()
+        return [sockets[0], self.child_out, self.child_err, self._child_life, sockets[1]]
 
     def close_child_ends(self) -> None:
         self.child_channel_socket.close()
         self.child_exit_socket.close()
-        os.close(self.child_out)
-        os.close(self.child_err)
+        for fd in (self.child_out, self.child_err, self._child_life):
+            os.close(fd)
+
+    def let_go(self) -> None:
+        """Close the pipe by which the process would be killed; it must have exited, or be meant to end."""
+        life, self._life = self._life, -1
+        if life >= 0:
+            os.close(life)
 
     def close(self, fd: int) -> None:
         """Close one of the parent's ends of the connections."""
@@ -159,6 +168,7 @@ class Process:
     def close_parent_ends(self) -> None:
         """Close all of the parent's ends of the connections, and the pickles that were not read."""
         self.take_pid_fd()
+        self.let_go()
         for fd in list(self.open):
             self.close(fd)
         for pickle_fd in self.pickle_fds:
@@ -205,8 +215,8 @@ class LocalProcesses:
         """Fork a rank for a slot; it joins the other ranks by the rendezvous info."""
         process = Process(slot)
         self._processes.append(process)
-        line, out, err, exit_socket = process.child_ends()
-        self._zygote.fork(slot, info.to_dict(), [line, self._pickle_fd, out, err, exit_socket])
+        line, *others = process.child_ends()
+        self._zygote.fork(slot, info.to_dict(), [line, self._pickle_fd, *others])
         process.close_child_ends()
         self._listen(process.exit_socket.fileno(), lambda: self._read_exit(process))
         self._listen(process.channel_socket.fileno(), lambda: self._read_channel(process))
@@ -303,6 +313,7 @@ class LocalProcesses:
             self._read_remaining(process)
         process.received_at = process.ended_at = time.monotonic()
         process.exit_code = code
+        process.let_go()
         if not last:
             self._listener.handle_exit(process.slot, process)
 
