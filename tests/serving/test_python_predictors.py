@@ -261,7 +261,7 @@ def test_strings_count_toward_the_memory_limit(start: Start) -> None:
 
 def test_number_of_strings_is_limited(start: Start) -> None:
     answer = predict(start({"sentiment": Sentiment}), "sentiment", instances=["a"] * 20_000)
-    assert (answer.status_code, answer.json()["error"][:38]) == (413, "a request may have 16384 strings, but ")
+    assert (answer.status_code, answer.json()["error"][:38]) == (413, "a message may have 16384 strings, but ")
 
 
 def python_version(root: Path, model: str, number: int, word: str) -> Path:
