@@ -35,12 +35,11 @@ UNKNOWN_CODE = 256
 """Exit code of a process whose parent, the zygote, has died; a real one is at most 255."""
 
 
-_FRAME = re.compile(
-    r"frame #\d+: |#\d+ .+ from .*:\d+$|C\+\+ CapturedTraceback:$|Exception raised from .+ \(most recent call first\):$"
-)
+_FRAME = re.compile(r"frame #\d+: |C\+\+ CapturedTraceback:$|Exception raised from .+ \(most recent call first\):$")
+_NUMBERED, _PLACE = re.compile(r"#\d+ "), re.compile(r":\d+$")
 _CONNECTION = re.compile(r"\b(gloo|c10d)::")
-MAX_TRACE = 1000
-"""Maximum lines of a native stack trace; a longer one is forwarded as output."""
+MAX_TRACE, MAX_FRAME = 1000, 2000
+"""Maximum lines of a native stack trace, and characters of each; longer ones are forwarded as output."""
 
 
 class NativeTraces:
@@ -55,16 +54,23 @@ class NativeTraces:
 
     def take(self, line: str | None) -> tuple[list[str], str]:
         """Process the next line of output, or None at its end; return the lines to show, and a stack trace or ""."""
-        if line is not None and _FRAME.match(line.strip()) and len(self._lines) < MAX_TRACE:
+        if line is not None and _is_frame(line) and len(self._lines) < MAX_TRACE:
             self._lines.append(line)
             return [], ""
         before, self._lines = self._lines, [line] if line is not None else []
         shown = [line] if line is not None else []
-        head = 0 if before and _FRAME.match(before[0].strip()) else 1
+        head = 0 if before and _is_frame(before[0]) else 1
         if len(before) <= head:
             return shown, ""
         trace = "\n".join(before)
         return (shown, trace) if _CONNECTION.search(trace) else ([*before[head:], *shown], "")
+
+
+def _is_frame(line: str) -> bool:
+    """Return whether a line is part of a native stack trace; in time proportional to its length."""
+    text = line.strip() if len(line) <= MAX_FRAME else ""
+    is_place = _NUMBERED.match(text) is not None and " from " in text and _PLACE.search(text[-20:]) is not None
+    return is_place or _FRAME.match(text) is not None
 
 
 class ProcessListener(ABC):

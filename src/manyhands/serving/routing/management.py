@@ -23,7 +23,15 @@ MANAGE_SECONDS = 120.0
 """Timeout of management requests to a backend, long enough to load a model."""
 LOOK_SECONDS = 2.0
 """Seconds between two looks at the labels and splits of the backends, and for the answer to one."""
-_SHARE = fields.having(model=fields.text, version=fields.maybe(fields.count), weight=fields.number)
+
+
+def _with(*names: str, **checks: fields.Check) -> fields.Check:
+    """Return a check of objects that also have these fields, which may be None."""
+    whole = fields.having(**checks, **dict.fromkeys(names, fields.maybe(fields.count)))
+    return lambda value: whole(value) and value.keys() >= set(names)
+
+
+_SHARE = _with("version", model=fields.text, weight=lambda value: fields.number(value) and value > 0)
 _ROUTING: fields.Fields = {
     "labels": fields.named(fields.named(fields.count)),
     "splits": fields.named(fields.listed(_SHARE)),
@@ -35,14 +43,14 @@ _VERSION = fields.having(
     error=fields.text,
     requests=fields.named(fields.count),
     latency=fields.listed(fields.count),
-    replicas=fields.listed(fields.mapping),
+    replicas=fields.listed(fields.having(device=fields.text, rows=fields.count)),
     **_COUNTS,
 )
 _STATE: fields.Fields = {
     "models": fields.listed(
-        fields.having(
+        _with(
+            "current",
             name=fields.text,
-            current=fields.maybe(fields.count),
             labels=fields.named(fields.count),
             versions=fields.listed(_VERSION),
         )
