@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import selectors
 import socket
 from collections.abc import Callable
 
@@ -17,6 +18,7 @@ from manyhands.core import ManyhandsError
 from manyhands.distributed import resolve
 from manyhands.launcher.joining.channel import Channel, JoinTimeouts, checked
 from manyhands.launcher.joining.handshake import HostFacts, HostVerifier
+from manyhands.launcher.joining.reachability import PeerBeats
 from manyhands.launcher.joining.token import JoinToken
 from manyhands.launcher.resolvers.hosts_file import HostsFile
 from manyhands.launcher.resolvers.registry import understood
@@ -71,6 +73,17 @@ def join_handshake(data: bytes) -> None:
             raise AssertionError("a host without the token was taken in")
 
 
+def peer_datagram(data: bytes) -> None:
+    """Send bytes from one joined host to another as a heartbeat; nothing without the token counts."""
+    with contextlib.closing(PeerBeats("a", "127.0.0.1", JoinToken(bytes(32)), selectors.DefaultSelector())) as beats:
+        beats.introduce({"b": ("127.0.0.1", beats.port)}, "salt")
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender:
+            sender.sendto(data[:4096], ("127.0.0.1", beats.port))
+        beats._receive()
+        if beats._heard:
+            raise AssertionError("a host without the token was heard")
+
+
 def tf_config(data: bytes) -> None:
     """Read bytes as a TF_CONFIG."""
     text = data.decode("utf-8", "surrogateescape")
@@ -111,6 +124,7 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
     "parameter_server": parameter_server,
     "join_message": join_message,
     "join_handshake": join_handshake,
+    "peer_datagram": peer_datagram,
     "tf_config": tf_config,
     "scheduler": scheduler,
     "hosts_file": hosts_file,
@@ -139,6 +153,7 @@ SEEDS: dict[str, Callable[[], tuple[bytes, ...]]] = {
     ),
     "join_message": lambda: (_join(), b'{"kind": "beat"}', b'{"kind": "hello", "nonce": "00"}'),
     "join_handshake": lambda: (b"\0" + _join(), b"\1" + _framed(b'{"kind": "beat"}') * 2),
+    "peer_datagram": lambda: (b"b\x001\0" + JoinToken(b"x" * 32).prove("peer", "salt", "b", "a", "1").encode(), b""),
     "tf_config": lambda: (_TF,),
     "scheduler": lambda: tuple(
         "\n".join(values.get(name, "") for name in VARIABLES).encode()

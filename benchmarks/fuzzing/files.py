@@ -9,6 +9,7 @@ import atexit
 import contextlib
 import hashlib
 import json
+import lzma
 import shutil
 import tempfile
 import time
@@ -23,6 +24,7 @@ from torch import nn
 
 import manyhands as mh
 from manyhands.core import ManyhandsError, read_events, resolve_options
+from manyhands.core.event_parts import compact_parts
 from manyhands.dashboard.log_source import dump
 from manyhands.dashboard.metrics import Metrics, MetricsSample
 from manyhands.dashboard.run_library import Library
@@ -143,6 +145,28 @@ def event_log(data: bytes) -> None:
     _show(path)
 
 
+def event_parts(data: bytes) -> None:
+    """Read bytes as older parts of a run's log: compressed here if the first byte is below 128, else as they are."""
+    path = folder("event_parts") / "run"
+    shutil.rmtree(path, ignore_errors=True)
+    path.mkdir()
+    lines = data[1:]
+    (path / "events-000001.jsonl.xz").write_bytes(lzma.compress(lines, preset=0) if data[:1] < b"\x80" else lines)
+    for name in ("events-000002.jsonl", "events-000003.jsonl", "events.jsonl"):
+        (path / name).write_bytes(lines)
+    (path / "run.json").write_text('{"spec": {}, "params": {}, "devices": ["cpu"], "batch_size": 4}')
+    for _ in range(2):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for _ in read_events(path / "events.jsonl"):
+                pass
+            repr(Run(path))
+        _show(path.parent)
+        compact_parts(path / "events.jsonl")
+    if (path / "events-000002.jsonl").exists():
+        raise AssertionError("a part was not compacted")
+
+
 def run_record(data: bytes) -> None:
     """Read bytes as a run.json, as runs and as the dashboard do."""
     path = folder("run_record")
@@ -209,6 +233,7 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
     "checkpoint_index": checkpoint_index,
     "weights": weights,
     "event_log": event_log,
+    "event_parts": event_parts,
     "run_record": run_record,
     "metrics": metrics,
     "settings_toml": settings_toml,
@@ -239,6 +264,15 @@ def _index() -> tuple[bytes, ...]:
     return tuple(bytes([number]) + (path / name).read_bytes() for number, name in enumerate(names))
 
 
+def _parts() -> tuple[bytes, ...]:
+    where = {"rank": 0, "curve": "pace", "first": [1, 3], "x": [2, 3], "total": [2.0, 1.0], "count": [2, 1]}
+    points = {"kind": "points", **where, "low": [1.0, 1.0], "high": [1.0, 1.0], "last": 1.0}
+    head = {"kind": "compacted", "counts": {"pace 0": 3, "memory 0": 1}}
+    pace = {"kind": "pace", "rank": 0, "host": "a", "step": 2, "seconds": 0.5}
+    lines = b"".join(json.dumps({"v": 1, "t": 1.0, **one}).encode() + b"\n" for one in (head, points, pace, *EVENTS))
+    return b"\0" + lines, b"\xff" + lzma.compress(lines, preset=0)
+
+
 SEEDS: dict[str, Callable[[], tuple[bytes, ...]]] = {
     "journal": _journal,
     "manifest": lambda: (
@@ -251,6 +285,7 @@ SEEDS: dict[str, Callable[[], tuple[bytes, ...]]] = {
         b'{"t": 1.5, "status": 200, "ms": 4.0}\n',
         *_journal(),
     ),
+    "event_parts": _parts,
     "run_record": lambda: (
         b'{"spec": {"replicas": 2}, "params": {"lr": 0.1}, "devices": ["cpu"], "batch_size": 8, "task": "t"}',
     ),

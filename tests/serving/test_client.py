@@ -14,6 +14,7 @@ import pytest
 
 from manyhands.core import RequestRefused
 from manyhands.serving import Client
+from manyhands.serving.client import MAX_ANSWER_TEXTS
 
 TOKEN = "a-token-for-this-server-alone"
 ROWS = {"x": np.ones((2, 3), np.float32)}
@@ -145,11 +146,23 @@ def test_answer_that_trickles_in_ends_at_the_timeout(hostile: Hostile, parts: li
         b'{"outputs": [{"name": "y", "datatype": "FP32", "shape": [1099511627776], "data": [1]}]}',
         b'{"outputs": [{"name": "y", "datatype": "FP32", "shape": [5], "parameters": {"binary_data_size": -8}}]}',
         b'{"outputs": [{"name": "y", "datatype": "FP32", "shape": "x", "data": [1]}]}',
+        b'{"outputs": [{"name": "y", "datatype": "FP32", "shape": [1180591620717411303424], "data": [1]}]}',
+        b'{"outputs": [{"name": "y", "datatype": "BYTES", "shape": [8388608], "parameters": {"binary_data_size": 0}}]}',
+        b'{"outputs": [{"name": "y", "datatype": "BYTES", "shape": [1], "parameters": {"binary_data_size": "9"}}]}',
     ],
 )
 def test_malformed_answer_raises_request_refused(hostile: Hostile, body: bytes) -> None:
     server = hostile(answer(body))
     with Client(server.url, timeout=5) as client, pytest.raises(RequestRefused, match="not one of the protocol"):
+        client("adder", ROWS)
+
+
+def test_number_of_strings_in_an_answer_is_limited(hostile: Hostile) -> None:
+    num = 4 * (MAX_ANSWER_TEXTS + 1)
+    one = {"name": "y", "datatype": "BYTES", "shape": [num // 4], "parameters": {"binary_data_size": num}}
+    text = json.dumps({"outputs": [one]}).encode()
+    server = hostile(answer(text + bytes(num), f"Inference-Header-Content-Length: {len(text)}\r\n"))
+    with Client(server.url, timeout=20) as client, pytest.raises(RequestRefused, match=f"have {MAX_ANSWER_TEXTS} str"):
         client("adder", ROWS)
 
 

@@ -261,7 +261,7 @@ def test_strings_count_toward_the_memory_limit(start: Start) -> None:
 
 def test_number_of_strings_is_limited(start: Start) -> None:
     answer = predict(start({"sentiment": Sentiment}), "sentiment", instances=["a"] * 20_000)
-    assert (answer.status_code, answer.json()["error"][:38]) == (413, "a request may have 16384 strings, but ")
+    assert (answer.status_code, answer.json()["error"][:38]) == (413, "a message may have 16384 strings, but ")
 
 
 def python_version(root: Path, model: str, number: int, word: str) -> Path:
@@ -306,6 +306,52 @@ def test_folder_with_python_code_is_refused_unless_it_is_trusted(tmp_path: Path,
     assert "start it with --trust-python" in state["versions"][0]["error"]
     assert httpx.post(f"{server.url}/v1/models/words:predict", json={"instances": ["a"]}).status_code == 404
     assert httpx.get(f"{server.url}/v2/models/adder/ready").status_code == 200
+    assert not (root / "executed").exists()
+
+
+@pytest.mark.usefixtures("settled")
+def test_no_way_to_load_a_version_executes_python_code_without_trust(tmp_path: Path, adder: Path, start: Start) -> None:
+    """By management, labels, splits, a state file, a version swap, links, or code that appears in a loaded version."""
+    root = tmp_path / "models"
+    publish(adder, root / "words", 1)
+    for number in (2, 3):
+        python_version(root, "words", number, "!")
+    (root / "words" / "4").symlink_to(root / "words" / "3")
+    publish(adder, root / "words", 5)
+    (root / "words" / "5" / "predictor.py").symlink_to(root / "words" / "3" / "predictor.py")
+    (root / ".serving").mkdir()
+    state = {
+        "labels": {"new": 3},
+        "shares": [{"model": "words", "version": 2, "weight": 1}],
+        "rejected": [],
+        "asked": [2],
+    }
+    (root / ".serving" / "words.json").write_text(json.dumps({**state, "unloaded": False}))
+    server = start(root, versions="all")
+    with httpx.Client(base_url=server.manage_url, timeout=60) as manage:
+        for number in (2, 3, 4, 5):
+            assert manage.post("/manage/models/words/load", json={"version": number}).status_code != 200
+            label = manage.post("/manage/models/words/label", json={"label": "x", "version": number})
+            share = {"version": number, "weight": 1}
+            assert label.status_code != 200
+            assert manage.post("/manage/models/words/split", json={"shares": [share]}).status_code != 200
+        code = (root / "words" / "3" / "predictor.py").read_text()
+        for parameters in ({"file:6/predictor.py": code}, {"config": "{}"}):
+            asked = manage.post("/v2/repository/models/words/load", json={"parameters": parameters})
+            assert asked.status_code == 400
+        # Code that is added after the scan that found a complete version.
+        publish(adder, root / "words", 7)
+        eventually(lambda: server.state()["models"][0]["current"] == 7)
+        (root / "words" / "7" / "predictor.py").write_text(code)
+        for replica in server.state()["models"][0]["versions"][-1]["replicas"]:
+            os.kill(replica["pid"], 9)
+        eventually(lambda: server.state()["models"][0]["versions"][-1]["replicas"] == [])
+        assert manage.post("/manage/models/words/load", json={"version": 1}).status_code == 200
+        assert httpx.post(
+            f"{server.url}/v1/models/words/versions/1:predict", json={"instances": [[1, 2, 3]]}
+        ).is_success
+    with pytest.raises(ArchiveError, match="must consist of"):
+        mh.load(root / "words" / "7")
     assert not (root / "executed").exists()
 
 

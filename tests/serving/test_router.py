@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -665,3 +666,42 @@ def end(program: subprocess.Popen[Any]) -> None:
         program.terminate()
         program.wait(120)
         psutil.wait_procs(below, 60)
+
+
+@contextlib.contextmanager
+def managed(body: bytes) -> Iterator[str]:
+    """Yield the address of a backend that is ready, and whose management answers this to everything."""
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *words: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"127.0.0.1:{server.server_port}/{server.server_port}/{server.server_port}"
+        server.shutdown()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"{", b"[]", b"{}", b'{"labels": [], "splits": {}}', b'{"labels": {"m": 1}, "splits": {}}',
+     b'{"labels": {}, "splits": {"m": [{"model": 1}]}, "models": [{}]}'],
+)  # fmt: skip
+def test_malformed_answer_of_a_backend_does_not_affect_the_others(route: Route, body: bytes) -> None:
+    usual = b'{"labels": {}, "splits": {}, "models": [], "ready": true}'
+    with managed(body) as hostile, managed(usual) as honest:
+        router = route(hostile, honest)
+        until(lambda: all(one["up"] for one in backends_of(router).values()))
+        with httpx.Client(base_url=router.manage_url) as http:
+            assert http.get("/manage/models").json()["models"] == []
+            with managed(usual) as later:
+                assert http.post("/manage/backends", json={"add": later}).status_code == 200
+                until(lambda: sum(one["up"] for one in backends_of(router).values()) == 3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import json
 import os
@@ -31,7 +32,7 @@ from manyhands.core import ArchiveError, Predictor, RunError, Signature, TensorS
 from manyhands.distributed import Device, resolve
 from manyhands.launcher import LocalEngine
 from manyhands.serving import Replicas
-from manyhands.serving.compute import REPLY
+from manyhands.serving.compute import REFUSED, REPLY
 from manyhands.serving.replica import ServingReplica
 from manyhands.serving.replica_process import Exported
 from manyhands.serving.replica_rendezvous import ReplicaRendezvous
@@ -154,6 +155,34 @@ def test_sandboxed_replica_cannot_escape(
         asyncio.run(start(resolve("cpu")[0][0], listening.getsockname()[1]))
     assert json.loads(str(caught.value)) == {"escaped": {}, "tried": len(ESCAPES)}
     assert other.read_text() == "secret"
+
+
+@dataclass(frozen=True)
+class WritingIntoPipes(Escaping):
+    """A source that opens every pipe of its process again for writing: the kernel kills its readers then."""
+
+    def open(self, device: str) -> Predictor:
+        for name in os.listdir("/proc/self/fd"):
+            if int(name) > 2:
+                with contextlib.suppress(OSError):
+                    os.write(os.open(f"/proc/self/fd/{name}", os.O_WRONLY | os.O_NONBLOCK), b"x")
+        raise ArchiveError("no pipe could be written")
+
+
+def test_replica_cannot_kill_other_replicas_through_the_pipe_that_ends_them(engine: LocalEngine, adder: Path) -> None:
+    async def start() -> bool:
+        rendezvous, device = ReplicaRendezvous(), resolve("cpu")[0][0]
+        honest = await ServingReplica.start(engine, rendezvous, Exported(adder), device, (1,), quietly=False)
+        try:
+            source = WritingIntoPipes(adder, "", 0)
+            with pytest.raises((RunError, ArchiveError)):
+                await ServingReplica.start(engine, rendezvous, source, device, (1,), quietly=False)
+            return psutil.Process(honest.pid).status() != psutil.STATUS_ZOMBIE
+        finally:
+            honest.close()
+            rendezvous.close()
+
+    assert asyncio.run(start())
 
 
 def _limit_of(pid: int) -> int:
@@ -492,6 +521,25 @@ def test_replica_that_violates_the_protocol_is_replaced(start: Start) -> None:
         assert until(lambda name=name: ask(server.url, name, [[0.0]]).status_code == 200)
 
 
+class ExportedLiar(Exported):
+    """An exported model whose author controls its process: it says that the request is invalid, with a text."""
+
+    def open(self, device: str) -> Predictor:
+        return Liar(REPLY.pack(1, REFUSED, 0) + b"a text of the author")
+
+
+def test_sandboxed_replica_cannot_choose_the_text_of_a_refusal(
+    adder: Path, start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("manyhands.serving.catalogue.Exported", ExportedLiar)
+    publish(adder, tmp_path / "models" / "liar", 1)
+    server = start(tmp_path / "models", log=tmp_path / "log")
+    answer = ask(server.url, "liar", [[1.0]])
+    assert answer.status_code == 500
+    assert "author" not in answer.text
+    assert "a text of the author" in (tmp_path / "log" / "events.jsonl").read_text()
+
+
 @pytest.fixture(scope="module")
 def hostile(adder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with an honest model, hostile ones that load, and two that must not take over."""
@@ -647,7 +695,16 @@ class Flooding(Moody):
         return {"y": inputs["x"] + 1}
 
 
-@pytest.mark.parametrize("data", [b"\n" * 4096, b"x" * 4096], ids=["lines", "one line"])
+FLOODS = {
+    "lines": b"\n" * 4096,
+    "one line": b"x" * 4096,
+    "stack traces": b"error\nframe #0: gloo::transport\n" * 128,
+    "frames of stack traces": b"frame #0: gloo::transport\n" * 128,
+    "lines like stack traces": b"#0 a" + b" from b" * 9000 + b"\n",
+}
+
+
+@pytest.mark.parametrize("data", FLOODS.values(), ids=FLOODS.keys())
 def test_replica_that_floods_its_output_is_killed(engine: LocalEngine, adder: Path, data: bytes) -> None:
     began = time.monotonic()
     with pytest.raises(RunError, match="SIGKILL"):

@@ -57,6 +57,21 @@ def test_listener_with_token_accepts_any_host_but_checks_origin() -> None:
     assert refusal is not None
 
 
+def test_web_pages_read_neither_models_nor_routing(start: Start, adder: Path, tmp_path: Path) -> None:
+    publish(adder, tmp_path / "adder", 1)
+    server = start(tmp_path)
+    pages = [
+        ({"Host": "evil.example"}, 421),
+        ({"Origin": "https://evil.example"}, 403),
+        ({"Sec-Fetch-Site": "cross-site"}, 403),
+    ]
+    for path in ("/manage/models", "/manage/routing"):
+        assert httpx.get(server.manage_url + path).status_code == 200
+        assert httpx.get(server.url + path).status_code == 404
+        for headers, status in pages:
+            assert httpx.get(server.manage_url + path, headers=headers).status_code == status
+
+
 def test_health_endpoint_needs_no_token_and_management_does() -> None:
     access = Access(AccessToken("a"), Sites("127.0.0.1"), "closed for now")
     assert access("/v2/health/live", {b"host": b"evil.example"}) is None

@@ -186,6 +186,7 @@ def test_reload_config_changes_served_models_and_versions(start: Start, adder: P
         ({"name": "three"}, "NOT_FOUND"),
         ({"name": "one", "base_path": "/etc"}, "INVALID_ARGUMENT"),
         ({"name": "one", "version_labels": {"new": 9}}, "FAILED_PRECONDITION"),
+        ({"name": "one", "version_labels": {'"} 1\nmanyhands_available{': 2}}, "INVALID_ARGUMENT"),
     ):
         with pytest.raises(grpc.RpcError) as caught:
             reload(server, wrong)

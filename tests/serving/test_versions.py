@@ -289,6 +289,24 @@ def test_state_folder_of_another_user_is_not_read(tmp_path: Path) -> None:
             StateFolder(path).write("adder", state)
 
 
+EVIL = 'x"} 1\nmanyhands_available{model="adder",version="1"} 0\n# {a="'
+
+
+def test_label_from_a_state_file_cannot_forge_metrics(adder: Path, tmp_path: Path, start: Start) -> None:
+    publish(adder, tmp_path / "models" / "adder", 1)
+    (tmp_path / "models" / ".serving").mkdir()
+    state = {"labels": {EVIL: 1}, "shares": [], "rejected": [], "asked": [], "unloaded": False}
+    (tmp_path / "models" / ".serving" / "adder.json").write_text(json.dumps(state))
+    server = start(tmp_path / "models", log=tmp_path / "log")
+    text = httpx.get(f"{server.url}/metrics").text
+    assert [line for line in text.splitlines() if line.startswith("manyhands_available")] == [
+        'manyhands_available{model="adder",version="1"} 1'
+    ]
+    assert server.state()["models"][0]["labels"] == {}
+    kinds = [entry["kind"] for entry in read_events(tmp_path / "log" / "events.jsonl")]
+    assert "state_refused" in kinds
+
+
 class Moody(Predictor):
     """Raises where its input is negative."""
 

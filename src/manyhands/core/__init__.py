@@ -28,7 +28,7 @@ from .errors import (
     UsageError,
     WorkerFailed,
 )
-from .event_parts import older_parts, parts_before, read_part
+from .event_parts import PartReader, older_parts, parts_before
 from .events import EVENTS, Event, EventLog, event, keep_event, read_events
 from .files import LINE_LIMIT, open_regular, opened, parse_json, read_file, read_json, read_lines, replace_text
 from .formatting import (
@@ -178,8 +178,8 @@ __all__ = [
     "keep_event",
     "read_events",
     "older_parts",
+    "PartReader",
     "parts_before",
-    "read_part",
     "fields",
     "LINE_LIMIT",
     "open_regular",

@@ -20,18 +20,23 @@ import os
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from .errors import FileError
 from .fields import is_event
-from .files import open_regular, parse_json
+from .files import LINE_LIMIT, open_regular, parse_json
 
 PART_BYTES = 8 << 20
 """Size of a log from which it is renamed."""
 PART_LIMIT = 64 << 20
 """Maximum bytes of a part that are read, so that a small compressed file cannot fill the memory."""
-MEMORY_LIMIT = 128 << 20
+DICTIONARY = 1 << 20
+"""Bytes of the window in which the compression finds repetitions, which a reader must hold too."""
+MEMORY_LIMIT = 4 << 20
 """Maximum bytes that the decompressor may use."""
+FILTER = {"id": lzma.FILTER_LZMA2, "preset": 6, "dict_size": DICTIONARY}
+_PIECE = 64 << 10
+_CURVE = re.compile(r"(?:memory|pace) [0-9]{1,9}")
 MOST_POINTS = 1000
 """Number of points of a curve that charts show; groups are as large as possible without a visible difference."""
 COMPRESSED = ".xz"
@@ -62,6 +67,72 @@ def parts_before(path: Path, file: int) -> list[Path]:
     return found
 
 
+class PartReader:
+    """Reads an older part of a log in pieces, and keeps none of them: a small compressed file can have many bytes.
+
+    Args:
+        path: The part. If it is compacted before the first piece is read, the compacted file is read.
+        offset: Where to begin in a part that is not compacted.
+    """
+
+    def __init__(self, path: Path, offset: int = 0) -> None:
+        self._path, self._offset, self._left = path, offset, PART_LIMIT
+        self._file_id: tuple[int, int] | None = None
+        self._decompressor: lzma.LZMADecompressor | None = None
+
+    def read(self, size: int) -> bytes:
+        """Return at most so many of the next bytes; nothing at the end.
+
+        Raises:
+            FileNotFoundError: The part was compacted after its first piece was read.
+            FileError: It is damaged, or larger than `PART_LIMIT`.
+            OSError: It cannot be read.
+        """
+        if self._file_id is None:
+            self._begin()
+        with os.fdopen(open_regular(self._path), "rb") as file:
+            found = os.fstat(file.fileno())
+            if self._file_id not in (None, (found.st_dev, found.st_ino)):
+                raise FileNotFoundError(f"{self._path} was replaced")
+            self._file_id = found.st_dev, found.st_ino
+            file.seek(self._offset)
+            # One byte more than is allowed, so that a part that is too large is noticed.
+            most = min(size, self._left + 1)
+            data = self._decompressed(file, most) if self._decompressor is not None else self._plain(file, most)
+        self._left -= len(data)
+        if self._left < 0:
+            raise FileError(f"{self._path} must have at most {PART_LIMIT:,} bytes", got="a larger part of a log")
+        return data
+
+    def _begin(self) -> None:
+        if self._path.suffix != COMPRESSED and not os.path.lexists(self._path):
+            # It was compacted after its name was found.
+            self._path = self._path.with_name(self._path.name + COMPRESSED)
+        if self._path.suffix == COMPRESSED:
+            self._offset, self._decompressor = 0, lzma.LZMADecompressor(lzma.FORMAT_XZ, MEMORY_LIMIT)
+
+    def _plain(self, file: BinaryIO, size: int) -> bytes:
+        data = file.read(size)
+        self._offset += len(data)
+        return data
+
+    def _decompressed(self, file: BinaryIO, size: int) -> bytes:
+        assert self._decompressor is not None
+        data = b""
+        try:
+            while not data and not self._decompressor.eof:
+                raw = file.read(_PIECE) if self._decompressor.needs_input else b""
+                self._offset += len(raw)
+                if self._offset > PART_LIMIT:
+                    raise FileError(f"{self._path} must have at most {PART_LIMIT:,} bytes", got="a larger file")
+                if not raw and self._decompressor.needs_input:
+                    raise FileError(f"{self._path} must be a whole part of an event log", got="a truncated file")
+                data = self._decompressor.decompress(raw, size)
+        except lzma.LZMAError as error:
+            raise FileError(f"{self._path} must be a compressed part of an event log", got=str(error)) from None
+        return data
+
+
 def read_part(path: Path) -> bytes:
     """Return the lines of an older part.
 
@@ -69,22 +140,8 @@ def read_part(path: Path) -> bytes:
         FileError: It is damaged, or larger than `PART_LIMIT`.
         OSError: It cannot be read.
     """
-    if path.suffix != COMPRESSED and not os.path.lexists(path):
-        # It was compacted after its name was found.
-        path = path.with_name(path.name + COMPRESSED)
-    with os.fdopen(open_regular(path), "rb") as file:
-        data = file.read(PART_LIMIT + 1)
-    if path.suffix == COMPRESSED:
-        try:
-            decompressor = lzma.LZMADecompressor(lzma.FORMAT_XZ, MEMORY_LIMIT)
-            data = decompressor.decompress(data, PART_LIMIT + 1)
-        except lzma.LZMAError as error:
-            raise FileError(f"{path} must be a compressed part of an event log", got=str(error)) from None
-        if not decompressor.eof and len(data) <= PART_LIMIT:
-            raise FileError(f"{path} must be a whole part of an event log", got="a truncated file")
-    if len(data) > PART_LIMIT:
-        raise FileError(f"{path} must have at most {PART_LIMIT:,} bytes", got="a larger part of a log")
-    return data
+    reader = PartReader(path)
+    return b"".join(iter(lambda: reader.read(1 << 20), b""))
 
 
 def next_part(path: Path) -> Path:
@@ -119,7 +176,7 @@ def _write(part: Path, data: bytes) -> None:
     temporary, target = part.with_suffix(".tmp"), part.with_name(part.name + COMPRESSED)
     try:
         with os.fdopen(open_regular(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
-            file.write(lzma.compress(data, preset=6))
+            file.write(lzma.compress(data, filters=[FILTER]))
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, target)
@@ -129,10 +186,13 @@ def _write(part: Path, data: bytes) -> None:
 
 
 def _counts(part: Path) -> dict[str, int]:
-    """Return the numbers of points up to the end of a compacted part."""
-    entry = parse_json(read_part(part).partition(b"\n")[0])
-    found = entry.get("counts") if isinstance(entry, dict) else None
-    return {str(name): int(count) for name, count in (found or {}).items()}
+    """Return the numbers of points up to the end of a compacted part; none if its first line does not have them."""
+    reader, data = PartReader(part), b""
+    while b"\n" not in data and len(data) < LINE_LIMIT and (more := reader.read(_PIECE)):
+        data += more
+    entry = parse_json(data.partition(b"\n")[0])
+    found = entry["counts"] if is_event(entry) and entry["kind"] == "compacted" else {}
+    return {name: count for name, count in found.items() if _CURVE.fullmatch(name)}
 
 
 def _line(entry: dict[str, Any]) -> bytes:
@@ -153,7 +213,7 @@ class Compaction:
         """Yield the lines to keep; damaged ones stay as they are."""
         for line in lines:
             try:
-                entry = parse_json(line)
+                entry = parse_json(line) if len(line) <= LINE_LIMIT else None
             except FileError:
                 entry = None
             if not is_event(entry):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 import os
@@ -146,7 +147,7 @@ def _older_lines(parts: Sequence[Path]) -> Iterator[bytes | None]:
     """Yield the lines of older parts; None for a part that cannot be read."""
     for part in parts:
         try:
-            yield from read_part(part).splitlines(keepends=True)
+            yield from read_lines(io.BytesIO(read_part(part)))
         except (OSError, FileError):
             yield None
 

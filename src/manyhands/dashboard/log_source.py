@@ -40,6 +40,8 @@ class LogSource(ABC):
         """Modification times and sizes of the folder's files."""
         self.has_read: tuple[tuple[int, int], ...] = ()
         """The signature at the last read."""
+        self.read_last = 0
+        """Number of the library's last read of this folder."""
         self.is_held = False
         """Whether a process holds the folder's lock."""
         self.num_refused = 0

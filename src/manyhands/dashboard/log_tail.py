@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..core import LINE_LIMIT, FileError, open_regular, parse_json, parts_before, read_part
+from ..core import LINE_LIMIT, FileError, PartReader, open_regular, parse_json, parts_before
 
 SLICE = 1 << 18
 """Number of bytes that are read at a time, so that one long log does not delay the others."""
@@ -43,8 +43,10 @@ class Tail:
         self._pending = 0
         self._parts: list[Path] = []
         """Older parts of the log that are still to be read."""
+        self._part: PartReader | None = None
+        """The older part that is being read."""
         self._rest = b""
-        """What is left of the part that is being read."""
+        """Its last line, of which not all was read."""
         self._is_skipping = False
         """Whether the next data is the rest of a line that is too long."""
 
@@ -62,15 +64,20 @@ class Tail:
         self.num_damaged += len(lines) - len(found)
         return found
 
+    @property
+    def _is_behind(self) -> bool:
+        """Whether older parts of the log are still to be read."""
+        return self._part is not None or bool(self._parts)
+
     def _lines(self) -> list[bytes]:
         """Return the complete lines of the next slice."""
-        if self._parts or self._rest:
+        if self._is_behind:
             return self._older_lines()
         try:
             with os.fdopen(open_regular(self.path), "rb") as file:
                 self.error = ""
                 size = self._look(file.fileno())
-                if self._parts or self._rest:
+                if self._is_behind:
                     return self._older_lines()
                 if size == self.offset:
                     return []
@@ -124,29 +131,38 @@ class Tail:
             try:
                 found = part.lstat()
                 if (found.st_dev, found.st_ino) == file_id:
-                    self._rest, self._parts = read_part(part)[self.offset :], parts[index + 1 :]
+                    self._part, self._parts = PartReader(part, self.offset), parts[index + 1 :]
                     return True
             except (OSError, FileError):
                 continue
         return False
 
     def _older_lines(self) -> list[bytes]:
-        """Return complete lines of the older parts, about a slice at a time."""
-        if not self._rest:
-            part = self._parts.pop(0)
-            try:
-                self._rest = read_part(part)
-            except (OSError, FileError):
-                self.num_damaged += 1
-        end = self._rest.rfind(b"\n", 0, SLICE) + 1 or self._rest.find(b"\n") + 1 or len(self._rest)
-        data, self._rest = self._rest[:end], self._rest[end:]
-        self.num_read += end
-        # The log itself is still to be read too.
-        self._pending = len(self._rest) + len(self._parts) + 1
-        if end > LINE_LIMIT:
+        """Return the complete lines of the next slice of the older parts."""
+        part = self._part = self._part or PartReader(self._parts.pop(0))
+        try:
+            data = part.read(SLICE)
+        except FileNotFoundError:
+            # It was compacted, which merges lines that were read already with others.
+            data, self._rest, self._parts = b"", b"", []
+            self.offset, self._file_id, self.was_replaced = 0, None, True
+        except (OSError, FileError):
+            data, self._rest = b"", b""
             self.num_damaged += 1
-            return []
-        return data.split(b"\n")
+        self.num_read += len(data)
+        # The log itself is still to be read too.
+        self._pending = len(self._parts) + 1
+        lines = (self._rest + data).split(b"\n")
+        self._rest = lines.pop()
+        if not data:
+            # The last line of a part ends with it.
+            lines, self._rest, self._part = [self._rest], b"", None
+        if self._is_skipping and (lines or not data):
+            lines, self._is_skipping = lines[1:], False
+        if len(self._rest) > LINE_LIMIT:
+            self.num_damaged += not self._is_skipping
+            self._rest, self._is_skipping = b"", True
+        return lines
 
 
 def _parsed(lines: Sequence[bytes]) -> list[Any]:

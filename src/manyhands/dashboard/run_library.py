@@ -58,6 +58,7 @@ class Library:
         self._states: dict[str, str] = {}
         self._scanned_at = float("-inf")
         self._wanted = ""
+        self._num_reads = 0
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[None]:
@@ -95,6 +96,8 @@ class Library:
     def refresh(self) -> bool:
         """Search for new folders if `INTERVAL` has passed, and read a slice of a folder with unread data.
 
+        Every second slice is of the folder that has waited longest, so that one without an end does not delay others.
+
         Returns:
             Whether a slice was read, so that this method should be called again without a pause.
         """
@@ -103,9 +106,10 @@ class Library:
             self._scan()
             grown = [source for source in self._in_order() if source.signature != source.has_read]
             self._note([source for source in grown if not source.pending and self._read(source)])
-        source = next((source for source in self._in_order() if source.pending), None)
-        if source is None:
+        pending = [source for source in self._in_order() if source.pending]
+        if not pending:
             return False
+        source = pending[0] if self._num_reads % 2 else min(pending, key=lambda source: source.read_last)
         if self._read(source):
             self._note([source])
         return True
@@ -198,6 +202,8 @@ class Library:
         A source whose files were replaced begins again as an empty one.
         """
         with self.turn():
+            self._num_reads += 1
+            source.read_last = self._num_reads
             try:
                 seen = source.refresh()
             except Exception as error:

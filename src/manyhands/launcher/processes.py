@@ -35,12 +35,11 @@ UNKNOWN_CODE = 256
 """Exit code of a process whose parent, the zygote, has died; a real one is at most 255."""
 
 
-_FRAME = re.compile(
-    r"frame #\d+: |#\d+ .+ from .*:\d+$|C\+\+ CapturedTraceback:$|Exception raised from .+ \(most recent call first\):$"
-)
+_FRAME = re.compile(r"frame #\d+: |C\+\+ CapturedTraceback:$|Exception raised from .+ \(most recent call first\):$")
+_NUMBERED, _PLACE = re.compile(r"#\d+ "), re.compile(r":\d+$")
 _CONNECTION = re.compile(r"\b(gloo|c10d)::")
-MAX_TRACE = 1000
-"""Maximum lines of a native stack trace; a longer one is forwarded as output."""
+MAX_TRACE, MAX_FRAME = 1000, 2000
+"""Maximum lines of a native stack trace, and characters of each; longer ones are forwarded as output."""
 
 
 class NativeTraces:
@@ -55,16 +54,23 @@ class NativeTraces:
 
     def take(self, line: str | None) -> tuple[list[str], str]:
         """Process the next line of output, or None at its end; return the lines to show, and a stack trace or ""."""
-        if line is not None and _FRAME.match(line.strip()) and len(self._lines) < MAX_TRACE:
+        if line is not None and _is_frame(line) and len(self._lines) < MAX_TRACE:
             self._lines.append(line)
             return [], ""
         before, self._lines = self._lines, [line] if line is not None else []
         shown = [line] if line is not None else []
-        head = 0 if before and _FRAME.match(before[0].strip()) else 1
+        head = 0 if before and _is_frame(before[0]) else 1
         if len(before) <= head:
             return shown, ""
         trace = "\n".join(before)
         return (shown, trace) if _CONNECTION.search(trace) else ([*before[head:], *shown], "")
+
+
+def _is_frame(line: str) -> bool:
+    """Return whether a line is part of a native stack trace; in time proportional to its length."""
+    text = line.strip() if len(line) <= MAX_FRAME else ""
+    is_place = _NUMBERED.match(text) is not None and " from " in text and _PLACE.search(text[-20:]) is not None
+    return is_place or _FRAME.match(text) is not None
 
 
 class ProcessListener(ABC):
@@ -104,6 +110,8 @@ class Process:
         self.exit_socket, self.child_exit_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.out, self.child_out = os.pipe()
         self.err, self.child_err = os.pipe()
+        self._child_life, self._life = os.pipe()
+        """Ends of the pipe by which the kernel kills the process when this program exits; -1 if closed."""
         self.pid = 0
         self.pid_fd = -1
         """The pidfd of the process, which is readable when it has exited; -1 before the fork and after the exit."""
@@ -125,14 +133,21 @@ class Process:
         self.open: set[int] = {self.channel_socket.fileno(), self.exit_socket.fileno(), self.out, self.err}
 
     def child_ends(self) -> list[int]:
-        """Return the child's ends of the connections: control channel, stdout, stderr, and the socket for its exit."""
-        return [self.child_channel_socket.fileno(), self.child_out, self.child_err, self.child_exit_socket.fileno()]
+        """Return the child's ends: control channel, stdout, stderr, life pipe, and the socket for its exit."""
+        sockets = self.child_channel_socket.fileno(), self.child_exit_socket.fileno()
+        return [sockets[0], self.child_out, self.child_err, self._child_life, sockets[1]]
 
     def close_child_ends(self) -> None:
         self.child_channel_socket.close()
         self.child_exit_socket.close()
-        os.close(self.child_out)
-        os.close(self.child_err)
+        for fd in (self.child_out, self.child_err, self._child_life):
+            os.close(fd)
+
+    def let_go(self) -> None:
+        """Close the pipe by which the process would be killed; it must have exited, or be meant to end."""
+        life, self._life = self._life, -1
+        if life >= 0:
+            os.close(life)
 
     def close(self, fd: int) -> None:
         """Close one of the parent's ends of the connections."""
@@ -159,6 +174,7 @@ class Process:
     def close_parent_ends(self) -> None:
         """Close all of the parent's ends of the connections, and the pickles that were not read."""
         self.take_pid_fd()
+        self.let_go()
         for fd in list(self.open):
             self.close(fd)
         for pickle_fd in self.pickle_fds:
@@ -205,8 +221,8 @@ class LocalProcesses:
         """Fork a rank for a slot; it joins the other ranks by the rendezvous info."""
         process = Process(slot)
         self._processes.append(process)
-        line, out, err, exit_socket = process.child_ends()
-        self._zygote.fork(slot, info.to_dict(), [line, self._pickle_fd, out, err, exit_socket])
+        line, *others = process.child_ends()
+        self._zygote.fork(slot, info.to_dict(), [line, self._pickle_fd, *others])
         process.close_child_ends()
         self._listen(process.exit_socket.fileno(), lambda: self._read_exit(process))
         self._listen(process.channel_socket.fileno(), lambda: self._read_channel(process))
@@ -303,6 +319,7 @@ class LocalProcesses:
             self._read_remaining(process)
         process.received_at = process.ended_at = time.monotonic()
         process.exit_code = code
+        process.let_go()
         if not last:
             self._listener.handle_exit(process.slot, process)
 

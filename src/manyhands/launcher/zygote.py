@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import fcntl
 import gc
 import importlib
@@ -28,29 +27,25 @@ from typing import Any
 MAX_REQUEST = 65536
 DYING_SECONDS = 2.0
 """Seconds for which the end of a zygote that has closed its connections is waited for."""
-_PR_SET_PDEATHSIG = 1
 
 
 _life = -1
 """In a rank: file descriptor of a pipe by which the kernel kills the rank when the program exits; -1 elsewhere."""
 
 
-def serve(fd: int, life: int, preload: list[str]) -> None:
-    """Fork ranks on requests from the socket `fd` until it closes.
-
-    `life` is the read end of a pipe whose write end only the program has. `preload` are modules to import first.
-    """
+def serve(fd: int, preload: list[str]) -> None:
+    """Fork ranks on requests from the socket `fd` until it closes; `preload` are modules to import first."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for name in preload:
         importlib.import_module(name)
     gc.freeze()
     control = socket.socket(fileno=fd)
-    _Zygote(control, life).loop()
+    _Zygote(control).loop()
 
 
 class _Zygote:
-    def __init__(self, control: socket.socket, life: int) -> None:
-        self._control, self._life = control, life
+    def __init__(self, control: socket.socket) -> None:
+        self._control = control
         self._selector = selectors.DefaultSelector()
         self._selector.register(control, selectors.EVENT_READ)
         self._children: dict[int, tuple[int, socket.socket]] = {}
@@ -75,7 +70,6 @@ class _Zygote:
         return True
 
     def _fork(self, request: dict[str, Any], fds: list[int], job: socket.socket) -> None:
-        zygote = os.getpid()
         try:
             pid = os.fork()
         except OSError as error:
@@ -88,7 +82,8 @@ class _Zygote:
             for watch, (_, other) in self._children.items():
                 os.close(watch)
                 other.close()
-            _die_with_program(self._life, zygote)
+            *fds, life = fds
+            _die_with_program(life)
             _become_rank(request, fds)
         for fd in fds:
             os.close(fd)
@@ -123,27 +118,21 @@ def life_descriptor() -> int:
     return _life
 
 
-def _die_with_program(life: int, zygote: int) -> None:
+def _die_with_program(life: int) -> None:
     """Let the kernel kill this process when the program exits, but not when the zygote does.
 
-    The kernel sends the signal when the last writer of the pipe closes it. Which process gets the signal is a property
-    of the open file, so every process opens the pipe itself.
+    `life` is the read end of a pipe whose write end only the program has. The kernel sends the signal when anything
+    happens to the pipe. Each rank has its own pipe, because a sandboxed rank can open its pipe for writing.
     """
     global _life
-    try:
-        _life = os.open(f"/proc/self/fd/{life}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        fcntl.fcntl(_life, fcntl.F_SETOWN, os.getpid())
-        fcntl.fcntl(_life, fcntl.F_SETSIG, signal.SIGKILL)
-        fcntl.fcntl(_life, fcntl.F_SETFL, fcntl.fcntl(_life, fcntl.F_GETFL) | os.O_ASYNC)
-        poll = select.poll()
-        poll.register(_life, 0)
-        is_over = bool(poll.poll(0))
-    except OSError:
-        # Without /proc the rank ends with the zygote.
-        with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        is_over = os.getppid() != zygote
-    if is_over:
+    _life = life
+    os.set_inheritable(life, False)
+    fcntl.fcntl(life, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(life, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(life, fcntl.F_SETFL, fcntl.fcntl(life, fcntl.F_GETFL) | os.O_ASYNC)
+    poll = select.poll()
+    poll.register(life, 0)
+    if poll.poll(0):
         os._exit(1)
 
 
@@ -176,18 +165,16 @@ class ZygoteHandle:
         self._preload = list(preload)
         self._lock = threading.Lock()
         self._is_closed = False
-        self._life, self._keep = os.pipe()
         self._start()
         atexit.register(self.close)
 
     def _start(self) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        fds = (theirs.fileno(), self._life)
-        program = f"from manyhands.launcher.zygote import serve; serve({fds[0]}, {fds[1]}, {self._preload!r})"
+        program = f"from manyhands.launcher.zygote import serve; serve({theirs.fileno()}, {self._preload!r})"
         self._process = subprocess.Popen(
             # Without -P a file in this folder with the name of a standard library module would be imported instead.
             [sys.executable, "-P", "-c", program],
-            pass_fds=fds,
+            pass_fds=(theirs.fileno(),),
             stdin=subprocess.DEVNULL,
             start_new_session=True,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
@@ -211,7 +198,10 @@ class ZygoteHandle:
             self._start()
 
     def fork(self, slot: int, info: dict[str, Any], fds: Sequence[int]) -> None:
-        """Fork a rank; the zygote reports the fork and the exit on the last descriptor."""
+        """Fork a rank; the zygote reports the fork and the exit on the last descriptor.
+
+        The one before it is the read end of a pipe: the rank is killed when its write end is closed.
+        """
         request = json.dumps({"slot": slot, "rendezvous": info, "path": sys.path}).encode()
         self.revive()
         try:
@@ -237,5 +227,3 @@ class ZygoteHandle:
             self._process.wait(5)
         except subprocess.TimeoutExpired:
             self.kill()
-        os.close(self._life)
-        os.close(self._keep)

@@ -25,6 +25,8 @@ from .texts import as_array, is_text, pack, unpack
 
 MAX_ANSWER = 1 << 30
 """Maximum bytes of an answer, four times the default limit of a request."""
+MAX_ANSWER_TEXTS = 1 << 22
+"""Maximum strings of an answer."""
 _MAX_HEAD = 8 << 20
 _MAX_REASON = 1000
 """Maximum characters of a server's error text in an exception."""
@@ -93,7 +95,7 @@ class Client:
         head, body = self._wire.send("POST", f"{path}/infer", b"".join([text, *blobs]), headers)
         try:
             return _outputs(int(head.get("inference-header-content-length", len(body))), body)
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
             raise RequestRefused(
                 "INTERNAL", f"the server's answer is not one of the protocol: {type(error).__name__}: {error}"
             ) from error
@@ -374,7 +376,7 @@ def _outputs(size: int, body: bytes) -> Any:
         dtype = kind.numpy
         if kind.is_text:
             num = one["parameters"]["binary_data_size"]
-            array = _texts(unpack(raw[:num], math.prod(one["shape"]), BY_TORCH["bytes"], limit=None))
+            array = _texts(unpack(raw[:num], math.prod(one["shape"]), BY_TORCH["bytes"], MAX_ANSWER_TEXTS))
             raw = raw[num:]
         elif "data" in one:
             array = np.array(one["data"], dtype)

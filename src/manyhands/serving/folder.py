@@ -16,6 +16,7 @@ from typing import Any
 from ..core import FileError, SettingsError, fields, parse_json, read_file
 
 NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+LABEL = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 VERSION = re.compile(r"[1-9][0-9]{0,8}")
 FILE = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,63}")
 MANIFEST = "manifest.json"

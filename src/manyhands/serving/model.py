@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from ..core import RequestRefused
-from .folder import VersionPolicy
+from .folder import LABEL, VersionPolicy
 from .options import Rollout
 from .rollout_guard import Judge
 from .version import AVAILABLE, END, LOADING, Version
@@ -98,6 +98,9 @@ class Model:
 
     def set_label(self, label: str, version: int | None) -> None:
         """Assign a label to a loaded version; None removes the label."""
+        if not LABEL.fullmatch(label):
+            rule = "a label must consist of letters, digits, dots, dashes and underscores, at most 64 characters"
+            raise RequestRefused("INVALID_ARGUMENT", f"{rule}, but got {label[:64]!r}")
         if version is None:
             self.labels.pop(label, None)
         else:

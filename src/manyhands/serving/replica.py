@@ -155,7 +155,8 @@ class ServingReplica:
                 jobs.append(engine.start(computing, [device]))
                 if is_over.is_set():
                     jobs[0].kill()
-                jobs[0].wait(_ignore, _Printer(jobs[0].kill if computing.confines else None))
+                printer = _Printer(jobs[0].kill if computing.confines else None)
+                jobs[0].wait(printer.drop, printer)
             except Exception as error:
                 failure = error
             if computing.sandbox is not None:
@@ -499,11 +500,20 @@ class _Printer:
         self._num, self._on_flood = 0, on_flood
 
     def __call__(self, rank: int, line: str, stream: str) -> None:
-        before, self._num = self._num, self._num + 1 + len(line) // MAX_LINE
+        before = self._num
+        self._count(1 + len(line) // MAX_LINE)
         if self._num <= MAX_LINES:
             print("".join(c if c.isprintable() else " " for c in line[:MAX_LINE]), file=sys.stderr)
         elif before <= MAX_LINES:
             print(f"a replica printed more than {MAX_LINES} lines; the rest is dropped", file=sys.stderr)
+
+    def drop(self, rank: int, entry: Event) -> None:
+        """Drop an event, but count its text, such as a native stack trace that was separated from the output."""
+        text = entry.get("text") or ""
+        self._count(text.count("\n") + 1 + len(text) // MAX_LINE)
+
+    def _count(self, num: int) -> None:
+        before, self._num = self._num, self._num + num
         if before <= FLOOD_LINES < self._num and self._on_flood is not None:
             self._on_flood()
 
@@ -520,10 +530,6 @@ def _settle(ending: asyncio.Future[None], failure: Exception | None) -> None:
         ending.set_result(None)
     else:
         ending.set_exception(failure)
-
-
-def _ignore(rank: int, entry: Event) -> None:
-    pass
 
 
 async def _first_of(wanted: asyncio.Future[Arrival], ending: asyncio.Future[None]) -> None:

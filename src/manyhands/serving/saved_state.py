@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core import FileError, fields, open_regular, read_json
-from .folder import NAME
+from .folder import LABEL, NAME
 
 FOLDER = ".serving"
 """Folder of the state files, in the folder of models. Its name is none of a model."""
@@ -36,7 +36,7 @@ _SHARE = fields.having(
     weight=lambda value: fields.number(value) and 0 < value < float("inf"),
 )
 _STATE: fields.Fields = {
-    "labels": fields.named(fields.count),
+    "labels": lambda value: fields.named(fields.count)(value) and all(map(LABEL.fullmatch, value)),
     "shares": fields.listed(_SHARE),
     "rejected": fields.listed(fields.count),
     "asked": fields.listed(fields.count),

@@ -86,10 +86,10 @@ def from_lists(values: Any, rank: int, kind: Kind) -> Array:
 
 
 class TooManyTexts(ValueError):
-    """Raised for more than `MAX_TEXTS` strings."""
+    """Raised for more strings than a limit."""
 
-    def __init__(self) -> None:
-        super().__init__(f"a request may have {MAX_TEXTS} strings")
+    def __init__(self, limit: int = MAX_TEXTS) -> None:
+        super().__init__(f"a message may have {limit} strings")
 
 
 def flattened(values: Any) -> list[Any]:
@@ -132,15 +132,15 @@ def pack(items: Iterable[bytes]) -> bytes:
     return b"".join(part for item in items for part in (_LENGTH.pack(len(item)), item))
 
 
-def unpack(raw: memoryview | bytes, num: int, kind: Kind, limit: int | None = MAX_TEXTS) -> list[bytes]:
+def unpack(raw: memoryview | bytes, num: int, kind: Kind, limit: int = MAX_TEXTS) -> list[bytes]:
     """Return so many strings of the binary format; raises ValueError if the bytes hold another number of them.
 
     >>> from manyhands.serving.dtypes import BY_TORCH
     >>> unpack(pack([b"ab", b""]), 2, BY_TORCH["bytes"])
     [b'ab', b'']
     """
-    if limit is not None and num > limit:
-        raise TooManyTexts
+    if num > limit:
+        raise TooManyTexts(limit)
     data, at, found = memoryview(raw), 0, []
     for _ in range(num):
         if len(data) - at < _LENGTH.size:

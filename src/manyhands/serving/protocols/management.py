@@ -16,7 +16,6 @@ from .protocol import InferenceGateway, RestProtocol, answer_failure, dump_json,
 
 PATH = re.compile(r"/(?:manage|v2/repository)/models/(?P<name>[^/]+)/(?P<act>load|unload|rollback|label|split)")
 MAX_WEIGHT = 1e9
-LABEL = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
 class Management(RestProtocol):
@@ -102,7 +101,7 @@ class Management(RestProtocol):
 
     async def _label(self, name: str, value: dict[str, Any]) -> dict[str, Any]:
         label, version = value.get("label"), _number(value.get("version"))
-        if not isinstance(label, str) or not LABEL.fullmatch(label) or "version" not in value:
+        if not isinstance(label, str) or "version" not in value:
             raise RequestRefused(
                 "INVALID_ARGUMENT",
                 'a label is set with {"label": "stable", "version": 3}, and removed with "version": null',

@@ -11,7 +11,7 @@ from urllib.parse import quote
 
 import orjson
 
-from ...core import RequestRefused, SettingsError
+from ...core import RequestRefused, SettingsError, fields
 from ..http import BadRequest, Request
 from ..limits import Limits
 from ..protocols.management import PATH, read_object
@@ -23,6 +23,41 @@ MANAGE_SECONDS = 120.0
 """Timeout of management requests to a backend, long enough to load a model."""
 LOOK_SECONDS = 2.0
 """Seconds between two looks at the labels and splits of the backends, and for the answer to one."""
+
+
+def _with(*names: str, **checks: fields.Check) -> fields.Check:
+    """Return a check of objects that also have these fields, which may be None."""
+    whole = fields.having(**checks, **dict.fromkeys(names, fields.maybe(fields.count)))
+    return lambda value: whole(value) and value.keys() >= set(names)
+
+
+_SHARE = _with("version", model=fields.text, weight=lambda value: fields.number(value) and value > 0)
+_ROUTING: fields.Fields = {
+    "labels": fields.named(fields.named(fields.count)),
+    "splits": fields.named(fields.listed(_SHARE)),
+}
+_COUNTS = dict.fromkeys(("batches", "rows", "compute", "queue"), fields.number)
+_VERSION = fields.having(
+    version=fields.count,
+    state=fields.text,
+    error=fields.text,
+    requests=fields.named(fields.count),
+    latency=fields.listed(fields.count),
+    replicas=fields.listed(fields.having(device=fields.text, rows=fields.count)),
+    **_COUNTS,
+)
+_STATE: fields.Fields = {
+    "models": fields.listed(
+        _with(
+            "current",
+            name=fields.text,
+            labels=fields.named(fields.count),
+            versions=fields.listed(_VERSION),
+        )
+    ),
+    "splits": _ROUTING["splits"],
+}
+"""Checks of what a backend reports about itself: one that is damaged must not affect the others."""
 CODES = {400: "INVALID_ARGUMENT", 404: "NOT_FOUND", 401: "UNAUTHENTICATED"}
 
 
@@ -171,10 +206,10 @@ class RouterManagement(RestHandler):
         return await self._ask(backend, "POST", path, orjson.dumps(value))
 
     async def _state_of(self, backend: Backend) -> dict[str, Any]:
-        return await self._ask(backend, "GET", "/manage/models", b"")
+        return _required(backend, await self._ask(backend, "GET", "/manage/models", b""), _STATE)
 
     async def _routing_of(self, backend: Backend) -> dict[str, Any]:
-        return await self._ask(backend, "GET", "/manage/routing", b"", LOOK_SECONDS)
+        return _required(backend, await self._ask(backend, "GET", "/manage/routing", b"", LOOK_SECONDS), _ROUTING)
 
     async def _ask(
         self, backend: Backend, method: str, path: str, body: bytes, seconds: float = MANAGE_SECONDS
@@ -191,8 +226,19 @@ class RouterManagement(RestHandler):
         if answer.status != 200:
             code = CODES.get(answer.status, "FAILED_PRECONDITION")
             raise RequestRefused(code, f"{backend.address}: {_error(answer)}")
-        content: dict[str, Any] = orjson.loads(answer.body)
-        return content
+        try:
+            content = orjson.loads(answer.body)
+        except ValueError:
+            content = None
+        return _required(backend, content, {})
+
+
+def _required(backend: Backend, content: Any, checks: fields.Fields) -> dict[str, Any]:
+    """Return what a backend has answered; raise RequestRefused unless it is an object whose fields pass the checks."""
+    if not isinstance(content, dict) or not fields.holds(content, checks):
+        reason = f"{backend.address} has sent an answer of another form; it must be a server of the same version"
+        raise RequestRefused("FAILED_PRECONDITION", reason)
+    return content
 
 
 def changes(own: Mapping[str, Any], wanted: Mapping[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
