@@ -2,18 +2,7 @@
 
 from .callbacks import Callback, check_callbacks
 from .carried_numbers import differing, number_slots, numbers_of
-from .check import (
-    Verdict,
-    changes_parameters,
-    fails_in_parts,
-    judge,
-    keeps_state,
-    parts_of,
-    plan_of,
-    record_of,
-    take_steps,
-    with_data,
-)
+from .check import judge
 from .cuda_stream import own_stream
 from .embedding_tables import SavedRows
 from .evaluation import evaluate, predict
@@ -29,6 +18,7 @@ from .memory import held_now, parse_bytes
 from .memory_fitting import fit_in
 from .memory_limit import host_bytes
 from .metrics import Meter, check_metrics, parted
+from .one_device_checks import changes_parameters, fails_in_parts, keeps_state
 from .partition_preview import check_pieces, outline_of
 from .patience import Patience, check_patience
 from .predictor import answers, input_name, inputs_of
@@ -42,6 +32,8 @@ from .snapshot import restore_snapshot, take_snapshot
 from .start_trial import StartTrial
 from .stepping import Stepper, take_step
 from .timing import Steps, gradient_squares, time_steps
+from .trial_steps import parts_of, plan_of, record_of, take_steps, with_data
+from .verdict import Verdict
 from .verify import check_statistics, refuse, take_split_steps, with_micro_statistics
 
 __all__ = [

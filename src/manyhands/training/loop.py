@@ -12,7 +12,6 @@ from ..core import LossNotFinite, RunError, event
 from ..data import Batch, Feed, as_source, check_source, source_of
 from ..distributed import World
 from ..launcher import regroup
-from .check import Verdict
 from .checkpoint_schedule import CheckpointSchedule
 from .cuda_stream import free_graphs, own_stream
 from .error_hints import explain_mistake
@@ -36,6 +35,7 @@ from .start_trial import StartTrial
 from .step_reporter import StepReporter
 from .stepping import Stepper
 from .trial import NUM_SAMPLES
+from .verdict import Verdict
 from .verify import verdict_event
 
 if TYPE_CHECKING:

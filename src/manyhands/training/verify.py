@@ -30,26 +30,12 @@ from ..core import (
 )
 from ..data import IndexedSource, as_source
 from ..distributed import NullWorld, World, culprit
-from .check import (
-    MICRO,
-    RANDOM,
-    SAMPLES,
-    Record,
-    Verdict,
-    changes_parameters,
-    failed_in_parts,
-    fails_in_parts,
-    has_batch_stats,
-    judge,
-    keeps_state,
-    not_linear,
-    parts_of,
-    plan_of,
-    take_steps,
-    with_data,
-)
+from .check import judge
 from .explain import without_values
 from .hand import Hand
+from .one_device_checks import changes_parameters, failed_in_parts, fails_in_parts, keeps_state, not_linear
+from .trial_steps import Record, has_batch_stats, parts_of, plan_of, take_steps, with_data
+from .verdict import MICRO, RANDOM, SAMPLES, Verdict
 
 if TYPE_CHECKING:
     from ..strategies import Layout
