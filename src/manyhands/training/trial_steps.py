@@ -176,7 +176,7 @@ def take_steps(
         hand.build(task.replace(model=functools.partial(_built, task.model, plain)))
         hand.reader.seed(task.seed)
         _shake(hand.model.parameters(), shake)
-        kept = _Kept(hand, shake, task.loss)
+        kept = _StepRecorder(hand, shake, task.loss)
         # Only the whole network's weights are needed for the comparison.
         first = _copied(dict(hand.model.named_parameters())) if world.size == 1 else {}
         source = source_of(task)
@@ -229,7 +229,7 @@ def record_of(states: Sequence[Mapping[str, Tensor]], losses: Sequence[float], w
     return dataclasses.replace(whole, steps=steps, has_gradients=False)
 
 
-class _Kept:
+class _StepRecorder:
     """Records the gradients with which a replica's optimizers are called."""
 
     def __init__(self, hand: Hand, shake: float, loss: Callable[..., Any] | None) -> None:

@@ -108,12 +108,12 @@ def verify(
     """
     states = random_state(hand.device)
     try:
-        return _Trial(hand, task, spec, layout).run(seconds_per_row, seconds_to_build)
+        return _VerificationTrial(hand, task, spec, layout).run(seconds_per_row, seconds_to_build)
     finally:
         restore_random_state(states, hand.device)
 
 
-class _Trial:
+class _VerificationTrial:
     def __init__(self, hand: Hand, task: Task, spec: StrategySpec, layout: Layout | None) -> None:
         self.world, self.layout, self.spec = hand.world, layout, spec
         self.task = with_data(task.replace(ema=None))
