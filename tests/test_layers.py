@@ -29,7 +29,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "training": {"core", "distributed", "monitoring", "launcher", "graph", "capture", "strategies", "data", "storage"},
     "parameter_server": {"core", "distributed", "monitoring", "launcher", "capture", "strategies", "data", "training"},
     "vectorized": {"core", "distributed", "storage", "training", "data", "capture"},
-    "profiling": {"core", "distributed", "monitoring", "training", "costs"},
+    "profiling": {"core", "distributed", "monitoring", "capture", "training", "costs"},
     "planning": {"core", "costs"},
     "tuning": {"core", "options", "distributed", "monitoring", "launcher", "storage", "training", "vectorized"},
     "ensembles": {"core", "distributed", "launcher", "storage", "training", "vectorized"},

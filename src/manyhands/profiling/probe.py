@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch.distributed import Work
 
+from ..capture import own_stream
 from ..core import StrategySpec, Task
 from ..distributed import World, message
-from ..training import Breakdown, Hand, Sample, Steps, own_stream, time_steps
+from ..training import Breakdown, Hand, Sample, Steps, time_steps
 from .memory import MemoryProfile, MemoryWatch
 from .operations import OperationTable, watch
 from .other_load import OtherLoad

@@ -3,7 +3,6 @@
 from .callbacks import Callback, check_callbacks
 from .carried_numbers import differing, number_slots, numbers_of
 from .check import judge
-from .cuda_stream import own_stream
 from .embedding_tables import SavedRows
 from .evaluation import evaluate, predict
 from .explain import can_explain, explain, without_values
@@ -50,7 +49,6 @@ __all__ = [
     "check_schedule",
     "time_steps",
     "Steps",
-    "own_stream",
     "without_values",
     "start_from",
     "TrainingLoop",

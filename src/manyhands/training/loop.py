@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from ..capture import free_graphs, own_stream
 from ..core import LossNotFinite, RunError, event
 from ..data import Batch, Feed, as_source, check_source, source_of
 from ..distributed import World
 from ..launcher import regroup
 from .checkpoint_schedule import CheckpointSchedule
-from .cuda_stream import free_graphs, own_stream
 from .error_hints import explain_mistake
 from .evaluation import evaluate
 from .hand import Hand
