@@ -8,7 +8,7 @@ from .evaluation import evaluate, predict
 from .explain import can_explain, explain, without_values
 from .forward_backward import compute
 from .hand import SCRIPT_END, Hand, hand, holding, joined_world, probe_of
-from .identical import local_sources
+from .host_comparison import local_sources
 from .initial_weights import check_start, start_from
 from .job import CHECKPOINTS, Job, ReplicaResult
 from .learning_rates import LearningRates, check_schedule

@@ -17,7 +17,7 @@ from .checkpoint_schedule import CheckpointSchedule
 from .error_hints import explain_mistake
 from .evaluation import evaluate
 from .hand import Hand
-from .identical import require_identical
+from .host_comparison import require_identical
 from .initial_weights import start_from
 from .job import CHECKPOINTS, Job, ReplicaResult
 from .learning_rates import LearningRates, check_schedule
