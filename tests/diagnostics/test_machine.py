@@ -78,7 +78,7 @@ CASES: list[tuple[str, Callable[..., Finding], dict[str, Any], str, str]] = [
     ("two nodes", machine.numa, {"nodes": 2, "touched": 2}, "slow", "cpu*2"),
     ("one of two nodes", machine.numa, {"nodes": 2, "touched": 1}, "ok", "1 of 2"),
     ("memory", machine.memory, {"available": 8 * GIB, "total": 16 * GIB, "swapped": 0}, "ok", "8.0 GiB"),
-    ("no memory", machine.memory, {"available": GIB // 4, "total": 16 * GIB, "swapped": 0}, "broken", "256 MiB"),
+    ("no memory", machine.memory, {"available": GIB // 4, "total": 16 * GIB, "swapped": 0}, "broken", "256.0 MiB"),
     ("swapping", machine.memory, {"available": 2 * GIB, "total": 16 * GIB, "swapped": 4 * GIB}, "slow", "from disk"),
     ("a clock", machine.clock, {"source": "tsc", "is_set": True, "jump": 0.0}, "ok", "tsc, synchronized"),
     ("a slow clock", machine.clock, {"source": "hpet", "is_set": True, "jump": 0.0}, "slow", "clocksource=tsc"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import torch
 
@@ -14,7 +13,7 @@ from .cause import CallRecorder, first_not_finite
 from .difference_reasons import reason
 from .step_comparison import compare
 from .trial_rows import Plan
-from .trial_steps import Record, take_steps
+from .trial_steps import Perturbation, Record, take_steps
 from .verdict import BUFFER, NUMBER, OTHER, RANDOM, Verdict
 
 MAGNIFIED = 30.0
@@ -52,7 +51,8 @@ def _judge_numbers(
     if not names:
         return None
     try:
-        after = take_steps(alone, task, StrategySpec(), plan, precision=whole.precision, nudged=sorted(names))
+        nudged = Perturbation(nudged=tuple(sorted(names)))
+        after = take_steps(alone, task, StrategySpec(), plan, precision=whole.precision, perturbed=nudged)
         carried = differing(whole.steps[1].numbers, after.steps[1].numbers, tolerance)
     except Exception:
         carried = list(names)
@@ -84,8 +84,8 @@ def _judge_tensors(task: Task, spec: StrategySpec, plan: Plan, whole: Record, pa
             why = f"operations of the loss compute in a type that rounds to {whole.unit:.1e}, whatever the weights are"
             return Verdict("not verified", spec, why=why, notes=tuple(notes))
 
-    def again(**changes: Any) -> Record:
-        return take_steps(alone, task, StrategySpec(), plan, precision=whole.precision, **changes)
+    def again(perturbed: Perturbation) -> Record:
+        return take_steps(alone, task, StrategySpec(), plan, precision=whole.precision, perturbed=perturbed)
 
     if real is None:
         nan = next((difference for difference in found if difference.has_nan), None)
@@ -93,10 +93,10 @@ def _judge_tensors(task: Task, spec: StrategySpec, plan: Plan, whole: Record, pa
             why = f"{nan.what} has NaN on one device too, first in {_source_of_nan(task, plan, alone) or 'backward'}"
             return Verdict("not verified", spec, nan.what, why=why, notes=tuple(notes))
         return _same_everywhere(parts, Verdict("equal", spec, error=worst, notes=tuple(notes)))
-    if any(difference.is_real for difference in compare(whole, again(salt=1))):
+    if any(difference.is_real for difference in compare(whole, again(Perturbation(salt=1)))):
         notes.append("the step draws random numbers that are not layout-free, so they differ on every replica")
         return Verdict("different", spec, real.what, real.error, RANDOM, notes=tuple(notes))
-    shaken = {(d.step, d.what): d.error for d in compare(whole, again(shake=whole.shake))}
+    shaken = {(d.step, d.what): d.error for d in compare(whole, again(Perturbation(shake=whole.shake)))}
     magnified = [d for d in found if d.is_real and d.error <= MAGNIFIED * shaken[d.step, d.what]]
     real = next((d for d in found if d.is_real and d not in magnified), None)
     if real is None:

@@ -112,6 +112,21 @@ class Record:
         return self.unit / 10 or SHAKE * (1.0 if self.precision == "fp64" else 1e7)
 
 
+@dataclass(frozen=True)
+class Perturbation:
+    """What a repetition of trial steps changes, to find what the results depend on."""
+
+    salt: int = 0
+    """Changes the random numbers that are not layout-free."""
+    shake: float = 0.0
+    """Relative amount by which weights and gradients are perturbed."""
+    nudged: tuple[str, ...] = ()
+    """Attributes whose numbers are changed before the second step."""
+
+
+NOT_PERTURBED = Perturbation()
+
+
 class _TrialHand(Hand):
     """A hand for trial steps: it reports nothing and ignores stop requests."""
 
@@ -154,19 +169,15 @@ def take_steps(
     *,
     precision: str = "fp64",
     layout: Layout | None = None,
-    salt: int = 0,
-    shake: float = 0.0,
+    perturbed: Perturbation = NOT_PERTURBED,
     begin: Callable[[int], None] = lambda step: None,
     keeps_outputs: bool = False,
     draws: bool = True,
-    nudged: Sequence[str] = (),
 ) -> Record:
     """Take a task's steps on the rows of a plan with layout-free randomness, and return the results.
 
-    `draws` is False if the steps are known to draw no random numbers; `salt` changes those that are not layout-free;
-    `shake` perturbs weights and gradients by a relative amount; `begin` is called before every step. The numbers in
-    attributes named by `nudged` are changed before the second step. Module outputs are recorded with `keeps_outputs`,
-    and where several ranks compute layers together.
+    `draws` is False if the steps are known to draw no random numbers; `begin` is called before every step. Module
+    outputs are recorded with `keeps_outputs`, and where several ranks compute layers together.
     """
     hand = _TrialHand(world, dataclasses.replace(spec, precision=precision, deterministic=True, capture="off"))
     hand.layout = layout
@@ -175,8 +186,8 @@ def take_steps(
     with left_alone(task.loss), contextlib.closing(hand), default_dtype(wide):
         hand.build(task.replace(model=functools.partial(_built, task.model, plain)))
         hand.reader.seed(task.seed)
-        _shake(hand.model.parameters(), shake)
-        kept = _StepRecorder(hand, shake, task.loss)
+        _shake(hand.model.parameters(), perturbed.shake)
+        kept = _StepRecorder(hand, perturbed.shake, task.loss)
         # Only the whole network's weights are needed for the comparison.
         first = _copied(dict(hand.model.named_parameters())) if world.size == 1 else {}
         source = source_of(task)
@@ -185,14 +196,14 @@ def take_steps(
         )
         if draws:
             learn_draws(hand, task, feed, feed.peek(NUM_SAMPLES))
-        seed_all(mix(task.seed, hand.rank, salt))
+        seed_all(mix(task.seed, hand.rank, perturbed.salt))
         keeps_outputs |= spec.tensor > 1 and spec.stages == 1 and parts_of(spec) == 1
         outputs = Outputs(hand.model, hand.replica.plain) if keeps_outputs else None
         steps = []
         for number, window in enumerate(windows(source, plan, task.seed)):
             begin(number)
-            if number and nudged:
-                nudge(number_slots(hand.model, task.loss), nudged)
+            if number and perturbed.nudged:
+                nudge(number_slots(hand.model, task.loss), perturbed.nudged)
             batch = feed.part(window)
             hand.reader.take(batch)
             try:
