@@ -170,7 +170,7 @@ def fit(name, stage, strategy, on, callbacks=()):
 
 
 def plan(stage):
-    stage.title("1  Plan before you rent", "More devices are not always faster; a plan says so before you pay.")
+    stage.title("1  Plan before you rent", "More devices are not always faster; a plan predicts how many are worth it.")
     one_on, two_on = places()
     with stage.console.status("Planning ..."):
         here = mh.plan(task, on=two_on, tries=0)

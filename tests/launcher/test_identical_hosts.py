@@ -16,7 +16,7 @@ from manyhands.core import Event, SettingsError
 from manyhands.distributed import World, resolve
 from manyhands.distributed.network import listen
 from manyhands.launcher import LocalEngine
-from manyhands.training.identical import local_sources, require_identical
+from manyhands.training.host_comparison import local_sources, require_identical
 
 SCRIPT = """
 import sys

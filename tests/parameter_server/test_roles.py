@@ -139,7 +139,7 @@ def test_worker_logs_wait_for_chief_and_fails_after_timeout(
     assert place is not None
     with pytest.raises(ConnectionLost, match="did not answer within 1 s"):
         run_member(place, problem("mlp"), place.fitted(mh.ParameterServer()), Device("cpu"), timeout=1.0)
-    assert f"waiting up to 1 s for the chief at {hosts['chief'][0]}" in capsys.readouterr().err
+    assert f"waiting up to 1 s for the coordinator at {hosts['chief'][0]}" in capsys.readouterr().err
 
 
 def test_resume_on_one_device_logs_no_unrequested_setting_changes(tmp_path: Path) -> None:

@@ -18,7 +18,8 @@ import manyhands as mh
 from manyhands.core import StrategyError, StrategySpec, UsageError
 from manyhands.distributed import NullWorld, World
 from manyhands.strategies import require_built
-from manyhands.training.check import compare, plan_of, take_steps
+from manyhands.training.step_comparison import compare
+from manyhands.training.trial_steps import plan_of, take_steps
 
 from .context_networks import LENGTH, NETWORKS, WIDTH, Encoder, HandWritten, data, shifted, task_of
 

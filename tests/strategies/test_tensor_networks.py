@@ -13,7 +13,8 @@ from torch import Tensor, nn
 import manyhands as mh
 from manyhands.core import StrategyError, StrategySpec, TaskError
 from manyhands.distributed import NullWorld, World
-from manyhands.training.check import compare, plan_of, take_steps
+from manyhands.training.step_comparison import compare
+from manyhands.training.trial_steps import plan_of, take_steps
 
 from .tensor_networks import OPTIONS, Choice, choose, task_of
 

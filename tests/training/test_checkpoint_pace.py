@@ -10,8 +10,8 @@ import torch
 
 import manyhands as mh
 from manyhands.core import read_events
-from manyhands.training import checkpoint_pace
-from manyhands.training.checkpoint_pace import CheckpointPace
+from manyhands.training import checkpoint_schedule
+from manyhands.training.checkpoint_schedule import CheckpointPace
 
 from ..grouped_options import fit_options
 from .problems import classify, generator, mlp
@@ -37,25 +37,25 @@ def test_short_runs_save_every_epoch(tmp_path: Path) -> None:
 def test_first_and_last_epoch_are_saved_where_checkpoints_are_expensive(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpoint_pace, "GRACE_SECONDS", 0.0)
-    monkeypatch.setattr(checkpoint_pace, "SHARE", 1e-9)
+    monkeypatch.setattr(checkpoint_schedule, "GRACE_SECONDS", 0.0)
+    monkeypatch.setattr(checkpoint_schedule, "SHARE", 1e-9)
     assert saved(tmp_path) == [4, 20]
 
 
 def test_save_every_is_followed_whatever_checkpoints_cost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint_pace, "GRACE_SECONDS", 0.0)
-    monkeypatch.setattr(checkpoint_pace, "SHARE", 1e-9)
+    monkeypatch.setattr(checkpoint_schedule, "GRACE_SECONDS", 0.0)
+    monkeypatch.setattr(checkpoint_schedule, "SHARE", 1e-9)
     assert saved(tmp_path, save_every=3) == [3, 6, 9, 12, 15, 18, 20]
 
 
 def test_best_epoch_is_saved_under_patience(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint_pace, "GRACE_SECONDS", 0.0)
-    monkeypatch.setattr(checkpoint_pace, "SHARE", 1e-9)
+    monkeypatch.setattr(checkpoint_schedule, "GRACE_SECONDS", 0.0)
+    monkeypatch.setattr(checkpoint_schedule, "SHARE", 1e-9)
     assert saved(tmp_path, callbacks=[mh.Patience("loss", 9)]) == [4, 8, 12, 16, 20]
 
 
 def test_long_epochs_are_saved_in_between(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint_pace, "MAX_UNSAVED_SECONDS", 0.0)
+    monkeypatch.setattr(checkpoint_schedule, "MAX_UNSAVED_SECONDS", 0.0)
     assert {2, 6, 10, 14, 18} <= set(saved(tmp_path))
 
 

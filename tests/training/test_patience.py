@@ -13,7 +13,7 @@ from torch import nn
 
 import manyhands as mh
 from manyhands.core import SettingsError, read_events
-from manyhands.training import checkpoint_pace
+from manyhands.training import checkpoint_schedule
 from manyhands.training.patience import PatienceState
 
 from ..grouped_options import fit_options
@@ -145,7 +145,7 @@ def test_best_model_is_from_the_epoch_with_the_lowest_mean_loss(
     stop: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Without patience, epochs are saved as their cost allows, so that a slow disk would leave some out.
-    monkeypatch.setattr(checkpoint_pace, "GRACE_SECONDS", 1e9)
+    monkeypatch.setattr(checkpoint_schedule, "GRACE_SECONDS", 1e9)
     made = task([1], loss=scripted_loss, data=torch.ones(8, 1), batch_size=2, valid=None, metrics={})
     settings: dict[str, Any] = {"name": "it", "epochs": 3, "save_every": 1, "callbacks": stop}
     assert int(fit(made, tmp_path, **settings).model(best=True).weight) == 8  # type: ignore[arg-type]

@@ -13,9 +13,9 @@ from ..distributed import DEFAULT_TIMEOUT, NullWorld
 from ..strategies import require_loss
 from ..training import Verdict
 from .checks import check_data
+from .parameter_servers import check_served
 from .recording import explain_mathematics
 from .runtime import On, TaskLike, own_randomness, runtime
-from .served import check_served
 
 
 def check(

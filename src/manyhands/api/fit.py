@@ -19,10 +19,10 @@ from ..storage import CheckpointStore
 from ..strategies import SplitTable, require_loss
 from ..training import Callback, Job, Patience, ReplicaResult, Run, new_folder
 from .checks import check_data
+from .parameter_servers import check_served, train_served
 from .planned import planned
 from .recording import explain_mathematics, put_record, record_of, recording, started_before
 from .runtime import TaskLike, Where, from_first, is_first_host, lease, own_randomness, runtime
-from .served import check_served, train_served
 from .signals import defer_sigterm
 
 if TYPE_CHECKING:

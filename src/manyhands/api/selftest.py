@@ -128,7 +128,7 @@ def selftest(
         add(_failed("", "all-reduce", error))
     for network, make in NETWORKS.items():
         try:
-            alone = _Alone(make(len(devices)), devices[0], timeout)
+            alone = _OneDeviceTask(make(len(devices)), devices[0], timeout)
         except Exception as error:
             add(_failed(network, "one device", error))
             continue
@@ -241,7 +241,7 @@ NETWORKS: dict[str, Callable[[int], Task]] = {"decoder": decoder_task, "convolut
 # -- one network under one strategy ------------------------------------------------------------------------------------
 
 
-class _Alone:
+class _OneDeviceTask:
     """A task on one device: its losses, and the time of a step."""
 
     def __init__(self, task: Task, device: Device, timeout: float) -> None:
@@ -267,7 +267,7 @@ def _losses(task: Task, spec: StrategySpec, on: On) -> list[float]:
 
 
 def _trial(
-    network: str, spec: StrategySpec, alone: _Alone, devices: Sequence[Device], on: On, timeout: float
+    network: str, spec: StrategySpec, alone: _OneDeviceTask, devices: Sequence[Device], on: On, timeout: float
 ) -> StrategyTrial:
     result = functools.partial(StrategyTrial, network=network, strategy=str(spec))
     try:

@@ -7,11 +7,12 @@ import re
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from ..core import SettingsError
+from ..core import SettingsError, option, resolve_options
+from .generated_options import with_options
 from .manifest_serving import Served, serving
 from .options import add_command
 
@@ -50,6 +51,16 @@ class ManifestRequest:
         return max(1, self.gpus)
 
 
+@dataclass(frozen=True, kw_only=True)
+class PodScaling:
+    """Scaling: the number of pods of a deployment (--serve)."""
+
+    max_hosts: int = option(10, "Maximum number of pods when the queue grows; 10 by default.", in_files=False)
+    queue_rows: int = option(
+        64, "Rows that wait in a pod before another pod is started; 64 by default.", in_files=False
+    )
+
+
 Scheduler = Annotated[
     str, typer.Argument(metavar="SCHEDULER", help="kubernetes (PyTorchJob), jobset or slurm.", show_default=False)
 ]
@@ -67,8 +78,6 @@ Serve = Annotated[
     bool,
     typer.Option("--serve", help="Print a deployment that serves the models in --claim instead of a job (Kubernetes)."),
 ]
-MaxHosts = Annotated[int, typer.Option(help="Maximum number of pods when the queue grows.")]
-QueueRows = Annotated[int, typer.Option(help="Rows that wait in a pod before another pod is started.")]
 
 EXAMPLES = (
     "manyhands manifest slurm --hosts 4 --gpus 8 -- manyhands fit train.py --epochs 3 > job.sh",
@@ -82,6 +91,7 @@ def add(app: typer.Typer) -> None:
     add_command(app, manifest, EXAMPLES)
 
 
+@with_options(PodScaling)
 def manifest(
     scheduler: Scheduler,
     command: Command = None,
@@ -92,8 +102,8 @@ def manifest(
     claim: Claim = "",
     time: Time = "24:00:00",
     serve: Serve = False,
-    max_hosts: MaxHosts = 10,
-    queue_rows: QueueRows = 64,
+    *,
+    given: dict[str, Any],
 ) -> None:
     """Print a manifest that runs a command on many hosts: sbatch for SLURM, a PyTorchJob or a JobSet for Kubernetes.
 
@@ -106,15 +116,16 @@ def manifest(
             f"the scheduler must be one of {', '.join(MANIFESTS)}", got=repr(scheduler), remedy="choose one of them"
         )
     if serve:
-        _check_server(scheduler, command, hosts, max_hosts, queue_rows, gpus)
+        scaling = resolve_options((PodScaling,), given).of(PodScaling)
+        _check_server(scheduler, command, hosts, scaling, gpus)
         if not claim:
             raise SettingsError(
                 "--serve needs a volume claim with the models", remedy="pass --claim NAME, for example --claim models"
             )
         _check_names(name, claim)
         served = Served(
-            name="serve" if name == "train" else name, image=image, claim=claim, pods=hosts, max_pods=max_hosts,
-            gpus=gpus, queue_rows=queue_rows,
+            name="serve" if name == "train" else name, image=image, claim=claim, pods=hosts, max_pods=scaling.max_hosts,
+            gpus=gpus, queue_rows=scaling.queue_rows,
         )  # fmt: skip
         typer.echo(serving(served), nl=False)
         return
@@ -300,9 +311,7 @@ def _check_names(name: str, claim: str) -> None:
             )
 
 
-def _check_server(
-    scheduler: str, command: list[str] | None, hosts: int, max_hosts: int, queue_rows: int, gpus: int
-) -> None:
+def _check_server(scheduler: str, command: list[str] | None, hosts: int, scaling: PodScaling, gpus: int) -> None:
     if scheduler != "kubernetes" or command:
         got = scheduler if scheduler != "kubernetes" else " ".join(command or [])
         raise SettingsError(
@@ -310,8 +319,8 @@ def _check_server(
             got=repr(got),
             remedy="run manyhands manifest kubernetes --serve --image IMAGE --claim models",
         )
-    for what, value, least in (("--hosts", hosts, 1), ("--max-hosts", max_hosts, hosts), ("--gpus", gpus, 0)):
+    for what, value, least in (("--hosts", hosts, 1), ("--max-hosts", scaling.max_hosts, hosts), ("--gpus", gpus, 0)):
         if value < least:
             raise SettingsError(f"{what} must be at least {least}", got=value, remedy="pass a larger number")
-    if queue_rows < 1:
-        raise SettingsError("--queue-rows must be at least 1", got=queue_rows, remedy="pass a larger number")
+    if scaling.queue_rows < 1:
+        raise SettingsError("--queue-rows must be at least 1", got=scaling.queue_rows, remedy="pass a larger number")

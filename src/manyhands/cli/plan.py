@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..core import resolve_options
+from ..core import option, resolve_options
 from .generated_options import with_options
 from .options import Devices, Json, Params, Target, add_command, require_places
 from .screen import note, only_json, print_json
@@ -37,15 +38,35 @@ Precision = Annotated[str, typer.Option(help="fp32 or bf16.")]
 Lossy = Annotated[bool, typer.Option("--lossy", help="Also consider methods that change the mathematics.")]
 Tries = Annotated[int, typer.Option(help="Number of best strategies that are measured here for a few steps.")]
 Networks = Annotated[int, typer.Option(help="Plan for this many networks: stacked, packed, or one per device.")]
-Save = Annotated[
-    Path | None, typer.Option(metavar="FILE.toml", help="Write the chosen strategy, for --strategy FILE.toml.")
-]
-Html = Annotated[Path | None, typer.Option(metavar="FILE", help="Write a web page with the table and the curve.")]
-Log = Annotated[
-    Path | None,
-    typer.Option(metavar="FOLDER", help="Add the result to the event log in this folder, for the dashboard."),
-]
-Svg = Annotated[Path | None, typer.Option(metavar="FILE", help="Write the curve as SVG.")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanFiles:
+    """Files: where the result is written."""
+
+    save: Path | None = option(
+        None, "Write the chosen strategy, for --strategy FILE.toml.", metavar="FILE.toml", in_files=False
+    )
+    html: Path | None = option(None, "Write a web page with the table and the curve.", metavar="FILE", in_files=False)
+    svg: Path | None = option(None, "Write the curve as SVG.", metavar="FILE", in_files=False)
+    log: Path | None = option(
+        None, "Add the result to the event log in this folder, for the dashboard.", metavar="FOLDER", in_files=False
+    )
+
+    def write(self, found: Plan | Comparison) -> None:
+        """Write the files that were requested."""
+        best = found.best.plan
+        if self.save is not None:
+            note(f"wrote {found.best.save(self.save)}")
+        if self.html is not None:
+            best.save_html(self.html)
+            note(f"wrote {self.html}")
+        if self.svg is not None:
+            best.save_svg(self.svg)
+            note(f"wrote {self.svg}")
+        if self.log is not None:
+            found.log(self.log)
+            note(f"logged in {self.log}")
 
 
 def add(app: typer.Typer) -> None:
@@ -53,7 +74,7 @@ def add(app: typer.Typer) -> None:
     add_command(app, plan, EXAMPLES)
 
 
-@with_options(Devices)
+@with_options(Devices, PlanFiles)
 def plan(
     target: Target,
     params: Params = None,
@@ -62,10 +83,6 @@ def plan(
     lossy: Lossy = False,
     tries: Tries = 3,
     networks: Networks = 1,
-    save: Save = None,
-    html: Html = None,
-    svg: Svg = None,
-    log: Log = None,
     json: Json = False,
     *,
     given: dict[str, Any],
@@ -74,8 +91,9 @@ def plan(
 
     On this machine the best strategies are measured for a few steps. Data of other hardware comes from a catalogue.
     """
-    require_places(save=save, html=html, svg=svg)
-    on = resolve_options((Devices,), given).of(Devices).on
+    options = resolve_options((Devices, PlanFiles), given)
+    on, files = options.of(Devices).on, options.of(PlanFiles)
+    require_places(save=files.save, html=files.html, svg=files.svg)
     with only_json(json):
         task = load_task(target)
         import manyhands as mh
@@ -89,19 +107,4 @@ def plan(
         print_json(found.to_dict())
     else:
         found.show()
-    _write(found, save, html, svg)
-    if log is not None:
-        found.log(log)
-        note(f"logged in {log}")
-
-
-def _write(found: Plan | Comparison, save: Path | None, html: Path | None, svg: Path | None) -> None:
-    best = found.best.plan
-    if save is not None:
-        note(f"wrote {found.best.save(save)}")
-    if html is not None:
-        best.save_html(html)
-        note(f"wrote {html}")
-    if svg is not None:
-        best.save_svg(svg)
-        note(f"wrote {svg}")
+    files.write(found)

@@ -4,7 +4,7 @@ from .exchanges import START, ExchangeGroup, Servers, all_gather, all_reduce, se
 from .hardware import Chip, Link, blend, chip, device_names, link, make_chip
 from .network import Network, NetworkPart, PassCost
 from .trace import CannotTrace, trace
-from .whole import fingerprint, one_piece
+from .whole_network import fingerprint, one_piece
 
 __all__ = [
     "Network",

@@ -252,7 +252,7 @@ def _stretched(batch: Any, rows: int) -> Any:
     return tree_map(stretch, batch)
 
 
-class _Counter(StorageWatch):
+class _CostCounter(StorageWatch):
     """Dispatch mode that counts the operations of a piece, their FLOPs and bytes, and the memory that they allocate."""
 
     def __init__(self, parameters: set[int], whole: tuple[int, ...] = ()) -> None:
@@ -486,7 +486,7 @@ class _Fusion:
 
 
 @dataclass(frozen=True)
-class _Kind:
+class _PieceCosts:
     """The traced costs and outputs of a kind of piece: modules of equal structure with inputs of equal shapes."""
 
     piece: NetworkPart
@@ -509,10 +509,10 @@ class _Tracer:
         self._precision = precision
         self._parameters = {key_of(parameter) for parameter in model.parameters()}
         self._tables = {key_of(p) for table in _tables_of(model) for p in table.parameters()}
-        self._outer = _Counter(self._parameters)
+        self._outer = _CostCounter(self._parameters)
         self._outer.has_parameters(model.parameters())
         self._anchor = torch.zeros((), requires_grad=True)
-        self._kinds: dict[Any, _Kind] = {}
+        self._kinds: dict[Any, _PieceCosts] = {}
         self._met: list[tuple[str, Any, int]] = []
         self._needed: dict[int, StorageWeakRef] = {}
         self._alive: list[Tensor] = []
@@ -567,10 +567,10 @@ class _Tracer:
 
         return call
 
-    def _measured(self, forward: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> _Kind:
+    def _measured(self, forward: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> _PieceCosts:
         leaves, layout = tree_flatten((args, kwargs))
         shapes = [tuple(leaf.shape) for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-        counter = _Counter(self._parameters, shapes[0] if shapes else ())
+        counter = _CostCounter(self._parameters, shapes[0] if shapes else ())
         # Clone the inputs, because a piece may change them in place, which autograd does not allow for leaf tensors.
         starts = [leaf.detach().requires_grad_(leaf.requires_grad) for leaf in leaves if isinstance(leaf, Tensor)]
         tensors = [start.clone() for start in starts]
@@ -615,7 +615,7 @@ class _Tracer:
             products=len(counter.multiplied),
             touched=sum(asked),
         )
-        return _Kind(
+        return _PieceCosts(
             piece=piece,
             outputs=tuple((t.shape, t.dtype, t.requires_grad) for t in outputs if isinstance(t, Tensor)),
             layout=out_layout,
@@ -648,7 +648,7 @@ class _Stub(torch.autograd.Function):
     """Autograd function in place of a piece that was traced before: makes outputs and gradients of the right shapes."""
 
     @staticmethod
-    def forward(ctx: Any, counter: _Counter, outputs: Any, anchor: Tensor, *inputs: Tensor) -> Any:
+    def forward(ctx: Any, counter: _CostCounter, outputs: Any, anchor: Tensor, *inputs: Tensor) -> Any:
         ctx.counter = counter
         ctx.shapes = [(t.shape, t.dtype) if t.is_floating_point() else None for t in inputs]
         made = tuple(torch.empty(shape, dtype=kind) for shape, kind, _ in outputs)
@@ -662,7 +662,7 @@ class _Stub(torch.autograd.Function):
             return None, None, None, *shapes
 
 
-def _saving(counter: _Counter) -> Any:
+def _saving(counter: _CostCounter) -> Any:
     return torch.autograd.graph.saved_tensors_hooks(counter.save, lambda tensor: tensor)
 
 

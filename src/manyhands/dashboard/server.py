@@ -75,7 +75,7 @@ class Dashboard:
         self.closing = threading.Event()
         self._streams = threading.BoundedSemaphore(MOST_STREAMS)
         try:
-            self._http = _Server((HOST, port), self)
+            self._http = _DashboardServer((HOST, port), self)
         except (OSError, OverflowError) as error:
             reason = getattr(error, "strerror", None) or error
             raise SettingsError(
@@ -154,7 +154,7 @@ class Dashboard:
 FULL = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
 
 
-class _Server(ThreadingHTTPServer):
+class _DashboardServer(ThreadingHTTPServer):
     """HTTP server with a thread per connection and at most `MOST_CONNECTIONS` connections."""
 
     daemon_threads = True
@@ -241,7 +241,7 @@ class _Server(ThreadingHTTPServer):
 class _Handler(BaseHTTPRequestHandler):
     """Answer the requests of a connection: static files, data of the API, and live updates."""
 
-    server: _Server
+    server: _DashboardServer
     protocol_version = "HTTP/1.1"
     server_version, sys_version = "manyhands", ""
     timeout = REQUEST_SECONDS

@@ -33,7 +33,7 @@ class PackedBatch:
     """Offset of each large tensor in the shared memory, and its number of bytes."""
 
 
-class _Pickler(pickle.Pickler):
+class _TensorPickler(pickle.Pickler):
     """Pickle plain tensors with out-of-band buffers, as numpy arrays do by default."""
 
     def reducer_override(self, obj: Any) -> Any:
@@ -71,7 +71,7 @@ class WorkerSlots:
             return small
 
         body = io.BytesIO()
-        _Pickler(body, protocol=5, buffer_callback=is_small).dump(batch)
+        _TensorPickler(body, protocol=5, buffer_callback=is_small).dump(batch)
         views = [buffer.raw() for buffer in buffers]
         if sum(view.nbytes + _ALIGN for view in views) > SLOT_BYTES:
             return batch

@@ -8,6 +8,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from ..core import format_bytes
 from .finding import Finding, broken, slow
 
 TRIAL_BYTES = 32 * 2**20
@@ -26,12 +27,12 @@ def run_folder(folder: str | Path = "runs", free: int | None = None, speed: floa
         return broken(name, f"{place} is not writable", "no run can be recorded", cure)
     free = shutil.disk_usage(place).free if free is None else free
     if free < _GIB // 4:
-        return broken(name, f"{free // 2**20} MiB free in {place}", "checkpoints do not fit", "remove old runs")
+        return broken(name, f"{format_bytes(free)} free in {place}", "checkpoints do not fit", "remove old runs")
     try:
         speed = measure_speed(place) if speed is None else speed
     except OSError as error:
         return broken(name, f"{place}: {error}", "no run can be recorded", "choose another folder= (--folder)")
-    text = f"{free / _GIB:.1f} GiB free in {place}, written at {speed / 1e6:.0f} MB/s"
+    text = f"{format_bytes(free)} free in {place}, written at {format_bytes(speed)}/s"
     if free < 2 * _GIB:
         return slow(name, text, "a few checkpoints of a large network fill it", "remove old runs, or lower keep=")
     if speed < 50e6:

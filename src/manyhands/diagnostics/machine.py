@@ -30,7 +30,7 @@ def shared_memory(total: int | None = None, free: int | None = None) -> Finding:
             total, _, free = shutil.disk_usage("/dev/shm")
         except OSError as error:
             return broken("shared memory", str(error), "workers cannot pass batches", "mount a tmpfs at /dev/shm")
-    text = f"{_amount(free)} free of {_amount(total)} in /dev/shm"
+    text = f"{format_bytes(free)} free of {format_bytes(total)} in /dev/shm"
     why = "workers pass batches through it, and die with a bus error when it is full"
     cure = "in a container --shm-size=8g or --ipc=host; else mount -o remount,size=8G /dev/shm, or remove old files"
     if free < _GIB // 4:
@@ -131,7 +131,7 @@ def memory(available: int | None = None, total: int | None = None, swapped: int 
     if available is None or total is None or swapped is None:
         now = psutil.virtual_memory()
         available, total, swapped = now.available, now.total, psutil.swap_memory().used
-    text = f"{_amount(available)} of {_amount(total)} available, {_amount(swapped)} swapped out"
+    text = f"{format_bytes(available)} of {format_bytes(total)} available, {format_bytes(swapped)} swapped out"
     cure = "end other programs, or use fewer ranks and workers"
     if available < _GIB // 2:
         return broken("memory", text, "the system kills processes that allocate more", cure)
@@ -198,7 +198,3 @@ def _number(path: Path) -> int | None:
         return int(path.read_text())
     except (OSError, ValueError):
         return None
-
-
-def _amount(num_bytes: int) -> str:
-    return format_bytes(num_bytes) if num_bytes >= _GIB else f"{num_bytes / 2**20:.0f} MiB"

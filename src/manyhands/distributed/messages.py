@@ -109,7 +109,7 @@ def encode(value: Any) -> bytes:
     >>> decode(encode({"shape": (2, 3), 7: [None, 1.5]}))
     {'shape': (2, 3), 7: [None, 1.5]}
     """
-    encoder = _Encoder()
+    encoder = _MessageEncoder()
     try:
         body = _pack(encoder.plain(value))
     except RecursionError:
@@ -149,7 +149,7 @@ def decode(data: bytes | memoryview, *, is_authentic: bool = True) -> Any:
     try:
         (length,) = _HEAD.unpack_from(view)
         start = _HEAD.size + length
-        decoder = _Decoder(view[start + -length % _ALIGNMENT :], is_authentic)
+        decoder = _MessageDecoder(view[start + -length % _ALIGNMENT :], is_authentic)
         return decoder.read(view[_HEAD.size : start])
     except Exception as error:
         raise InvalidMessage(f"{type(error).__name__}: {error}") from None
@@ -162,7 +162,7 @@ def _ext(code: int, content: Any) -> msgspec.msgpack.Ext:
     return msgspec.msgpack.Ext(code, _pack(content))
 
 
-class _Encoder:
+class _MessageEncoder:
     def __init__(self) -> None:
         self.buffers: list[bytes | memoryview] = []
         self._size = 0
@@ -228,7 +228,7 @@ class _Encoder:
         return [self._append_buffer(memoryview(value.data)), len(value.data)]
 
 
-_WRITERS: dict[type[Any], Callable[[_Encoder, Any], Any]] = {
+_WRITERS: dict[type[Any], Callable[[_MessageEncoder, Any], Any]] = {
     tuple: lambda encoder, value: _ext(_TUPLE, encoder._items(value)),
     dict: lambda encoder, value: _ext(_PAIRS, [encoder._items(value.keys()), encoder._items(value.values())]),
     set: lambda encoder, value: _ext(_SET, encoder._items(value)),
@@ -243,7 +243,7 @@ _WRITERS: dict[type[Any], Callable[[_Encoder, Any], Any]] = {
 }
 
 
-class _Decoder:
+class _MessageDecoder:
     def __init__(self, buffers: memoryview, is_authentic: bool) -> None:
         self._buffers, self._is_authentic = buffers, is_authentic
         self.read = msgspec.msgpack.Decoder(ext_hook=self._ext).decode
@@ -283,7 +283,7 @@ def _count(shape: list[int]) -> int:
     return math.prod(shape)
 
 
-_READERS: tuple[Callable[[_Decoder, Any], Any], ...] = (
+_READERS: tuple[Callable[[_MessageDecoder, Any], Any], ...] = (
     lambda decoder, content: int(content, 16),
     lambda decoder, content: tuple(content),
     lambda decoder, content: dict(zip(*content, strict=True)),

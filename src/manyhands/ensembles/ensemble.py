@@ -199,7 +199,7 @@ class Ensemble(Predictor):
                 remedy="create the ensemble from runs",
             )
         extra = {"members": [member.name for member in self.members], "combine": self.combine}
-        network = _Exported(self._together(), self.rule)  # on the CPU, because a server may have other devices
+        network = _EnsembleModule(self._together(), self.rule)  # on the CPU, because a server may have other devices
         return export(network, _called, example, Path(path), free=self.members[0].free, extra=extra)
 
     def _together(self) -> StackedMembers:
@@ -224,7 +224,7 @@ class Ensemble(Predictor):
         return joined, None if any(one is None for one in labels) else torch.cat(labels)  # type: ignore[arg-type]
 
 
-class _Exported(nn.Module):
+class _EnsembleModule(nn.Module):
     """All members of an ensemble and their combination as one module, to be exported."""
 
     def __init__(self, program: StackedMembers, rule: CombinationRule) -> None:

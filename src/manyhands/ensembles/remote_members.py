@@ -93,7 +93,7 @@ class ProcessMember(MemberHandle):
 
     def __init__(self, engine: Engine, member: Member, device: Device) -> None:
         super().__init__()
-        self._engine, self._make, self._device = engine, _Making(member), device
+        self._engine, self._make, self._device = engine, _MemberServiceFactory(member), device
         self._lock = threading.Lock()
         self._started_at = time.monotonic()
         self._service: Service = engine.start_service(self._make, device)
@@ -239,7 +239,7 @@ class RemoteEnsemble(Predictor):
         return EnsemblePrediction(outputs, tuple(numbers), missing)
 
 
-class _Making:
+class _MemberServiceFactory:
     """Function, as an object that can be pickled, that creates the service in a member's process."""
 
     def __init__(self, member: Member) -> None:

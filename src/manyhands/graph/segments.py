@@ -52,14 +52,14 @@ class Segment:
         held.update(zip(self.gives, made, strict=True))
 
     def _keeping_little(self, given: list[Any], clock: DrawCounter) -> Any:
-        again = _Again(self.function, {place: given[place] for place in self.changes}, clock)
+        again = _RecomputedFunction(self.function, {place: given[place] for place in self.changes}, clock)
         again.inner = self.contexts() if self.contexts is not None else (nullcontext(), nullcontext())
         # torch's checkpoint requires that its inputs do not change, but these buffers do.
         rest = [None if place in self.changes else tensor for place, tensor in enumerate(given)]
         return checkpoint(again, *rest, use_reentrant=False, context_fn=again.contexts)
 
 
-class _Again:
+class _RecomputedFunction:
     """A function that runs in forward and again in backward, then with the buffers as they were before forward."""
 
     def __init__(self, function: Callable[..., Any], changed: dict[int, Tensor], clock: DrawCounter) -> None:

@@ -172,7 +172,7 @@ def _without_reentrant_checkpoints() -> Iterator[None]:
         del CheckpointFunction.apply
 
 
-class _Kept:
+class _OutputStructureHolder:
     """Holder of the output structure: torch.export resets attributes of modules, but not those of this object."""
 
     answer: OutputStructure
@@ -185,7 +185,7 @@ class _Flat(nn.Module):
         super().__init__()
         self.net = model
         self.call = call
-        self.kept = _Kept()
+        self.kept = _OutputStructureHolder()
 
     def forward(self, *tensors: Tensor) -> list[Any]:
         args, kwargs = self.call.arguments(tensors)

@@ -64,10 +64,10 @@ class _Scaled(torch.autograd.Function):
 
 
 def _sum(*args: Any) -> Tensor:
-    return _Sum.apply(*args)  # type: ignore[no-untyped-call, no-any-return]
+    return _WeightedSum.apply(*args)  # type: ignore[no-untyped-call, no-any-return]
 
 
-class _Sum(torch.autograd.Function):
+class _WeightedSum(torch.autograd.Function):
     """Differentiable sum over the replicas; each replica's loss is weighted by its share of the rows."""
 
     @staticmethod

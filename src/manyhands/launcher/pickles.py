@@ -26,7 +26,7 @@ _HEAD = struct.Struct("!QQ")
 _unpacking = contextvars.ContextVar("unpacking", default=False)
 
 
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+class _OutOfBandPickler(cloudpickle.Pickler):  # type: ignore[misc]
     """cloudpickle with CPU tensors as out-of-band buffers, as NumPy arrays already are."""
 
     def reducer_override(self, obj: Any) -> Any:
@@ -87,7 +87,7 @@ def pack(obj: Any, what: str = "the task") -> int:
 
     body = io.BytesIO()
     try:
-        _Pickler(body, protocol=5, buffer_callback=aside).dump(obj)
+        _OutOfBandPickler(body, protocol=5, buffer_callback=aside).dump(obj)
     except Exception as error:
         raise _unsendable(obj, what, error) from error
     views = [buffer.raw() for buffer in buffers]

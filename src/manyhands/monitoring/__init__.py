@@ -3,7 +3,7 @@
 from .notebook import NotebookOutput, html_progress, in_notebook
 from .progress import View, make_view, sparkline
 from .sinks import DROPPED, About, LogTo, Sink, SinkDispatcher, make_sinks
-from .spans import IDLE, PHASES, Span, Spans, by_phase
+from .spans import IDLE, PHASES, PhaseTimes, Span, Spans, by_phase
 from .stragglers import Stopwatch, Stragglers
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "make_sinks",
     "Span",
     "Spans",
+    "PhaseTimes",
     "PHASES",
     "IDLE",
     "by_phase",

@@ -1,21 +1,22 @@
-"""Spans: the phases of a step on one rank over time, for profiles."""
+"""Spans: the phases of a step on one rank over time, for profiles; and the total times of other work."""
 
 from __future__ import annotations
 
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 
-from ..distributed import message
+from ..distributed import World, message
 
 IDLE = "idle"
 PHASES = ("input", "copy", "forward", "backward", "communication", "optimizer", IDLE)
 """The phases of a step. Idle is the time outside of the other phases, such as host work between them."""
+_UNTIMED = nullcontext()
 
 
 @message
@@ -108,3 +109,27 @@ def by_phase(spans: list[Span]) -> dict[str, float]:
     for span in spans:
         total[span.name] += span.end - span.start  # type: ignore[assignment]
     return dict(total)
+
+
+class PhaseTimes:
+    """Measures a replica's work other than input, sync and compute, and records phases while a step is timed."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self.seconds = {"optimizer": 0.0, "save": 0.0, "validation": 0.0}
+        """Seconds this replica spent on work other than input, sync and compute."""
+        self.spans: Spans | None = None
+        """Records the phases of a step while that step is timed."""
+
+    @contextmanager
+    def timed(self, what: str) -> Iterator[None]:
+        """Add the time of the enclosed block to `seconds`; waiting for other replicas counts as sync instead."""
+        start, waited = time.perf_counter(), self._world.waited
+        try:
+            yield
+        finally:
+            self.seconds[what] += time.perf_counter() - start - (self._world.waited - waited)
+
+    def during(self, what: str) -> AbstractContextManager[None]:
+        """Attribute the enclosed block to this phase of the step, where the step is timed."""
+        return _UNTIMED if self.spans is None else self.spans.during(what)

@@ -44,7 +44,7 @@ class Stopwatch:
 
 
 @dataclass
-class _Replica:
+class _ReplicaWindow:
     """The latest window of a replica, and the number of its consecutive slow windows."""
 
     host: str = ""
@@ -67,7 +67,7 @@ class Stragglers:
     """
 
     size: int
-    _replicas: dict[int, _Replica] = field(default_factory=dict)
+    _replicas: dict[int, _ReplicaWindow] = field(default_factory=dict)
 
     def handle_event(self, entry: Event) -> list[Event]:
         """Handle an event of the run, and return events that report stragglers or their recovery."""
@@ -77,7 +77,7 @@ class Stragglers:
         if entry["kind"] != "pace":
             return []
         is_first = entry["rank"] not in self._replicas
-        replica = self._replicas.setdefault(entry["rank"], _Replica())
+        replica = self._replicas.setdefault(entry["rank"], _ReplicaWindow())
         replica.host, replica.seconds = entry["host"], entry["seconds"]
         if len(self._replicas) < self.size:
             return []

@@ -56,7 +56,7 @@ def take_state(hand: Hand, shares: Sequence[Share], answers: Sequence[tuple[Any,
     held, optimizer = _held(hand.model), hand.optimizers[MAIN]
     slots: dict[str, dict[str, Any]] = {}
     tables = [
-        (_Rows if table.is_by_rows else _Whole)(table, name, hand) for name, table in tables_of(hand.model).items()
+        (_Rows if table.is_by_rows else _WholeTable)(table, name, hand) for name, table in tables_of(hand.model).items()
     ]
     for share, (state, frames) in zip(shares, answers, strict=True):
         at = iter(frames)
@@ -78,7 +78,7 @@ def take_state(hand: Hand, shares: Sequence[Share], answers: Sequence[tuple[Any,
         whole.keep()
 
 
-class _Whole:
+class _WholeTable:
     """Assembles a whole embedding table from the rows on the servers."""
 
     def __init__(self, table: Embedding, name: str, hand: Hand) -> None:

@@ -41,7 +41,7 @@ class WorkEnded(Exception):
     """Raised in a worker when the coordinator ends the job."""
 
 
-class _Link:
+class _ServerConnection:
     """The connection to one server, with buffers for its gradients and values; on the same host, in shared memory."""
 
     def __init__(self, share: Share, caller: Caller, worker: int | None, timeout: float) -> None:
@@ -90,7 +90,7 @@ class ParameterClient:
         self._shares, self._number, self.coordinator = shares, number, coordinator
         self._token, self._timeout = token, timeout
         self._context: zmq.Context[Any] = zmq.Context()
-        self._links: list[_Link] = []
+        self._links: list[_ServerConnection] = []
         self._held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         for tensor in self._held.values():
             if not tensor.is_contiguous():
@@ -133,10 +133,10 @@ class ParameterClient:
                     return
         self._touched = [[] for _ in self.tables]
 
-    def _reach(self, share: Share, address: str) -> _Link:
+    def _reach(self, share: Share, address: str) -> _ServerConnection:
         caller = Caller(self._context, self._token, address, self._timeout, REACH * self._timeout)
         try:
-            return _Link(share, caller, self._number if self.may_share else None, self._timeout)
+            return _ServerConnection(share, caller, self._number if self.may_share else None, self._timeout)
         except ConnectionLost:
             caller.close()
             raise
@@ -223,7 +223,7 @@ class ParameterClient:
         return max(answer.staleness for answer in answers)
 
     @torch.no_grad()
-    def _fill(self, link: _Link) -> list[int]:
+    def _fill(self, link: _ServerConnection) -> list[int]:
         """Copy gradients and changes of buffers into the send buffers; return the indexes of unused parameters."""
         unused = []
         into, gradients = [], []
@@ -300,12 +300,12 @@ class ParameterClient:
 
     # -- waiting --------------------------------------------------------------------------------------------------
 
-    def _await(self, link: _Link, kind: type[Message]) -> tuple[Any, list[Frame]]:
+    def _await(self, link: _ServerConnection, kind: type[Message]) -> tuple[Any, list[Frame]]:
         """Return a server's next answer of this kind; messages from the coordinator are handled first."""
         with self.waiting():
             return self._answer(link, kind)
 
-    def _answer(self, link: _Link, kind: type[Message]) -> tuple[Any, list[Frame]]:
+    def _answer(self, link: _ServerConnection, kind: type[Message]) -> tuple[Any, list[Frame]]:
         callers = [link.caller, *([self.coordinator] if self.coordinator is not None else [])]
         sockets = [socket for caller in callers for socket in (caller.socket, caller.monitor)]
         poller = zmq.Poller()
@@ -340,7 +340,7 @@ class ParameterClient:
             if isinstance(message, kind):
                 return message, frames
 
-    def _await_others(self, link: _Link, deadline: float) -> NoReturn:
+    def _await_others(self, link: _ServerConnection, deadline: float) -> NoReturn:
         """Raise `ServersMoved` when a failed server has been replaced, or `ConnectionLost` after the deadline."""
         while link in self._links and time.monotonic() < deadline:
             time.sleep(0.05)

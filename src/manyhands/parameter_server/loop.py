@@ -222,7 +222,7 @@ class ServedLoop(TrainingLoop):
     def train(self, train_feed: Feed, valid_feed: Feed | None, stepper: Stepper) -> None:
         from .failover import ServerFailed
 
-        plan: Any = _Plan(self, train_feed)
+        plan: Any = _ServedSteps(self, train_feed)
         reason: Exception | None = None
         while True:
             try:
@@ -324,7 +324,7 @@ class _ServedTrial(StartTrial):
         return super().why_not_verified(model) or (f"rows of {tables} are on the servers alone" if tables else "")
 
 
-class _Plan:
+class _ServedSteps:
     """Replaces feed and stepper in the training loop: yields batches without data, and waits for the workers' steps."""
 
     waited = 0.0

@@ -61,7 +61,7 @@ class Membership:
         try:
             with declaring():
                 hand.build(self.task)
-            return _Worker(self, hand).run() if self.role == "worker" else serve(self, hand)
+            return _TicketWorker(self, hand).run() if self.role == "worker" else serve(self, hand)
         finally:
             hand.close()
             # The calling program may continue afterwards.
@@ -91,7 +91,7 @@ def serve(member: Membership, hand: Hand) -> dict[str, Any]:
     return served_by.run()
 
 
-class _Worker:
+class _TicketWorker:
     def __init__(self, member: Membership, hand: Hand) -> None:
         self.member, self.hand, self.task = member, hand, member.task
         # Workers must draw different numbers; layout-free ones are derived from the step and the samples.

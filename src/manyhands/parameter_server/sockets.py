@@ -237,7 +237,9 @@ def call_until_reached(
                 raise ConnectionLost(f"{address} did not answer within {timeout:.0f} s: {lost}") from None
             if not has_notified and time.monotonic() - began >= SOON:
                 has_notified = True
-                on_wait(f"waiting up to {timeout:.0f} s for the chief at {address.removeprefix('tcp://')}: {lost}")
+                on_wait(
+                    f"waiting up to {timeout:.0f} s for the coordinator at {address.removeprefix('tcp://')}: {lost}"
+                )
             time.sleep(0.1)
 
 

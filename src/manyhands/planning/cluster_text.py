@@ -53,7 +53,7 @@ _FILLERS = {
 
 
 @dataclass
-class _Line:
+class _ClusterLine:
     """A line of text from which the parser removes one feature (devices, price, network, hosts) after the other."""
 
     text: str
@@ -83,7 +83,7 @@ def parse_cluster(text: str) -> dict[str, Any]:
     >>> parse_cluster("64 A100 SXM 80GB, 8 per node, 8x200Gb/s, 16 €/h per host")
     {'device': 'A100', 'hosts': 8, 'per_host': 8, 'gbits': 1600.0, 'price': 2.0, 'currency': '€'}
     """
-    line = _Line(_normal(text))
+    line = _ClusterLine(_normal(text))
     if re.search(r"(?<![\w.])-\s*\d", line.text):
         raise line.error("the numbers of a cluster must be above 0", text.strip())
     found = next((match for pattern in _SHAPES if (match := line.take(pattern)) is not None), None)
@@ -141,7 +141,7 @@ _PER_HOST = re.compile(
 _ON_HOSTS = re.compile(rf"\b(?:on|in|over|across)\s*(?P<hosts>\d+)\s*{_HOST}|\b(?P<listed>\d+)\s*{_HOST}", re.I)
 
 
-def _shape(line: _Line, parts: dict[str, str | None]) -> dict[str, Any]:
+def _shape(line: _ClusterLine, parts: dict[str, str | None]) -> dict[str, Any]:
     """Return the numbers of hosts and of devices per host, as settings.
 
     `parts` has the numbers that were matched together with the devices; others are removed from the line.
@@ -169,7 +169,7 @@ def _is_gpu(name: str) -> bool:
     return not name.lower().startswith(("cpu", "core"))
 
 
-def _device(line: _Line, name: str, gigabytes: str | None) -> dict[str, Any]:
+def _device(line: _ClusterLine, name: str, gigabytes: str | None) -> dict[str, Any]:
     """Return the settings of a device: its name in the catalogue, and the link between devices of a host if given.
 
     Its form factor, memory and link are removed from the line.
@@ -191,7 +191,7 @@ def _device(line: _Line, name: str, gigabytes: str | None) -> dict[str, Any]:
     return {"device": known[plain], **values}
 
 
-def _with_memory(line: _Line, plain: str, gigabytes: int, known: dict[str, str]) -> str:
+def _with_memory(line: _ClusterLine, plain: str, gigabytes: int, known: dict[str, str]) -> str:
     """Return the key in `known` of a device's variant with so much memory; raise SettingsError if there is none."""
     variants = {round(memory / 1e9): one for one, memory in device_names().items() if one.split("-")[0] == known[plain]}
     usual = round(device_names()[known[plain]] / 1e9)

@@ -53,7 +53,7 @@ class MemoryProfile:
 
 
 @dataclass
-class _Life:
+class _StorageLife:
     size: int
     born: int
     phase: str
@@ -71,8 +71,8 @@ class MemoryWatch(TorchDispatchMode):
         self._phase = "idle"
         self._time = 0
         self._phases: list[str] = [self._phase]
-        self._made: dict[int, tuple[StorageWeakRef, _Life]] = {}
-        self._lives: list[tuple[int, _Life]] = []
+        self._made: dict[int, tuple[StorageWeakRef, _StorageLife]] = {}
+        self._lives: list[tuple[int, _StorageLife]] = []
         self._standing: dict[int, int] = {}
         """Bytes of gradient storages that existed before the step (communication buffers), by storage."""
         model = hand.model
@@ -118,7 +118,7 @@ class MemoryWatch(TorchDispatchMode):
             return
         self._tick()
         storage = tensor.untyped_storage()
-        life = _Life(storage.nbytes(), self._time, self._phase)
+        life = _StorageLife(storage.nbytes(), self._time, self._phase)
         self._made[key] = (StorageWeakRef(storage), life)
         self._lives.append((key, life))
 

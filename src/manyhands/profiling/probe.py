@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch.distributed import Work
 
+from ..capture import own_stream
 from ..core import StrategySpec, Task
 from ..distributed import World, message
-from ..training import Breakdown, Hand, Sample, Steps, own_stream, time_steps
+from ..training import Breakdown, Hand, Sample, Steps, time_steps
 from .memory import MemoryProfile, MemoryWatch
 from .operations import OperationTable, watch
 from .other_load import OtherLoad
@@ -223,7 +224,7 @@ class _Probe:
 
     def _held(self) -> tuple[MemoryProfile, Largest | None]:
         """Take one step, and return its memory profile and the largest parameter."""
-        weight, following = _Weights(self._hand), MemoryWatch(self._hand)
+        weight, following = _WeightsProbe(self._hand), MemoryWatch(self._hand)
         try:
             with following:
                 self._steps.take()
@@ -265,7 +266,7 @@ def _with_waits(taken: Breakdown, waited: tuple[float, float], watched: list[Sam
     return replace(taken, seconds=seconds)
 
 
-class _Weights:
+class _WeightsProbe:
     """Finds the largest parameter and its gradient's rows, by a hook just before the optimizer's update."""
 
     def __init__(self, hand: Hand) -> None:

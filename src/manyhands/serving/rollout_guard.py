@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 
-from ..core import RequestRefused
+from ..core import RequestRefused, format_duration
 from .batcher import Arrays, Ticket
 from .metrics import BOUNDS, Histogram
 from .options import Rollout
@@ -85,7 +85,8 @@ class Judge:
         now, then = self._trial.seconds
         self.dismiss()
         if now > rule.max_slowdown * then:
-            return f"p90 is {1000 * now:.1f} ms, and {1000 * then:.1f} of version {before.number} at the same time"
+            old = f"that of version {before.number}, measured at the same time, {format_duration(then)}"
+            return f"p90 is {format_duration(now)}, {old}"
         return ""
 
     def _is_suspicious(self, rule: Rollout, current: Version, before: Version) -> bool:

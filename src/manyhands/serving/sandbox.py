@@ -490,14 +490,14 @@ def _allow(ruleset: int, path: str, allowed: int, flags: int) -> None:
         os.close(fd)
 
 
-class _Program(ctypes.Structure):
+class _SeccompProgram(ctypes.Structure):
     _fields_ = [("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p)]
 
 
 def _filter(architecture: Architecture, instructions: Iterable[bytes]) -> bool:
     """Install a seccomp filter on all threads; return whether the kernel supports it."""
     code = b"".join(instructions)
-    program = _Program(len(code) // 8, code)
+    program = _SeccompProgram(len(code) // 8, code)
     set_filter, all_threads = 1, 1
     return _syscall(architecture.numbers["seccomp"], set_filter, all_threads, ctypes.byref(program)) == 0
 

@@ -134,7 +134,7 @@ def export(
     device = next((tensor.device for tensor in model.state_dict().values() if isinstance(tensor, Tensor)), None)
     examples = _examples(inputs, device or torch.device("cpu"))
     with evaluating(model), environment_kept():
-        network = _Network(model, predict, tuple(examples.values()))
+        network = _ExportedNetwork(model, predict, tuple(examples.values()))
         dims = {name: set(free.get(name, ())) if free else set() for name in examples}
         traced = trace(network, tuple(examples.values()), list(dims.values()))
         weights = _dense(traced.weights)
@@ -175,7 +175,7 @@ def load(path: Path, device: str = "cpu") -> Archive:
     return Archive(module, signature, int(folder.name) if VERSION.fullmatch(folder.name) else 0, meta, place)
 
 
-class _Network(nn.Module):
+class _ExportedNetwork(nn.Module):
     """A model with its predict function, as one network that takes tensors and returns a tuple of tensors."""
 
     def __init__(self, model: nn.Module, predict: Predict, examples: tuple[Tensor, ...]) -> None:
@@ -260,7 +260,7 @@ def _signature(
 
 
 def _require_same_answers(
-    network: _Network,
+    network: _ExportedNetwork,
     program: bytes,
     weights: Mapping[str, Tensor],
     examples: Mapping[str, Tensor],

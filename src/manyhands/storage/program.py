@@ -52,7 +52,7 @@ def trace(network: nn.Module, examples: tuple[Tensor, ...], free: Sequence[Colle
     exported = _exported(network, examples, free)
     lower(exported.graph_module)
     _require_pure(exported)
-    return _Encoder(exported).traced()
+    return _ProgramEncoder(exported).traced()
 
 
 def user_line(error: BaseException) -> str:
@@ -135,7 +135,7 @@ def _require_pure(exported: ExportedProgram) -> None:
         )
 
 
-class _Encoder:
+class _ProgramEncoder:
     """Encodes the graphs of an exported program as JSON."""
 
     def __init__(self, exported: ExportedProgram) -> None:
@@ -285,9 +285,9 @@ class _Encoder:
 ZEROS = ("aten.zeros.default", "aten.new_zeros.default")
 ZEROS_TAKE = ("dtype", "layout", "device", "pin_memory")
 REGIONS: dict[str, Callable[..., Json]] = {
-    "wrap_with_set_grad_enabled": _Encoder._grad,
-    "wrap_with_autocast": _Encoder._autocast,
-    "cond": _Encoder._branch,
+    "wrap_with_set_grad_enabled": _ProgramEncoder._grad,
+    "wrap_with_autocast": _ProgramEncoder._autocast,
+    "cond": _ProgramEncoder._branch,
 }
 """Higher-order operators, which call nested graphs, that a program can contain, with the encoder of each."""
 

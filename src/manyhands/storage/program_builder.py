@@ -33,7 +33,7 @@ def build(program: Mapping[str, Json], weights: Mapping[str, Tensor], device: to
         raise _malformed(f"{type(error).__name__}: {str(error)[:200]}") from error
 
 
-class _Call(nn.Module):
+class _NestedGraph(nn.Module):
     """A nested graph that runs in the context of its caller."""
 
     def __init__(self, body: nn.Module) -> None:
@@ -44,7 +44,7 @@ class _Call(nn.Module):
         return self.body(*operands)
 
 
-class _Autocast(_Call):
+class _Autocast(_NestedGraph):
     """A nested graph that runs in an autocast context."""
 
     def __init__(self, body: nn.Module, device: str, dtype: torch.dtype | None, enabled: bool) -> None:
@@ -146,7 +146,7 @@ class _Builder:
         if node["op"] == "region.call":
             _require_fields(node, {"op", "graph", "args"})
             numbers = [node["graph"]]
-            body = _Call(self._module(node["graph"], nesting + 1, operands))
+            body = _NestedGraph(self._module(node["graph"], nesting + 1, operands))
         elif node["op"] == "region.autocast":
             _require_fields(node, {"op", "graph", "args", "dtype", "enabled"})
             numbers = [node["graph"]]

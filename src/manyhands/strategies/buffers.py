@@ -180,7 +180,9 @@ def find_rules(model: nn.Module, probe: Probe | None, scope: AbstractContextMana
     return {name: _rule(model, name, trials) for name in names if any(trial.changes(name) for trial in trials)}
 
 
-def _trials(model: nn.Module, names: Sequence[str], probe: Probe, device: torch.device, rows: int) -> list[_Trial]:
+def _trials(
+    model: nn.Module, names: Sequence[str], probe: Probe, device: torch.device, rows: int
+) -> list[_BufferTrial]:
     """Return two trials, or more if the forward changes buffers, each from the state that the last one left.
 
     Further trials split the samples at random. In a few trials, updates that round or compare, such as
@@ -189,22 +191,24 @@ def _trials(model: nn.Module, names: Sequence[str], probe: Probe, device: torch.
     # A part of one sample may be too small.
     split = rows // 3
     try:
-        trials = [_Trial.of(model, names, probe, device, np.arange(rows), split)]
+        trials = [_BufferTrial.of(model, names, probe, device, np.arange(rows), split)]
     except ValueError:
         split = rows // 2
-        trials = [_Trial.of(model, names, probe, device, np.arange(rows), split)]
-    trials.append(_Trial.of(model, names, probe, device, np.arange(rows), split))
+        trials = [_BufferTrial.of(model, names, probe, device, np.arange(rows), split)]
+    trials.append(_BufferTrial.of(model, names, probe, device, np.arange(rows), split))
     if not any(trial.changes(name) for trial in trials for name in names):
         return trials
     generator = np.random.default_rng(0)
     for _ in range(MORE_TRIALS):
         order = generator.permutation(rows)
-        trials.append(_Trial.of(model, names, probe, device, order, int(generator.integers(split, rows - split + 1))))
+        trials.append(
+            _BufferTrial.of(model, names, probe, device, order, int(generator.integers(split, rows - split + 1)))
+        )
     return trials
 
 
 @dataclass
-class _Trial:
+class _BufferTrial:
     """The values that a few samples leave in buffers, whole and in two parts; the buffers keep those of the whole."""
 
     old: dict[str, Tensor]
@@ -221,7 +225,7 @@ class _Trial:
         device: torch.device,
         order: NDArray[np.int64],
         split: int,
-    ) -> _Trial:
+    ) -> _BufferTrial:
         """Run a forward on all samples, on the first ones in an order of the samples, and on the others."""
         rows = len(order)
         draws = LayoutFree(device)
@@ -273,7 +277,7 @@ class _Trial:
         return bool((self.kept(name) - decay * self.old[name]).abs().amax() <= TOLERANCE * largest)
 
 
-def _rule(model: nn.Module, name: str, trials: Sequence[_Trial]) -> BufferRule:
+def _rule(model: nn.Module, name: str, trials: Sequence[_BufferTrial]) -> BufferRule:
     if all(trial.is_same(name) for trial in trials):
         return BufferRule()
     if all(trial.is_mean(name) for trial in trials):
@@ -317,14 +321,14 @@ def _row_counts(probe: Probe) -> int:
 
     def look(batch: Any) -> Any:
         found.extend(len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim())
-        raise _Seen
+        raise _BatchSeen
 
-    with suppress(_Seen):
+    with suppress(_BatchSeen):
         probe(nn.Module(), look)
     return found[0] if found and found[0] >= 3 and len(set(found)) == 1 else 0
 
 
-class _Seen(Exception):
+class _BatchSeen(Exception):
     """Raised to stop after the batch was seen."""
 
 

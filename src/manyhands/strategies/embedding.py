@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ..core import TaskError
+from ..core import TaskError, format_bytes
 
 OPTIMIZERS = ("sgd", "adagrad", "adam")
 """Optimizers that can train a table's rows on the servers; only the rows used in a step change."""
@@ -173,8 +173,8 @@ def _require_room(rows: int, dim: int) -> None:
     wanted, there = rows * dim * torch.get_default_dtype().itemsize, psutil.virtual_memory().available
     if wanted > there and torch.get_default_device().type == "cpu" and not _is_planned():
         raise TaskError(
-            f"a whole table must fit into memory, of which {there / 1e9:.3g} GB are free",
-            got=f"{rows} rows of {dim}, {wanted / 1e9:.3g} GB",
+            f"a whole table must fit into memory, of which {format_bytes(there)} are free",
+            got=f"{rows} rows of {dim}, {format_bytes(wanted)}",
             remedy="train it with mh.ParameterServer(), whose servers hold only the rows that are used; a "
             "network with such a table cannot be evaluated or exported in one process",
         )

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..core import html_lines
+from ..core import counted, format_duration, html_lines
 from .placement import Partition, Placement
 from .placement_rules import parameters_of
 from .split_table import SplitTable
@@ -60,11 +60,11 @@ class Outline:
     def __str__(self) -> str:
         across = sum(arrow.num_bytes for arrow in self.arrows)
         num_devices = len({name for box in self.boxes for name in box.device.split(" ")})
-        pieces, devices = _count(len(self.boxes), "piece"), _count(num_devices, "device")
+        pieces, devices = counted(len(self.boxes), "piece"), counted(num_devices, "device")
         lines = [f"{self.title}: {pieces} on {devices}, {across:,} bytes across"]
         for index, box in enumerate(self.boxes):
-            time = f", {box.seconds * 1e3:.2f} ms" if box.seconds else ""
-            size = f"({_count(box.num_operations, 'operation')}, {_count(box.num_parameters, 'parameter')}{time})"
+            time = f", {format_duration(box.seconds)}" if box.seconds else ""
+            size = f"({counted(box.num_operations, 'operation')}, {counted(box.num_parameters, 'parameter')}{time})"
             lines.append(f"  {index}  {box.device}  {_named(box.parts)}  {size}")
             for arrow in self.arrows:
                 if arrow.source == index:
@@ -175,7 +175,3 @@ def _named(parts: Sequence[str]) -> str:
     if len(parts) > 4:
         return f"{', '.join(parts[:3])} … {parts[-1]}"
     return ", ".join(parts) or "between modules"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'s' * (number != 1)}"

@@ -91,7 +91,7 @@ def calling(
     def forward(*args: Any, **kwargs: Any) -> Any:
         calls.append(Call.of(args, kwargs))
         if not computes:
-            raise _Seen
+            raise _CallSeen
         return looks.over(lambda: own(*args, **kwargs))
 
     device = next((p for p in model.parameters() if not p.is_meta), torch.empty(0)).device
@@ -107,7 +107,7 @@ def calling(
                 put_back()
                 _require_no_memory(changed, value, probe(model, lambda batch: batch))
                 del calls[count:]
-    except _Seen:
+    except _CallSeen:
         return Calling(calls[0], False, None)
     except RuntimeError as error:
         if not computes and "meta" in str(error):
@@ -171,7 +171,7 @@ def _require_no_memory(changed: list[str], first: Any, second: Any) -> None:
         )
 
 
-class _Seen(Exception):
+class _CallSeen(Exception):
     """Raised to stop after the network's call was seen."""
 
 

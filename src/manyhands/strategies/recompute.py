@@ -121,14 +121,14 @@ def _some_names(model: nn.Module) -> str:
 
 def _wrap(module: nn.Module, selective: bool, own_randomness: bool, scope: Scope) -> None:
     own = module.__dict__.get("forward")
-    forward = _recomputing(own, _Changes(), selective, own_randomness, scope)
+    forward = _recomputing(own, _BufferChanges(), selective, own_randomness, scope)
     setattr(forward, _MARK, own)
     # A bound method, so that a copy of the module uses the copy's parameters.
     module.forward = MethodType(forward, module)
 
 
 def _recomputing(
-    own: Callable[..., Any] | None, changes: _Changes, selective: bool, own_randomness: bool, scope: Scope
+    own: Callable[..., Any] | None, changes: _BufferChanges, selective: bool, own_randomness: bool, scope: Scope
 ) -> Callable[..., Any]:
     def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         plain = own or MethodType(type(module).forward, module)
@@ -145,7 +145,7 @@ def _recomputing(
     return forward
 
 
-def _contexts(module: nn.Module, changes: _Changes, selective: bool, scope: Scope) -> Contexts:
+def _contexts(module: nn.Module, changes: _BufferChanges, selective: bool, scope: Scope) -> Contexts:
     """Return the contexts for computing and for recomputing a module."""
     first, second = create_selective_checkpoint_contexts(_policy) if selective else (ExitStack(), ExitStack())
     state = torch.default_generator.get_state()
@@ -160,7 +160,7 @@ def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]
         yield
 
 
-class _Changes:
+class _BufferChanges:
     """Buffers that a module's forward changes, such as running statistics; recomputation needs their old values.
 
     A layer may start to change a buffer at any time, so all small ones are saved. Large ones are mostly constant

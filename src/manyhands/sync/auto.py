@@ -172,7 +172,7 @@ class _DryRun:
         taken = sum(parameter.numel() for parameter in some.values())
         factor = sum(parameter.numel() for parameter in parameters.values()) / max(1, taken)
         first = next(iter(some.values()))
-        exchange = BucketExchange(policy, _Alone(first.device, size), some)
+        exchange = BucketExchange(policy, _DryRunWorld(first.device, size), some)
         exchange.take_over(PolicyState(num_steps=SETTLED))
         seconds, rounds = math.inf, 0
         gradient = torch.randn(taken, dtype=torch.float32, device=first.device).to(first.dtype)
@@ -186,7 +186,7 @@ class _DryRun:
         return cls(seconds * factor, exchange.num_bytes * factor, rounds)
 
 
-class _Alone(NullWorld):
+class _DryRunWorld(NullWorld):
     """World for dry runs: one process that acts as one of `size` ranks, with collectives that send nothing."""
 
     def __init__(self, device: torch.device, size: int) -> None:

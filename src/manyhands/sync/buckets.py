@@ -49,7 +49,7 @@ class Buckets:
         trainable = {name: p for name, p in self._parameters.items() if p.requires_grad}
         plan = pieces(trainable, self._policy.bucket_bytes)
         self._buckets = [
-            _Bucket(part, NUM_RIDERS if part is plan[-1] else 0, self._world, self._policy) for part in plan
+            _GradientBucket(part, NUM_RIDERS if part is plan[-1] else 0, self._world, self._policy) for part in plan
         ]
         if self._buckets:
             # One bucket is enough to measure the policy's error, and the first is small.
@@ -176,7 +176,7 @@ class Buckets:
         for hook in self._hooks:
             hook.remove()
 
-    def _hook(self, bucket: _Bucket) -> Callable[[Tensor], None]:
+    def _hook(self, bucket: _GradientBucket) -> Callable[[Tensor], None]:
         def ready(parameter: Tensor) -> None:
             if not self._armed:
                 return
@@ -204,7 +204,7 @@ class Buckets:
         self._next += 1
 
 
-class _Bucket:
+class _GradientBucket:
     def __init__(self, parameters: Mapping[str, nn.Parameter], num_riders: int, world: World, policy: Policy) -> None:
         self.names, self.parameters = list(parameters), list(parameters.values())
         first = self.parameters[0]

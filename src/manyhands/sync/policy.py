@@ -24,7 +24,7 @@ POLICIES: dict[str, type[Policy]] = {}
 _TEXT = re.compile(r"\s*(\w+)\s*(?:\((.*)\))?\s*")
 
 
-class _Made(ABCMeta):
+class _PolicyMeta(ABCMeta):
     """Metaclass of policies: raise an error that lists the known settings if a policy is created with unknown ones."""
 
     def __call__(cls, *given: Any, **named: Any) -> Any:
@@ -37,7 +37,7 @@ class _Made(ABCMeta):
 
 
 @dataclass(frozen=True)
-class Policy(metaclass=_Made):
+class Policy(metaclass=_PolicyMeta):
     """Base class of sync policies: how gradients are summed over the replicas.
 
     A custom policy is a frozen dataclass with a `name`, which can then be used in `sync=`, and the method `reduce`.

@@ -2,25 +2,13 @@
 
 from .callbacks import Callback, check_callbacks
 from .carried_numbers import differing, number_slots, numbers_of
-from .check import (
-    Verdict,
-    changes_parameters,
-    fails_in_parts,
-    judge,
-    keeps_state,
-    parts_of,
-    plan_of,
-    record_of,
-    take_steps,
-    with_data,
-)
-from .cuda_stream import own_stream
+from .check import judge
 from .embedding_tables import SavedRows
 from .evaluation import evaluate, predict
 from .explain import can_explain, explain, without_values
 from .forward_backward import compute
 from .hand import SCRIPT_END, Hand, hand, holding, joined_world, probe_of
-from .identical import local_sources
+from .host_comparison import local_sources
 from .initial_weights import check_start, start_from
 from .job import CHECKPOINTS, Job, ReplicaResult
 from .learning_rates import LearningRates, check_schedule
@@ -29,6 +17,7 @@ from .memory import held_now, parse_bytes
 from .memory_fitting import fit_in
 from .memory_limit import host_bytes
 from .metrics import Meter, check_metrics, parted
+from .one_device_checks import changes_parameters, fails_in_parts, keeps_state
 from .partition_preview import check_pieces, outline_of
 from .patience import Patience, check_patience
 from .predictor import answers, input_name, inputs_of
@@ -42,6 +31,8 @@ from .snapshot import restore_snapshot, take_snapshot
 from .start_trial import StartTrial
 from .stepping import Stepper, take_step
 from .timing import Steps, gradient_squares, time_steps
+from .trial_steps import parts_of, plan_of, record_of, take_steps, with_data
+from .verdict import Verdict
 from .verify import check_statistics, refuse, take_split_steps, with_micro_statistics
 
 __all__ = [
@@ -58,7 +49,6 @@ __all__ = [
     "check_schedule",
     "time_steps",
     "Steps",
-    "own_stream",
     "without_values",
     "start_from",
     "TrainingLoop",

@@ -32,14 +32,14 @@ def compute(hand: Hand, loss: Loss, batch: Batch) -> None:
 def _compute_in_stages(hand: Hand, replica: PipelineReplica, loss: Callable[[Any, Any], Any], data: Any) -> None:
     """Compute the losses of all pipeline micro-batches, weighted by their samples, and their gradients."""
     whole = hand.reader.part
-    micros = _Micros(hand, replica, loss, data)
+    micros = _PipelineMicros(hand, replica, loss, data)
     replica.run(len(micros.sizes), micros)
     if whole.last:
         replica.buffers.combine()
         hand.current.send(micros.tally)
 
 
-class _Micros:
+class _PipelineMicros:
     """The pipeline micro-batches of the data that a replica computes at a time."""
 
     def __init__(self, hand: Hand, replica: PipelineReplica, loss: Callable[[Any, Any], Any], data: Any) -> None:

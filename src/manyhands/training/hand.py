@@ -32,7 +32,7 @@ from ..core import (
 from ..data import Batch, Source, check_source, copied, source_of
 from ..distributed import DEFAULT_TIMEOUT, DirectChannel, NullWorld, World, current_world, resolve
 from ..launcher import TRAINERS, join_launched
-from ..monitoring import make_view
+from ..monitoring import PhaseTimes, make_view
 from ..strategies import (
     MAIN,
     CannotDefer,
@@ -50,7 +50,6 @@ from .batch_reader import BatchReader
 from .carried_numbers import Counters
 from .checkpointer import Checkpointer
 from .collectives import Collectives
-from .phase_times import PhaseTimes
 from .replica_step import ReplicaStep
 from .restored_objects import left_alone
 from .sync_selection import Choosing

@@ -8,17 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from ..capture import free_graphs, own_stream
 from ..core import LossNotFinite, RunError, event
 from ..data import Batch, Feed, as_source, check_source, source_of
 from ..distributed import World
 from ..launcher import regroup
-from .check import Verdict
 from .checkpoint_schedule import CheckpointSchedule
-from .cuda_stream import free_graphs, own_stream
 from .error_hints import explain_mistake
 from .evaluation import evaluate
 from .hand import Hand
-from .identical import require_identical
+from .host_comparison import require_identical
 from .initial_weights import start_from
 from .job import CHECKPOINTS, Job, ReplicaResult
 from .learning_rates import LearningRates, check_schedule
@@ -36,6 +35,7 @@ from .start_trial import StartTrial
 from .step_reporter import StepReporter
 from .stepping import Stepper
 from .trial import NUM_SAMPLES
+from .verdict import Verdict
 from .verify import verdict_event
 
 if TYPE_CHECKING:

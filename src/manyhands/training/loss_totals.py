@@ -168,10 +168,10 @@ def gather_rows(world: World, rows: Tensor) -> Tensor:
 
 
 def _gather(*args: Any) -> Tensor:
-    return _Gather.apply(*args)  # type: ignore[no-untyped-call, no-any-return]
+    return _RowGather.apply(*args)  # type: ignore[no-untyped-call, no-any-return]
 
 
-class _Gather(torch.autograd.Function):
+class _RowGather(torch.autograd.Function):
     """Gather with rows padded to the longest replica; backward all-reduces gradients and keeps this replica's rows."""
 
     @staticmethod

@@ -121,7 +121,7 @@ def _accumulations(spec: StrategySpec, rows: int) -> list[int]:
 
 
 @dataclass
-class _Seen:
+class _MeasuredLifetimes:
     """Tensor lifetimes of forward and backward, measured with `NUM_ROWS` rows and with twice as many."""
 
     small: list[Life]
@@ -135,13 +135,13 @@ class _Seen:
         return found + sum(max(0, few + (many - few) * (rows - NUM_ROWS) // NUM_ROWS) for few, many in self.more)
 
 
-def _seen(task: Task, model: nn.Module, batch: Any, what: str, is_narrow: bool) -> _Seen:
+def _seen(task: Task, model: nn.Module, batch: Any, what: str, is_narrow: bool) -> _MeasuredLifetimes:
     """Measure the network with `KEPT` of each run of repeated blocks, and with one fewer to get a block's share."""
 
-    def both(lengths: Mapping[RepeatedBlocks, int]) -> _Seen:
+    def both(lengths: Mapping[RepeatedBlocks, int]) -> _MeasuredLifetimes:
         with shortened(lengths):
             small, large = (_followed(task, model, batch, n, what, is_narrow) for n in (NUM_ROWS, 2 * NUM_ROWS))
-        return _Seen(small, large)
+        return _MeasuredLifetimes(small, large)
 
     rows = rows_of(model)
     if not rows:

@@ -110,12 +110,12 @@ def replay(run: Run, step: int, device: Device | None = None) -> Replay:
     """Repeat a committed step of a run on one device, from the nearest checkpoint before it."""
     task = run.require_task()
     recorded = _recorded(run, step)
-    again = _Again(run, task, NullWorld(device))
+    again = _RepeatedRun(run, task, NullWorld(device))
     with contextlib.closing(again):
         return again.until(step, recorded)
 
 
-class _Again:
+class _RepeatedRun:
     """Repeats a run on one device."""
 
     def __init__(self, run: Run, task: Task, world: NullWorld) -> None:

@@ -103,27 +103,27 @@ def _split_structure(checkpoint: Checkpoint | None) -> tuple[Any, list[Tensor]]:
     """Split a checkpoint into a small picklable structure with slots, and the tensors for those slots."""
     tensors: list[Tensor] = []
 
-    def aside(tensor: Tensor) -> _Slot:
+    def aside(tensor: Tensor) -> _TensorPlaceholder:
         tensors.append(tensor.detach().cpu().contiguous())
-        return _Slot(len(tensors) - 1, tuple(tensor.shape), tensor.dtype)
+        return _TensorPlaceholder(len(tensors) - 1, tuple(tensor.shape), tensor.dtype)
 
     parts = None if checkpoint is None else {f.name: getattr(checkpoint, f.name) for f in fields(checkpoint)}
     return _mapped(aside)(parts), tensors
 
 
 def _empty_tensors(structure: Any) -> list[Tensor]:
-    slots: list[_Slot] = []
-    _mapped(slots.append, _Slot)(structure)
+    slots: list[_TensorPlaceholder] = []
+    _mapped(slots.append, _TensorPlaceholder)(structure)
     return [torch.empty(slot.shape, dtype=slot.dtype) for slot in slots]
 
 
 def _joined(structure: Any, tensors: Sequence[Tensor]) -> Checkpoint:
-    return Checkpoint(**_mapped(lambda slot: tensors[slot.index], _Slot)(structure))
+    return Checkpoint(**_mapped(lambda slot: tensors[slot.index], _TensorPlaceholder)(structure))
 
 
 @message
 @dataclass(frozen=True)
-class _Slot:
+class _TensorPlaceholder:
     """Placeholder of a tensor that is sent separately."""
 
     index: int

@@ -11,12 +11,12 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from ..core import StrategySpec, counted, evaluating
 from ..data import Feed, check_source, first_dim, source_of
-from .check import Verdict
 from .hand import Hand
 from .job import Job
 from .restored_objects import left_alone
 from .sample_randomness import learn_draws
 from .trial import NUM_SAMPLES, try_halves, try_loss, try_metrics
+from .verdict import Verdict
 from .verify import is_split, refuse, require_whole_statistics, verify, why_not
 
 

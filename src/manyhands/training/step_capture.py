@@ -47,7 +47,7 @@ CLOSE = {"fp32": 1e-4, "fp64": 1e-8, "bf16": 2e-2}
 
 
 @dataclass
-class _Made:
+class _CapturedShape:
     """A captured step for one batch shape, and the tensors it writes its results to."""
 
     statics: StaticInputs
@@ -66,7 +66,7 @@ class StepCapture:
 
     def __init__(self, hand: Hand, loss: Loss, variants: StepVariants, total: int | None) -> None:
         self._hand, self._task_loss, self._variants, self._total = hand, loss, variants, total
-        self._made: dict[Hashable, _Made] = {}
+        self._made: dict[Hashable, _CapturedShape] = {}
         self._seen: dict[Hashable, int] = {}
         self._watch: ValueWatch | None = None
         self._num_replays = self._num_changes = 0
@@ -148,7 +148,7 @@ class StepCapture:
         if hooked:
             self._give_up(f"{hooked} has hooks, which only run in eager steps")
             return ""
-        state = _SavedState(hand)
+        state = _StateBeforeTrial(hand)
         try:
             # All-reduces are deferred to the end, because an aborted rehearsal must not have started any. Where layers
             # have their own collectives the rehearsal is not strict; then only the capture, which runs none, may fail.
@@ -230,7 +230,7 @@ class StepCapture:
         self._hold_rates()
         standing = _standing(batch, statics)
         hand.reader.take(standing)
-        num_steps, state = hand.num_steps, _SavedState(hand)
+        num_steps, state = hand.num_steps, _StateBeforeTrial(hand)
         is_deferred = not hand.replica.records_exchange
         try:
             with self._in_parts(is_deferred=is_deferred, usage=self._usage.get(shape)):
@@ -244,7 +244,7 @@ class StepCapture:
         hand.num_steps = num_steps
         if not self._made:
             self._announce(captured, self._variants.compiles(shape))
-        made = _Made(
+        made = _CapturedShape(
             statics=statics,
             captured=captured,
             tally=hand.current.captured_tally(),
@@ -259,7 +259,7 @@ class StepCapture:
         self._replay(made, batch)
         return "replayed"
 
-    def _replay(self, made: _Made, batch: Batch) -> None:
+    def _replay(self, made: _CapturedShape, batch: Batch) -> None:
         hand, count = self._hand, self._num_replays
         self._num_replays += 1
         self._hold_rates()
@@ -314,7 +314,7 @@ class StepCapture:
         hand = self._hand
         if hand.world.size > 1 and not hand.replica.is_local:
             return None
-        state, tally = _SavedState(hand), Tally(hand.replica.group)
+        state, tally = _StateBeforeTrial(hand), Tally(hand.replica.group)
         with torch.no_grad():
             for data in hand.accumulate():
                 with hand.scope():
@@ -354,7 +354,7 @@ class StepCapture:
         self._hand.notice(f"the step is {compiled}{around}")
 
 
-class _SavedState:
+class _StateBeforeTrial:
     """Saves buffers and random states before a trial of a step, to restore them afterwards."""
 
     def __init__(self, hand: Hand) -> None:

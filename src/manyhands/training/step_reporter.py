@@ -20,8 +20,8 @@ from .verify import verdict_event
 
 if TYPE_CHECKING:
     from ..data import Feed
-    from .check import Verdict
     from .hand import Hand
+    from .verdict import Verdict
 
 INPUT_WAIT_WARNING_SECONDS = 1.0
 """Seconds of waiting for data above which the user gets a notice."""

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
+from ..capture import own_stream
 from ..core import Mean, StrategySpec, Task
 from ..data import Batch, check_source, first_dim, source_of
 from ..distributed import World
-from .cuda_stream import own_stream
 from .hand import Hand
 from .sampling import Sample, StepTimer
 from .stepping import Stepper, take_step

@@ -30,26 +30,12 @@ from ..core import (
 )
 from ..data import IndexedSource, as_source
 from ..distributed import NullWorld, World, culprit
-from .check import (
-    MICRO,
-    RANDOM,
-    SAMPLES,
-    Record,
-    Verdict,
-    changes_parameters,
-    failed_in_parts,
-    fails_in_parts,
-    has_batch_stats,
-    judge,
-    keeps_state,
-    not_linear,
-    parts_of,
-    plan_of,
-    take_steps,
-    with_data,
-)
+from .check import judge
 from .explain import without_values
 from .hand import Hand
+from .one_device_checks import changes_parameters, failed_in_parts, fails_in_parts, keeps_state, not_linear
+from .trial_steps import Record, has_batch_stats, parts_of, plan_of, take_steps, with_data
+from .verdict import MICRO, RANDOM, SAMPLES, Verdict
 
 if TYPE_CHECKING:
     from ..strategies import Layout
@@ -122,12 +108,12 @@ def verify(
     """
     states = random_state(hand.device)
     try:
-        return _Trial(hand, task, spec, layout).run(seconds_per_row, seconds_to_build)
+        return _VerificationTrial(hand, task, spec, layout).run(seconds_per_row, seconds_to_build)
     finally:
         restore_random_state(states, hand.device)
 
 
-class _Trial:
+class _VerificationTrial:
     def __init__(self, hand: Hand, task: Task, spec: StrategySpec, layout: Layout | None) -> None:
         self.world, self.layout, self.spec = hand.world, layout, spec
         self.task = with_data(task.replace(ema=None))

@@ -85,7 +85,7 @@ class Processes(Executor):
         per_device: int | None,
         on_output: Callable[[int, str, str], None],
     ) -> None:
-        make = _Making(runner)
+        make = _TrialWorkerFactory(runner)
         self._pool: Pool[TrialWork] = Pool(engine, make, devices, per_device=per_device, on_output=on_output)
 
     @property
@@ -116,7 +116,7 @@ class Processes(Executor):
         self._pool.close()
 
 
-class _Making:
+class _TrialWorkerFactory:
     """Function, as an object that can be pickled, that creates the TrialWorker of a process."""
 
     def __init__(self, runner: TrialRunner) -> None:

@@ -192,7 +192,7 @@ def read_journal(folder: Path) -> tuple[dict[str, Any], list[Trial]]:
 
 
 @dataclass
-class _Line:
+class _JournalLine:
     """A line of a journal, which may be damaged."""
 
     number: int
@@ -205,7 +205,7 @@ class _Line:
     """Whether the line creates a trial, as far as this can be read from a damaged line."""
 
 
-def _lines(path: Path) -> list[_Line]:
+def _lines(path: Path) -> list[_JournalLine]:
     if not os.path.lexists(path):
         return []
     with os.fdopen(open_regular(path), "rb") as file:
@@ -216,17 +216,17 @@ def _lines(path: Path) -> list[_Line]:
     return [_line(number, raw) for number, raw in enumerate(raws, 1)]
 
 
-def _line(number: int, raw: bytes) -> _Line:
+def _line(number: int, raw: bytes) -> _JournalLine:
     try:
         fact = parse_json(raw)
     except FileError:
-        return _Line(number, raw, None, bool(_CREATES.match(raw)))
+        return _JournalLine(number, raw, None, bool(_CREATES.match(raw)))
     if fields.is_journal_line(fact):
-        return _Line(number, b"\n", fact, fact["op_code"] == fields.CREATE_TRIAL)
-    return _Line(number, raw, None, isinstance(fact, dict) and fact.get("op_code") == fields.CREATE_TRIAL)
+        return _JournalLine(number, b"\n", fact, fact["op_code"] == fields.CREATE_TRIAL)
+    return _JournalLine(number, raw, None, isinstance(fact, dict) and fact.get("op_code") == fields.CREATE_TRIAL)
 
 
-def _find_lost_trials(path: Path, lines: Sequence[_Line]) -> None:
+def _find_lost_trials(path: Path, lines: Sequence[_JournalLine]) -> None:
     """Mark the damaged lines that created a trial, because the number of a trial is the position of this line.
 
     Warn about damaged lines. Raise CheckpointError if it is unclear which of them created a trial.
@@ -252,7 +252,7 @@ def _find_lost_trials(path: Path, lines: Sequence[_Line]) -> None:
         warnings.warn(text, RuntimeWarning, stacklevel=3)
 
 
-def _created(line: _Line, number: int) -> Trial:
+def _created(line: _JournalLine, number: int) -> Trial:
     """Return the trial `number` that a line creates.
 
     From a damaged line, its parameters are taken if they can be read; otherwise the trial counts as failed.

@@ -65,7 +65,7 @@ def map_items(
     failures: dict[int, BaseException] = {}
     lost: Counter[int] = Counter()
     waiting = deque(range(len(todo)))
-    pool: Pool[int] = Pool(engine, _Calling(fn), devices, per_device=per_device, on_output=on_output)
+    pool: Pool[int] = Pool(engine, _FunctionCaller(fn), devices, per_device=per_device, on_output=on_output)
     try:
         while waiting or pool.is_busy:
             while waiting and pool.num_free:
@@ -86,13 +86,13 @@ def map_items(
     return results
 
 
-class _Calling:
+class _FunctionCaller:
     """The object in a process of the pool whose method `call` calls the function on an item."""
 
     def __init__(self, fn: Callable[[Any], Any]) -> None:
         self._fn = fn
 
-    def __call__(self, world: World) -> _Calling:
+    def __call__(self, world: World) -> _FunctionCaller:
         return self
 
     def call(self, item: Any) -> Any:

@@ -41,7 +41,7 @@ class Done(Generic[Key]):
 
 
 @dataclass(eq=False)
-class _Worker(Generic[Key]):
+class _PoolWorker(Generic[Key]):
     number: int
     device: Device
     service: Service | None = None
@@ -69,8 +69,8 @@ class Pool(Generic[Key]):
         on_output: Callable[[int, str, str], None] = lambda rank, text, stream: None,
     ) -> None:
         self._engine, self._make, self._devices, self._on_output = engine, make, list(devices), on_output
-        self._done: queue.SimpleQueue[tuple[_Worker[Key], Key, Future[Any]]] = queue.SimpleQueue()
-        self._workers: list[_Worker[Key]] = []
+        self._done: queue.SimpleQueue[tuple[_PoolWorker[Key], Key, Future[Any]]] = queue.SimpleQueue()
+        self._workers: list[_PoolWorker[Key]] = []
         self._packing = Packing(per_device, min(_most(device) for device in devices))
         self._resize()
 
@@ -121,10 +121,10 @@ class Pool(Generic[Key]):
                 worker.service.kill()
 
     @property
-    def _usable(self) -> list[_Worker[Key]]:
+    def _usable(self) -> list[_PoolWorker[Key]]:
         return self._workers[: len(self._devices) * self._packing.level]
 
-    def _next(self) -> tuple[_Worker[Key], Key, Future[Any]]:
+    def _next(self) -> tuple[_PoolWorker[Key], Key, Future[Any]]:
         """Wait for the next finished call, in intervals that let Ctrl-C interrupt."""
         while True:
             try:
@@ -132,7 +132,7 @@ class Pool(Generic[Key]):
             except queue.Empty:
                 continue
 
-    def _take(self, worker: _Worker[Key], key: Key, answer: Future[Any]) -> Done[Key]:
+    def _take(self, worker: _PoolWorker[Key], key: Key, answer: Future[Any]) -> Done[Key]:
         worker.key = None
         if worker not in self._usable:
             self._let_go(worker)
@@ -145,7 +145,7 @@ class Pool(Generic[Key]):
             worker.service.ended.exception(5.0)
         return Done(key, error=error, is_lost=not worker.service.is_alive)
 
-    def _let_go(self, worker: _Worker[Key]) -> None:
+    def _let_go(self, worker: _PoolWorker[Key]) -> None:
         """Ask a process to end its work and exit, and wait for that in a background thread."""
         if worker.service is not None and worker.service.is_alive:
             threading.Thread(target=worker.service.stop, args=(END_SECONDS,), daemon=True).start()
@@ -159,7 +159,7 @@ class Pool(Generic[Key]):
             device = self._devices[at]
             if level > 1:
                 device = dataclasses.replace(device, share=device.share / level, slot=device.slot * level + slot)
-            self._workers.append(_Worker(number, device))
+            self._workers.append(_PoolWorker(number, device))
 
 
 class Packing:

@@ -47,10 +47,10 @@ def _attention(
     is_alike = query.shape[:-3] == key.shape[:-3] == value.shape[:-3] and query.dim() <= 4
     if dropout_p or not is_alike or not any(_is_stacked(t) for t in (query, key, value)):
         return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, **rest)
-    return _Stacked.apply(query, key, value, attn_mask, rest)  # type: ignore[no-any-return, no-untyped-call]
+    return _StackedAttention.apply(query, key, value, attn_mask, rest)  # type: ignore[no-any-return, no-untyped-call]
 
 
-class _Stacked(torch.autograd.Function):
+class _StackedAttention(torch.autograd.Function):
     """Attention with a vmap rule; it is called with stacked tensors only."""
 
     @staticmethod

@@ -31,7 +31,7 @@ Way = tuple[int, int | None]
 
 
 @dataclass
-class _Made:
+class _CapturedRound:
     """A round (a step of all members) as a CUDA graph, with the tensors that it reads and writes."""
 
     ids: Tensor
@@ -55,7 +55,7 @@ class Rounds:
         capture, deterministic = spec.capture, spec.deterministic
         self._program, self._data, self._notice = program, data, notice
         self._captures = program.device.type == "cuda" and capture != "off"
-        self._made: dict[Hashable, _Made] = {}
+        self._made: dict[Hashable, _CapturedRound] = {}
         self._seen: dict[Hashable, int] = {}
         self._pool = self._new_pool()
         self._is_capturing = self._is_plain = False
@@ -232,7 +232,7 @@ class Rounds:
             times.append(time.perf_counter() - began)
         return min(times[1:])
 
-    def _replay(self, made: _Made, count: int, left: int) -> None:
+    def _replay(self, made: _CapturedRound, count: int, left: int) -> None:
         """Replay a captured round `count` times; if many rounds are left, try whether compiled rounds are faster."""
         if not self._may_compile:
             for _ in range(count):
@@ -255,7 +255,7 @@ class Rounds:
 
     # -- CUDA graphs ----------------------------------------------------------------------------------------------
 
-    def _capture_graph(self, stack: Stack, block: Block, key: Hashable) -> _Made | None:
+    def _capture_graph(self, stack: Stack, block: Block, key: Hashable) -> _CapturedRound | None:
         ids = torch.zeros_like(block.ids[:1]).repeat(most_rounds(block.ids[0].numel()), 1, 1)
         factors = torch.ones(ids.shape[:2], dtype=torch.float64, device=ids.device)
         losses = torch.zeros_like(factors)
@@ -275,7 +275,7 @@ class Rounds:
             return None
         finally:
             self._is_capturing = False
-        self._made[key] = _Made(ids, factors, losses, number, captured)
+        self._made[key] = _CapturedRound(ids, factors, losses, number, captured)
         return self._made[key]
 
     def _give_up(self, error: CaptureError) -> None:

@@ -87,7 +87,7 @@ class Join:
             notify(text)
         facts = _FactsOf(this_host(), devices, hashlib.sha256(self.work.encode()).hexdigest())
         if not is_ours(address):
-            return Other(_First(address, port, token, tls), facts, timeout, notify)
+            return Other(_FirstHostAddress(address, port, token, tls), facts, timeout, notify)
         try:
             listener = listen(address, port)
         except PortTaken as taken:
@@ -100,7 +100,7 @@ class Join:
             # On loopback all hosts are on this machine, and the program that started first runs the coordinator.
             beside = replace(facts, host=f"{facts.host}-{os.getpid()}")
             notify(f"port {port} of {address} is taken: joining the job there, as host {beside.host}")
-            return Other(_First(address, port, token, tls, taken), beside, timeout, notify)
+            return Other(_FirstHostAddress(address, port, token, tls, taken), beside, timeout, notify)
         return First(JoinListener(listener, token, facts, self.hosts, notify, timeout, tls), devices, address)
 
 
@@ -115,7 +115,7 @@ class _FactsOf:
 
 
 @dataclass(frozen=True)
-class _First:
+class _FirstHostAddress:
     """What another host needs to connect to the first host, which runs the coordinator."""
 
     address: str
@@ -203,7 +203,9 @@ class Other(JoinedHosts):
 
     is_first = False
 
-    def __init__(self, first: _First, facts: _FactsOf, timeout: float, notify: Callable[[str], None]) -> None:
+    def __init__(
+        self, first: _FirstHostAddress, facts: _FactsOf, timeout: float, notify: Callable[[str], None]
+    ) -> None:
         self._first, self._facts, self._timeout, self._notify = first, facts, timeout, notify
         self.here = [replace(device, host=facts.host) for device in facts.devices]
         self._known: JoinToken | None = None

@@ -6,7 +6,7 @@ import ipaddress
 import os
 from dataclasses import replace
 
-from ...core import SettingsError
+from ...core import SettingsError, counted
 from .kubernetes import Kubernetes
 from .mpi import Mpi
 from .resolver import Environ, ResolvedCluster, Resolver
@@ -66,7 +66,7 @@ def _require_agreement(inner: ResolvedCluster, outer: ResolvedCluster) -> None:
 
 def _counted(cluster: ResolvedCluster) -> str:
     ranks = f", {cluster.size} ranks" if cluster.size is not None else ""
-    return f"{cluster.num_hosts} host{'s' * (cluster.num_hosts != 1)}{ranks} by {cluster.source}"
+    return f"{counted(cluster.num_hosts, 'host')}{ranks} by {cluster.source}"
 
 
 def _differ(one: str, other: str) -> bool:

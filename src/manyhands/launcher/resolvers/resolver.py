@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ...core import SettingsError
+from ...core import SettingsError, counted
 
 Environ = Mapping[str, str]
 CHIEF, WORKER, SERVER, EVALUATOR = "chief", "worker", "ps", "evaluator"
@@ -159,7 +159,7 @@ def _require_numbers(cluster: ResolvedCluster) -> None:
     source, count, standing = cluster.source, cluster.num_hosts, cluster.standing
     if not 0 <= cluster.here < count:
         raise SettingsError(
-            f"{source} must number the {count} host{'s' * (count != 1)} from 0",
+            f"{source} must number the {counted(count, 'host')} from 0",
             got=f"number {cluster.here}",
             remedy="check that every host has its own number",
         )

@@ -119,7 +119,7 @@ def _around(
 
 
 @dataclass(frozen=True)
-class _Block:
+class _AttentionBlock:
     """Rows and columns of the attention matrix that are computed at a time, as slices of local tensors."""
 
     rows: slice
@@ -142,24 +142,24 @@ class _Ring:
         """Return the rank whose keys and values this rank has in a step."""
         return (self.ranks.rank + step) % self.ranks.size
 
-    def blocks(self, source: int, device: torch.device) -> Iterator[_Block]:
+    def blocks(self, source: int, device: torch.device) -> Iterator[_AttentionBlock]:
         """Yield the blocks of this rank's queries and a rank's keys that are not masked completely."""
         if not (self.queries.counts[self.ranks.rank] and self.keys.counts[source]):
             return
         if not self.is_causal:
-            yield _Block(slice(None), slice(None))
+            yield _AttentionBlock(slice(None), slice(None))
             return
         for first, last, rows in _pieces(self.queries, self.ranks.rank):
             for start, stop, columns in _pieces(self.keys, source):
                 if last <= start:
                     continue
                 if stop - 1 <= first:
-                    yield _Block(rows, columns)
+                    yield _AttentionBlock(rows, columns)
                 elif (first, last) == (start, stop):
-                    yield _Block(rows, columns, is_diagonal=True)
+                    yield _AttentionBlock(rows, columns, is_diagonal=True)
                 else:
                     positions = torch.arange(first, last, device=device)[:, None]
-                    yield _Block(rows, columns, allowed=positions >= torch.arange(start, stop, device=device))
+                    yield _AttentionBlock(rows, columns, allowed=positions >= torch.arange(start, stop, device=device))
 
     def columns(self, mask: Tensor | None, source: int) -> Tensor | None:
         """Return a mask's columns for a rank's keys."""
@@ -293,12 +293,14 @@ def _unpacked(flat: Tensor, k: Tensor, v: Tensor, count: int) -> tuple[Tensor, T
     return flat[:at].view(shapes[0]), flat[at:].view(shapes[1])
 
 
-def _is_fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, block: _Block) -> bool:
+def _is_fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, block: _AttentionBlock) -> bool:
     """Return whether torch's fused kernel for CPUs can compute a block."""
     return q.device.type == "cpu" and mask is None and block.allowed is None and q.shape[-1] == v.shape[-1]
 
 
-def _scores(q: Tensor, k: Tensor, mask: Tensor | None, block: _Block, scale: float, wide: torch.dtype) -> Tensor:
+def _scores(
+    q: Tensor, k: Tensor, mask: Tensor | None, block: _AttentionBlock, scale: float, wide: torch.dtype
+) -> Tensor:
     scores = (q.to(wide) * scale) @ k.to(wide).transpose(-2, -1)
     allowed = block.allowed
     if block.is_diagonal:
@@ -311,7 +313,7 @@ def _scores(q: Tensor, k: Tensor, mask: Tensor | None, block: _Block, scale: flo
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, block: _Block, scale: float
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, block: _AttentionBlock, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Return the attention of a block and the logarithm of its sum of exponentials."""
     wide = torch.float32 if q.dtype in (torch.float16, torch.bfloat16) else q.dtype
@@ -339,8 +341,8 @@ def _add(out: Tensor, total: Tensor, part: Tensor, log_sum: Tensor) -> None:
 
 
 def _backward(
-    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, block: _Block, out: Tensor, total: Tensor,
-    scale: float,
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, block: _AttentionBlock, out: Tensor,
+    total: Tensor, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the gradients of a block's queries, and of its keys and values for each query head."""
     gradient, q, out, total = (tensor[:, :, block.rows] for tensor in (gradient, q, out, total))

@@ -27,11 +27,11 @@ class ContextRanks:
 
     def gather(self, local: Tensor, dim: int, partition: SequencePartition) -> Tensor:
         """Return the whole tensor from the items that each rank holds along a dim."""
-        return _apply(_Gather, local, dim, partition, self)
+        return _apply(_ContextGather, local, dim, partition, self)
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Return the sum over the ranks, on all of them."""
-        return _apply(_Sum, tensor, self)
+        return _apply(_ContextSum, tensor, self)
 
     def with_whole_gradient(self, tensor: Tensor) -> Tensor:
         """Return the tensor; backward continues with the sum of the ranks' gradients, on all of them."""
@@ -81,7 +81,7 @@ def as_bytes(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(torch.uint8)
 
 
-class _Gather(Function):
+class _ContextGather(Function):
     @staticmethod
     def forward(ctx: Any, local: Tensor, dim: int, partition: SequencePartition, ranks: ContextRanks) -> Tensor:
         ctx.dim, ctx.partition, ctx.ranks = dim, partition, ranks
@@ -93,7 +93,7 @@ class _Gather(Function):
         return ctx.ranks.reduce_scatter(gradient, ctx.dim, ctx.partition), None, None, None
 
 
-class _Sum(Function):
+class _ContextSum(Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, ranks: ContextRanks) -> Tensor:
         ctx.ranks = ranks

@@ -7,9 +7,9 @@ from ..objective import Objective
 from ..space import Space
 from .cma import CMA
 from .grid import GridSearch
+from .random_search import RandomSearch
 from .searcher import Constraint, Searcher
 from .tpe import TPE, require_optuna
-from .uniformly import RandomSearch
 
 SEARCHERS: dict[str, type[Searcher]] = {"tpe": TPE, "random": RandomSearch, "grid": GridSearch, "cma": CMA}
 

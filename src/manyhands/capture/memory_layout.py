@@ -1,4 +1,4 @@
-"""The channels_last memory layout, which makes convolutions faster, and cleanup after torch.compile."""
+"""The channels_last memory layout, which makes convolutions faster."""
 
 from __future__ import annotations
 
@@ -36,10 +36,3 @@ def lay_out(model: nn.Module, optimizers: Iterable[Optimizer], *, channels_last:
             for name, slot in state.items():
                 if isinstance(slot, Tensor) and slot.dim() == 4:
                     state[name] = slot.contiguous(memory_format=wanted)
-
-
-def stop_compilers() -> None:
-    """Stop the worker processes that torch keeps for compilation."""
-    from torch._inductor.async_compile import shutdown_compile_workers
-
-    shutdown_compile_workers()

@@ -1,4 +1,4 @@
-"""The CUDA stream on which a run computes, and the memory that its captured steps leave behind."""
+"""What captured and compiled steps occupy: a CUDA stream, the memory of graphs, and compiler processes."""
 
 from __future__ import annotations
 
@@ -27,3 +27,10 @@ def own_stream(device: torch.device) -> Iterator[None]:
     with torch.cuda.stream(stream):
         yield
     torch.cuda.current_stream(device).wait_stream(stream)
+
+
+def stop_compilers() -> None:
+    """Stop the worker processes that torch keeps for compilation."""
+    from torch._inductor.async_compile import shutdown_compile_workers
+
+    shutdown_compile_workers()
