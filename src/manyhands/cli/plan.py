@@ -37,6 +37,14 @@ Precision = Annotated[str, typer.Option(help="fp32 or bf16.")]
 Lossy = Annotated[bool, typer.Option("--lossy", help="Also consider methods that change the mathematics.")]
 Tries = Annotated[int, typer.Option(help="Number of best strategies that are measured here for a few steps.")]
 Networks = Annotated[int, typer.Option(help="Plan for this many networks: stacked, packed, or one per device.")]
+Noise = Annotated[
+    float | None,
+    typer.Option(
+        metavar="SAMPLES",
+        help="Gradient noise scale, for the time to a target loss by batch size; it is measured without --cluster.",
+        show_default=False,
+    ),
+]
 Save = Annotated[
     Path | None, typer.Option(metavar="FILE.toml", help="Write the chosen strategy, for --strategy FILE.toml.")
 ]
@@ -62,6 +70,7 @@ def plan(
     lossy: Lossy = False,
     tries: Tries = 3,
     networks: Networks = 1,
+    noise: Noise = None,
     save: Save = None,
     html: Html = None,
     svg: Svg = None,
@@ -85,6 +94,8 @@ def plan(
         found = mh.plan(
             task, hardware, on=on, params=words, precision=precision, lossy=lossy, tries=tries, networks=networks
         )
+        if noise is not None:
+            found = found.with_noise(noise)
     if json:
         print_json(found.to_dict())
     else:
@@ -100,7 +111,7 @@ def _write(found: Plan | Comparison, save: Path | None, html: Path | None, svg: 
     if save is not None:
         note(f"wrote {found.best.save(save)}")
     if html is not None:
-        best.save_html(html)
+        found.save_html(html)
         note(f"wrote {html}")
     if svg is not None:
         best.save_svg(svg)
