@@ -99,6 +99,10 @@ def published(report: Report, path: Path, quick: bool) -> None:
         held, fitted = plan_published.left_out(found, plan_published.source_of)
         report.checks["published_leave_one_source_out_error"] = Check(value=held, at_most=0.08)
         report.notes["published_fitted_error"] = round(fitted, 4)
+        every = plan_published.read(path, withdrawn=True)
+        if len(every.points) > len(found):
+            held, _ = plan_published.left_out(every.points, plan_published.source_of)
+            report.notes["published_leave_one_source_out_error_with_withdrawn_rows"] = round(held, 4)
 
 
 def famous(report: Report) -> None:

@@ -16,7 +16,7 @@ from itertools import groupby
 from pathlib import Path
 from statistics import fmean, stdev
 
-from manyhands.core import DeviceError, StrategySpec
+from manyhands.core import DeviceError, StrategySpec, UsageError
 from manyhands.costs import Chip, Link, Network, NetworkPart, PassCost, Servers, chip, link
 from manyhands.planning import Cluster, Workload, estimate
 
@@ -24,11 +24,27 @@ DATA = Path(__file__).parent / "data" / "published_scaling.csv"
 NUM_PIECES = 16
 LARGEST = {"VGG16": 411e6, "VGG-16": 411e6, "AlexNet": 151e6}
 """Bytes of the largest parameter, where one rules all others: the first fully connected layer."""
+TABLES = {"BERT-base": 30522 * 768 * 4.0}
+"""Bytes of embedding tables that are also the last layer's weights, so that their gradients are complete at the end."""
 CARDS = 4
 """Cards behind one PCIe root of a host."""
 CLOCK = Chip(name="clock", flops={"fp32": 1.0}, memory=1e15, bandwidth=1e30, reach=1.0, ramp=0.0, operation=0.0)
 """A device on which an operation takes a second."""
 DEVICES = {"Pascal": "P100"}
+COLUMNS = (
+    "system",
+    "mode",
+    "model",
+    "params_M",
+    "batch_per_gpu",
+    "gpu",
+    "gpus_per_node",
+    "network",
+    "unit",
+    "src",
+    "N",
+    "value",
+)
 BLANK = ("", "-", "?", "n/a", "na", "none", "unknown", "unstated")
 """The content of cells without a value."""
 OVERLAPS = True
@@ -53,20 +69,30 @@ class Read:
     left_out: Counter[str]
 
 
-def read(path: Path = DATA) -> Read:
-    """All rows that say what a prediction needs; throughput per device becomes that of all."""
+def read(path: Path = DATA, *, withdrawn: bool = False) -> Read:
+    """All rows that say what a prediction needs; throughput per device becomes that of all.
+
+    Rows that their source has withdrawn are left out, unless `withdrawn`.
+    """
     found, left_out = [], Counter[str]()
-    with path.open() as file:
-        for given in csv.DictReader(file):
-            row = {key: "" if (text or "").strip().lower() in BLANK else text.strip() for key, text in given.items()}
-            reason = unusable(row)
+    with path.open(encoding="utf-8-sig") as file:
+        lines = csv.DictReader(file)
+        missing = [name for name in COLUMNS if name not in (lines.fieldnames or ())]
+        if missing:
+            raise SystemExit(f"{path} must have the columns {', '.join(COLUMNS)}; it lacks {', '.join(missing)}")
+        for given in lines:
+            row = {
+                key: "" if (text or "").strip().lower() in BLANK else text.strip() for key, text in given.items() if key
+            }
+            reason = unusable({**row, "withdrawn": ""} if withdrawn else row)
             if reason:
                 left_out[reason] += 1
                 continue
             count = int(_number(row["N"]))
-            each = count if re.search(r"/(gpu|device|chip)$", row["unit"], re.IGNORECASE) else 1
-            series = tuple(row[key] for key in row if key not in ("N", "value", "overlap"))
-            found.append(Point(series, row, count, _number(row["value"]) * each))
+            throughput = _throughput(row["unit"], _number(row["value"]), count)
+            assert throughput is not None
+            series = tuple(row[key] for key in row if key not in ("N", "value", "overlap", "withdrawn"))
+            found.append(Point(series, row, count, throughput))
     return Read(found, left_out)
 
 
@@ -78,25 +104,69 @@ def points(path: Path = DATA) -> list[Point]:
 def unusable(row: dict[str, str]) -> str:
     """Why a row cannot be predicted; empty if it can.
 
-    >>> row = {"N": "16", "value": "3.5", "unit": "hours", "params_M": "25.6", "gpus_per_node": "8", "network": "10GbE"}
-    >>> unusable(row), unusable({**row, "unit": "img/s"}), unusable({**row, "unit": "img/s", "network": ""})
-    ('no throughput', '', 'unstated network')
+    >>> row = {"N": "16", "value": "3.5", "unit": "img/s", "params_M": "25.6", "gpus_per_node": "8", "network": "10GbE"}
+    >>> row |= {"batch_per_gpu": "64", "mode": "DDP"}
+    >>> unusable(row), unusable({**row, "unit": "hours"}), unusable({**row, "network": ""})
+    ('', 'no throughput', 'unstated network')
     """
-    if not re.search(r"(/| per ) ?s(ec|econd)?s?($|/)", row["unit"], re.IGNORECASE):
+    if row.get("withdrawn"):
+        return "withdrawn by its source"
+    if _throughput(row["unit"], 1.0, 1) is None:
         return "no throughput"
-    if any(not re.fullmatch(r"[\d.,]+", row[key]) for key in ("N", "value", "params_M")):
+    numbers = [_number(row[key]) for key in ("N", "value", "params_M")]
+    if not all(numbers) or numbers[0] % 1:
         return "no number"
-    alone = "single" in row["network"].lower() or _number(row["N"]) == 1
-    if not row["gpus_per_node"] and not alone:
+    if _batch(row) is None:
+        return "unstated batch"
+    alone = "single" in row["network"].lower() or numbers[0] == 1
+    per_host = _number(row["gpus_per_node"])
+    if not per_host and not alone:
         return "unstated hosts"
-    many = not alone and _number(row["N"]) > _number(row["gpus_per_node"])
-    if many and not re.search(r"\d+ ?G|\d+ ?Tb", row["network"]):
+    if not alone and numbers[0] > per_host and _network_of(row["network"]) is None:
         return "unstated network"
     return ""
 
 
 def _number(text: str) -> float:
-    return float(text.replace(",", ""))
+    """A positive number, perhaps with its unit; 0 if there is none.
+
+    >>> _number("10,632.33"), _number("8 GPUs"), _number("-3"), _number("12-18")
+    (10632.33, 8.0, 0.0, 0.0)
+    """
+    found = re.fullmatch(r"([\d,]*\.?\d+)\s*(?:M|GPUs?|devices?)?", text.strip(), re.IGNORECASE)
+    return float(found[1].replace(",", "")) if found else 0.0
+
+
+def _throughput(unit: str, value: float, count: int) -> float | None:
+    """Samples, or any multiple of them, per second of all devices; None if the unit is not that of a throughput.
+
+    >>> _throughput("img/s", 100.0, 8), _throughput("tok/sec per GPU", 100.0, 8), _throughput("ms/step", 100.0, 8)
+    (100.0, 800.0, 80.0)
+    >>> _throughput("hours", 100.0, 8), _throughput("TFLOPs", 100.0, 8), _throughput("TFLOP/s", 100.0, 8)
+    (None, None, None)
+    """
+    words = re.sub(r"\s*(?:/|\bper\b)\s*", "/", unit.strip().lower())
+    step = r"(?:steps?|it|its|iters?|iterations?|batch(?:es)?)"
+    timed = re.fullmatch(rf"(m?)s(?:ec(?:ond)?s?)?/{step}", words)
+    if timed:  # every device has a batch of its own
+        return count / value * (1000 if timed[1] else 1)
+    found = re.fullmatch(r"([a-z]+)/s(?:ec(?:ond)?)?(/(?:gpu|device|chip|card)s?)?", words)
+    if found is None or re.search(r"flop", words):
+        return None
+    whole = found[2] is None and not re.fullmatch(step, found[1])
+    return value * (1 if whole else count)
+
+
+def _network_of(text: str) -> Link | None:
+    """The network between hosts, as the planner reads it; None if its speed is not stated.
+
+    >>> [round(found.bandwidth / 1e9, 2) for word in ("10GbE*", "50 GB/s", "1000 Mb/s") if (found := _network_of(word))]
+    [1.25, 50.0, 0.12]
+    """
+    try:
+        return Cluster.parse(f"2 hosts x 1 A100, {text.rstrip('*')}").network
+    except UsageError:
+        return None
 
 
 @dataclass(frozen=True)
@@ -196,7 +266,7 @@ def seconds(point: Point, compute: float, turned: Turned = AS_THEY_ARE) -> float
 
 def _compute(point: Point, turned: Turned) -> float:
     """The seconds of computing with which the smallest row comes out as it was measured, for a batch of one each."""
-    measured = point.num_devices / point.throughput * _batch(point.row)
+    measured = point.num_devices / point.throughput * (_batch(point.row) or 1.0)
     low, high = 0.05 * measured, measured
     for _ in range(50):
         middle = (low + high) / 2
@@ -204,9 +274,15 @@ def _compute(point: Point, turned: Turned) -> float:
     return high
 
 
-def _batch(row: dict[str, str]) -> float:
+def _batch(row: dict[str, str]) -> float | None:
+    """Samples (or tokens) of a step on one device; None if they are not stated."""
     numbers = [float(number) for number in re.findall(r"\d+(?:\.\d+)?", row["batch_per_gpu"])]
-    samples = sum(numbers) / len(numbers) if numbers else 1.0
+    whole = re.search(r"\bgb(\d+)", row["mode"])
+    if whole:
+        numbers = [float(whole[1]) / _number(row["N"])]
+    if not numbers:
+        return None
+    samples = sum(numbers) / len(numbers)
     length = re.search(r"\bs(\d+)", row["mode"])
     return samples * (float(length[1]) if length and row["unit"].startswith("tok") else 1.0)
 
@@ -218,7 +294,9 @@ def _workload(row: dict[str, str], compute: float, count: int, mode: str) -> Wor
     sizes = [(size - largest) * weight / sum(weights) for weight in weights]
     sizes[-1] += largest
     if row["model"] in ("GPT", "BERT-base"):
-        sizes = [size / NUM_PIECES] * NUM_PIECES
+        width = re.search(r"\bh(\d+)", row["mode"])
+        table = float(width[1]) * 51200 * 4 if width else TABLES.get(row["model"], 0.0)
+        sizes = [table, *[(size - table) / (NUM_PIECES - 1)] * (NUM_PIECES - 1)]
     narrow = 0.5 if re.search(r"Megatron|fp16|bf16|AMP", mode) else 1.0
     if "FSDP" in mode:
         sizes = [size * narrow for size in sizes]
@@ -274,13 +352,9 @@ def _device(row: dict[str, str]) -> Chip:
 
 
 def _network(row: dict[str, str], turned: Turned) -> Link:
-    said = re.search(r"(\d+(?:\.\d+)?) ?(G|T)", row["network"])
-    assert said is not None, row  # others are left out
-    gbits = float(said[1]) * (1000 if said[2] == "T" else 1)
-    words = row["network"].lower()
-    kind = "InfiniBand" if re.search(r"\bib|infiniband|[hen]dr", words) else "RoCE" if "ro" in words else "Ethernet"
-    way = link(kind, gbits * 1e9 / 8)
-    return replace(way, share=way.share * (turned.tcp if kind == "Ethernet" else turned.rdma))
+    way = _network_of(row["network"])
+    assert way is not None, row  # others are left out
+    return replace(way, share=way.share * (turned.tcp if way.name == "Ethernet" else turned.rdma))
 
 
 def _inside(row: dict[str, str], cluster: Cluster, count: int) -> Servers:

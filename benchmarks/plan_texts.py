@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from manyhands.core import UsageError
-from manyhands.planning import as_cluster
+from manyhands.planning import as_cluster, as_clusters
 
 UNDERSTOOD: dict[str, tuple[int, int, str, float]] = {
     "8 hosts x 8 H100, 400Gb/s": (8, 8, "H100", 400),
@@ -61,6 +61,36 @@ UNDERSTOOD: dict[str, tuple[int, int, str, float]] = {
     "1 L4": (1, 1, "L4", 0),
     "16 CPU": (1, 16, "CPU", 0),
     "32 cores": (1, 32, "CPU", 0),
+    "32-core CPU": (1, 32, "CPU", 0),
+    "a single A100": (1, 1, "A100", 0),
+    "eight H100s, NVLink": (1, 8, "H100", 0),
+    "H100 x 8": (1, 8, "H100", 0),
+    "8 GPUs (H100)": (1, 8, "H100", 0),
+    "DGX A100": (1, 8, "A100", 0),
+    "8x NVIDIA H100 80GB HBM3": (1, 8, "H100", 0),
+    "8 NVIDIA-A100-SXM4-40GB": (1, 8, "A100-40GB", 0),
+    "8 A100 40GB PCIe": (1, 8, "A100-PCIe-40GB", 0),
+    "4 A100, PCIe 4.0 x16": (1, 4, "A100-PCIe", 0),
+    "4 A100 without NVLink": (1, 4, "A100-PCIe", 0),
+    "8 H100 NVL 94GB": (1, 8, "H100-NVL", 0),
+    "4 Tesla V100 PCIe 16GB": (1, 4, "V100-PCIe", 0),
+    "4 A6000": (1, 4, "RTX-A6000", 0),
+    "2 RTX 6000 Ada": (1, 2, "RTX-6000-Ada", 0),
+    "8 hosts, each with 8 H100, 400Gb/s": (8, 8, "H100", 400),
+    "8 nodes with eight H100 each, 400 Gigabits per second": (8, 8, "H100", 400),
+    "8 H100 nodes, 400Gb/s": (8, 8, "H100", 400),
+    "4 8-GPU A100 servers, 100 GbE": (4, 8, "A100", 100),
+    "16 nodes of DGX A100, 200Gb/s per GPU": (16, 8, "A100", 1600),
+    "64 H100 in groups of 8, 400Gb/s": (8, 8, "H100", 400),
+    "1,024 H100, 8 per node, 3.2 Tbps EFA": (128, 8, "H100", 3200),
+    "400Gb/s InfiniBand, 8 hosts x 8 H100": (8, 8, "H100", 400),
+    "8 hosts x 8 H100, 8x NDR": (8, 8, "H100", 3200),
+    "8 hosts x 8 H100, 8 NICs of 400 Gb/s": (8, 8, "H100", 3200),
+    "16 A100 40GB, 8 per node, 4x HDR 200Gb/s": (2, 8, "A100-40GB", 800),
+    "8 hosts x 8 H100, 400 GbE RoCE v2": (8, 8, "H100", 400),
+    "8 hosts x 8 H100, 0.4 TB/s": (8, 8, "H100", 3200),
+    "2 hosts x 8 H100, 10 GigE": (2, 8, "H100", 10),
+    "2 hosts x 4 MI325X, 400Gb/s Spectrum-X": (2, 4, "MI325X", 400),
 }
 """Text: hosts, devices per host, device, and the network of a host in Gb/s."""
 PRICES = {
@@ -70,7 +100,21 @@ PRICES = {
     "8 H100, \u20ac2.5/h per device": (2.5, "\u20ac"),
     "8 H100, 20 EUR/h per host": (2.5, "\u20ac"),
     "8 H100, 2.5/h": (2.5, "$"),
+    "8 H100, \u20ac2.50 per GPU-hour": (2.5, "\u20ac"),
+    "8 H100, 2,5 euros per hour": (2.5, "\u20ac"),
+    "8 H100, $20/hour/node": (2.5, "$"),
+    "8 H100, \u00a3 2 / GPU / h": (2.0, "\u00a3"),
+    "8 H100, CHF 3/h": (3.0, "CHF"),
+    "8 hosts x 8 H100, 400Gb/s, $128/h for the cluster": (2.0, "$"),
+    "8 hosts x 8 H100, 400Gb/s, 192 \u20ac/h in total": (3.0, "\u20ac"),
 }
+MIXED = {
+    "2 hosts x 8 H100 + 4 hosts x 8 A100, 400Gb/s": (48, 16, 32),
+    "2 hosts x 8 H100 and 4 hosts x 8 A100, 400Gb/s": (48, 16, 32),
+    "2x8 H100 plus 2x8 V100, 100 Gb/s": (32, 16, 16),
+    "16 H100 at $3/h + 32 A100 at $1/h, 400Gb/s": (48, 16, 32),
+}
+"""Numbers of devices of all hosts together, and of each kind."""
 REFUSED = {
     "": "hosts times devices",
     "H100": "hosts times devices",
@@ -85,6 +129,20 @@ REFUSED = {
     "0 hosts x 8 H100, 10Gb/s": "at least 1",
     "8 A100 64GB": "40 GB, 80 GB",
     "8 H100, warp drive": "'warp'",
+    "2 x p4d.24xlarge": "what it consists of",
+    "a3-highgpu-8g": "what it consists of",
+    "8 H900, 8 per host": "[chip]",
+    "\u22128 H100": "must be above 0",
+    "8.5 H100": "whole numbers",
+    "8 hosts x 8 H100, 4 per host, 400Gb/s": "one number of hosts",
+    "8 H100, 8 A100": "one kind of hosts",
+    "8 hosts x 8 H100, 400Gb/s, 200Gb/s": "one network and one price",
+    "8 hosts x 8 H100, 400Gb/s per NIC": "8x400Gb/s",
+    "8 H100, $2 per device": "per hour",
+    "4 RTX 4090 with NVLink": "linked by PCIe 4",
+    "4 RTX 4090 over PCIe 3.0 x8": "16 lanes",
+    "1000000000000 H100, 400Gb/s": "at most 1,000,000 devices",
+    "2 hosts x 8 H100 at $3/h + 2 hosts x 8 A100 at 1\u20ac/h, 400Gb/s": "same currency",
 }
 
 
@@ -92,6 +150,7 @@ def share_understood() -> float:
     """The share of all texts that are read as they should be."""
     right = [_shape(text) == expected for text, expected in UNDERSTOOD.items()]
     right += [_price(text) == expected for text, expected in PRICES.items()]
+    right += [tuple(one.num_devices for one in as_clusters(text)) == expected for text, expected in MIXED.items()]
     right += [part in _refusal(text) for text, part in REFUSED.items()]
     return sum(right) / len(right)
 
@@ -115,7 +174,7 @@ def _price(text: str) -> tuple[float | None, str] | None:
 
 def _refusal(text: str) -> str:
     try:
-        as_cluster(text)
+        as_clusters(text)
     except UsageError as error:
         return str(error)
     return ""

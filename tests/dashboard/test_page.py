@@ -281,6 +281,8 @@ def test_every_page_loads_with_accessible_names(show: Callable[..., Page], tmp_p
         options=mh.options.Display(progress=False),
     )
     plan = mh.plan(make, "4 hosts x 8 A100, 100Gb/s")
+    both = mh.plan(make, ["8 H100, $2/h", "8 A100, $1/h"]).with_noise(500)
+    both.log(tmp_path / "plans" / "both")
     plan.log(tmp_path / "plans" / "first")
     mh.profile(make, on="cpu", steps=2).log(tmp_path / "profiles" / "first")
     page = show("runs")
@@ -301,6 +303,10 @@ def test_every_page_loads_with_accessible_names(show: Callable[..., Page], tmp_p
     shown = {count: value for count, value in zip(devices, predicted, strict=True) if value is not None}
     assert shown == {count: pytest.approx(value, abs=1e-3) for count, value in points.items()}
     assert [value for value in perfect if value is not None] == sorted(points)
+    page.get_by_label("Which plan").select_option(index=1)
+    expect(page.get_by_role("region", name="Clusters side by side").locator("tbody tr")).to_have_count(2)
+    expect(page.get_by_role("region", name="Clusters side by side")).to_contain_text("kWh")
+    expect(page.get_by_role("region", name="To a target loss")).to_contain_text("$")
     page.goto(f"{page.url.partition('#')[0]}#/study?id=studies%2Ffirst")
     expect(page.locator("svg .way")).to_have_count(5)
     best = page.locator("svg .way.best")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
+from benchmarks import plan_published
 from benchmarks.gpu_works import WORKS, loss
 from benchmarks.plan_famous import POINTS
 from benchmarks.plan_vtrain import rank_correlation
@@ -37,6 +40,35 @@ def test_h200_step_times_are_predicted_from_the_catalogue(name: str, millisecond
     load = Workload(networks={"bf16": network}, batch_size=work.batch_size)
     found = estimate(load, Cluster.parse("1 H200"), StrategySpec(precision="bf16"))
     assert 1e3 * found.seconds == pytest.approx(milliseconds, rel=0.3)
+
+
+def test_published_rows_that_do_not_say_enough_are_left_out_and_counted(tmp_path: Path) -> None:
+    usual = dict.fromkeys(plan_published.COLUMNS, "x") | {
+        "params_M": "25.6", "batch_per_gpu": "64", "gpu": "V100", "gpus_per_node": "8", "network": "25GbE",
+        "unit": "img/s", "N": "16", "value": "5,000", "mode": "DDP",
+    }  # fmt: skip
+    changes: list[dict[str, str]] = [
+        {},
+        {"unit": "hours"},
+        {"unit": "TFLOPs"},
+        {"network": "unknown"},
+        {"gpus_per_node": ""},
+        {"batch_per_gpu": ""},
+        {"value": "n/a"},
+        {"N": "0"},
+        {"unit": "img/sec per GPU", "value": "300"},
+        {"unit": "ms/step", "network": "3 GB/s"},
+    ]
+    rows = [{**usual, **change} for change in changes]
+    lines = [",".join(usual), *(",".join(f'"{text}"' for text in row.values()) for row in rows)]
+    (tmp_path / "rows.csv").write_text("\ufeff" + "\n".join(lines))
+    read = plan_published.read(tmp_path / "rows.csv")
+    assert [round(point.throughput, 1) for point in read.points] == [5000.0, 4800.0, 3.2]
+    reasons = ("no throughput", "unstated network", "unstated hosts", "unstated batch", "no number")
+    assert read.left_out == dict(zip(reasons, (2, 1, 1, 1, 2), strict=True))
+    (tmp_path / "rows.csv").write_text("system,N\nx,1\n")
+    with pytest.raises(SystemExit, match="it lacks mode"):
+        plan_published.read(tmp_path / "rows.csv")
 
 
 def test_rank_correlation() -> None:

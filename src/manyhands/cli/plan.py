@@ -38,6 +38,14 @@ Precision = Annotated[str, typer.Option(help="fp32 or bf16.")]
 Lossy = Annotated[bool, typer.Option("--lossy", help="Also consider methods that change the mathematics.")]
 Tries = Annotated[int, typer.Option(help="Number of best strategies that are measured here for a few steps.")]
 Networks = Annotated[int, typer.Option(help="Plan for this many networks: stacked, packed, or one per device.")]
+Noise = Annotated[
+    float | None,
+    typer.Option(
+        metavar="SAMPLES",
+        help="Gradient noise scale, for the time to a target loss by batch size; it is measured without --cluster.",
+        show_default=False,
+    ),
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +67,7 @@ class PlanFiles:
         if self.save is not None:
             note(f"wrote {found.best.save(self.save)}")
         if self.html is not None:
-            best.save_html(self.html)
+            found.save_html(self.html)
             note(f"wrote {self.html}")
         if self.svg is not None:
             best.save_svg(self.svg)
@@ -83,6 +91,7 @@ def plan(
     lossy: Lossy = False,
     tries: Tries = 3,
     networks: Networks = 1,
+    noise: Noise = None,
     json: Json = False,
     *,
     given: dict[str, Any],
@@ -103,6 +112,8 @@ def plan(
         found = mh.plan(
             task, hardware, on=on, params=words, precision=precision, lossy=lossy, tries=tries, networks=networks
         )
+        if noise is not None:
+            found = found.with_noise(noise)
     if json:
         print_json(found.to_dict())
     else:

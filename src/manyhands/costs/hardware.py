@@ -54,6 +54,8 @@ class Chip:
     """Seconds that the host needs to launch one operation."""
     replayed: float = 2e-6
     """Seconds that the host needs per operation if it replays a CUDA graph."""
+    watts: float | None = None
+    """Thermal design power in watts; None if it is unknown."""
     source: str = ""
     """Where the values come from."""
 

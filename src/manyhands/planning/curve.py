@@ -193,12 +193,19 @@ class Curves:
         return self._found[count]
 
     def _fastest(self, count: int) -> Estimate:
-        """Return the estimate of the fastest strategy on `count` devices.
+        """Return the estimate of the fastest strategy on `count` devices."""
+        cluster = self._cluster.with_devices(count)
+        ways = self.ways(count)
+        usable = [way for way in ways if way.num_parts <= self._workload.batch_size] or [ways[0]]
+        made = [estimate(self._workload, cluster, way) for way in usable]
+        return min(made, key=lambda one: one.seconds)
 
-        Considered are replicas only, shards within a host or over all devices, and the tensor and pipeline axes of the
+    def ways(self, count: int) -> list[StrategySpec]:
+        """Return the strategies that are considered for `count` devices.
+
+        They are replicas only, shards within a host or over all devices, and the tensor and pipeline axes of the
         plan's best strategy with more replicas.
         """
-        cluster = self._cluster.with_devices(count)
         base = replace(self._best, replicas=1, shards=1, tensor=1, stages=1, accumulate=1, microbatches=1)
         ways = [replace(base, replicas=count)]
         group = self._best.tensor * self._best.stages
@@ -208,14 +215,12 @@ class Curves:
             most = max(1, self._workload.batch_size // rest)
             ways.append(replace(own, accumulate=1, microbatches=min(max(own.accumulate, own.microbatches), most)))
         if (self._best.shards or 1) > 1 and count > 1:
-            inside = min(count, cluster.per_host)
+            inside = min(count, self._cluster.with_devices(count).per_host)
             ways.append(replace(base, shards=count, sync=self._sync(1)))
             if count % inside == 0:
                 outer = count // inside
                 ways.append(replace(base, shards=inside, replicas=outer, sync=self._sync(outer)))
-        usable = [way for way in ways if way.num_parts <= self._workload.batch_size] or [ways[0]]
-        made = [estimate(self._workload, cluster, way) for way in usable]
-        return min(made, key=lambda one: one.seconds)
+        return ways
 
     def _sync(self, replicas: int) -> str:
         """Return the sync policy for this number of replicas: that of the plan's best strategy if there are several."""

@@ -7,9 +7,10 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from ..core import counted, html_lines, html_table
-from .report import cells, closing, header, lines
+from .report import BATCH_COLUMNS, BATCH_TITLE, batch_rows, cells, closing, header, lines
 
 if TYPE_CHECKING:
+    from .comparison import Comparison
     from .curve import Curve
     from .plan import Plan
 
@@ -62,6 +63,31 @@ def svg(curve: Curve, here: int) -> str:
 
 def html(plan: Plan, most: int = 30) -> str:
     """Return an HTML page with the table (at most `most` strategies), the curve, its reason, and what would help."""
+    return _page(_title(plan), _body(plan, most))
+
+
+def comparison_page(comparison: Comparison, most: int = 12) -> str:
+    """Return an HTML page with all clusters side by side, and the plan for each with at most `most` strategies."""
+    from .comparison import COLUMNS
+
+    title = f"{comparison.plans[0].name}: clusters side by side"
+    sides = html_table("time, price and energy of a million samples", comparison.rows(), COLUMNS)
+    plans = "".join(f"<h1>{escape(_title(plan))}</h1>{_body(plan, most)}" for plan in comparison.plans)
+    return _page(title, f"{sides}{html_lines(comparison.lines())}{plans}")
+
+
+def _page(title: str, body: str) -> str:
+    return (
+        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{escape(title)}</title><style>{STYLE}</style>'
+        f"<h1>{escape(title)}</h1>{body}</html>\n"
+    )
+
+
+def _title(plan: Plan) -> str:
+    return f"{plan.name}: {counted(plan.workload.batch_size, 'sample')} a step on {plan.cluster}"
+
+
+def _body(plan: Plan, most: int) -> str:
     best = plan.best.option
     rows = []
     for option in plan.options[:most]:
@@ -69,13 +95,13 @@ def html(plan: Plan, most: int = 30) -> str:
         columns = "".join(f"<td>{escape(cell)}</td>" for cell in cells(plan, option))
         rows.append(f"<tr{kind}>{columns}</tr>")
     head = "".join(f"<th>{escape(name)}</th>" for name in header(plan))
-    title = escape(f"{plan.name}: {counted(plan.workload.batch_size, 'sample')} a step on {plan.cluster}")
     paragraphs = "".join(f"<p>{escape(line)}</p>" for line in lines(plan))
+    batches = batch_rows(plan)
+    target = html_table(BATCH_TITLE, batches, BATCH_COLUMNS) if batches else ""
     end = "".join(f"<p>{escape(line)}</p>" for line in closing(plan.curve) if line)
     return (
-        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title><style>{STYLE}</style>'
-        f"<h1>{title}</h1>{paragraphs}<table><tr>{head}</tr>{''.join(rows)}</table>"
-        f"<h2>Speed against devices</h2>{svg(plan.curve, plan.cluster.num_devices)}{end}</html>\n"
+        f"{paragraphs}<table><tr>{head}</tr>{''.join(rows)}</table>{target}"
+        f"<h2>Speed against devices</h2>{svg(plan.curve, plan.cluster.num_devices)}{end}"
     )
 
 
@@ -84,6 +110,6 @@ def table(plan: Plan, most: int = 6) -> str:
     shown = list(plan.options[:most])
     if plan.control not in shown:
         shown.append(plan.control)
-    title = f"{plan.name}: {counted(plan.workload.batch_size, 'sample')} a step on {plan.cluster}"
+    title = _title(plan)
     rows = [cells(plan, option) for option in shown]
     return html_table(title, rows, header(plan)) + html_lines([*lines(plan), *filter(None, closing(plan.curve))])

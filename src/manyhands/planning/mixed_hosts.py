@@ -5,13 +5,14 @@ Together, all hosts run at the speed of the slowest, so each kind is also planne
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ..core import SettingsError
-from .cluster_text import parse_cluster
+from .cluster_text import has_devices, parse_cluster
 from .clusters import Cluster, as_cluster, read_toml
 
 KIND = "kind"
@@ -30,20 +31,25 @@ def as_clusters(given: Cluster | str | Path) -> list[Cluster]:
         values = read_toml(given)
         if KIND in values:
             return mixed(values)
-    elif isinstance(given, str) and "+" in given:
-        return mixed({KIND: [parse_cluster(text) for text in _texts(given)]})
+    elif isinstance(given, str):
+        texts = _texts(given)
+        if len(texts) > 1:
+            return mixed({KIND: [parse_cluster(text) for text in texts]})
     return [as_cluster(given)]
 
 
 def _texts(given: str) -> list[str]:
     """Return a line of text for each kind of host in a line such as "2 hosts x 8 H100 + 4 hosts x 8 A100, 400Gb/s".
 
-    The text after the first comma of the last kind is appended to all kinds without a comma.
+    Kinds are separated by "+", "&", "and" or "plus". The text after the first comma of the last kind is appended to all
+    kinds without a comma.
 
     >>> _texts("2 hosts x 8 H100 + 4 hosts x 8 A100, 400Gb/s")
     ['2 hosts x 8 H100, 400Gb/s', '4 hosts x 8 A100, 400Gb/s']
     """
-    kinds = [text.strip() for text in given.split("+")]
+    kinds = [text.strip() for text in re.split(r"\+|&|\b(?:and|plus)\b", given)]
+    if "+" not in given and not all(map(has_devices, kinds)):
+        return [given]
     rest = kinds[-1].partition(",")[2].strip()
     return [text if "," in text or not rest else f"{text}, {rest}" for text in kinds]
 
@@ -79,6 +85,7 @@ def _together(apart: Sequence[Cluster], shared: Mapping[str, Any], first: Mappin
     own = {key: value for key, value in first.items() if key != "devices"}
     hosts = sum(one.hosts for one in apart)
     whole = Cluster.from_dict({**shared, **own, "hosts": hosts, "per_host": apart[0].per_host})
+    network = whole.network
     chips = [one.chip for one in apart]
     slowest = min(chips, key=lambda one: one.rate("fp32"))
     precisions = set.intersection(*(set(one.flops) for one in chips))
@@ -89,6 +96,12 @@ def _together(apart: Sequence[Cluster], shared: Mapping[str, Any], first: Mappin
         memory=min(one.memory for one in chips),
         bandwidth=min(one.bandwidth for one in chips),
     )
+    if len({one.currency for one in apart if one.price is not None}) > 1:
+        raise SettingsError(
+            "prices of all kinds must be in the same currency",
+            got=" and ".join(f"{one.currency}{one.price:g}" for one in apart if one.price is not None),
+            remedy="convert them to one currency",
+        )
     prices = [one.price * one.num_devices for one in apart if one.price is not None]
     assumption = (
         f"every device gets as many samples, so that all are as fast as a {slowest.name} and hold as much as the least"
@@ -97,6 +110,9 @@ def _together(apart: Sequence[Cluster], shared: Mapping[str, Any], first: Mappin
         whole,
         chip=chip,
         inside=min((one.inside for one in apart), key=lambda way: way.rate),
+        network=min(
+            (one.network for one in apart if one.network is not None), key=lambda way: way.rate, default=network
+        ),
         price=sum(prices) / whole.num_devices if len(prices) == len(apart) else None,
         assumed=(*dict.fromkeys(text for one in apart for text in one.assumed), assumption),
     )

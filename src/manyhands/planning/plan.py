@@ -15,7 +15,6 @@ from ..core import (
     event,
     format_bytes,
     format_duration,
-    format_number,
     keep_event,
 )
 from .clusters import Cluster
@@ -24,7 +23,8 @@ from .estimate import estimate
 from .many_networks import ManyNetworksEstimate, One, many
 from .memory import USABLE_SHARE
 from .search import PlanOption, Search
-from .workload import Workload, is_lossy, steps_needed
+from .target import FACTORS, SAMPLES, BatchOption, batch_options, recommended, resources
+from .workload import Workload, is_lossy, relative_steps, steps_needed
 
 Measure = Callable[[StrategySpec], float | str]
 """Function that measures steps under a spec on the available hardware; returns their seconds, or why it failed."""
@@ -35,8 +35,6 @@ BANDS = {"measured": 0.05, "calibrated": 0.15, "catalogue": 0.3, "transferred": 
 are from the catalogue. "transferred": steps were measured on other hardware.
 """
 SUFFIX = ".toml"
-TARGETS = (0.25, 0.5, 1, 2, 4, 8, 16)
-"""Batch sizes, relative to the task's, for which `Plan.to_target` reports the time to a target loss."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,12 +97,20 @@ class Plan:
         devices = 1 if self.cluster.shared else option.estimate.num_devices
         return self.alone / option.seconds / devices
 
-    def cost(self, option: PlanOption, samples: float = 1e6) -> float | None:
+    def hours(self, option: PlanOption, samples: float = SAMPLES) -> float:
+        """Return the hours of training on `samples` samples under a strategy."""
+        return option.seconds * samples / self.workload.batch_size / 3600
+
+    def cost(self, option: PlanOption, samples: float = SAMPLES) -> float | None:
         """Return the price of training on `samples` samples under a strategy; None if the cluster has no price."""
-        if self.cluster.price is None:
-            return None
-        hours = option.seconds * samples / self.workload.batch_size / 3600
-        return hours * option.estimate.num_devices * self.cluster.price
+        return resources(self.cluster, option.estimate.num_devices, self.hours(option, samples))[0]
+
+    def energy(self, option: PlanOption, samples: float = SAMPLES) -> float | None:
+        """Return the kilowatt-hours of training on `samples` samples under a strategy; None if they are unknown.
+
+        It is the energy of the devices at their thermal design power, without hosts, network and cooling.
+        """
+        return resources(self.cluster, option.estimate.num_devices, self.hours(option, samples))[1]
 
     def steps_over_least(self) -> float | None:
         """Return the number of steps to a target loss, relative to an infinitely large batch.
@@ -123,14 +129,56 @@ class Plan:
             return {}
         spec, batch_size = self.best.spec, self.workload.batch_size
         found = {}
-        for factor in TARGETS:
+        for factor in FACTORS:
             size = round(factor * batch_size)
             if size < spec.num_parts * spec.accumulate * spec.microbatches:
                 continue
             made = estimate(replace(self.workload, batch_size=size), self.cluster, spec)
             if made.fits:
-                found[size] = steps_needed(size, self.workload.noise) * made.seconds
+                found[size] = relative_steps(size, batch_size, self.workload.noise) * made.seconds
         return {size: time / found[batch_size] for size, time in found.items()} if batch_size in found else {}
+
+    def batches(self, samples: float = SAMPLES) -> list[BatchOption]:
+        """Return the time, price and energy to a target loss for several batch sizes and numbers of devices.
+
+        The target is the loss that `samples` samples reach with the task's batch size. Empty if the gradient noise
+        scale is unknown; `with_noise` sets it.
+        """
+        best = self.best.option
+        predicted = estimate(self.workload, self.cluster, best.spec).seconds
+        return batch_options(self.workload, self.cluster, best.spec, factor=best.seconds / predicted, samples=samples)
+
+    def recommended_batch(self) -> BatchOption | None:
+        """Return the batch size and number of devices that reach a target soonest, among those that pay.
+
+        None if nothing is worth a change, or if the gradient noise scale is unknown.
+        """
+        best = self.best.option
+        return recommended(self.batches(), self.workload.batch_size, best.estimate.num_devices)
+
+    def with_noise(self, noise: float) -> Plan:
+        """Return the plan with a gradient noise scale in samples, for example from a plan for this machine.
+
+        >>> import torch, manyhands as mh
+        >>> task = mh.Task(
+        ...     model=lambda: torch.nn.Linear(512, 512),
+        ...     loss=lambda model, batch: model(batch).square().mean(),
+        ...     optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+        ...     data=torch.ones(64, 512),
+        ...     batch_size=64,
+        ... )
+        >>> plan = mh.plan(task, "2 A100, $2/h").with_noise(64)
+        >>> plan.steps_over_least()
+        2.0
+        """
+        if isinstance(noise, bool) or not isinstance(noise, int | float) or not noise >= 0:
+            raise SettingsError(
+                "a gradient noise scale must be a number of samples, at least 0",
+                got=repr(noise),
+                remedy="pass for example 1000, or mh.plan(task).workload.noise, which is measured on this machine",
+            )
+        workload = replace(self.workload, noise=float(noise))
+        return replace(self, workload=workload, curve=Curves(workload, self.cluster, self.best.spec).draw())
 
     def show(self, *, most: int = 12) -> None:
         """Print the table, with at most `most` strategies, and the saturation curve."""
@@ -177,8 +225,23 @@ class Plan:
             },
             "noise": self.workload.noise,
             "to_target": self.to_target(),
+            "batches": [_batch_row(one) for one in self.batches()],
+            **self.summary(),
             "networks": [vars(way) for way in self.ways],
             "notes": list(self.notes),
+        }
+
+    def summary(self, samples: float = SAMPLES) -> dict[str, Any]:
+        """Return devices, hours, price and energy of the recommended strategy, and the error of its time."""
+        best = self.best.option
+        return {
+            "devices": best.estimate.num_devices,
+            "samples_per_second": self.workload.batch_size / best.seconds,
+            "hours_per_million_samples": self.hours(best, samples),
+            "cost_per_million_samples": self.cost(best, samples),
+            "currency": self.cluster.currency,
+            "energy_per_million_samples": self.energy(best, samples),
+            "error": BANDS["measured"] if best.measured is not None else self.band,
         }
 
     def _repr_html_(self) -> str:
@@ -199,8 +262,14 @@ class Plan:
             "refused": option.refused,
             "samples_per_second": made.batch_size / option.seconds,
             "efficiency": self.efficiency(option),
+            "hours_per_million_samples": self.hours(option),
             "cost_per_million_samples": self.cost(option),
+            "energy_per_million_samples": self.energy(option),
         }
+
+
+def _batch_row(one: BatchOption) -> dict[str, Any]:
+    return {**vars(one), "spec": str(one.spec), "hours": one.hours}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -412,53 +481,3 @@ def _nothing_fits(workload: Workload, cluster: Cluster, search: Search, options:
         got=f"at least {format_bytes(need, 3)} with {near.spec}",
         remedy=remedy,
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Comparison:
-    """Plans of one task for several clusters, fastest first."""
-
-    plans: tuple[Plan, ...]
-
-    @property
-    def best(self) -> Pick:
-        """The recommended strategy of the fastest plan."""
-        return self.plans[0].best
-
-    def why(self) -> str:
-        """Return a text that says which cluster is fastest, where the others lose time, and which is cheapest."""
-        first, *others = self.plans
-        lines = []
-        for other in others:
-            ratio = other.best.seconds / first.best.seconds
-            a, b = first.best.option.estimate.parts(), other.best.option.estimate.parts()
-            cause = max(b, key=lambda name: b[name] - a[name])
-            lines.append(
-                f"{first.cluster} is {ratio:.2f} times as fast as {other.cluster}, which loses most in {cause}"
-            )
-        priced = [plan for plan in self.plans if plan.cluster.price is not None]
-        if len(priced) > 1:
-            cheap = min(priced, key=lambda plan: plan.cost(plan.best.option) or 0.0)
-            money = [f"{format_number(plan.cost(plan.best.option) or 0.0)} on {plan.cluster}" for plan in priced]
-            lines.append(f"a million samples cost {', '.join(money)}: {cheap.cluster} is the cheapest")
-        return "; ".join(lines)
-
-    def show(self) -> None:
-        """Print all plans, and a text that says which cluster is fastest, and why."""
-        for plan in self.plans:
-            plan.show(most=3)
-        print(self.why())
-
-    def log(self, folder: str | Path) -> None:
-        """Append all plans to the event log in `folder`, which the dashboard shows."""
-        for plan in self.plans:
-            plan.log(folder)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the comparison as JSON-ready data."""
-        return {"why": self.why(), "plans": [plan.to_dict() for plan in self.plans]}
-
-
-def compare(plans: Sequence[Plan]) -> Comparison:
-    """Return a comparison of plans, ranked by the seconds per sample of their recommended strategies."""
-    return Comparison(plans=tuple(sorted(plans, key=lambda plan: plan.best.seconds / plan.workload.batch_size)))

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from ..core import counted, format_bytes, format_duration, format_number
+from ..core import counted, format_bytes, format_duration, format_number, format_rough_duration
+from .curve import WORTH
+from .target import LEAST_SAVED, recommended
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -24,8 +26,8 @@ EVIDENCE = {
     "catalogue": "constants from the catalogue",
     "transferred": "from steps measured on other hardware, because the network cannot be traced",
 }
-WORTH_A_CHANGE = 0.9
-"""Suggest another batch size if with it the time to a target is below this fraction of the present one."""
+BATCH_TITLE = "to the loss that 1,000,000 samples reach with the task's batch size"
+BATCH_COLUMNS = ("batch", "devices", "strategy", "step", "steps", "time", "price", "energy", "efficiency")
 
 
 def show(plan: Plan, *, most: int = 12, console: Console | None = None) -> None:
@@ -51,6 +53,14 @@ def show(plan: Plan, *, most: int = 12, console: Console | None = None) -> None:
     out.print(table)
     for line in lines(plan):
         out.print(line, markup=False, highlight=False)
+    batches = batch_rows(plan)
+    if batches:
+        table = Table(title=BATCH_TITLE, title_justify="left")
+        for column in BATCH_COLUMNS:
+            table.add_column(column, justify="left" if column == "strategy" else "right", overflow="fold")
+        for row in batches:
+            table.add_row(*map(Text, row))
+        out.print(table)
     for line in draw(plan.curve, plan.cluster.num_devices):
         out.print(line, markup=False, highlight=False)
     for line in closing(plan.curve):
@@ -101,11 +111,55 @@ def lines(plan: Plan) -> list[str]:
         texts.append(f"{scale}: this batch needs {least:.2f} times the fewest steps")
         times = plan.to_target()
         size = min(times, key=lambda one: times[one], default=plan.workload.batch_size)
-        if times and times[size] < WORTH_A_CHANGE:
+        if times and times[size] < LEAST_SAVED:
             texts.append(f"a batch of {size} would reach a target in {times[size]:.2f} of the time on these devices")
+        texts.append(_batch_advice(plan))
     if plan.ways:
         texts.append(f"{plan.num_networks} such networks: " + "; ".join(map(_way, plan.ways)))
     return texts
+
+
+def batch_rows(plan: Plan) -> list[tuple[str, ...]]:
+    """Return the cells of a table of the fastest number of devices that pays for each batch size.
+
+    Empty if the gradient noise scale is unknown.
+    """
+    rows = []
+    options = plan.batches()
+    for size in sorted({one.batch_size for one in options}):
+        same = [one for one in options if one.batch_size == size]
+        paying = [one for one in same if one.efficiency >= WORTH]
+        least = min(one.num_devices for one in same)
+        best = min(paying or [one for one in same if one.num_devices == least], key=lambda one: one.hours)
+        rows.append(
+            (
+                f"{size:,}",
+                f"{best.num_devices:,}",
+                str(best.spec),
+                f"~{format_duration(best.seconds)}",
+                format_number(best.steps),
+                format_rough_duration(3600 * best.hours),
+                "-" if best.cost is None else f"{plan.cluster.currency}{format_number(best.cost)}",
+                "-" if best.energy is None else f"{format_number(best.energy)} kWh",
+                f"{best.efficiency:.0%}",
+            )
+        )
+    return rows
+
+
+def _batch_advice(plan: Plan) -> str:
+    """Return whether another batch size on another number of devices pays, as a sentence."""
+    options, here = plan.batches(), plan.best.option.estimate.num_devices
+    best = recommended(options, plan.workload.batch_size, here)
+    if best is None:
+        return "no larger batch on more devices pays: they would do less than half of their work, or save little time"
+    now = next(one for one in options if (one.batch_size, one.num_devices) == (plan.workload.batch_size, here))
+    where = "these devices" if best.num_devices == here else _devices(best.num_devices)
+    spent = f", at {best.cost / now.cost:.2f} times the price" if best.cost is not None and now.cost else ""
+    return (
+        f"a batch of {best.batch_size} on {where} reaches a target in {best.hours / now.hours:.2f} of the time{spent}, "
+        "if its learning rate is tuned"
+    )
 
 
 def _way(way: ManyNetworksEstimate) -> str:

@@ -120,6 +120,17 @@ def steps_needed(batch_size: float, noise: float) -> float:
     return 1 + noise / batch_size
 
 
+def relative_steps(batch_size: float, usual: float, noise: float) -> float:
+    """Return the number of steps to a target loss with a batch size, relative to those with the batch size `usual`.
+
+    >>> relative_steps(200, 100, 100), relative_steps(200, 100, float("inf"))
+    (0.75, 0.5)
+    """
+    if noise == float("inf"):
+        return usual / batch_size
+    return steps_needed(batch_size, noise) / steps_needed(usual, noise)
+
+
 def best_batch(noise: float, seconds: dict[int, float]) -> int:
     """Return the batch size that reaches a target loss soonest.
 

@@ -25,9 +25,9 @@ export function open(host, [from]) {
     chosen = key(plan);
     const select = h("select", { "aria-label": "Which plan", "data-key": "plan", onchange: (event) => { chosen = event.target.value; update(); } }, plans.map((one) => h("option", { value: key(one), selected: one === plan }, `${one.task} on ${one.cluster}, ${moment(one.t)} (${one.from})`)));
     if (!pick.contains(document.activeElement)) fill(pick, select);
-    fill(head, facts([["task", plan.task], ["cluster", plan.cluster], ["batch", number(plan.batch_size)], ["pick", plan.best], ["saturates at", plural(plan.curve.saturates, "device")], ["because of", plan.curve.reason], ["times may be off by", `${Math.round(100 * plan.band)}%`]]), plan.notes.map((note) => h("p", { class: "soft" }, note)));
+    fill(head, facts([["task", plan.task], ["cluster", plan.cluster], ["batch", number(plan.batch_size)], ["pick", plan.best], ["saturates at", plural(plan.curve.saturates, "device")], ["because of", plan.curve.reason], ["times may be off by", `${Math.round(100 * plan.band)}%`], ["a million samples take", spent(plan)]]), plan.notes.map((note) => h("p", { class: "soft" }, note)));
     chart.update(curves(plan));
-    fill(below, measured(plan), remedies(plan), h("h2", {}, "Strategies"), options(plan));
+    fill(below, compared(plan, plans), measured(plan), batches(plan), remedies(plan), h("h2", {}, "Strategies"), options(plan));
   }
 
   return { title, update };
@@ -55,6 +55,44 @@ function measured(plan) {
   return [h("h2", {}, "Measured"), table("Measured", [["devices", (one) => number(one.devices), { num: true }], ["speed-up over one", (one) => number(one.speedup, 3), { num: true }], ["by", name]], plan.points)];
 }
 
+const hours = (value) => (value == null ? "–" : value < 1 ? `${number(60 * value, 3)} min` : `${number(value, 3)} h`);
+const money = (value, plan) => (value == null ? "–" : `${plan.currency ?? ""}${number(value, 3)}`);
+const energy = (value) => (value == null ? "–" : `${number(value, 3)} kWh`);
+const spent = (plan) => [hours(plan.hours_per_million_samples), money(plan.cost_per_million_samples, plan), energy(plan.energy_per_million_samples)].filter((text) => text !== "–").join(", ") || "–";
+
+function compared(plan, plans) {
+  const same = plan.compared ? plans.filter((one) => one.compared === plan.compared && one.from === plan.from) : [];
+  if (same.length < 2) return null;
+  same.sort((a, b) => a.hours_per_million_samples - b.hours_per_million_samples);
+  const columns = [
+    ["cluster", (one) => one.cluster, { wide: true }],
+    ["devices", (one) => number(one.devices), { num: true }],
+    ["strategy", (one) => one.best],
+    ["samples/s", (one) => number(one.samples_per_second, 3), { num: true }],
+    ["time", (one) => hours(one.hours_per_million_samples), { num: true }],
+    ["price", (one) => money(one.cost_per_million_samples, one), { num: true }],
+    ["energy", (one) => energy(one.energy_per_million_samples), { num: true }],
+    ["error", (one) => `±${Math.round(100 * one.error)}%`, { num: true }],
+    ["evidence", (one) => one.evidence],
+  ];
+  return [h("h2", {}, "Clusters side by side"), h("p", { class: "soft" }, "Time, price and energy of a million samples; energy at the thermal design power of the devices."), table("Clusters side by side", columns, same, { row: (one) => ({ class: one === plan ? "chosen" : null }) })];
+}
+
+function batches(plan) {
+  if (!plan.batches?.length) return null;
+  const columns = [
+    ["batch", (one) => number(one.batch_size), { num: true }],
+    ["devices", (one) => number(one.num_devices), { num: true }],
+    ["step", (one) => seconds(one.seconds), { num: true }],
+    ["steps", (one) => number(one.steps, 3), { num: true }],
+    ["time", (one) => hours(one.hours), { num: true }],
+    ["price", (one) => money(one.cost, plan), { num: true }],
+    ["energy", (one) => energy(one.energy), { num: true }],
+    ["efficiency", (one) => `${Math.round(100 * one.efficiency)}%`, { num: true }],
+  ];
+  return [h("h2", {}, "To a target loss"), h("p", { class: "soft" }, "To the loss that a million samples reach with the task's batch size."), table("To a target loss", columns, plan.batches)];
+}
+
 function remedies(plan) {
   const found = plan.curve.remedies;
   if (!found.length) return null;
@@ -70,6 +108,8 @@ function options(plan) {
     ["memory", (one) => bytes(one.memory), { num: true }],
     ["samples/s", (one) => number(one.samples_per_second, 3), { num: true }],
     ["efficiency", (one) => `${Math.round(100 * one.efficiency)}%`, { num: true }],
+    ["price per 1M", (one) => money(one.cost_per_million_samples, plan), { num: true }],
+    ["energy per 1M", (one) => energy(one.energy_per_million_samples), { num: true }],
     ["note", (one) => (one.fits ? one.refused : "does not fit"), { wide: true }],
   ];
   return table("Strategies", columns, plan.options.slice(0, 40), { row: (one) => ({ class: one.strategy === plan.best ? "chosen" : null }) });
