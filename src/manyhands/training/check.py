@@ -610,6 +610,12 @@ def judge(
     # A number that some ranks do not change may also be why the tensors differ.
     is_explained = not verdict.equal and verdict.remedy != OTHER
     found = None if is_explained else _judge_numbers(task, spec, plan, whole, parts, alone)
+    if found is None and verdict.equal:
+        from .later_steps import judge_later
+
+        found = judge_later(
+            task, spec, plan, whole, alone, lambda task, plan, *both: _judge_tensors(task, spec, plan, *both, alone)
+        )
     return verdict if found is None else found
 
 
