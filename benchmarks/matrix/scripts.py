@@ -1598,7 +1598,7 @@ def gradients_projected_to_low_rank() -> Network:
                     if g.ndim == 2:
                         if state["n"] % 2 == 1:
                             u = torch.linalg.svd(g, full_matrices=False).U[:, :2]
-                            state["u"] = u * torch.sign(u.sum(0))
+                            state["u"] = u * torch.sign(u.gather(0, u.abs().argmax(0, keepdim=True)))
                         g = state["u"].T @ g
                     if "m" not in state:
                         state["m"], state["v"] = torch.zeros_like(g), torch.zeros_like(g)
