@@ -38,6 +38,18 @@ def _idioms() -> Registry:
     return IDIOMS
 
 
+def _scripts() -> Registry:
+    from .scripts import SCRIPTS
+
+    return SCRIPTS
+
+
+def _habits() -> Registry:
+    from .habits import HABITS
+
+    return HABITS
+
+
 def _modules() -> Registry:
     from .modules import module_registry
 
@@ -68,6 +80,8 @@ KINDS: dict[str, Callable[[], Registry]] = {
     "frontier": _frontier,
     "field": _field,
     "idiom": _idioms,
+    "script": _scripts,
+    "habit": _habits,
     "optimizer": _optimizers,
     "module": _modules,
     "transformers": _architectures,

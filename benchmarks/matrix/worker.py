@@ -36,10 +36,12 @@ PRELOAD = [
     "benchmarks.matrix.classics",
     "benchmarks.matrix.field",
     "benchmarks.matrix.frontier",
+    "benchmarks.matrix.habits",
     "benchmarks.matrix.idioms",
     "benchmarks.matrix.modules",
     "benchmarks.matrix.networks",
     "benchmarks.matrix.research",
+    "benchmarks.matrix.scripts",
     "benchmarks.matrix.stages",
 ]
 

@@ -19,7 +19,7 @@ from ..data import check_source, source_of
 from ..distributed import World
 from ..monitoring import PHASES, Spans, by_phase
 from ..strategies import MAIN, declaring
-from ..training import Hand, Sample, compute, profile_event
+from ..training import NUM_SAMPLES, Hand, Sample, compute, learn_draws, profile_event
 from .client import ParameterClient, ServersMoved, ServerUnreachable, WorkEnded
 from .layout import Share, cut
 from .loop import single_member_spec
@@ -105,6 +105,8 @@ class _TicketWorker:
             seed=self.task.seed,
             workers=0,
         )
+        if hand.randomness is not None:
+            learn_draws(hand, self.task, self.feed, self.feed.peek(NUM_SAMPLES))
         self._context = new_context()
         self.coordinator = self._join()
         self.client = ParameterClient(

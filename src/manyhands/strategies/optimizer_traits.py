@@ -42,8 +42,8 @@ class Traits:
 
 FAILURES = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 """Errors of an optimizer that cannot handle the tensors it is tried on."""
-NUM_STEPS = 6
-"""Number of steps that show whether an optimizer is elementwise; the first one may be a special case."""
+NUM_STEPS = 26
+"""Number of steps that show whether an optimizer is elementwise; some do something else in every tenth one, say."""
 _known: WeakKeyDictionary[Optimizer, Traits] = WeakKeyDictionary()
 
 
@@ -171,24 +171,33 @@ def _is_parted(parameter: Tensor) -> bool:
     return hasattr(parameter, "_local_tensor")
 
 
+def _kinds(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Return one parameter group of each kind of settings; the learning rate does not change what an update reads."""
+    kinds: dict[str, dict[str, Any]] = {}
+    for group in optimizer.param_groups:
+        settings = {key: value for key, value in group.items() if key not in ("params", "lr", "initial_lr")}
+        kinds.setdefault(repr(settings), group)
+    return list(kinds.values())
+
+
 def is_by_element(optimizer: Optimizer) -> bool:
     """Return whether an optimizer updates every element independently, found by trying it."""
-    return all(_agree(optimizer, group, _halves) for group in optimizer.param_groups)
+    return all(_agree(optimizer, group, _halves) for group in _kinds(optimizer))
 
 
 def is_by_tensor(optimizer: Optimizer) -> bool:
     """Return whether an optimizer updates every tensor independently, found by trying it."""
-    return all(_agree(optimizer, group, _alone) for group in optimizer.param_groups)
+    return all(_agree(optimizer, group, _alone) for group in _kinds(optimizer))
 
 
 def draws_numbers(optimizer: Optimizer) -> bool:
     """Return whether an optimizer draws random numbers from torch's generator, found by trying it."""
-    return any(_draws(optimizer, group) for group in optimizer.param_groups)
+    return any(_draws(optimizer, group) for group in _kinds(optimizer))
 
 
 def updates_own_tensors(optimizer: Optimizer) -> bool:
     """Return whether steps change the tensors in each of an optimizer's groups, found by trying it."""
-    return all(_moves(optimizer, group) for group in optimizer.param_groups)
+    return all(_moves(optimizer, group) for group in _kinds(optimizer))
 
 
 def _moves(optimizer: Optimizer, group: dict[str, Any]) -> bool:
@@ -201,7 +210,7 @@ def odd_slots(optimizer: Optimizer) -> list[str]:
     """Return the names of an optimizer's slots that are neither tensors nor numbers, found by trying it."""
     found: set[str] = set()
     start, *gradients = _samples()
-    for group in optimizer.param_groups:
+    for group in _kinds(optimizer):
         slots: list[dict[str, Any]] = []
         with contextlib.suppress(*FAILURES):
             _walk(optimizer, group, start, gradients, slots)

@@ -297,11 +297,11 @@ class PlacedReplica(Replica):
 
     def gathered(self, parts: dict[str, Any]) -> dict[str, Any]:
         """Merge the nested dicts of all ranks of the group, broadcasting each tensor from a rank that holds it."""
-        known = {*self.names.values(), *(name for name, _ in self.model.named_buffers())}
+        known = {**self._first_names(), **{name: name for name, _ in self.model.named_buffers()}}
         flat = dict(_flat(parts))
         for path, tensor in flat.items():
             if not tensor.is_meta:
-                name = next((part for part in reversed(path) if part in known), "")
+                name = next((known[part] for part in reversed(path) if part in known), "")
                 flat[path] = self.holding.whole(tensor, name)
         mine = {path: (tuple(t.shape), t.dtype) for path, t in flat.items() if not t.is_meta}
         every = self.inner.gather_objects(mine)

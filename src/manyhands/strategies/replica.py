@@ -247,14 +247,20 @@ class Replica:
 
     def gathered(self, parts: dict[str, Any]) -> dict[str, Any]:
         """Return nested dicts with shards, found under the names of parameters, replaced by whole tensors."""
-        return self._gathered(parts, "", set(self.names.values()))  # type: ignore[no-any-return]
+        return self._gathered(parts, "", self._first_names())  # type: ignore[no-any-return]
 
-    def _gathered(self, value: Any, name: str, names: set[str]) -> Any:
+    def _first_names(self) -> dict[str, str]:
+        """Return the first name of every parameter by each of its names, all of which a state dict has."""
+        named = list(self.model.named_parameters(remove_duplicate=False))
+        first = {parameter: name for name, parameter in reversed(named)}
+        return {name: first[parameter] for name, parameter in named}
+
+    def _gathered(self, value: Any, name: str, first: Mapping[str, str]) -> Any:
         if isinstance(value, Tensor):
             return self.whole(value, name)
         if not isinstance(value, dict):
             return value
-        return {key: self._gathered(child, key if key in names else name, names) for key, child in value.items()}
+        return {key: self._gathered(child, first.get(key, name), first) for key, child in value.items()}
 
     def part_for(self, whole: Tensor, like: Tensor, name: str = "") -> Tensor:
         """Return this rank's part of a whole tensor, laid out like the parameter of this name."""
@@ -266,8 +272,8 @@ class Replica:
 
     def parts(self, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return this rank's parts of the network's whole tensors, by name."""
-        held = self.model.state_dict()
-        return {n: self.part_for(value, held[n], n) if n in held else value for n, value in whole.items()}
+        held, first = self.model.state_dict(), self._first_names()
+        return {n: self.part_for(v, held[n], first.get(n, n)) if n in held else v for n, v in whole.items()}
 
     def align_buffers(self) -> None:
         """Broadcast the first replica's buffers to all replicas."""

@@ -31,6 +31,7 @@ from .snapshot import restore_snapshot, take_snapshot
 from .start_trial import StartTrial
 from .stepping import Stepper, take_step
 from .timing import Steps, gradient_squares, time_steps
+from .trial import NUM_SAMPLES
 from .trial_steps import parts_of, plan_of, record_of, take_steps, with_data
 from .verdict import Verdict
 from .verify import check_statistics, refuse, take_split_steps, with_micro_statistics
@@ -105,6 +106,7 @@ __all__ = [
     "with_micro_statistics",
     "refuse",
     "learn_draws",
+    "NUM_SAMPLES",
     "left_alone",
     "HeldState",
     "differing",

@@ -11,6 +11,7 @@ from ..distributed import NullWorld, World
 from .carried_numbers import differing
 from .cause import CallRecorder, first_not_finite
 from .difference_reasons import reason
+from .later_steps import judge_later
 from .step_comparison import compare
 from .trial_rows import Plan
 from .trial_steps import Perturbation, Record, take_steps
@@ -33,6 +34,10 @@ def judge(
     # A number that some ranks do not change may also be why the tensors differ.
     is_explained = not verdict.equal and verdict.remedy != OTHER
     found = None if is_explained else _judge_numbers(task, spec, plan, whole, parts, alone)
+    if found is None and verdict.equal:
+        found = judge_later(
+            task, spec, plan, whole, alone, lambda task, plan, *both: _judge_tensors(task, spec, plan, *both, alone)
+        )
     return verdict if found is None else found
 
 

@@ -14,6 +14,7 @@ from ..data import Cursor, as_source, check_source, source_of
 from ..distributed import Device, DirectChannel, NullWorld
 from ..storage import Checkpoint
 from ..training import (
+    NUM_SAMPLES,
     Hand,
     HeldState,
     LearningRates,
@@ -25,9 +26,6 @@ from ..training import (
 )
 from .member import VectorizedMember
 from .member_training import MemberTraining
-
-NUM_SAMPLES = 8
-"""Number of samples with which it is found out which random numbers a task draws, as in `fit`."""
 
 
 class Alone:

@@ -31,7 +31,7 @@ class TensorSharding:
         self.ranks = world.along(spec.axes, "tensor")
         self.layout = layout
         run_whole(layout.operators)
-        self.sections = self.layout.sections(model)
+        self.sections = _under_every_name(self.layout.sections(model), model)
         self._take_off: Callable[[], None] = _nothing
 
     def apply(self, model: nn.Module) -> None:
@@ -182,6 +182,13 @@ class TensorReplica(ShardedReplica):
         keep_all(self.model)
         self._sharding.take_off()
         super().close()
+
+
+def _under_every_name(sections: Mapping[str, Sequence[int]], model: nn.Module) -> dict[str, Sequence[int]]:
+    """Return sections with those of parameters that have several names under each name, as in a state dict."""
+    named = list(model.named_parameters(remove_duplicate=False))
+    found = {parameter: sections[name] for name, parameter in named if name in sections}
+    return {**sections, **{name: found[parameter] for name, parameter in named if parameter in found}}
 
 
 def _nothing() -> None:

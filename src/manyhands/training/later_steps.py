@@ -1,0 +1,180 @@
+"""Compare further steps where the first two may not show a difference: other branches, and steps after many calls.
+
+A forward that reads values of tensors in Python may take another branch for other rows, such as the number of
+iterations until a batch has converged. One that counts its calls may do something else after a warm-up. Both are tried
+on one device, where a batch is computed in as many parts as the strategy splits it into.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from ..core import StrategySpec, Task
+from ..data import IndexedSource, check_source, source_of
+from ..distributed import World
+from .carried_numbers import number_slots
+from .step_comparison import compare
+from .trial_rows import Plan, choose_rows
+from .trial_steps import Record, parts_of, take_steps
+from .verdict import Verdict
+
+NUM_PLANS = 12
+"""Further batches that are compared where a loss reads values."""
+JUMPS = (10, 1_000, 100_000)
+"""Steps by which counters are advanced."""
+MOST_SECONDS = 2.0
+_READS = frozenset({"item", "tolist", "numpy", "bool", "float", "int", "index", "is_nonzero", "equal", "allclose"})
+Judge = Callable[[Task, Plan, Record, Record], Verdict]
+"""Returns the verdict on the steps of a plan, of which records are given as a whole and in parts."""
+
+
+class _Reads(TorchFunctionMode):
+    """Notices whether a loss reads values of tensors in Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = [False]
+
+    def watched(self, task: Task) -> Task:
+        """Return the task with a loss that is watched."""
+        loss = task.loss
+        assert loss is not None
+
+        def compute(model: nn.Module, batch: Any) -> Any:
+            with self:
+                return loss(model, batch)
+
+        return task.replace(loss=compute)
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.found[0] |= getattr(func, "__name__", "").strip("_") in _READS
+        return func(*args, **(kwargs or {}))
+
+
+def judge_later(
+    task: Task, spec: StrategySpec, plan: Plan, whole: Record, alone: World, judge: Judge
+) -> Verdict | None:
+    """Return the verdict on further steps that differ when the batch is split on one device; None if none is found."""
+    if parts_of(spec) == 1 or task.loss is None or whole.batch_norms or whole.strayed or whole.drawn_on_host:
+        return None
+    # Parts of a smaller last batch may have too few rows for what only micro-batches compute.
+    advanced, plan, whole = list(_later_tasks(task, whole)), plan[:1], replace(whole, steps=whole.steps[:1])
+    try:
+        later = [*((task, rows) for rows in _later_plans(task, spec, plan, alone)), *((one, plan) for one in advanced)]
+    except Exception:
+        # A user error occurs again in the first step, where it is reported with its samples.
+        return None
+    # Values that are read differ most between small parts, with which some losses cannot be computed.
+    for count in dict.fromkeys((max(len(plan[0]) // 2, parts_of(spec)), parts_of(spec))) if later else ():
+        comparison = _Comparison(whole.precision, alone, count, judge)
+        # Numbers that change in each call, as a temperature does, change more often in parts than on ranks.
+        if comparison.can_split(task, plan, whole):
+            found = comparison.first_different(task, whole, later)
+            return None if found is None else replace(found, spec=spec)
+    return None
+
+
+@dataclass(frozen=True)
+class _Comparison:
+    """Compares steps on one device with the same ones in parts."""
+
+    precision: str
+    alone: World
+    num_parts: int
+    judge: Judge
+
+    def taken(self, task: Task, plan: Plan, num_parts: int = 1) -> Record:
+        return take_steps(self.alone, task, StrategySpec(accumulate=num_parts), plan, precision=self.precision)
+
+    def can_split(self, task: Task, plan: Plan, whole: Record) -> bool:
+        """Return whether the first step, which is equal on ranks, is equal in parts too."""
+        try:
+            return not _differs(whole, self.taken(task, plan, self.num_parts))
+        except Exception:
+            return False
+
+    def first_different(self, task: Task, whole: Record, later: Sequence[tuple[Task, Plan]]) -> Verdict | None:
+        """Return the first verdict on later steps that is a difference."""
+        # Time of this thread, so that another load on the machine does not end the comparison early.
+        begun = time.thread_time()
+        for other, plan in later:
+            if time.thread_time() - begun > MOST_SECONDS:
+                break
+            # A counter may be an index that cannot be advanced, and other rows may raise on one device, too.
+            with contextlib.suppress(Exception):
+                first = self.taken(other, plan)
+                if other is not task and not _differs(whole, first):
+                    continue
+                verdict = self.judge(other, plan, first, self.taken(other, plan, self.num_parts))
+                if verdict.outcome == "different":
+                    return verdict
+        return None
+
+
+def _differs(ours: Record, theirs: Record) -> bool:
+    return any(difference.is_real for difference in compare(ours, theirs))
+
+
+def _later_plans(task: Task, spec: StrategySpec, plan: Plan, alone: World) -> Iterator[Plan]:
+    """Yield plans of other rows if the loss reads values of tensors."""
+    source = source_of(task)
+    if not isinstance(source, IndexedSource):
+        return
+    reads = _Reads()
+    take_steps(alone, reads.watched(task), StrategySpec(), plan[:1])
+    if reads.found[0]:
+        batch_size = check_source(source, task.batch_size)
+        for number in range(1, NUM_PLANS + 1):
+            yield choose_rows(source, batch_size, parts_of(spec), task.seed + number, len(plan[0]))[:1]
+
+
+def _later_tasks(task: Task, whole: Record) -> Iterator[Task]:
+    """Yield tasks whose counters start as they are after many steps, if there are any."""
+    if len(whole.steps) < 2:
+        return
+    first, second = whole.steps[:2]
+    grown = {
+        name: value - first.numbers[name]
+        for name, value in second.numbers.items()
+        if type(value) is int and type(first.numbers.get(name)) is int and value > first.numbers[name]
+    }
+    counting = {name: second.buffers[name] - first.buffers[name] for name in _counters(first.buffers, second.buffers)}
+    if not grown and not counting:
+        return
+    for jump in JUMPS:
+        yield task.replace(model=_advanced(task, {n: jump * v for n, v in grown.items()}, counting, jump))
+
+
+def _counters(first: dict[str, Tensor], second: dict[str, Tensor]) -> Iterator[str]:
+    for name, value in second.items():
+        before = first.get(name)
+        if before is None or before.shape != value.shape or value.numel() != 1:
+            continue
+        if not value.is_floating_point() and value.dtype != torch.bool and bool(value > before):
+            yield name
+
+
+def _advanced(task: Task, numbers: dict[str, Any], buffers: dict[str, Tensor], jump: int) -> Callable[[], nn.Module]:
+    def build() -> nn.Module:
+        model = task.model()
+        slots = number_slots(model, task.loss)
+        for path, by in numbers.items():
+            if path in slots:
+                slots[path].put(slots[path].get() + by)
+        held = dict(model.named_buffers())
+        for name, step in buffers.items():
+            if name in held:
+                held[name] += (jump * step).to(held[name])
+        return model
+
+    return build
