@@ -36,7 +36,7 @@ Judge = Callable[[Task, Plan, Record, Record], Verdict]
 """Returns the verdict on the steps of a plan, of which records are given as a whole and in parts."""
 
 
-class _Reads(TorchFunctionMode):
+class _ValueReads(TorchFunctionMode):
     """Notices whether a loss reads values of tensors in Python."""
 
     def __init__(self) -> None:
@@ -76,7 +76,7 @@ def judge_later(
         return None
     # Values that are read differ most between small parts, with which some losses cannot be computed.
     for count in dict.fromkeys((max(len(plan[0]) // 2, parts_of(spec)), parts_of(spec))) if later else ():
-        comparison = _Comparison(whole.precision, alone, count, judge)
+        comparison = _SplitSteps(whole.precision, alone, count, judge)
         # Numbers that change in each call, as a temperature does, change more often in parts than on ranks.
         if comparison.can_split(task, plan, whole):
             found = comparison.first_different(task, whole, later)
@@ -85,7 +85,7 @@ def judge_later(
 
 
 @dataclass(frozen=True)
-class _Comparison:
+class _SplitSteps:
     """Compares steps on one device with the same ones in parts."""
 
     precision: str
@@ -130,7 +130,7 @@ def _later_plans(task: Task, spec: StrategySpec, plan: Plan, alone: World) -> It
     source = source_of(task)
     if not isinstance(source, IndexedSource):
         return
-    reads = _Reads()
+    reads = _ValueReads()
     take_steps(alone, reads.watched(task), StrategySpec(), plan[:1])
     if reads.found[0]:
         batch_size = check_source(source, task.batch_size)
