@@ -243,8 +243,8 @@ def test_demo_prints_five_figures_next_to_predictions(tmp_path: Path) -> None:
     assert float(groups["difference of the two losses"]) < 1e-4
     assert float(groups["100 networks as one program"]) > 1
     assert int(groups["requests failed in a swap"]) > 20
-    answered = re.search(r"([\d,]+) answered by\s+version 1 and\s+([\d,]+) by\s+version 2", output)
-    assert answered is not None
+    answered = re.search(r"([\d,]+)\s+answered\s+by\s+version\s+1\s+and\s+([\d,]+)\s+by\s+version\s+2", output)
+    assert answered is not None, output
     assert all(int(count.replace(",", "")) > 0 for count in answered.groups())
     assert re.search(r"reported: process 1 was killed by signal 9 \(SIGKILL", output)
     assert "reported: resumed after step 15 of 30 with 2 processes" in output

@@ -148,7 +148,7 @@ def test_unreachable_server_error_names_its_address(invoke: Invoke, monkeypatch:
         (["serve", ".", "--host", "0.0.0.0"], "needs a token"),
         (["serve", ".", "--versions", "newest"], "versions must be latest"),
         (["serve", ".", "--sizes", "a"], "--sizes must be values of type int, separated by commas"),
-        (["serve", ".", "--max-rows", "0"], "--max-rows must be at least 1"),
+        (["serve", ".", "--max-rows", "0"], "--max-rows must be a whole number of at least 1, but got 0"),
         (["models", "dance"], "the action must be one of list"),
         (["models", "load"], "a model name is required"),
         (["models", "split", "a", "b=c"], "a traffic share must be written"),

@@ -14,7 +14,6 @@ import pytest
 import manyhands as mh
 from manyhands.api.runtime import runtime
 from manyhands.launcher import LocalEngine
-from manyhands.training import Hand
 
 from .behaviours import BEHAVIOURS
 from .loops import LOOPS
@@ -25,7 +24,7 @@ def run_all(hand: Any, folder: Path, names: Collection[str]) -> dict[str, Any]:
     """What a replica has to tell, by name."""
     told = {}
     # Every step is reported, so that each kind of optimizer is asked for its step count.
-    with mock.patch.dict(Hand.report_step.__globals__, REPORT_STEP_SECONDS=0.0):
+    with mock.patch("manyhands.training.hand.REPORT_STEP_SECONDS", 0.0):
         for name, act in {**SCENARIOS, **BEHAVIOURS, **LOOPS}.items():
             if name in names:
                 (folder / name).mkdir(exist_ok=True, parents=True)

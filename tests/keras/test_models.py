@@ -150,7 +150,7 @@ def test_strategies_reject_unsupported_usage() -> None:
         mhk.TPUClusterResolver(tpu="")
     with pytest.raises(DeviceError, match="Keras with JAX"):
         mhk.TPUStrategy()
-    with pytest.raises(SettingsError, match="Remove that branch"):
+    with pytest.raises(SettingsError, match="Remove the branch that creates a Server"):
         mhk.Server(None, job_name="ps", task_index=0)
     with pytest.raises(SettingsError, match="strategy.run"):
         mhk.ClusterCoordinator(None)
@@ -191,7 +191,7 @@ def test_cluster_resolvers_read_tf_config(monkeypatch: pytest.MonkeyPatch) -> No
     assert (resolver.task_type, resolver.task_id) == ("worker", 1)
     assert resolver.cluster_spec().as_dict() == {"worker": ["a:1", "b:2"]}
     assert resolver.master() == "a:1"
-    with pytest.raises(SettingsError, match="Omit one of them"):
+    with pytest.raises(SettingsError, match="Omit the resolver, or correct one of the two"):
         mhk.SimpleClusterResolver(mhk.ClusterSpec({"worker": ["c:1"]}))
 
 

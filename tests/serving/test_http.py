@@ -597,7 +597,7 @@ def test_decompressed_bytes_count_toward_the_limit_until_the_response() -> None:
 def test_limits_reject_body_larger_than_the_total_and_zero_queue_size() -> None:
     with pytest.raises(SettingsError, match="Lower body, or raise bodies"):
         Limits(bodies=10)
-    with pytest.raises(SettingsError, match="queue_mib must be at least 1, but got 0"):
+    with pytest.raises(SettingsError, match="queue_mib must be a whole number of at least 1, but got 0"):
         Limits.holding(0)
 
 

@@ -134,7 +134,7 @@ def test_password_protected_key_is_rejected_without_prompting(pem: Names, tmp_pa
         "pass:word",
     ]
     subprocess.run(command, check=True, capture_output=True)
-    with pytest.raises(SettingsError, match="without a password"):
+    with pytest.raises(SettingsError, match="the key has a password"):
         Listen(cert=pem("server.pem"), key=locked)
 
 

@@ -463,8 +463,8 @@ def test_invalid_settings_are_rejected_before_anything_is_written(tmp_path: Path
         mh.fit(noisy(), mh.Mirrored(3), on="cpu*2", folder=tmp_path / "runs")
     with pytest.raises(StrategyError, match="a strategy must be one of single, mirrored"):
         mh.fit(noisy(), "telepathic", folder=tmp_path / "runs")
-    with pytest.raises(StrategyError, match="the axis 'context' is reserved and not implemented yet"):
-        mh.fit(noisy(), "cp=2", folder=tmp_path / "runs")
+    with pytest.raises(StrategyError, match="the axis 'expert' is reserved and not implemented yet"):
+        mh.fit(noisy(), "ep=2", folder=tmp_path / "runs")
     with pytest.raises(SettingsError, match="epochs must be a whole number of at least 1, but got 0"):
         mh.fit(noisy(), epochs=0, folder=tmp_path / "runs")
     with pytest.raises(SettingsError, match="resume needs the name of the run"):

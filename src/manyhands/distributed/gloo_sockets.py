@@ -14,6 +14,8 @@ DRAIN_SECONDS = 0.005
 """Seconds between two attempts to read what peers still send."""
 _PAIR = struct.Struct("@n")
 """Format in which gloo's listeners read the number of a pair, gloo's name for a connection between two ranks."""
+_drained: set[int] = set()
+"""Inodes of the sockets that a thread drains."""
 
 
 def sockets() -> Iterator[socket.socket]:
@@ -59,13 +61,17 @@ def shut_down(ports: set[int], seconds: float) -> None:
     held = []
     for sock in sockets():
         try:
-            if not ports & {sock.getsockname()[1], sock.getpeername()[1]}:
+            # A connection to the store has one port in all generations: its duplicate must not be duplicated again.
+            inode = os.fstat(sock.fileno()).st_ino
+            if inode in _drained or not ports & {sock.getsockname()[1], sock.getpeername()[1]}:
                 raise OSError
             sock.shutdown(socket.SHUT_RD)
+            _drained.add(inode)
             held.append(sock)
         except OSError:
             sock.close()
-    threading.Thread(target=_drain, args=(held, seconds), name="manyhands-drain", daemon=True).start()
+    if held:
+        threading.Thread(target=_drain, args=(held, seconds), name="manyhands-drain", daemon=True).start()
 
 
 def _drain(held: list[socket.socket], seconds: float) -> None:
@@ -82,6 +88,7 @@ def _drain(held: list[socket.socket], seconds: float) -> None:
                         pass
         time.sleep(DRAIN_SECONDS)
     for sock in held:
+        _drained.discard(mine[sock.fileno()])
         sock.close()
 
 
