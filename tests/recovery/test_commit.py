@@ -15,7 +15,7 @@ from tests.training.problems import problem
 
 from ..grouped_options import fit_options
 
-POINTS = ["sums", "finish", "finish.", "clip.", "update", "optimizer", "update.", "end_step.", "meet"]
+POINTS = ["sums", "finish", "finish.", "clip.", "update", "optimizer", "update.", "end.", "meet"]
 """Where in a step: before what is named, or after it where a dot follows."""
 
 
@@ -43,7 +43,7 @@ class Traps(mh.Callback):
         if name == "sums":
             _wrap(hand.replica._buckets[""], "finish", spring, is_after=False)  # type: ignore[attr-defined]
         else:
-            holder = hand if name in ("end_step", "meet") else hand.replica
+            holder = hand.current if name in ("end", "meet") else hand.replica
             _wrap(holder, name, spring, is_after=point.endswith("."))
 
 
