@@ -68,6 +68,9 @@ def journal(data: bytes) -> None:
         Journal(path, SPACE).close()
         if repr(read_journal(path)) != repr(before):
             raise AssertionError("opening a journal changes what it says")
+        study = mh.tuning.Study(path)
+        study._repr_html_()
+        json.dumps(study.to_dict(), default=str)
 
 
 def manifest(data: bytes) -> None:

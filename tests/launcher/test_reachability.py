@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import selectors
+import socket
 from collections.abc import Iterator
 
 import pytest
@@ -89,3 +90,42 @@ def test_silence_that_begins_before_the_first_datagram_after_joining_again_is_re
     assert pair.unheard() == {"b": [], "c": []}, "every host has some seconds"
     pair.passes(SILENT_SECONDS)
     assert pair.unheard() == {"b": [], "c": ["b"]}
+
+
+def test_datagrams_without_the_token_or_sent_again_do_not_count(pair: Pair) -> None:
+    """An attacker that hears all datagrams cannot make a host that has failed appear to be alive."""
+    seen: list[bytes] = []
+    receive = pair.beats["c"]._receive
+    with (
+        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as tap,
+        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as out,
+    ):
+        tap.bind(("127.0.0.1", 0))
+        port = pair.beats["c"].port
+        pair.beats["b"].introduce({"c": ("127.0.0.1", tap.getsockname()[1])}, "one")
+        pair.beats["c"].introduce({"b": ("127.0.0.1", 70_000)}, "one")
+        pair.beats["b"].tick()
+        pair.beats["c"].tick()
+        seen.append(tap.recv(1024))
+        name, number, proof = seen[0].split(b"\0")
+        newer = b"%d" % (int(number) + 1)
+        other = JoinToken(b"another-token-of-the-same-length-here!")
+        forged = [
+            b"\0".join([name, newer, proof]),
+            b"\0".join([b"c", number, proof]),
+            b"\0".join([name, newer, other.prove("peer", "one", "b", "c", newer.decode()).encode()]),
+            b"\0".join([name, newer, "\u00e9".encode()]),
+            b"\0\0", b"", b"\xff" * 1024, name + b"\0x\0" + proof,
+        ]  # fmt: skip
+        for data in forged:
+            out.sendto(data, ("127.0.0.1", port))
+            receive()
+        assert pair.beats["c"]._heard == {}
+        out.sendto(seen[0], ("127.0.0.1", port))
+        receive()
+        heard = pair.beats["c"]._heard["b"]
+        pair.now += SILENT_SECONDS + 1
+        out.sendto(seen[0], ("127.0.0.1", port))
+        receive()
+        assert pair.beats["c"]._heard["b"] == heard
+        assert pair.unheard()["c"] == ["b"]

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ClassVar
 
+import grpc
 import httpx
 import numpy as np
 import pytest
@@ -249,6 +250,15 @@ def test_sizes_of_strings_cannot_be_forged(server: Server) -> None:
     assert ask([2**39], 4, b"\0\0\0\0").status_code == 413
     assert ask([20_000], 80_000, b"\0" * 80_000).status_code == 413
     assert ask([1], 0, b"").status_code == 400
+
+
+@pytest.mark.parametrize(("rows", "size"), [(16_384, 1 << 20), (1 << 39, 1), (-1, 1), (2**63 - 1, 0)])
+def test_one_string_for_all_elements_counts_for_each(server: Server, rows: int, size: int) -> None:
+    text = {"dtype": 7, "tensor_shape": {"dim": [{"size": rows}]}, "string_val": [b"a" * size]}
+    request = MESSAGES["PredictRequest"](model_spec={"name": "sentiment"}, inputs={"text": text})
+    with pytest.raises(grpc.RpcError) as caught:
+        call(server.grpc, "/tensorflow.serving.PredictionService/Predict", request, MESSAGES["PredictResponse"])
+    assert caught.value.code().name in ("INVALID_ARGUMENT", "RESOURCE_EXHAUSTED")  # type: ignore[attr-defined]
 
 
 def test_strings_count_toward_the_memory_limit(start: Start) -> None:

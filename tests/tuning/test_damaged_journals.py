@@ -111,3 +111,26 @@ def test_journal_that_is_not_a_regular_file_is_rejected(tmp_path: Path, kind: st
         read_journal(tmp_path / "study")
     with pytest.raises(FileError, match="must be a regular file"):
         Journal(tmp_path / "study", SPACE)
+
+
+def test_study_with_a_damaged_journal_is_shown(study: Path) -> None:
+    """Optuna, which computes importances and plots, does not accept such lines."""
+    lines = (study / JOURNAL).read_bytes().splitlines(keepends=True)
+    for content in [b"\0\n", b"[]\n", b'{"op_code": 6, "trial_id": 0}\n']:
+        (study / JOURNAL).write_bytes(b"".join([*lines[:4], content, *lines[5:]]))
+        with pytest.warns(RuntimeWarning, match="damaged line"):
+            found = mh.tuning.Study(study)
+        assert "3 finished" in found._repr_html_()
+        assert found.conclusions() == []
+    with pytest.raises(CheckpointError, match="Optuna must be able to read"):
+        found.importance()
+
+
+def test_finished_trial_without_its_values_counts_as_failed(study: Path) -> None:
+    for values in ([], None, [1.0, 2.0]):
+        fact = {"op_code": 6, "trial_id": 0, "state": 1, "values": values, "metrics": {}}
+        damage(study, 5, json.dumps({**fact, "seconds": 1.0, "reason": "", "feasible": True}).encode())
+        found = mh.tuning.Study(study)
+        assert [trial.state for trial in found.trials] == [FAILED, FINISHED, FINISHED, FINISHED]
+        assert found.best.number == 1
+        assert "for the objectives" in found.trials[0].reason

@@ -172,6 +172,7 @@ CREATE_STUDY, STUDY_ATTRIBUTE, CREATE_TRIAL, END_TRIAL, REPORT, TRIAL_ATTRIBUTE 
 _STUDY = having(
     objectives=maybe(listed(lambda value: listed(text)(value) and len(value) == 2)),
     space=maybe(mapping),
+    params=maybe(mapping),
     search=maybe(text),
 )
 JOURNAL_FIELDS: dict[int, Fields] = {

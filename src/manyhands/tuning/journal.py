@@ -188,6 +188,9 @@ def read_journal(folder: Path) -> tuple[dict[str, Any], list[Trial]]:
         elif fact["op_code"] == fields.TRIAL_ATTRIBUTE and fact["trial_id"] < len(trials):
             reason = fact["user_attr"].get("killed")
             trials[fact["trial_id"]].kills += [str(reason)] if reason is not None else []
+    for trial in trials:
+        if trial.state == FINISHED and len(trial.values) != len(record.get("objectives") or trial.values or [""]):
+            trial.state, trial.reason = FAILED, f"its end has {counted(len(trial.values), 'value')} for the objectives"
     return record, trials
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..core import SettingsError
+from ..core import CheckpointError, SettingsError
 from .searching import require_optuna
 
 KINDS = {
@@ -71,4 +71,11 @@ def silenced(optuna: Any) -> Iterator[None]:
 
 def read_only(optuna: Any, journal: Path) -> Any:
     """Return Optuna's storage for a journal file; it needs no lock, because plots only read it."""
-    return optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(str(journal)))
+    try:
+        return optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(str(journal)))
+    except Exception as error:
+        raise CheckpointError(
+            "Optuna must be able to read every line of the journal",
+            got=f"{journal} ({type(error).__name__}: {error})",
+            remedy="remove the damaged lines from a copy, and open that",
+        ) from error

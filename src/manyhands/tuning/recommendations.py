@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ..core import SettingsError
 from .plots import read_only, silenced
 from .searching import require_optuna
 from .space import Range
@@ -50,9 +48,11 @@ def importances(journal: Path) -> dict[str, float]:
 
 def importances_if_possible(journal: Path) -> dict[str, float]:
     """Return the importances; none where Optuna is not installed, or cannot compute them for these trials."""
-    with contextlib.suppress(SettingsError, ValueError, RuntimeError, ArithmeticError):
+    try:
         return importances(journal)
-    return {}
+    except Exception:
+        # Optuna reads the journal itself, and raises any exception for a line that is damaged.
+        return {}
 
 
 def recommendations(

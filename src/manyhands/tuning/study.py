@@ -52,14 +52,14 @@ class Study:
                 f"a study must be a folder with a {JOURNAL}", got=str(path), remedy="pass a folder under studies/"
             )
         self.record, read = read_journal(self.path)
-        if not self.record:
+        if not self.record.get("objectives"):
             raise CheckpointError(
                 "the journal of a study must contain its objective",
                 got=f"{path}, which was interrupted before the objective was written",
                 remedy="run mh.tune with the name of this study and resume=True",
             )
         # The journal has the fixed parameters too, but only as JSON.
-        self._params = self.record.get("params", {}) if params is None else dict(params)
+        self._params = dict((self.record.get("params") or {}) if params is None else params)
         self.trials = read if trials is None else trials
         self.objectives = [Objective(*one) for one in self.record["objectives"]]
 

@@ -71,8 +71,8 @@ class PeerBeats:
         for name, where in self._peers.items():
             number = str(next(self._numbers))
             proof = self._token.prove("peer", self._salt, self._host, name, number)
-            # A link that is down is noticed by the silence.
-            with contextlib.suppress(OSError):
+            # A link that is down, or a port that no socket has, is noticed by the silence.
+            with contextlib.suppress(OSError, OverflowError):
                 self._socket.sendto("\0".join([self._host, number, proof]).encode(), where)
 
     def unheard(self) -> list[str]:
