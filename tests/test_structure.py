@@ -17,7 +17,7 @@ REASON = "This file is long because"
 CLASSES = {
     "serving/batcher.py::Batcher",
     "serving/catalogue.py::Catalogue",
-    "serving/http.py::Connection",
+    "serving/http_connection.py::Connection",
     "strategies/placed.py::PlacedReplica",
     "strategies/replica.py::Replica",
     "strategies/sharded.py::ShardedReplica",
@@ -28,11 +28,7 @@ CLASSES = {
 FILES = {
     "costs/trace.py",
     "serving/catalogue.py",
-    "serving/grpc_process.py",
-    "serving/http.py",
     "serving/protocols/open_inference_rest.py",
-    "serving/replica.py",
-    "serving/sandbox.py",
     "strategies/build_replica.py",
     "strategies/placement.py",
     "strategies/tensor/glue.py",

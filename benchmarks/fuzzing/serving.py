@@ -29,8 +29,10 @@ from benchmarks.attacks.http2 import (
 from manyhands.core import RequestRefused, Signature, TensorSpec
 from manyhands.serving.app import Access
 from manyhands.serving.connections import Slot
-from manyhands.serving.http import BadRequest, Connection, HttpListener, Request
+from manyhands.serving.http import BadRequest, Request
 from manyhands.serving.http2_frames import ClientFrames, FrameRefused, ServerFrames
+from manyhands.serving.http_connection import Connection
+from manyhands.serving.http_listener import HttpListener
 from manyhands.serving.limits import Limits
 from manyhands.serving.protocols import open_inference_grpc, tensorflow_grpc
 from manyhands.serving.protocols.messages import require_light

@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 
 from manyhands.serving.connections import ConnectionBudget, Crowd, Slot, network_of
-from manyhands.serving.http import HttpListener
+from manyhands.serving.http_listener import HttpListener
 from manyhands.serving.limits import Limits
 
 

@@ -23,18 +23,16 @@ from manyhands.distributed.control_channel import FAILURE
 from manyhands.launcher import LocalEngine
 from manyhands.launcher.pickles import pack
 from manyhands.serving import Server
+from manyhands.serving.frame_socket import HEAD, FrameError, FrameSocket
 from manyhands.serving.grpc_process import (
     ANSWER,
     CALL,
     CANCEL,
-    HEAD,
     MAX_FRAME_HEAD,
     OUTLINE,
     READY,
     REFUSAL,
     STOP,
-    FrameError,
-    FrameSocket,
     Frontend,
     GrpcProcess,
     read_ready,

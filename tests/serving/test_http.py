@@ -19,7 +19,10 @@ from typing import Any
 import pytest
 
 from manyhands.core import RequestRefused, SettingsError
-from manyhands.serving.http import _MAX_DIRECT, _NUM_READ, BadRequest, Connection, HttpListener, Request
+from manyhands.serving.http import BadRequest, Request
+from manyhands.serving.http_connection import _MAX_DIRECT, Connection
+from manyhands.serving.http_entrance import NUM_READ
+from manyhands.serving.http_listener import HttpListener
 from manyhands.serving.limits import Limits
 
 Talk = Callable[[int], Awaitable[Any]]
@@ -84,8 +87,8 @@ def test_body_is_reassembled_from_small_segments() -> None:
     assert answer.endswith(b"\r\n\r\nhello")
 
 
-@pytest.mark.parametrize("size", [_NUM_READ - 1, _NUM_READ, 3 * _NUM_READ + 5, _MAX_DIRECT + 1])
-@pytest.mark.parametrize("cut", [100, _NUM_READ, 2 * _NUM_READ + 1])
+@pytest.mark.parametrize("size", [NUM_READ - 1, NUM_READ, 3 * NUM_READ + 5, _MAX_DIRECT + 1])
+@pytest.mark.parametrize("cut", [100, NUM_READ, 2 * NUM_READ + 1])
 def test_request_after_a_large_body_is_parsed_separately(size: int, cut: int) -> None:
     body = (bytes(range(251)) * (size // 251 + 1))[:size]
     message = post(body, close=False) + post(b"small", close=False) + post(body[::-1])

@@ -17,7 +17,7 @@ import pytest
 
 from manyhands.core import RequestRefused, SettingsError
 from manyhands.serving import Client, Listen, Router, RouteSettings, Server, ServingTls
-from manyhands.serving.http import _MAX_HANDSHAKES, HttpListener
+from manyhands.serving.http_listener import _MAX_HANDSHAKES, HttpListener
 from manyhands.serving.limits import Limits
 from manyhands.serving.protocols import health_grpc
 
@@ -175,7 +175,7 @@ def test_unfinished_handshakes_do_not_block_new_clients(
     pem: Names, address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As many as may be under way, from the network of the client or from another one, and none of them times out."""
-    monkeypatch.setattr("manyhands.serving.http._HANDSHAKE_SECONDS", 1000.0)
+    monkeypatch.setattr("manyhands.serving.http_listener._HANDSHAKE_SECONDS", 1000.0)
 
     async def run() -> bytes:
         listener = secured(pem, receive=1000)
@@ -198,7 +198,7 @@ def test_unfinished_handshakes_do_not_block_new_clients(
 
 
 def test_handshakes_count_toward_the_per_network_connection_limit(pem: Names, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("manyhands.serving.http._HANDSHAKE_SECONDS", 1000.0)
+    monkeypatch.setattr("manyhands.serving.http_listener._HANDSHAKE_SECONDS", 1000.0)
 
     async def run() -> list[bool]:
         listener = secured(pem, receive=1000, connections_per_address=8)
@@ -217,7 +217,7 @@ def test_handshakes_count_toward_the_per_network_connection_limit(pem: Names, mo
 
 def test_unfinished_handshake_times_out(pem: Names, monkeypatch: pytest.MonkeyPatch) -> None:
     """No other limit would end it."""
-    monkeypatch.setattr("manyhands.serving.http._HANDSHAKE_SECONDS", 0.2)
+    monkeypatch.setattr("manyhands.serving.http_listener._HANDSHAKE_SECONDS", 0.2)
 
     async def run() -> int:
         listener = secured(pem, receive=1000, idle=1000)

@@ -30,7 +30,17 @@ from .errors import (
 )
 from .event_parts import PartReader, older_parts, parts_before
 from .events import EVENTS, Event, EventLog, event, keep_event, read_events
-from .files import LINE_LIMIT, open_regular, opened, parse_json, read_file, read_json, read_lines, replace_text
+from .files import (
+    LINE_LIMIT,
+    open_regular,
+    opened,
+    parse_json,
+    read_file,
+    read_json,
+    read_lines,
+    replace_text,
+    require_format,
+)
 from .formatting import (
     counted,
     format_bytes,
@@ -185,6 +195,7 @@ __all__ = [
     "open_regular",
     "opened",
     "parse_json",
+    "require_format",
     "read_file",
     "read_json",
     "read_lines",

@@ -16,7 +16,7 @@ from typing import Any
 from .errors import FileError
 from .event_parts import PART_BYTES, compact_parts, next_part, parts_before, read_part
 from .fields import is_event
-from .files import open_regular, parse_json, read_lines
+from .files import open_regular, parse_json, read_lines, require_format
 from .formatting import counted
 
 SCHEMA = 1
@@ -128,13 +128,16 @@ def read_events(path: Path) -> Iterator[Event]:
     """Yield the events of a log and of its older parts, oldest first; a warning reports how many lines were skipped.
 
     A file that does not exist has no events. An unfinished last line is ignored, because a process may be writing it.
+
+    Raises:
+        FileError: The log is not a regular file, or a newer version of manyhands has written it.
     """
     if not os.path.lexists(path):
         return
     num_damaged = 0
     with os.fdopen(open_regular(path), "rb") as file:
         for line in itertools.chain(_older_lines(parts_before(path, file.fileno())), read_lines(file)):
-            entry = None if line is None else parse_event(line)
+            entry = None if line is None else parse_event(line, str(path))
             if entry is None:
                 num_damaged += line is None or line.endswith(b"\n")
             elif entry.get("v") == SCHEMA:
@@ -152,12 +155,16 @@ def _older_lines(parts: Sequence[Path]) -> Iterator[bytes | None]:
             yield None
 
 
-def parse_event(line: bytes) -> Event | None:
-    """Return the event of a line; None if the line is damaged, or is not an event as defined in `fields`."""
+def parse_event(line: bytes, file: str = "the event log") -> Event | None:
+    """Return the event of a line; None if the line is damaged, or is not an event as defined in `fields`.
+
+    Raises FileError, with the name of the `file`, for an event of a newer schema.
+    """
     try:
         entry = parse_json(line)
     except FileError:
         return None
+    require_format(file, entry.get("v") if isinstance(entry, dict) else None, SCHEMA)
     return entry if is_event(entry) else None
 
 

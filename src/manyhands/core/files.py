@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from .errors import FileError
+from .errors import FileError, UsageError
 
 LINE_LIMIT = 4 << 20
 """Maximum bytes of one line of a log or a journal."""
@@ -102,6 +102,16 @@ def read_json(path: str | Path, limit: int, *, follow_links: bool = False) -> di
             f"{path} must contain a JSON object", got=type(value).__name__, remedy="repair it, or copy the file again"
         )
     return value
+
+
+def require_format(file: str, found: object, newest: int, error: type[UsageError] = FileError) -> None:
+    """Raise `error` for a file in a newer format than `newest`, the newest one that this version can read."""
+    if type(found) is int and found > newest:
+        raise error(
+            f"{file} must have format {newest} or older",
+            got=f"{found}, which a newer version of manyhands has written",
+            remedy="upgrade manyhands",
+        )
 
 
 def parse_json(data: bytes) -> Any:

@@ -20,7 +20,7 @@ from ..core import SettingsError, event
 from .app import Access
 from .grpc_process import GrpcProcess
 from .heap import Heap, keep_memory
-from .http import HttpListener
+from .http_listener import HttpListener
 from .limits import Bodies
 from .logs import Logs
 from .options import Listen, ServingLog

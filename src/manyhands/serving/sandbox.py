@@ -30,7 +30,7 @@ import sysconfig
 import tempfile
 import threading
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -38,6 +38,7 @@ import torch
 
 from ..core import RunError
 from ..launcher import life_descriptor
+from .cgroups import join_cgroup, remove_cgroup
 from .syscalls import ARCHITECTURES, COMPILING, COMPUTING, CUDA, Architecture
 
 KEPT_VARIABLES = ("PATH", "LANG", "TZ", "LD_LIBRARY_PATH")
@@ -51,7 +52,6 @@ MAX_TASKS = 256 + 4 * (os.cpu_count() or 1)
 MAX_FILE_BYTES = 512 << 20
 """Size of a file that a replica which compiles may write; precompiled headers take some hundred megabytes."""
 THREAD_SECONDS = 5.0
-CGROUPS = Path("/sys/fs/cgroup")
 
 _PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS, _PR_CAPBSET_DROP = 4, 38, 24
 _CAP_DAC_READ_SEARCH, _CAPABILITY_VERSION_3 = 2, 0x20080522
@@ -218,86 +218,6 @@ def default_memory() -> int:
 def landlock_version() -> int:
     """Return the version of Landlock that this kernel supports, 0 if none."""
     return max(0, _syscall(444, None, 0, 1))
-
-
-def join_cgroup(name: str, limits: Mapping[str, int]) -> set[str]:
-    """Create a cgroup below this process's own and enter it.
-
-    Args:
-        name: Name of the cgroup.
-        limits: Limit by controller: "memory" in bytes, "pids" in threads and processes.
-
-    Returns:
-        The controllers that were possible.
-    """
-    held: set[str] = set()
-    for folder, files in _own_cgroups():
-        made = folder / name
-        wanted = {controller: file for controller, file in files.items() if controller in limits.keys() - held}
-        try:
-            if not wanted:
-                continue
-            made.mkdir()
-        except OSError:
-            continue
-        try:
-            limited = {one for one, file in wanted.items() if _set_control(made / file, limits[one])}
-            if limited and _set_control(made / "cgroup.procs", os.getpid()):
-                held |= limited
-        finally:
-            if not held & wanted.keys():
-                with contextlib.suppress(OSError):
-                    made.rmdir()
-    return held
-
-
-def remove_cgroup(name: str, seconds: float) -> None:
-    """Kill the processes left in the cgroup that a process of this one's group created, and remove it.
-
-    The kernel keeps it until their new parent has read how they ended, for which this waits some seconds.
-    """
-    for folder, _ in _own_cgroups() if name else ():
-        until = time.monotonic() + seconds
-        while time.monotonic() < until:
-            try:
-                (folder / name).rmdir()
-            except FileNotFoundError:
-                break
-            except OSError:
-                with contextlib.suppress(OSError):
-                    for pid in (folder / name / "cgroup.procs").read_text().split():
-                        os.kill(int(pid), signal.SIGKILL)
-                time.sleep(0.05)
-
-
-def _set_control(file: Path, value: int) -> bool:
-    """Write a control file of a cgroup; return whether that was possible. It is never created."""
-    try:
-        fd = os.open(file, os.O_WRONLY | os.O_CLOEXEC)
-    except OSError:
-        return False
-    try:
-        os.write(fd, str(value).encode())
-    except OSError:
-        return False
-    finally:
-        os.close(fd)
-    return True
-
-
-_CONTROLS = {"memory": ("memory.limit_in_bytes", "memory.max"), "pids": ("pids.max", "pids.max")}
-"""Control files of the controllers in the first and the second version of cgroups."""
-
-
-def _own_cgroups() -> Iterator[tuple[Path, dict[str, str]]]:
-    """Yield the folders of this process's cgroups, with the control files of limits by controller."""
-    with contextlib.suppress(OSError, ValueError):
-        for line in Path("/proc/self/cgroup").read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            if controllers in _CONTROLS:
-                yield CGROUPS / controllers / path.lstrip("/"), {controllers: _CONTROLS[controllers][0]}
-            elif not controllers:
-                yield CGROUPS / path.lstrip("/"), {name: files[1] for name, files in _CONTROLS.items()}
 
 
 def make_folder() -> str:

@@ -16,7 +16,8 @@ from .catalogue import Catalogue, CatalogueSettings
 from .exposition import exposition
 from .folder import VersionPolicy, is_one_model, require_name
 from .grpc_process import GrpcProcess
-from .http import HttpListener, Request
+from .http import Request
+from .http_listener import HttpListener
 from .listener_thread import Background, access_of, manage_access_of, opened, why_closed
 from .options import Batching, Listen, Replicas, Rollout, ServingLog
 from .parsing import Parsing

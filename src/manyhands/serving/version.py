@@ -17,7 +17,8 @@ from ..launcher import Engine
 from .batcher import Arrays, Batcher, Done, Ticket
 from .metrics import VersionMetrics
 from .options import Batching
-from .replica import MAX_LINE, STARTING, WARMING_UP, ServingReplica, patience
+from .replica import STARTING, WARMING_UP, ServingReplica, patience
+from .replica_opening import MAX_LINE
 from .replica_process import NETWORK, PredictorSource
 from .replica_rendezvous import ReplicaRendezvous
 from .slots import SlotLayout

@@ -15,7 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core import ArchiveError, CheckpointError, Predictor, Signature, TensorSpec, counted, evaluating, read_file
+from ..core import (
+    ArchiveError,
+    CheckpointError,
+    Predictor,
+    Signature,
+    TensorSpec,
+    counted,
+    evaluating,
+    read_file,
+    require_format,
+)
 from .archive_folders import (
     FILES,
     FORMAT,
@@ -319,6 +329,7 @@ def _checked(folder: Path) -> dict[str, bytes]:
     """Return the contents of the program and signature files, after verifying the digest of every file."""
     manifest = _parsed(MANIFEST, read_file(folder / MANIFEST, JSON_CAP))
     files = manifest.get("files")
+    require_format(str(folder), manifest.get("format"), FORMAT, ArchiveError)
     if manifest.get("format") != FORMAT or not isinstance(files, dict) or set(files) != set(FILES):
         raise unsafe("a manifest that lists other files")
     texts = {name: read_file(folder / name, JSON_CAP) for name in (PROGRAM, SIGNATURE)}

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..core import CheckpointError, fields, parse_json, read_file, read_json
+from ..core import CheckpointError, fields, parse_json, read_file, read_json, require_format
 from .disk import digest_of
 from .tensors import read_tensors
 
@@ -109,6 +109,8 @@ def _manifest(path: Path) -> dict[str, Any]:
     if read_file(path / MARKER, JSON_LIMIT) != marker_of(hashlib.sha256(text).hexdigest()):
         raise CheckpointError("the manifest must have the digest in the marker", got="another digest")
     manifest = parse_json(text)
+    if isinstance(manifest, dict):
+        require_format(str(path), manifest.get("format"), FORMAT, CheckpointError)
     if not isinstance(manifest, dict) or not fields.holds(manifest, MANIFEST_FIELDS):
         raise CheckpointError(f"{MANIFEST} must list files with their digests", got="other fields")
     if manifest["format"] != FORMAT:

@@ -32,12 +32,15 @@ from ..core import (
     open_regular,
     parse_json,
     read_lines,
+    require_format,
 )
 from .objective import Objective
 from .space import Choice, Integers, Range, Space, Uniform
 from .trial import FAILED, FINISHED, RUNNING, STOPPED, Trial
 
 JOURNAL = "journal.log"
+FORMAT = 1
+"""Version of the fields that manyhands adds to Optuna's, written with the study's settings."""
 SYNC_SECONDS = 0.1
 """Minimum seconds between two syncs to disk."""
 DAMAGED = "journal.damaged"
@@ -79,7 +82,7 @@ class Journal:
         """Write the study's name, its objectives, and `record`: settings that must not change when it is resumed."""
         directions = [1 if one.mode == "min" else 2 for one in objectives]
         self._write(fields.CREATE_STUDY, study_name=name, directions=directions)
-        self._write(fields.STUDY_ATTRIBUTE, study_id=0, user_attr={"manyhands": record})
+        self._write(fields.STUDY_ATTRIBUTE, study_id=0, user_attr={"manyhands": {"format": FORMAT, **record}})
         self.sync()
 
     def propose(self, trial: Trial) -> None:
@@ -168,7 +171,8 @@ def read_journal(folder: Path) -> tuple[dict[str, Any], list[Trial]]:
     that line counts as failed. A trial whose end was in it counts as running, and is continued if the study is resumed.
 
     Raises:
-        CheckpointError: So much is damaged that results cannot be assigned to their trials.
+        CheckpointError: So much is damaged that results cannot be assigned to their trials, or a newer version of
+            manyhands has written the journal.
         FileError: The journal is not a regular file.
     """
     lines = _lines(folder / JOURNAL)
@@ -182,7 +186,8 @@ def read_journal(folder: Path) -> tuple[dict[str, Any], list[Trial]]:
         elif fact is None:
             continue
         elif fact["op_code"] == fields.STUDY_ATTRIBUTE:
-            record = fact["user_attr"].get("manyhands", record)
+            record = dict(fact["user_attr"].get("manyhands", record))
+            require_format(str(folder / JOURNAL), record.pop("format", FORMAT), FORMAT, CheckpointError)
         elif fact["op_code"] in (fields.REPORT, fields.END_TRIAL) and fact["trial_id"] < len(trials):
             _take(trials[fact["trial_id"]], fact)
         elif fact["op_code"] == fields.TRIAL_ATTRIBUTE and fact["trial_id"] < len(trials):

@@ -13,7 +13,8 @@ import grpc.aio
 from ...core import RequestRefused, SettingsError
 from ...distributed import this_host
 from ..app import App
-from ..http import BadRequest, HttpListener, Request
+from ..http import BadRequest, Request
+from ..http_listener import HttpListener
 from ..listener_thread import Background, access_of, manage_access_of
 from ..options import Listen, ServingLog
 from ..protocols import GrpcListener, GrpcService, Method
