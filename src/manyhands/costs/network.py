@@ -17,6 +17,10 @@ class PassCost:
     """The part of `flops` in fused attention kernels."""
     fill: float = 0.0
     """FLOPs of matrix products divided by their inner dimensions, for the time in which kernels fill and drain."""
+    depth: float = 0.0
+    """Sum of the inner dimensions of matrix products, for the last, partial wave of tiles of each."""
+    depth_scaled: float = 0.0
+    """The part of `depth` that is proportional to the number of samples: that of gradients of parameters."""
     moved: float = 0.0
     """Bytes that operations read and write and that are proportional to the number of samples."""
     product_moved: float = 0.0
@@ -46,6 +50,8 @@ class PassCost:
             flops=self.flops + other.flops,
             attention=self.attention + other.attention,
             fill=self.fill + other.fill,
+            depth=self.depth + other.depth,
+            depth_scaled=self.depth_scaled + other.depth_scaled,
             moved=self.moved + other.moved,
             product_moved=self.product_moved + other.product_moved,
             product_fixed=self.product_fixed + other.product_fixed,
