@@ -103,6 +103,8 @@ class NetworkPart:
     """Bytes that the piece passes to the next one, for the traced number of samples."""
     products: int = 0
     """Number of activations that are multiplied by parameters; tensor parallelism splits pairs of such products."""
+    is_split: bool = False
+    """Whether tensor parallelism splits the piece although it has no products: a loss of the last layer's classes."""
     is_repeated: bool = False
     """Whether the piece is one of several equal blocks, which `recompute="blocks"` recomputes in backward."""
 
@@ -123,9 +125,9 @@ class NetworkPart:
 
         With `sequence`, norms and sums of rows are sharded too, along the sequence (the tokens).
         """
-        if tensor == 1 or not self.products:
+        if tensor == 1 or not (self.products or self.is_split):
             return 1.0
-        if sequence:
+        if sequence or self.is_split:
             return 1 / tensor
         whole = self.forward.unsharded / self.forward.moved if self.forward.moved else 0.0
         return whole + (1 - whole) / tensor
@@ -222,5 +224,6 @@ def _joined(a: NetworkPart, b: NetworkPart) -> NetworkPart:
         copies=a.copies + b.copies,
         output=b.output,
         products=a.products + b.products,
+        is_split=a.is_split and b.is_split,
         is_repeated=a.is_repeated and b.is_repeated,
     )

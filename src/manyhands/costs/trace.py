@@ -644,8 +644,13 @@ class _Tracer:
             backward=replace(self._outer.work(backward=True), peak=backward_peak),
             kept=kept,
             products=0,
+            is_split=self._ends_with_classes(),
             **_owned(self._model.parameters(), seen, self._tables),
         )
+
+    def _ends_with_classes(self) -> bool:
+        """Return whether the network ends with a linear layer, whose classes stay sharded in cross-entropy."""
+        return bool(self._met) and isinstance(self._parts[self._met[-1][0]], nn.Linear)
 
 
 class _Stub(torch.autograd.Function):
