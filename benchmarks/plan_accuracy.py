@@ -1,8 +1,8 @@
 """The planner's scorecard: predicted against measured, on published data and on this machine.
 
-`python -m benchmarks.plan_accuracy [--quick] [--published FILE.csv]`. With a file, its points are tried by the same
-code as those in `benchmarks/data/published_scaling.csv`, and nothing else is. What needs a GPU is measured where there
-is one, or by `python -m benchmarks.plan_gpu` alone.
+`python -m benchmarks.plan_accuracy [--quick] [--without-local] [--published FILE.csv]`. With a file, its points are
+tried by the same code as those in `benchmarks/data/published_scaling.csv`, nothing else is, and no result is written.
+What needs a GPU is measured where there is one, or by `python -m benchmarks.plan_gpu` alone.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import argparse
+import json
 import resource
 import time
 from pathlib import Path
@@ -26,26 +27,29 @@ from manyhands.distributed import Device
 
 from . import plan_gpu, plan_known, plan_profile, plan_published, plan_texts, plan_vtrain
 from .plan_famous import POINTS
-from .report import Check, Report
+from .report import RESULTS, Check, Report, Row
+
+LOCAL = ("local_step_error", "local_memory_error")
 
 
 def main() -> None:
     """Scores all there is."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="leave out what measures on this machine")
+    parser.add_argument("--without-local", action="store_true", help="leave out what needs a quiet machine")
     parser.add_argument("--published", type=Path, help="other published points, in the same columns")
     asked = parser.parse_args()
-    report = Report("plan_accuracy", asked.quick)
-    published(report, asked.published or plan_published.DATA, asked.quick)
+    report = Report("plan_accuracy", asked.quick, is_part=asked.published is not None)
+    published(report, asked.published or plan_published.DATA)
     if asked.published is None:
         famous(report)
         plan_known.score(report)
         report.checks["text_understood"] = Check(value=plan_texts.share_understood(), at_least=1.0)
         vtrain(report, asked.quick)
         profiled(report, asked.quick)
+        large(report)
         if not asked.quick:
-            large(report)
-            local(report)
+            (kept if asked.without_local else local)(report)
             if torch.cuda.is_available():
                 plan_gpu.score(report, Device("cuda"))
     report.finish()
@@ -68,7 +72,7 @@ def vtrain(report: Report, quick: bool) -> None:
     report.notes["vtrain_regret_top1_of_other_draws_at_most"] = round(max(o.regret[1] for o in others), 4)
 
 
-def published(report: Report, path: Path, quick: bool) -> None:
+def published(report: Report, path: Path) -> None:
     """Speed-ups of public reports."""
     read = plan_published.read(path)
     found = read.points
@@ -95,14 +99,13 @@ def published(report: Report, path: Path, quick: bool) -> None:
         pairs = plan_published.predicted(found, overlaps=overlaps)
         error = fmean(abs(guess / measured - 1) for _, measured, guess in pairs)
         report.notes[f"published_speedup_error_{word}_overlap"] = round(error, 4)
-    if not quick:
-        held, fitted = plan_published.left_out(found, plan_published.source_of)
-        report.checks["published_leave_one_source_out_error"] = Check(value=held, at_most=0.08)
-        report.notes["published_fitted_error"] = round(fitted, 4)
-        every = plan_published.read(path, withdrawn=True)
-        if len(every.points) > len(found):
-            held, _ = plan_published.left_out(every.points, plan_published.source_of)
-            report.notes["published_leave_one_source_out_error_with_withdrawn_rows"] = round(held, 4)
+    held, fitted = plan_published.left_out(found, plan_published.source_of)
+    report.checks["published_leave_one_source_out_error"] = Check(value=held, at_most=0.08)
+    report.notes["published_fitted_error"] = round(fitted, 4)
+    every = plan_published.read(path, withdrawn=True)
+    if len(every.points) > len(found):
+        held, _ = plan_published.left_out(every.points, plan_published.source_of)
+        report.notes["published_leave_one_source_out_error_with_withdrawn_rows"] = round(held, 4)
 
 
 def famous(report: Report) -> None:
@@ -129,6 +132,18 @@ def profiled(report: Report, quick: bool) -> None:
     """What it costs a run to be profiled."""
     rows = report.add("a run, profiled", plan_profile.times(quick), "off")
     report.checks["profile_overhead"] = Check(value=rows["on"].ratio, at_most=1.02)
+
+
+def kept(report: Report) -> None:
+    """What the last result says of steps on this machine, which need a quiet one."""
+    from .plan_local import TASKS
+
+    last = json.loads((RESULTS / "plan_accuracy.json").read_text(encoding="utf-8"))
+    for name in LOCAL:
+        report.checks[name] = Check(**last["checks"][name])
+    rows = [Row(**row) for row in last["rows"] if row["case"].startswith(tuple(f"{task}, " for task in TASKS))]
+    report.rows += rows
+    report.notes["kept_from_the_last_result"] = f"{', '.join(LOCAL)}: they need a quiet machine"
 
 
 def local(report: Report) -> None:

@@ -21,6 +21,18 @@ def test_plan_prints_a_table_and_writes_files(invoke: Invoke, tmp_path: Path) ->
     assert "for which it was made, of" in again.output
 
 
+def test_noise_scale_adds_the_time_to_a_target_and_clusters_are_side_by_side(invoke: Invoke, tmp_path: Path) -> None:
+    both = ("--cluster", "8 H100, $3/h", "--cluster", "8 A100, $2/h")
+    result = invoke("plan", "small_task.py", *both, "--noise", "500", "--html", "both.html")
+    assert result.exit_code == 0, result.output
+    for word in ("side by side", "energy", "±30%", "gradient noise scale 500 samples", "reach with the task's batch"):
+        assert word in result.output
+    assert "side by side" in (tmp_path / "both.html").read_text()
+    wrong = invoke("plan", "small_task.py", "--cluster", "8 H100", "--noise", "-1")
+    assert wrong.exit_code == 2
+    assert "gradient noise scale must be a number" in wrong.output
+
+
 def test_json_output_compares_two_clusters(invoke: Invoke) -> None:
     result = invoke("plan", "small_task.py", "--cluster", "8 H100", "--cluster", "8 K80", "--json")
     assert result.exit_code == 0, result.output

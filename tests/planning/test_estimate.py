@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from manyhands.core import SettingsError, StrategySpec
-from manyhands.costs import Chip, Network, NetworkPart, PassCost, Servers, link, trace
+from manyhands.costs import Chip, Network, NetworkPart, PassCost, Servers, chip, link, trace
 from manyhands.planning import Cluster, Workload, as_cluster, as_clusters, estimate
 from manyhands.planning.estimate import Estimate, waiting, waiting_for
 from manyhands.planning.memory import footprint
@@ -295,6 +295,33 @@ def test_sequence_parallelism_splits_what_tensor_parallelism_leaves_whole() -> N
     whole, split = (estimate(work, where, StrategySpec(tensor=8, layout=layout)) for layout in ("", "*norm*:sequence"))
     assert split.compute < whole.compute
     assert split.memory.activations < 0.7 * whole.memory.activations
+    alone, halved = (
+        estimate(work, where, StrategySpec(tensor=size, layout="*norm*:sequence", recompute="selective"))
+        for size in (1, 8)
+    )
+    assert halved.memory.activations < 0.2 * alone.memory.activations
+
+
+def test_loss_of_many_classes_is_split_by_tensor_parallelism() -> None:
+    made = gpt_task(width=64, layers=2, heads=4, words=50000, length=64)
+    network = trace(made, torch.zeros(1, 65).long(), rows=1)
+    assert network.pieces[-1].is_split
+    work = Workload(networks={"fp32": network}, batch_size=64)
+    alone, split = (estimate(work, Cluster.parse("8 A100"), StrategySpec(tensor=size)) for size in (1, 8))
+    assert split.memory.activations < 0.2 * alone.memory.activations
+
+
+def test_small_products_leave_more_multiprocessors_idle() -> None:
+    gpu, cpu = chip("A100"), chip("CPU")
+
+    def seconds(device: Chip, width: float) -> float:
+        flops = 2 * 8192 * width**2
+        work = PassCost(flops=flops, depth=width, products=1)
+        return device.computing(work, 1, "bf16") / (flops / device.rate("bf16"))
+
+    assert seconds(gpu, 1024) > seconds(gpu, 4096) > seconds(gpu, 16384) > 1
+    assert seconds(gpu, 1024) < 1.25 + 0.2
+    assert seconds(cpu, 1024) == pytest.approx(1, abs=1e-3)
 
 
 def test_several_kinds_of_hosts_in_a_line_share_the_network_that_follows_them() -> None:

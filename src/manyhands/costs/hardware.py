@@ -19,6 +19,15 @@ SHARPNESS = 3.0
 """Exponent of `blend`, an assumption: two concurrent activities of equal length take 26% longer than one of them."""
 
 
+TILE = 128
+"""Usual rows and columns of the part of a product's result that a multiprocessor computes at a time.
+
+Tiles are computed in waves, of which the last is half empty on average.
+"""
+MOST_IDLE = 0.25
+"""Largest fraction of its operations that a half empty wave costs a product: kernels split long inner dimensions."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Chip:
     """The performance of a kind of device, such as a GPU model.
@@ -46,6 +55,8 @@ class Chip:
     """The fraction of `flops` that fused attention reaches."""
     fill: float = 144.0
     """Time in which a half-precision product fills and drains its kernel, in elements of the inner dimension."""
+    cores: int = 0
+    """Number of multiprocessors, which compute a matrix product's tiles in waves; 0 if products are not tiled."""
     ramp: float = 4e-6
     """Overhead of a matrix product's kernel, in seconds; other kernels have half of it."""
     streaming: float = 0.8
@@ -92,7 +103,10 @@ class Chip:
             self.flops["fp32"] / self.flops.get("bf16", self.flops["fp32"]) if precision == "fp32" else 1
         )
         flops = work.flops - work.attention + fill * work.fill + work.attention / slower
-        calculating = flops * samples / tensor / rate
+        # Tensor parallelism splits every second inner dimension, but not the rows over which gradients are summed.
+        depth = (work.depth - work.depth_scaled) * (1 + 1 / tensor) / 2 + work.depth_scaled * samples
+        idle = min(TILE**2 * self.cores * depth, MOST_IDLE * work.flops * samples / tensor)
+        calculating = (flops * samples / tensor + idle) / rate
         feeding = (work.product_moved * samples + work.product_fixed) / tensor / streaming
         products = blend(calculating, feeding) + work.products * self.ramp
         alone = work.alone(fused=fused)

@@ -17,6 +17,10 @@ class PassCost:
     """The part of `flops` in fused attention kernels."""
     fill: float = 0.0
     """FLOPs of matrix products divided by their inner dimensions, for the time in which kernels fill and drain."""
+    depth: float = 0.0
+    """Sum of the inner dimensions of matrix products, for the last, partial wave of tiles of each."""
+    depth_scaled: float = 0.0
+    """The part of `depth` that is proportional to the number of samples: that of gradients of parameters."""
     moved: float = 0.0
     """Bytes that operations read and write and that are proportional to the number of samples."""
     product_moved: float = 0.0
@@ -46,6 +50,8 @@ class PassCost:
             flops=self.flops + other.flops,
             attention=self.attention + other.attention,
             fill=self.fill + other.fill,
+            depth=self.depth + other.depth,
+            depth_scaled=self.depth_scaled + other.depth_scaled,
             moved=self.moved + other.moved,
             product_moved=self.product_moved + other.product_moved,
             product_fixed=self.product_fixed + other.product_fixed,
@@ -97,6 +103,8 @@ class NetworkPart:
     """Bytes that the piece passes to the next one, for the traced number of samples."""
     products: int = 0
     """Number of activations that are multiplied by parameters; tensor parallelism splits pairs of such products."""
+    is_split: bool = False
+    """Whether tensor parallelism splits the piece although it has no products: a loss of the last layer's classes."""
     is_repeated: bool = False
     """Whether the piece is one of several equal blocks, which `recompute="blocks"` recomputes in backward."""
 
@@ -117,9 +125,9 @@ class NetworkPart:
 
         With `sequence`, norms and sums of rows are sharded too, along the sequence (the tokens).
         """
-        if tensor == 1 or not self.products:
+        if tensor == 1 or not (self.products or self.is_split):
             return 1.0
-        if sequence:
+        if sequence or self.is_split:
             return 1 / tensor
         whole = self.forward.unsharded / self.forward.moved if self.forward.moved else 0.0
         return whole + (1 - whole) / tensor
@@ -216,5 +224,6 @@ def _joined(a: NetworkPart, b: NetworkPart) -> NetworkPart:
         copies=a.copies + b.copies,
         output=b.output,
         products=a.products + b.products,
+        is_split=a.is_split and b.is_split,
         is_repeated=a.is_repeated and b.is_repeated,
     )

@@ -341,11 +341,15 @@ class _CostCounter(StorageWatch):
             self.multiplied |= {key_of(tensor) for tensor in inputs} - self._parameters - self._copies.keys()
         is_whole = not flops and tuple(outputs[0].shape) == self._whole
         is_attention = packet in _ATTENTION
+        depth = 0.0 if is_attention or not flops else _inner(flops, outputs[0])
+        is_gradient = self._in_backward and tuple(outputs[0].shape) in self._shapes
         self._fuse(packet, flops, mine, inputs, outputs, moved)
         work = PassCost(
             flops=flops,
             attention=flops if is_attention else 0.0,
-            fill=0.0 if is_attention or not flops else flops / _inner(flops, outputs[0]),
+            fill=flops / depth if depth else 0.0,
+            depth=depth,
+            depth_scaled=depth if is_gradient else 0.0,
             moved=moved,
             product_moved=moved if flops else 0.0,
             product_fixed=fixed if flops else 0.0,
@@ -640,8 +644,13 @@ class _Tracer:
             backward=replace(self._outer.work(backward=True), peak=backward_peak),
             kept=kept,
             products=0,
+            is_split=self._ends_with_classes(),
             **_owned(self._model.parameters(), seen, self._tables),
         )
+
+    def _ends_with_classes(self) -> bool:
+        """Return whether the network ends with a linear layer, whose classes stay sharded in cross-entropy."""
+        return bool(self._met) and isinstance(self._parts[self._met[-1][0]], nn.Linear)
 
 
 class _Stub(torch.autograd.Function):

@@ -319,6 +319,7 @@ def _kind(piece: NetworkPart) -> NetworkPart:
         backward=piece.backward,
         output=piece.output,
         products=piece.products,
+        is_split=piece.is_split,
         is_repeated=piece.is_repeated,
     )
 
@@ -349,7 +350,7 @@ def _piece_times(piece: NetworkPart, lot: _Lot, sum_seconds: float, late: float)
         late: Factor on the launch time of hosts, which wait for the slowest before a collective.
     """
     spec, chip, way = lot.spec, lot.chip, lot.way
-    spread = spec.tensor if piece.products else 1
+    spread = spec.tensor if piece.products or piece.is_split else 1
     sums = piece.products / 2 if spread > 1 else 0.0
     once = sums * sum_seconds
     again = bool(spec.recompute) and piece.is_repeated

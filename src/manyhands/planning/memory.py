@@ -74,8 +74,9 @@ def _kept(piece: NetworkPart, spec: StrategySpec, samples: float) -> float:
     if spec.recompute and piece.is_repeated:
         # A recomputed block keeps only its input, which is as large as its output; "selective" also keeps products.
         share = 0.5 if spec.recompute == "selective" else 0.0
-        split = spec.tensor if is_sequence(spec) else 1
-        return (piece.output / split + share * piece.kept * piece.share(spec.tensor)) * samples
+        is_split = is_sequence(spec)
+        kept = share * piece.kept * piece.share(spec.tensor, sequence=is_split)
+        return (piece.output / (spec.tensor if is_split else 1) + kept) * samples
     return piece.kept * samples * piece.share(spec.tensor, sequence=is_sequence(spec)) + piece.copies / spec.tensor
 
 
