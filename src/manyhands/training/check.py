@@ -35,9 +35,11 @@ def judge(
     is_explained = not verdict.equal and verdict.remedy != OTHER
     found = None if is_explained else _judge_numbers(task, spec, plan, whole, parts, alone)
     if found is None and verdict.equal:
-        found = judge_later(
-            task, spec, plan, whole, alone, lambda task, plan, *both: _judge_tensors(task, spec, plan, *both, alone)
-        )
+
+        def judge_one(task: Task, plan: Plan, whole: Record, parts: Record) -> Verdict:
+            return _judge_tensors(task, spec, plan, whole, parts, alone)
+
+        found = judge_later(task, spec, plan, whole, alone, judge_one)
     return verdict if found is None else found
 
 
