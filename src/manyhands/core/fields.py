@@ -7,7 +7,7 @@ so that its readers, such as dashboard pages, need no further checks. Fields tha
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 Check = Callable[[Any], bool]
 Fields = Mapping[str, Check]
@@ -195,7 +195,7 @@ def is_journal_line(value: Any) -> bool:
     return is_line and count(value.get("trial_id", 0)) and holds(value, JOURNAL_FIELDS.get(value["op_code"], {}))
 
 
-def is_event(value: Any) -> bool:
+def is_event(value: Any) -> TypeGuard[dict[str, Any]]:
     """Return whether a value is a well-formed event.
 
     >>> is_event({"t": 1.0, "kind": "end", "step": 3}), is_event({"t": 1.0, "kind": "end", "step": "3"})

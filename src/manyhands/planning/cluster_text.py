@@ -245,7 +245,7 @@ def _shape(line: _ClusterLine, parts: dict[str, str | None]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     if not parts.get("devices"):
         named = int(parts.get("hosts") or 1)
-        count = int(parts["count"]) if parts.get("count") else per_host or USUAL_PER_HOST
+        count = int(parts.get("count") or per_host or USUAL_PER_HOST)
         if (on is not None and on["listed"]) or hosts not in (None, named) or per_host not in (None, count):
             given = f"{named} hosts x {count} and {hosts or named} hosts x {per_host or count}"
             raise line.error("a line must describe one number of hosts and of devices per host", given)

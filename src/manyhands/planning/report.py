@@ -124,7 +124,7 @@ def batch_rows(plan: Plan) -> list[tuple[str, ...]]:
 
     Empty if the gradient noise scale is unknown.
     """
-    rows = []
+    rows: list[tuple[str, ...]] = []
     options = plan.batches()
     for size in sorted({one.batch_size for one in options}):
         same = [one for one in options if one.batch_size == size]
