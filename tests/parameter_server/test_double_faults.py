@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import manyhands as mh
 from manyhands.core import NoProgress
+from manyhands.strategies.optimizer_traits import NUM_STEPS
 
 from ..grouped_options import fit_options
 from ..training.problems import problem
@@ -118,7 +119,9 @@ def first(file: Path) -> bool:
 
 
 class Poisoned(torch.optim.SGD):
-    """An update that always ends its process, at the same step."""
+    """An update that always ends its process, at the same step, which is later than any of a trial before training."""
+
+    FATAL = NUM_STEPS + 4
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         super().step()
@@ -126,7 +129,7 @@ class Poisoned(torch.optim.SGD):
             for parameter in group["params"]:
                 slots = self.state[parameter]
                 slots["count"] = float(slots.get("count", 0.0)) + 1
-                if slots["count"] == 9:
+                if slots["count"] == self.FATAL:
                     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -138,7 +141,7 @@ def test_server_failing_at_same_update_repeatedly_raises_no_progress(tmp_path: P
         mh.fit(
             task,
             mh.ParameterServer(servers=1, workers=1),
-            **fit_options(on="cpu", epochs=3, folder=tmp_path, name="r", **QUIET),
+            **fit_options(on="cpu", epochs=6, folder=tmp_path, name="r", **QUIET),
         )
     assert info.value.exit_code == 70
     assert len(events(mh.Run(tmp_path / "r", task), "member_lost")) == 4

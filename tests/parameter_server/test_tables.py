@@ -81,5 +81,5 @@ def test_model_rebuilds_whole_table_from_saved_rows(tmp_path: Path, monkeypatch:
 
 
 def test_embedding_too_large_for_memory_is_rejected() -> None:
-    with pytest.raises(TaskError, match=r"must fit into memory.*1000000000000 rows of 64, 2.56e\+05 GB. Train it with"):
+    with pytest.raises(TaskError, match=r"must fit into memory.*1000000000000 rows of 64, 232.8 TiB. Train it with"):
         mh.strategies.Embedding(10**12, 64)
