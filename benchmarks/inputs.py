@@ -1,4 +1,4 @@
-"""Inputs: images and texts as files, and how anybody decodes them. Peers read it too: torch, numpy and Pillow only.
+"""Inputs: images and texts as files, and functions that decode them. Peers import it: torch, numpy and Pillow only.
 
 The same samples lie there in every form that a contender reads best: PNG images in a folder and in tar files; texts,
 as numbers, in one mapped array, in tar files and (for ours) in Parquet files.

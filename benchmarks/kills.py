@@ -1,4 +1,4 @@
-"""What is trained while ranks are killed, and the clock that says when each step was taken."""
+"""The task that is trained while ranks are killed, and the clock that records the time of each step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lessons: small tasks that can be learnt, so that what counts is the loss and not the step alone."""
+"""Small tasks that can be learned, for benchmarks that compare losses and not only times."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A generator of load: closed loop (so many clients that wait for their answers) and open loop (so many a second).
+"""Load generator: closed loop (a fixed number of clients that wait for answers) and open loop (a fixed rate).
 
 In the open loop a request's time counts from the moment at which it was due, whether or not a connection was free, so
 that a server which stalls cannot hide the requests that would have arrived during the stall. `measure(...)` starts the

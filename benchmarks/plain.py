@@ -1,4 +1,4 @@
-"""The loops that a good engineer writes by hand: one device, and DDP. They are what the others are measured against."""
+"""Hand-written loops for one device and for DDP, against which the others are measured."""
 
 from __future__ import annotations
 

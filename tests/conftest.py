@@ -1,4 +1,4 @@
-"""Shared fixtures: one zygote for the whole session, a look for leaks after every test, what needs root or a GPU."""
+"""Shared fixtures: one zygote for the session, a check for leaks after every test, the markers root and gpu."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Benchmarks: a quick run ends in time, writes its files and prints what was promised; speed itself is not asserted."""
+"""Quick runs of the benchmarks end in time, write their files and print the specified JSON; speed is not asserted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The examples run as a newcomer runs them, and pairs keep their promise: alike, and the same when split.
+"""The examples run as a newcomer runs them, and the programs of a pair behave alike, also on two devices.
 
 Every manyhands example runs once as a program; its plain counterpart runs in a fork that has torch imported.
 """
@@ -94,7 +94,7 @@ def only_run(folder: Path) -> Run:
     return Run(path)
 
 
-def test_two_towers(tmp_path: Path, run_forked: Fork) -> None:
+def test_placed_towers_give_the_losses_of_one_device(tmp_path: Path, run_forked: Fork) -> None:
     """Each tower on a device of its own gives the losses of one device."""
     plain = run_forked(tmp_path, "two_towers_torch.py")
     said = run_python(tmp_path, str(EXAMPLES / "two_towers_manyhands.py"))
@@ -109,7 +109,9 @@ def test_two_towers(tmp_path: Path, run_forked: Fork) -> None:
     ("name", "epochs", "loss"),
     [("image_classifier", 2, "loss"), ("char_gpt", 2, "loss"), ("gan", 1, "critic"), ("recommender", 4, "loss")],
 )
-def test_pair(name: str, epochs: int, loss: str, tmp_path: Path, run_forked: Fork) -> None:
+def test_pair_behaves_like_plain_pytorch_and_equally_on_two_devices(
+    name: str, epochs: int, loss: str, tmp_path: Path, run_forked: Fork
+) -> None:
     """Ours on one device behaves as plain PyTorch does, and on two devices it gives the losses of one."""
     alone, split = tmp_path / "alone", tmp_path / "split"
     alone.mkdir()
@@ -132,7 +134,7 @@ def test_pair(name: str, epochs: int, loss: str, tmp_path: Path, run_forked: For
         assert two.history[key] == pytest.approx(values, rel=1e-4), key
 
 
-def test_huggingface_pair(tmp_path: Path) -> None:
+def test_huggingface_pair_learns_like_the_trainer_and_equally_on_two_devices(tmp_path: Path) -> None:
     """Ours learns what the Trainer learns, gives the same on two devices, and leaves a folder that they can read."""
     alone, split = tmp_path / "alone", tmp_path / "split"
     alone.mkdir()
@@ -164,7 +166,7 @@ def test_task_parameters_from_the_command_line(tmp_path: Path) -> None:
     assert len(run.losses) == 2
 
 
-def test_plan(tmp_path: Path) -> None:
+def test_plan_example_works_in_python_and_as_a_command(tmp_path: Path) -> None:
     """A GPT is planned for hardware that is not here, in Python and from the command line."""
     output = run_python(tmp_path, str(EXAMPLES / "plan_gpt.py"))
     assert "it saturates at" in output
@@ -173,7 +175,7 @@ def test_plan(tmp_path: Path) -> None:
     assert '"best": "' in shown
 
 
-def test_profile(tmp_path: Path) -> None:
+def test_profile_example_reports_starved_input(tmp_path: Path) -> None:
     """A run whose input is too slow gets a notice with the share of a step that it waits."""
     output = run_python(tmp_path, str(EXAMPLES / "profile_digits.py"))
     assert "starved input: " in output
@@ -181,7 +183,7 @@ def test_profile(tmp_path: Path) -> None:
     assert (tmp_path / "runs" / "profile.html").exists()
 
 
-def test_own_loop(tmp_path: Path, run_forked: Fork) -> None:
+def test_own_loop_gives_the_same_network_alone_split_and_restarted(tmp_path: Path, run_forked: Fork) -> None:
     """Alone, on two devices under `launch`, and restarted on two after a start alone: the same network."""
     script = str(EXAMPLES / "own_loop_manyhands.py")
     folders = {name: tmp_path / name for name in ("alone", "two", "restarted")}
@@ -217,7 +219,7 @@ def test_char_gpt_spells_held_out_numbers(tmp_path: Path) -> None:
     assert "161=one hundred sixty-one\n" in output
 
 
-def test_serve_digits(tmp_path: Path) -> None:
+def test_serve_example_improves_and_rolls_back(tmp_path: Path) -> None:
     output = run_python(tmp_path, str(EXAMPLES / "serve_digits.py"))
     first, second, again = (float(value) for value in re.findall(r"version \d: ([\d.]+)", output))
     assert first == again
@@ -286,7 +288,7 @@ def _folder_of(process: psutil.Process) -> str:
         return ""
 
 
-def test_many_networks(tmp_path: Path) -> None:
+def test_many_networks_are_stacked_and_read_digits(tmp_path: Path) -> None:
     said = run_python(tmp_path, str(EXAMPLES / "many_networks.py"), epochs=4)
     assert "32 tasks go together" in said
     (accuracy,) = printed(said, "accuracy")
@@ -294,7 +296,7 @@ def test_many_networks(tmp_path: Path) -> None:
     assert re.search(r"answers \[\d, \d, \d\]", said)
 
 
-def test_tune_digits(tmp_path: Path, run_forked: Fork) -> None:
+def test_tune_example_finds_a_good_network_and_a_calibrated_ensemble(tmp_path: Path, run_forked: Fork) -> None:
     """The same search by hand and by mh.tune; five networks say how sure they are better than one does."""
     plain = run_forked(tmp_path, "tune_digits_optuna.py", epochs=6, TRIALS="6")
     with pytest.MonkeyPatch.context() as patch:

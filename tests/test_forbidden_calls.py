@@ -1,4 +1,4 @@
-"""What can execute code that came as data appears only in named files, each with its reason."""
+"""Calls that can execute data as code appear only in the listed files, each with its reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The matrix of networks and strategies: a fixed sample of it, and that the comparison sees what it must see."""
+"""The matrix of networks and strategies: a fixed sample, and defects that the comparison must detect."""
 
 from __future__ import annotations
 

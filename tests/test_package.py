@@ -1,4 +1,4 @@
-"""The package: a wheel is built, installed apart from this folder, and runs the README's first program."""
+"""The package: a wheel is built, installed outside of this folder, and runs the README's first program."""
 
 from __future__ import annotations
 

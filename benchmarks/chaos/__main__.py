@@ -1,11 +1,11 @@
-"""Chaos: random faults against four systems, and the invariants that must hold nevertheless. Needs root.
+"""Chaos: inject random faults into four systems, and check the invariants that must hold under them. Needs root.
 
 `python -m benchmarks.chaos --minutes 10 --seed N [--quick] [--only training,study]`. A training job on three hosts, a
-study, parameter servers, and servers behind two routers run one after the other. Each of them is hit by the faults of
-its catalogue, in a random order in which those come first that were tried least. After each fault the system must work
-again, and must have reported the fault; at its end its results must be those of an undisturbed one, and nothing of it
-may be left. What fails is printed with the seed, and the logs are kept. The seed decides the faults and their targets;
-the moment within a step or a request at which a fault hits is not repeatable.
+study, parameter servers, and servers behind two routers run one after the other. The runner injects faults of each
+system's catalogue in random order, the least tried ones first. After each fault the system must work again, and must
+have reported the fault. At the end its results must be those of an undisturbed system, and no process, port, file
+descriptor or shared memory of it may remain. Failures are printed with the seed, and the logs are kept. The seed
+decides the faults and their targets; the moment within a step or a request at which a fault hits is not repeatable.
 
 A full run adds its figures to `benchmarks/results/chaos.json`, in place of those of the same seed and systems. The
 checks are sums over all of them.
@@ -54,13 +54,13 @@ class Tries:
         self.problems: list[str] = []
 
     def add(self, system: System, trial: Trial) -> None:
-        """Add what came of one fault."""
+        """Add the result of one fault."""
         self.seconds[system.name, trial.fault].append(trial.seconds)
-        told = "" if trial.reported is None else f", reported after {trial.reported:.1f} s"
-        say(f"{system.name}: {trial.fault}: works again after {trial.seconds:.1f} s{told}")
+        report = "" if trial.reported is None else f", reported after {trial.reported:.1f} s"
+        say(f"{system.name}: {trial.fault}: works again after {trial.seconds:.1f} s{report}")
 
     def take(self, system: System) -> None:
-        """Take over what a system found wrong."""
+        """Add the problems that a system has found."""
         for name in SUMMED:
             self.counts[system.name, name] = self.counts.get((system.name, name), 0) + system.counts[name]
         self.problems += [f"{system.name}: {text}" for text in system.problems]
@@ -86,7 +86,7 @@ def main() -> None:
     tries = Tries()
     began = time.monotonic()
     for make, seconds in _systems(folder, 60 * asked.minutes, asked.seed, asked.only, asked.quick):
-        torment(make(), seconds, tries, most=2 if asked.quick else None)
+        inject_faults(make(), seconds, tries, most=2 if asked.quick else None)
     report = Report("chaos", asked.quick, is_part=asked.quick and set(asked.only) != set(SHARES))
     for text in tries.problems:
         print(f"seed {asked.seed}: {text}", file=sys.stderr)
@@ -122,8 +122,8 @@ def _systems(
     return found
 
 
-def torment(system: System, seconds: float, tries: Tries, most: int | None) -> None:
-    """Inject faults into a system for so many seconds, and judge its results."""
+def inject_faults(system: System, seconds: float, tries: Tries, most: int | None) -> None:
+    """Inject faults into a system for `seconds` seconds, and check its results."""
     say(f"{system.name}: starts")
     try:
         system.open()
@@ -174,7 +174,7 @@ def summed(report: Report, seed: int, tries: Tries, seconds: float) -> None:
 
 
 def picture(pairs: Mapping[str, float]) -> str:
-    """Return a bar for how often each fault hit each system, as SVG."""
+    """Return a bar chart, as SVG, of how often each fault was injected into each system."""
     scale = 300 / max(pairs.values(), default=1.0)
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="760" height="{46 + 18 * len(pairs)}" '

@@ -1,4 +1,4 @@
-"""A training job over hosts with networks of their own, by the commands that users run on each of them."""
+"""HostsJob: a training job on simulated hosts, started by the command that a user runs on each of them."""
 
 from __future__ import annotations
 
@@ -51,17 +51,17 @@ class HostsJob:
 
     @property
     def num_steps(self) -> int:
-        """How many steps were reported, those that were repeated included."""
+        """The number of steps that were reported, including repeated ones."""
         return self._events.num_steps
 
     @property
     def size(self) -> int:
-        """The number of ranks since the last recovery; a job that was started as a whole has one on every host."""
+        """The number of ranks since the last recovery; before any, one on every host."""
         last = max([*self.events("recovered"), *self.events("start")], key=lambda entry: entry["t"], default={})
         return int(last.get("size", len(self.hosts)))
 
     def until(self, what: Callable[[], Any], seconds: float = 90) -> None:
-        """Wait for a condition; fail with all output if it does not come about, or the first command ends."""
+        """Wait for a condition; fail with all output on a timeout, or if the first command ends."""
         end = time.monotonic() + seconds
         while not what():
             assert time.monotonic() < end, self.said()
@@ -69,7 +69,7 @@ class HostsJob:
             time.sleep(0.05)
 
     def end(self) -> None:
-        """Let the job hurry to its end."""
+        """Remove the delay of each step, and wait until the job ends."""
         self.hurry.touch()
         for program in self.programs:
             assert program.process.wait(600) == 0, self.said()
@@ -79,6 +79,6 @@ class HostsJob:
         return "\n".join(f"-- {one.name}\n{one.output.read_text(errors='replace')}" for one in self.programs)
 
     def close(self) -> None:
-        """Kill what still runs."""
+        """Kill all commands that still run."""
         for program in self.programs:
             program.close()

@@ -20,7 +20,7 @@ from .work import PACE, wrong_samples
 
 PORT = 7077
 SILENT = TIMEOUT / 2 + 3
-"""Seconds after which a member that is not heard has been given up."""
+"""Seconds without a message after which a member counts as failed."""
 ROLES = (("chief", 0), ("ps", 0), ("ps", 1), ("worker", 0), ("worker", 1))
 SERVERS, WORKERS = (1, 2), (3, 4)
 FINISH_SECONDS = 600.0
@@ -28,7 +28,7 @@ MEMBER = (sys.executable, "-m", "benchmarks.chaos.member")
 
 
 class ParameterServers(System):
-    """Asynchronous or synchronous training, by lot; every member is restarted by a supervisor."""
+    """Asynchronous or synchronous training, chosen at random; a supervisor restarts every member."""
 
     name = "parameter servers"
 
@@ -105,7 +105,7 @@ class ParameterServers(System):
                 self.found("wrong_samples", f"{', '.join(far)} differ from one device (more than 1e-9)")
 
     def _alone(self) -> dict[str, Tensor]:
-        """Return the weights of one device after as many steps."""
+        """Return the weights of one device after the same number of steps."""
         folder = self.folder / "control"
         program = Program("control", [*MEMBER, str(folder), str(self.steps), ALONE], self.folder / "output-control")
         program.start()

@@ -23,7 +23,7 @@ from manyhands.testing import NamespaceHost
 RESTART_SECONDS = 1.0
 """Seconds after which the supervisor restarts a program that failed."""
 MARK = "CHAOS_PROGRAM"
-"""Environment variable by which all processes of a program are found, also those whose parent has died."""
+"""Environment variable that all processes of a program inherit; it also identifies those whose parent has died."""
 ROOT = Path(__file__).parents[2]
 _count = itertools.count()
 
@@ -188,7 +188,7 @@ class Events:
         self._found: dict[str, list[dict[str, Any]]] = defaultdict(list)
 
     def of(self, kind: str) -> list[dict[str, Any]]:
-        """Return all events of a kind up to now; lines that a full disk has cut are left out."""
+        """Return all events of a kind up to now, without lines that a full disk has truncated."""
         for line in self._lines.read():
             with contextlib.suppress(ValueError):
                 entry = json.loads(line)
@@ -197,7 +197,7 @@ class Events:
 
     @property
     def num_steps(self) -> int:
-        """How many steps were reported, those that were repeated included."""
+        """The number of steps that were reported, including repeated ones."""
         return sum(len(entry["steps"]) for entry in self.of("steps"))
 
 
@@ -223,12 +223,12 @@ class SmallDisk:
         return stuffing.unlink
 
     def close(self) -> None:
-        """Unmount it, also while a process still holds a file in it."""
+        """Unmount the disk, even if a process has a file on it open."""
         subprocess.run(["umount", "--lazy", str(self.path)], check=True)
 
 
 def until(condition: Callable[[], Any], seconds: float, meanwhile: Callable[[], None] = lambda: None) -> bool:
-    """Wait for a condition and return whether it came about in time."""
+    """Wait for a condition; return whether it became true in time."""
     end = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > end:

@@ -27,7 +27,7 @@ NUM_CLIENTS = 2
 FIRST_SECONDS = 5.0
 """Seconds that a client waits for the first router."""
 RETRY_SECONDS = 30.0
-"""Seconds that a client waits for the other one; far above what is expected, also on a loaded machine."""
+"""Seconds that a client waits for the other one; far above the expected time, even on a loaded machine."""
 PAUSE = 0.05
 
 
@@ -43,7 +43,7 @@ class Doubler(nn.Module):
 
 
 class Clients:
-    """Threads on a host that ask the routers in turn until they are stopped."""
+    """Client threads on a host that send requests to the routers in turn until they are stopped."""
 
     def __init__(self, host: NamespaceHost, routers: list[str], draw: random.Random) -> None:
         self._host, self._routers, self._draw = host, routers, draw
@@ -84,7 +84,7 @@ class Clients:
 
 
 def predict(address: str, rows: list[list[float]], seconds: float) -> list[list[float]]:
-    """Send a request over a connection of its own; raise ValueError for any other status than 200."""
+    """Send a request over a new connection; raise ValueError unless the status is 200."""
     connection = http.client.HTTPConnection(address, 8501, timeout=seconds)
     try:
         headers = {"Authorization": f"Bearer {TOKEN}", "Content-Type": "application/json"}
@@ -166,7 +166,7 @@ class Serving(System):
         return super().is_whole() and self._ready
 
     def _look_from(self, host: NamespaceHost) -> None:
-        """Keep asking all servers and routers whether they are ready."""
+        """Poll the readiness of all servers and routers."""
         self._ready, over = False, threading.Event()
 
         def look() -> None:

@@ -21,7 +21,7 @@ FINISH_SECONDS = 600.0
 
 
 class Study(System):
-    """A study in a process of its own, restarted by a supervisor."""
+    """A study in its own process, which a supervisor restarts."""
 
     name = "study"
 

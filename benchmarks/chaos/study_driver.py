@@ -15,7 +15,7 @@ PACE = 0.4
 
 
 def bowl(x: float = 0.0, y: float = 1.0) -> float:
-    """Return what the study minimizes; a file gets a line for every trial that has computed it."""
+    """Return the value to minimize, and append a line to a file for each call."""
     if not Path(os.environ["HURRY"]).exists():
         time.sleep(PACE)
     return (x - 2) ** 2 + (y - 0.1) ** 2

@@ -1,4 +1,4 @@
-"""What all systems under test have in common: their programs, their faults, and what they leave behind."""
+"""System: base class of the systems under test, which start programs, inject faults and find leaked resources."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Fault:
 
     name: str
     strike: Callable[[], Undo | None]
-    """Injects it; returns what ends it, None for a fault that needs no end."""
+    """Injects the fault; returns a function that ends it, or None if it ends by itself."""
     report: str | None = None
     """Regular expression of what the system must print; None for a fault that the system hides, or that the supervisor
     of a killed program sees."""
@@ -51,7 +51,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class Trial:
-    """What came of one fault."""
+    """The result of one fault."""
 
     fault: str
     seconds: float
@@ -65,7 +65,7 @@ class Broken(Exception):
 
 
 class System(ABC):
-    """A system under test, in a folder of its own. Faults are drawn by the runner, targets by `draw`."""
+    """A system under test, in its own folder. The runner draws the faults, and `draw` draws their targets."""
 
     name: str
 
@@ -75,7 +75,7 @@ class System(ABC):
         self.counts: Counter[str] = Counter()
         """What was wrong, by the name of its check."""
         self.problems: list[str] = []
-        """The same in words."""
+        """Descriptions of what was wrong."""
         self._held = contextlib.ExitStack()
         folder.mkdir(parents=True)
         self._before = ResourceSnapshot.now()
@@ -91,7 +91,7 @@ class System(ABC):
 
     @abstractmethod
     def progress(self) -> int:
-        """Return a number that only grows while the system works."""
+        """Return a counter, such as completed steps, that grows only while the system works."""
 
     @abstractmethod
     def finish(self) -> None:
@@ -104,7 +104,7 @@ class System(ABC):
         return all(program.code is None for program in self.programs)
 
     def tend(self) -> None:
-        """Do what a supervisor does."""
+        """Restart programs that have failed, as a supervisor does."""
         for program in self.programs:
             program.supervise()
 
@@ -145,7 +145,7 @@ class System(ABC):
         self.problems.append(f"{check}: {text}")
 
     def said(self, marks: dict[Path, int] | None = None) -> str:
-        """Return what the programs have printed since then."""
+        """Return what the programs have printed since their start, or after these sizes of their outputs."""
         texts = []
         for program in self.programs:
             with contextlib.suppress(FileNotFoundError), program.output.open("rb") as file:
@@ -157,7 +157,7 @@ class System(ABC):
         return {one.output: one.output.stat().st_size for one in self.programs if one.output.exists()}
 
     def killed(self, processes: Callable[[], Sequence[psutil.Process]]) -> Callable[[], None]:
-        """Return a strike that kills one of these processes."""
+        """Return a function that kills one of these processes, drawn at random."""
 
         def strike() -> None:
             self._signal(self.drawn(processes), signal.SIGKILL)
@@ -165,14 +165,14 @@ class System(ABC):
         return strike
 
     def _signal(self, victim: psutil.Process, number: signal.Signals) -> None:
-        """Send a signal, and write to whom beside the logs of the programs."""
+        """Send a signal, and log its target beside the logs of the programs."""
         with (self.folder / "signals").open("a") as log, contextlib.suppress(psutil.NoSuchProcess):
             who = f"{victim.pid} of {victim.ppid()}, {victim.name()}, {' '.join(victim.cmdline())[:150]}"
             log.write(f"{time.strftime('%H:%M:%S')} {number.name} to {who}\n")
         victim.send_signal(number)
 
     def stopped(self, processes: Callable[[], Sequence[psutil.Process]]) -> Callable[[], Undo]:
-        """Return a strike that stops one of these processes, until it is ended."""
+        """Return a function that stops one of these processes (SIGSTOP); its result resumes it."""
 
         def strike() -> Undo:
             victim = self.drawn(processes)
@@ -182,7 +182,7 @@ class System(ABC):
         return strike
 
     def drawn(self, processes: Callable[[], Sequence[psutil.Process]]) -> psutil.Process:
-        """Return one of these processes; there may be none for a moment."""
+        """Return one of these processes at random; wait if there is none for a moment."""
         found: list[psutil.Process] = []
 
         def look() -> bool:
@@ -198,7 +198,7 @@ class System(ABC):
         return [psutil.Process(program.pid)] if program.code is None else []
 
     def cut(self, *indices: int) -> Callable[[], Undo]:
-        """Return a strike that takes one of these hosts off the network."""
+        """Return a function that takes one of these hosts off the network; its result restores the link."""
 
         def strike() -> Undo:
             host = self.hosts[self.draw.choice(indices)]
@@ -208,7 +208,7 @@ class System(ABC):
         return strike
 
     def muted(self, *pairs: tuple[int, int]) -> Callable[[], Undo]:
-        """Return a strike in which one host of a pair loses what it sends to the other."""
+        """Return a function that drops the packets from one host of a pair to the other; its result ends that."""
 
         def strike() -> Undo:
             sender, receiver = self.draw.choice(pairs)
@@ -219,7 +219,7 @@ class System(ABC):
         return strike
 
     def slowed(self, *indices: int) -> Callable[[], Undo]:
-        """Return a strike that limits what one of these hosts sends."""
+        """Return a function that limits the bandwidth of one of these hosts; its result removes the limit."""
 
         def strike() -> Undo:
             host = self.hosts[self.draw.choice(indices)]
@@ -229,7 +229,7 @@ class System(ABC):
         return strike
 
     def wait_for_checkpoints(self, run: Path) -> None:
-        """Wait until there is a checkpoint besides the newest one."""
+        """Wait until there are two checkpoints."""
         if not until(lambda: len(list(run.glob("checkpoints/step-*/COMMITTED"))) > 1, RECOVER_SECONDS, self.tend):
             raise Broken(f"{self.name}: there are no checkpoints: {self.said()}")
 
@@ -246,7 +246,7 @@ class System(ABC):
         return self._held.enter_context(contextlib.closing(SmallDisk(self.folder / name, size)))
 
     def close(self) -> None:
-        """End everything, and count what is left behind by programs that ended by themselves."""
+        """End everything; report resources that programs left behind, if they ended by themselves."""
         left = self._leftovers() if all(program.code == 0 for program in self.programs) else []
         for text in left:
             self.found("left_behind", text)

@@ -32,7 +32,7 @@ class Control:
         self._weights: dict[int, dict[str, Tensor]] = {}
 
     def weights(self, steps: int) -> dict[str, Tensor]:
-        """Return the weights after so many steps."""
+        """Return the weights after this number of steps."""
         if steps not in self._weights:
             folder = self._folder / f"control-{steps}"
             folder.mkdir(parents=True)
@@ -48,7 +48,7 @@ class Control:
         return self._weights[steps]
 
     def weights_alone(self, steps: int) -> dict[str, Tensor]:
-        """Return the weights of one device after so many steps."""
+        """Return the weights of one device after this number of steps."""
         folder = self._folder / f"alone-{steps}"
         folder.mkdir(parents=True)
         command = [
@@ -108,7 +108,7 @@ class Training(System):
             self.found("wrong_samples", f"{num} samples were not visited as often as in an undisturbed run", num)
 
     def require_equal(self, weights: dict[str, Tensor]) -> None:
-        """Compare bits with an undisturbed job: every generation had the same ranks on the same hosts."""
+        """Compare the bits of the weights with those of an undisturbed job: all generations had the same ranks."""
         control = self._control.weights(self.steps)
         self._compare([name for name in control if not torch.equal(weights[name], control[name])], "bits")
 
@@ -122,7 +122,7 @@ class Training(System):
 
 
 class HostFaults(Training):
-    """The same job with faults after which other ranks, or the same in another order, take part."""
+    """The same job with faults that change the set of ranks, or their order."""
 
     name = "hosts"
 
@@ -161,7 +161,7 @@ class HostFaults(Training):
         return self.job.hosts.heal
 
     def _corrupt(self) -> None:
-        """Damage the newest checkpoint, and kill everything that has a newer state in its memory."""
+        """Damage the newest checkpoint, and kill all processes with a newer state in memory."""
         self.wait_for_checkpoints(self.job.run)
         for program in self.programs:
             program.kill()

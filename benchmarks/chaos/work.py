@@ -1,7 +1,7 @@
-"""What is trained under faults: small, slow enough to be hit, and in a hurry once a file exists.
+"""The task that is trained under faults: a small network with slow steps, which become fast once a file exists.
 
-Besides a small network, the model has one parameter per sample whose gradient is the number of visits in a batch. Its
-learning rate is the batch size, so that after training it holds how often each sample was visited.
+The model also has one parameter per sample, whose gradient is the number of visits in a batch. Its learning rate is
+the batch size, so that after training it holds the number of visits of each sample.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import manyhands as mh
 
 ROWS, BATCH = 640, 16
 PACE = 0.1
-"""Seconds that a batch takes at least, until the file named by the environment variable HURRY exists."""
+"""Minimum seconds of a batch, until the file named by the environment variable HURRY exists."""
 VISITS = "visits"
 
 
@@ -52,7 +52,7 @@ class Counting(nn.Module):
 
 
 def paced(model: nn.Module, batch: Any) -> Tensor:
-    """Return the loss of a batch, slowly until it must hurry."""
+    """Return the loss of a batch after a delay, unless the file in HURRY exists."""
     hurry = os.environ.get("HURRY")
     if hurry and not Path(hurry).exists():
         time.sleep(PACE)
@@ -62,7 +62,7 @@ def paced(model: nn.Module, batch: Any) -> Tensor:
 
 
 def optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    """Return momentum for the network, and exact counting for the visits."""
+    """Return SGD with momentum for the network, and without it for the counters of visits."""
     counters = [one for name, one in model.named_parameters() if name.endswith(VISITS)]
     others = [one for name, one in model.named_parameters() if not name.endswith(VISITS)]
     groups: Sequence[dict[str, Any]] = [
@@ -85,7 +85,7 @@ def task(norm: bool = True, workers: int = 1) -> mh.Task:
 
 
 def wrong_samples(weights: dict[str, Tensor], num_steps: int) -> int:
-    """Return how many samples were not visited as often as in `num_steps` undisturbed steps of whole batches."""
+    """Return the number of samples whose visits differ from those of `num_steps` undisturbed steps of whole batches."""
     visits = weights[VISITS]
     whole, rest = divmod(num_steps * BATCH, ROWS)
     at_most = whole + (rest > 0)

@@ -1,4 +1,4 @@
-"""Networks that people write by hand. Each function contains all of its network, so that it can be read by itself."""
+"""Networks that users write by hand. Each function contains all of its network, so that it can be read by itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Habits of code over which a strategy could stumble: batches, names, counters, late changes, work in the collate.
+"""Coding habits that a strategy may not expect: batches, names, counters, late changes, work in the collate.
 
 Each function contains its whole network.
 """

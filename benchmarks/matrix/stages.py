@@ -1,7 +1,7 @@
-"""Stages at random: importing this makes pipelines be cut at other places than where their stages are balanced.
+"""Random stages: importing this module makes pipelines split at random places instead of balanced ones.
 
-Which places those are depends on the network and its first weights alone, so a cell gives the same result again, and
-other seeds cut elsewhere.
+The places depend only on the network and its initial weights, so that a cell gives the same result again, and
+other seeds split elsewhere.
 """
 
 from __future__ import annotations

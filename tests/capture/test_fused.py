@@ -1,4 +1,4 @@
-"""The update in one pass on the CPU: the same numbers, wherever gradients and state lie."""
+"""Fused optimizer updates on the CPU: the same numbers, for any memory layout of gradients and state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What must be known before a step is captured: values in Python, shapes, optimizers, and the line of an error."""
+"""Checks before a step is captured: Python values, shapes, optimizers, and the line of an error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files that a newcomer would write, and the command line to run them with."""
+"""Files that a newcomer would write, and the command line to run them."""
 
 from __future__ import annotations
 

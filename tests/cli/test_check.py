@@ -1,4 +1,4 @@
-"""`manyhands check`: the verdict, as words, JSON and an exit code."""
+"""`manyhands check`: the verdict as text, JSON and exit code."""
 
 from __future__ import annotations
 

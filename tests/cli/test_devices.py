@@ -26,6 +26,6 @@ def test_json_output_is_a_list_of_device_objects(invoke: Invoke) -> None:
 
 
 def test_unusable_device_is_described_with_the_reason() -> None:
-    described = as_dict(Device("cuda", 0, cure="install another torch"))
+    described = as_dict(Device("cuda", 0, remedy="install another torch"))
     assert described["usable"] is False
     assert described["note"] == "install another torch"

@@ -36,5 +36,5 @@ def test_slow_or_broken_finding_is_printed_with_reason_and_remedy(
     result = invoke("doctor")
     assert result.exit_code == code
     assert "swap" in result.stdout
-    assert ("cure: buy memory" in result.stdout) == (verdict != "ok")
+    assert ("remedy: buy memory" in result.stdout) == (verdict != "ok")
     assert ("steps wait for the disk" in result.stdout) == (verdict != "ok")

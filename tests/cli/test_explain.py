@@ -1,4 +1,4 @@
-"""`manyhands explain`: the table and the cut, as words, JSON and a picture."""
+"""`manyhands explain`: the table and the partition, as text, JSON and a picture."""
 
 from __future__ import annotations
 

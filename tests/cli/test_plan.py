@@ -1,4 +1,4 @@
-"""`manyhands plan`: a table, JSON, files, and errors in the command line's own words."""
+"""`manyhands plan`: table, JSON, files, and errors that name command-line options."""
 
 from __future__ import annotations
 

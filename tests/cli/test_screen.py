@@ -1,4 +1,4 @@
-"""What the commands print: texts of others do not control the terminal."""
+"""Output of commands: untrusted texts cannot control the terminal."""
 
 from __future__ import annotations
 

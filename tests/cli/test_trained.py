@@ -1,4 +1,4 @@
-"""`manyhands evaluate`, `predict` and `export`: what a run learned, without a line of Python."""
+"""`manyhands evaluate`, `predict` and `export`: using a trained run from the shell."""
 
 from __future__ import annotations
 

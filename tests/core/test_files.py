@@ -1,4 +1,4 @@
-"""Files that others may have written: no kind of file blocks a reader, and a full disk costs no later event."""
+"""Untrusted files: no kind of file blocks a reader, and a full disk loses no later event."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layout-free randomness: the same numbers however samples are cut, and numbers that pass for random."""
+"""Layout-free randomness: the same numbers for any split of the samples, and their statistical quality."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings: an argument wins, then the file, the environment, the default; what is not known is refused."""
+"""Settings: precedence of argument, file, environment and default; unknown ones are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Specs: text, data and names mean the same; nonsense is refused with its remedy."""
+"""Strategy specs: text, data and names are equivalent; invalid ones are refused with a remedy."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_invalid_strategy_text_is_rejected(text: str, message: str) -> None:
         StrategySpec.parse(text)
 
 
-def test_number_of_devices() -> None:
+def test_number_of_devices_is_the_product_of_all_axes() -> None:
     assert StrategySpec(replicas=2, tensor=2, stages=3).num_devices == 12
     assert mh.Mirrored().num_devices is None
     assert as_spec(None) == mh.Mirrored()

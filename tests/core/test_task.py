@@ -1,4 +1,4 @@
-"""Tasks: what they refuse, parameters by type, means, predictors, events, seeds."""
+"""Tasks: refused arguments, typed parameters, means, predictors, events and seeds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Devices, links and exchanges: the catalogue's figures and what the formulas must give."""
+"""Devices, links and exchanges: the catalogue's figures, and the results of the formulas."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Logs of long runs: older parts are compacted, and everything that reads them finds what it found before."""
+"""Logs of long runs: older parts are compacted, and all readers find the same as before."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Folders that an attacker writes into: other runs are followed, memory is bounded, pages say what is wrong."""
+"""Hostile log folders: other runs are still shown, memory is bounded, and pages report the problem."""
 
 from __future__ import annotations
 

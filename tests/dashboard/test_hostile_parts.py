@@ -1,4 +1,4 @@
-"""Older parts of event logs that an attacker has made: small files that ask for much memory, and damaged headers."""
+"""Hostile older parts of event logs: small files that expand to many bytes, and damaged headers."""
 
 from __future__ import annotations
 

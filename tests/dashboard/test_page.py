@@ -1,4 +1,4 @@
-"""The page in a real Chromium: it loads, follows what happens, shows the right values and escapes every name."""
+"""The page in a real Chromium: it loads, updates live, shows the right values and escapes every name."""
 
 from __future__ import annotations
 

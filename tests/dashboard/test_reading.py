@@ -1,4 +1,4 @@
-"""What the dashboard makes of logs: read once, bounded in size, whatever lines there are."""
+"""Reading of logs: each line is read once, memory is bounded, and any line is tolerated."""
 
 from __future__ import annotations
 

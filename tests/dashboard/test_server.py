@@ -1,4 +1,4 @@
-"""The dashboard's server: for this machine only, read-only, and nothing beyond its own files."""
+"""The dashboard's server: loopback only, read-only, and no access beyond its folders."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Nested batches: rows, moving, cutting."""
+"""Nested batches: counting rows, moving to devices, splitting."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bucketing by length, and ragged samples: little is padded, nothing is lost, and lengths stay at hand."""
+"""Bucketing by length, and ragged samples: little padding, no lost sample, and lengths in the batch."""
 
 from __future__ import annotations
 

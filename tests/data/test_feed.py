@@ -1,4 +1,4 @@
-"""The feed: what each replica gets, that nothing is lost or repeated, and that randomness is layout-free."""
+"""The feed: each replica's samples, none lost or repeated, with layout-free randomness."""
 
 from __future__ import annotations
 

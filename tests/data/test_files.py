@@ -1,4 +1,4 @@
-"""Data files: every format gives its rows, in one order for any layout, and what is damaged is named."""
+"""Data files: rows of every format, in one order for any layout; damaged files are reported by name."""
 
 from __future__ import annotations
 

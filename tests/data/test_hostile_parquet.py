@@ -1,4 +1,4 @@
-"""Parquet files that are small and ask for much memory."""
+"""Small Parquet files that expand to much memory."""
 
 from __future__ import annotations
 

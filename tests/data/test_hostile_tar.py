@@ -1,4 +1,4 @@
-"""Tar files of samples from a stranger: members are read in place, none becomes a file, and every scan ends."""
+"""Hostile tar files of samples: members are read in place, nothing is extracted, and every scan ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What limits a feed, and how it finds its number of workers, without losing a batch."""
+"""Bottleneck of a feed, and the choice of its number of workers, without losing a batch."""
 
 from __future__ import annotations
 

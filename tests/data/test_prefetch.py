@@ -1,4 +1,4 @@
-"""Reading ahead: a thread whose depth follows the consumer's waiting."""
+"""Prefetching: a thread whose depth follows the waiting of the consumer."""
 
 from __future__ import annotations
 

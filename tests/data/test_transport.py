@@ -1,4 +1,4 @@
-"""Batches out of worker processes: whole, in order, of every kind, also when they do not fit."""
+"""Batches from worker processes: complete, in order, of every kind, also when they exceed the shared memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The doctor: every look at the machine in its good and its bad state, with facts put in; and the machine itself."""
+"""`mh.doctor`: every check with good and bad facts, and on this machine."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def driver(**changes: Any) -> NvidiaDriver:
 
 
 CASES: list[tuple[str, Callable[..., Finding], dict[str, Any], str, str]] = [
-    # what is put in, the verdict, and a part of what is found or of the cure
+    # what is put in, the verdict, and a part of what is found or of the remedy
     ("Linux", software.system, {"platform": "linux"}, "ok", "Linux"),
     ("another system", software.system, {"platform": "darwin"}, "slow", "WSL"),
     ("Python", software.python, {"version": (3, 12, 1), "wanted": ">=3.11"}, "ok", "3.12.1"),
@@ -45,7 +45,7 @@ CASES: list[tuple[str, Callable[..., Finding], dict[str, Any], str, str]] = [
     ("a CPU wheel", gpu.torch_build, {"num_gpus": 2, "is_available": False}, "broken", "install torch with CUDA"),
     ("blind torch", gpu.torch_build, {"num_gpus": 2, "cuda": "13.0", "is_available": False}, "broken", "sees none"),
     ("a known GPU", gpu.gpu_architecture, {"found": [Device("cuda", 0, model="H200")]}, "ok", "cuda:0 H200"),
-    ("a strange GPU", gpu.gpu_architecture, {"found": [Device("cuda", 0, cure="newer")]}, "broken", "newer"),
+    ("a strange GPU", gpu.gpu_architecture, {"found": [Device("cuda", 0, remedy="newer")]}, "broken", "newer"),
     ("shared GPU", gpu.gpu_mode, {"found": driver()}, "ok", "shared"),
     ("exclusive GPU", gpu.gpu_mode, {"found": driver(mode="Exclusive_Process")}, "slow", "nvidia-smi -i 0 -c DEFAULT"),
     ("prohibited GPU", gpu.gpu_mode, {"found": driver(mode="Prohibited")}, "broken", "cuda:0 Prohibited"),
@@ -104,8 +104,8 @@ def test_check_returns_the_expected_verdict(
 ) -> None:
     finding = check(**facts)
     assert finding.verdict == verdict
-    assert part in f"{finding.found} {finding.why} {finding.cure}"
-    assert bool(finding.why and finding.cure) == (verdict != "ok")
+    assert part in f"{finding.found} {finding.why} {finding.remedy}"
+    assert bool(finding.why and finding.remedy) == (verdict != "ok")
 
 
 def test_every_check_is_tested_for_ok_and_failure() -> None:
@@ -126,14 +126,14 @@ def test_gpu_without_a_driver_is_reported_as_broken(monkeypatch: pytest.MonkeyPa
         (tmp_path / name / "class").write_text(f"{kind}\n")
     assert nvidia.count_on_bus(tmp_path) == 1
     finding = gpu.driver(num_on_bus=1)
-    assert (finding.verdict, "--gpus all" in finding.cure) == ("broken", True)
+    assert (finding.verdict, "--gpus all" in finding.remedy) == ("broken", True)
     assert gpu.driver(num_on_bus=0).verdict == "ok"
 
 
 def test_hidden_gpus_are_not_blamed_on_the_torch_build(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
     finding = gpu.torch_build(num_gpus=1, cuda="13.0", is_available=False)
-    assert (finding.verdict, finding.cure) == ("slow", "unset CUDA_VISIBLE_DEVICES")
+    assert (finding.verdict, finding.remedy) == ("slow", "unset CUDA_VISIBLE_DEVICES")
 
 
 SMI = """#!/bin/sh

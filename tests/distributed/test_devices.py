@@ -1,4 +1,4 @@
-"""Devices: names, virtual ones, defaults, and errors that say what there is."""
+"""Devices: names, virtual devices, defaults, and errors that list the available ones."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 
 from manyhands.core import DeviceError
 from manyhands.distributed import Device, devices, num_cores, resolve, this_host
-from manyhands.distributed.devices import _capability_cure
+from manyhands.distributed.devices import _capability_remedy
 
 
 def test_cpu_is_always_listed() -> None:
@@ -87,7 +87,7 @@ def test_replicas_without_accelerators_share_the_cpu_with_a_warning(monkeypatch:
 def test_torch_build_without_gpu_support_is_reported_with_a_remedy(
     capability: tuple[int, int], built_for: list[str], usable: bool
 ) -> None:
-    cure = _capability_cure(capability, built_for, "13.0")
-    assert (cure == "") == usable
+    remedy = _capability_remedy(capability, built_for, "13.0")
+    assert (remedy == "") == usable
     if not usable:
-        assert "install a torch built for it" in cure
+        assert "install a torch built for it" in remedy

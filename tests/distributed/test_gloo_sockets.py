@@ -1,4 +1,4 @@
-"""Ending blocked collectives of gloo: what happens to the process's sockets."""
+"""Aborting blocked collectives of gloo: the effect on the process's sockets."""
 
 from __future__ import annotations
 

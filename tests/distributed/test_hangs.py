@@ -1,4 +1,4 @@
-"""Hangs: one report with every rank's stack, the collective that is waited in, and who has not arrived."""
+"""Hangs: one report with every rank's stack, the blocked collective, and the missing ranks."""
 
 from __future__ import annotations
 

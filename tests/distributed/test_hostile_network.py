@@ -1,4 +1,4 @@
-"""Processes on the ranks' network that know no key and no token: they execute nothing, and jobs say what happened."""
+"""Processes without key and token on the ranks' network: they cannot execute code, and jobs report them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Messages between ranks keep values and types, and bytes of strangers run no code."""
+"""Messages between ranks keep values and types, and untrusted bytes run no code."""
 
 from __future__ import annotations
 

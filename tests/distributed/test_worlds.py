@@ -1,4 +1,4 @@
-"""Every world keeps the same contract; meshes where there are processes."""
+"""Every world fulfils the same contract; device meshes for worlds of processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ensembles: combinations, uncertainty, one program and processes apart, export and serving, members that die."""
+"""Ensembles: combinations, uncertainty, execution in one program or several processes, serving, failed members."""
 
 from __future__ import annotations
 

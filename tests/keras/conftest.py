@@ -1,4 +1,4 @@
-"""Two replicas, started once for all that a file compares or observes of them, by an engine that has Keras at hand."""
+"""Two replicas, started once for all comparisons of a test file, by an engine that has imported Keras."""
 
 from __future__ import annotations
 

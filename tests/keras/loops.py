@@ -1,4 +1,4 @@
-"""Custom training loops: batches in any order, every row once, steps that ask for their strategy, and refusals."""
+"""Custom training loops: batches in any order, every row once, steps that use their strategy, and refusals."""
 
 from __future__ import annotations
 

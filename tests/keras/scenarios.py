@@ -1,4 +1,4 @@
-"""What people do with Keras, each as a function of a folder: run alone and by two replicas, the results must agree."""
+"""Keras programs, each a function of a folder: run alone and by two replicas, the results must be equal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two replicas: callbacks and files once, one order of the data, each its own rows and its own dropout."""
+"""Two Keras replicas: callbacks and files once, one data order, separate rows and dropout."""
 
 from __future__ import annotations
 

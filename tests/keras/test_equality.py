@@ -1,4 +1,4 @@
-"""The strategy never changes the answer: Keras on two replicas gives the losses and weights of one."""
+"""Keras on two replicas gives the losses and weights of one."""
 
 from __future__ import annotations
 

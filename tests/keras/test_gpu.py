@@ -1,4 +1,4 @@
-"""Keras on a CUDA device: what the CPU computes; alone as cut in two; in bf16; saved for plain Keras."""
+"""Keras on a CUDA device: equal to the CPU, alone, split in two, and in bf16; saved for plain Keras."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Environments as schedulers and launchers really set them, and what must be understood of each."""
+"""Environment variables as schedulers and launchers set them, and the cluster that each describes."""
 
 from __future__ import annotations
 

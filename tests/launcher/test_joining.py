@@ -1,4 +1,4 @@
-"""Joining: tokens and their files, the handshake against those who should not get in, messages that make no sense."""
+"""Joining: token files, the handshake against unauthorized hosts, and malformed messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks that another launcher started: torchrun, or a shell on every host with the same variables."""
+"""Ranks started by another launcher: torchrun, or a shell on every host with the same variables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Leases: who waits for whom, with real processes, real locks and real deaths."""
+"""Leases: programs that wait for each other, with real processes, locks and kills."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The local engine: forked ranks, what crosses to them, how they end, and what is left of them."""
+"""The local engine: forked ranks, their arguments and results, their end, and leaked resources."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Heartbeats between joined hosts: who is reported, before and after hosts have joined again."""
+"""Heartbeats between joined hosts: which hosts are reported, before and after a rejoin."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sinks: what a run tells to the tools that people watch runs with, and that none of them can hold it up."""
+"""Sinks: the events sent to external tools, none of which can delay a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Members lost together, or again and again, and what a run begins with that goes back to its beginning."""
+"""Simultaneous and repeated failures of members, and restarts from the initial weights."""
 
 from __future__ import annotations
 

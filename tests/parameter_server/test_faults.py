@@ -1,4 +1,4 @@
-"""Faults of parameter servers: who dies where, and a ledger that shows no gradient twice and none lost."""
+"""Failures of members at every stage, and a ledger that shows each gradient applied exactly once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Followers: one of them replaces a server that dies, with every acknowledged update."""
+"""Followers: one of them replaces a failed server, with every acknowledged update."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chief, servers and workers on hosts of their own, by a TF_CONFIG: links that are cut, and members that are killed."""
+"""Chief, servers and workers on separate hosts, by TF_CONFIG: links that go down, and killed members."""
 
 from __future__ import annotations
 

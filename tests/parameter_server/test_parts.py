@@ -1,4 +1,4 @@
-"""Parts of parameter servers by themselves: layout, updates, tables, the pushes, sockets, and the schedule."""
+"""Units of parameter servers: layout, updates, tables, pushes, sockets, and the schedule."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training with parameter servers: equal to one device where the mathematics is the same, honest where it is not."""
+"""Training with parameter servers: equal to one device if synchronous; reported differences otherwise."""
 
 from __future__ import annotations
 

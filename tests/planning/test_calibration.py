@@ -1,4 +1,4 @@
-"""Calibration: constants are found again from steps made with them, and what they cannot explain is carried over."""
+"""Calibration: constants are recovered from steps generated with them, and unexplained time is kept."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Estimates: each part of a step behaves as its formula says, and published figures are met."""
+"""Estimates: each part of a step follows its formula, and published figures are met."""
 
 from __future__ import annotations
 

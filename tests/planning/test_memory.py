@@ -1,4 +1,4 @@
-"""What a plan says that a step holds is what a step was seen to hold."""
+"""Predicted memory of a step equals the measured memory."""
 
 from __future__ import annotations
 

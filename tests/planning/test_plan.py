@@ -1,4 +1,4 @@
-"""Plans: what is picked and why, the curve and its reason, what is refused, and files that come and go."""
+"""Plans: the choice and its reason, the scaling curve, refusals, and plan files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The scorecard's parts that need no measuring here: famous points, and steps that were measured on an H200."""
+"""The planner against published results and steps measured on an H200."""
 
 from __future__ import annotations
 

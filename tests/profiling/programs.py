@@ -1,4 +1,4 @@
-"""Programs that are sick on purpose, and a healthy one."""
+"""Programs with one known performance problem each, and one without."""
 
 from __future__ import annotations
 

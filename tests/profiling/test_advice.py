@@ -1,4 +1,4 @@
-"""Advice: four programs that are sick on purpose are named with their cure; every rule on numbers as they were seen."""
+"""Advice: four programs that are slow on purpose are reported with the remedy; every rule, on recorded numbers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_starved_input_is_diagnosed() -> None:
     found = mh.profile(programs.starved(), mh.Single(), on="cpu", steps=6)
     assert found.advice[0].name == "starved input"
     assert "the training process itself reads" in found.advice[0].evidence
-    assert "workers=" in found.advice[0].cure
+    assert "workers=" in found.advice[0].remedy
     assert found.advice[0].gain > 1.5
 
 
@@ -61,7 +61,7 @@ def test_slow_rank_is_diagnosed() -> None:
     assert found.advice[0].name == "slow rank"
     assert "rank 1" in found.advice[0].evidence
     assert "in forward" in found.advice[0].evidence
-    assert "backup=1" in found.advice[0].cure
+    assert "backup=1" in found.advice[0].remedy
 
 
 def test_hot_parameter_is_diagnosed() -> None:

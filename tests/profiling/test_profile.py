@@ -1,4 +1,4 @@
-"""Profiles of real ranks: phases, modules, memory, the page and the trace; and what a run samples by itself."""
+"""Profiles of real ranks: phases, modules, memory, page and trace; and sampled steps of a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A step is taken by all or by none: kills at every point between the sum of the gradients and the next step."""
+"""A step is applied by all ranks or by none: kills at every point between the all-reduce and the next step."""
 
 from __future__ import annotations
 

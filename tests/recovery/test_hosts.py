@@ -1,4 +1,4 @@
-"""Recovery over hosts with a network of their own: ranks and hosts are lost, parted and found; one history is left."""
+"""Recovery over hosts in network namespaces: failed ranks and hosts, partitions, and one consistent history."""
 
 from __future__ import annotations
 

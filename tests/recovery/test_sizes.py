@@ -1,4 +1,4 @@
-"""Worlds that shrink and grow in mid-epoch: a host is lost with its ranks and comes back, and the run is the same."""
+"""Worlds that shrink and grow within an epoch: a host fails and returns, and the result is the same."""
 
 from __future__ import annotations
 

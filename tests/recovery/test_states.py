@@ -1,4 +1,4 @@
-"""Faults of numbers and disks: NaN on one rank, a weight that changes by itself, a full disk, late writers."""
+"""Numerical and disk faults: NaN on one rank, a corrupted weight, a full disk, fenced writers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models to serve, small and telling: version k of `adder` answers with its input plus k."""
+"""Small models to serve: version k of `adder` answers with its input plus k."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The batcher alone, with scripted replicas and a simulated clock."""
+"""The batcher with scripted replicas and a simulated clock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which connection gives way when there are too many, by itself and under attacks from many addresses."""
+"""Eviction of connections when there are too many, also under attacks from many addresses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every decoder by itself, with anything: it gives what fits, or says what was wrong; nothing else comes out of it."""
+"""Every decoder on arbitrary input: a valid result or a rejection, and no other error."""
 
 from __future__ import annotations
 

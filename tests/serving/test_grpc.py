@@ -1,4 +1,4 @@
-"""gRPC below the clients: health, tokens, deadlines, TensorFlow Serving's services on the wire."""
+"""gRPC services: health, tokens, deadlines, and TensorFlow Serving's services as raw messages."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_unauthenticated_calls_are_rejected_in_the_grpc_process(start: Start, mo
     messages = health_grpc.MESSAGES
     asked = "/grpc.health.v1.Health/Check", messages["HealthCheckRequest"](), messages["HealthCheckResponse"]
     for _ in range(20):
-        with pytest.raises(grpc.RpcError, match="this server wants a token"):
+        with pytest.raises(grpc.RpcError, match="this server requires a token"):
             call(server.grpc, *asked)
     assert heard == []
     assert call(server.grpc, *asked, metadata=[("authorization", "Bearer secret")]).status == 1

@@ -1,4 +1,4 @@
-"""The process for gRPC reads what clients send: what it hands on is small, and what it says is checked."""
+"""The gRPC process, which reads what clients send: its messages are small, and the server validates them."""
 
 from __future__ import annotations
 

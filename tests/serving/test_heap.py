@@ -1,4 +1,4 @@
-"""Memory that requests leave behind: kept for the next ones, and returned to the system after a burst."""
+"""Memory of requests: kept for later requests, and returned to the system after a burst."""
 
 from __future__ import annotations
 

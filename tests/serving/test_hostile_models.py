@@ -1,4 +1,4 @@
-"""Models that an attacker puts into the folder of a server: the others are served, and each reason is reported."""
+"""Hostile models in a server's folder: other models are served, and each reason is reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""HTTP by itself: what clients of every kind get, with no model behind it."""
+"""The HTTP listener without a model: responses to clients of every kind."""
 
 from __future__ import annotations
 

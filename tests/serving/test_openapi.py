@@ -1,4 +1,4 @@
-"""The description of the REST side is right, and whatever fits it, or nearly, is answered soundly."""
+"""The OpenAPI description is correct, and requests that match it, or nearly do, are answered correctly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several servers behind one address: who is asked, who takes over, and what changes everywhere at once."""
+"""Several servers behind a router: load balancing, failover, and changes on all servers."""
 
 from __future__ import annotations
 

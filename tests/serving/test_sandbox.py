@@ -1,4 +1,4 @@
-"""The process of a replica is the boundary: what runs in it reaches nothing and harms neither server nor others."""
+"""The replica process as security boundary: its code reaches nothing outside and harms no other process."""
 
 from __future__ import annotations
 

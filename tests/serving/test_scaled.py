@@ -1,4 +1,4 @@
-"""Servers that an engine places behind a router: how many there are, and what becomes of one that is lost."""
+"""Servers that an engine places behind a router: autoscaling, and replacement of failed servers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who may use a listener: web pages of other origins and pages that took this machine's address may not."""
+"""Access control of listeners: origins, hosts and DNS rebinding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TensorFlow Serving's REST API: answers, statuses and messages."""
+"""TensorFlow Serving's REST API: responses, status codes and messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TLS on every listener: who is let in, and what a mistake with certificates says."""
+"""TLS on every listener: which clients are accepted, and errors about certificates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Versions under load: what comes takes over, what is broken does not, what goes finishes first."""
+"""Version changes under load: new versions take over, broken ones do not, old ones drain."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Exported models: they answer as the module does, come whole or not at all, and execute nothing."""
+"""Exported models: they compute as the module does, are written atomically, and execute nothing."""
 
 from __future__ import annotations
 

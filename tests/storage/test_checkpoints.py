@@ -1,4 +1,4 @@
-"""Checkpoints: what is saved comes back bit for bit, and only what was committed is ever seen."""
+"""Checkpoints: bit-exact round trips, and only committed checkpoints are visible."""
 
 from __future__ import annotations
 

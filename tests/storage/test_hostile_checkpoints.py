@@ -1,4 +1,4 @@
-"""Checkpoints and weights that an attacker, or a broken disk, has changed: the older one is loaded, nothing hangs."""
+"""Corrupted or hostile checkpoints and weights: the previous one is loaded, and nothing hangs."""
 
 from __future__ import annotations
 

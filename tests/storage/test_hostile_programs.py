@@ -1,4 +1,4 @@
-"""Archives that are forged by hand: none reaches memory that is not its own, and each is refused with a reason."""
+"""Forged archives: none accesses foreign memory, and each is refused with a reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Arguments with which a kernel of torch leaves its memory are refused before it is called."""
+"""Arguments that let a torch kernel access memory out of bounds are refused before the call."""
 
 from __future__ import annotations
 

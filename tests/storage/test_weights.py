@@ -1,4 +1,4 @@
-"""Weights from elsewhere: every format, names that differ in the usual ways, and what is refused with a list."""
+"""Weights from files: every format, common differences of names, and refusals that list the names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Networks that are worth cutting: skips over several stages, tied weights, two towers, an encoder and a decoder."""
+"""Networks to partition: skips over several stages, tied weights, two towers, an encoder and a decoder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Networks, losses and optimizers that are easily got wrong: branches, buffers, hooks, attention, second gradients."""
+"""Networks, losses and optimizers that are hard to split: branches, buffers, hooks, attention, second gradients."""
 
 from __future__ import annotations
 

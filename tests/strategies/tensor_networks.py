@@ -1,4 +1,4 @@
-"""Small transformers put together at random, from embeddings, attention, MLPs and norms as they are often written."""
+"""Small transformers composed at random from embeddings, attention, MLPs and norms as they are often written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A network whose values come later has those that it would have had, bit for bit, and is never there as a whole."""
+"""Deferred initialization: values are bit-equal to an immediate one, and the whole network never exists."""
 
 from __future__ import annotations
 

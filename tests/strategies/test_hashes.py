@@ -1,4 +1,4 @@
-"""The hash by which replicas are compared: one flipped bit changes it, wherever the tensor lies."""
+"""The hash that compares replicas: one flipped bit changes it, at any position."""
 
 from __future__ import annotations
 

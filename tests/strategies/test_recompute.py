@@ -1,4 +1,4 @@
-"""Recompute: the same training with less memory; what is chosen, what is kept, what is refused."""
+"""Recomputation: the same training with less memory; what is selected, stored and refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Schedules: complete, in an order that can be followed, with the bubble of the formula."""
+"""Pipeline schedules: complete, free of deadlocks, with the bubble of the formula."""
 
 from __future__ import annotations
 

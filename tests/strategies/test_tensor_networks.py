@@ -1,4 +1,4 @@
-"""Transformers as they are often written are the same under TensorParallel, or are refused by the true reason."""
+"""Typical transformers under TensorParallel: equal to one device, or refused with the right reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Operations on tensors that are cut over ranks have the values and gradients of one device."""
+"""Operations on sharded tensors have the values and gradients of one device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""sync="auto": what it would take is forecast, the choice is explained, and a wrong one is taken back."""
+"""sync="auto": the predicted time, the explained choice, and the revision of a wrong choice."""
 
 from __future__ import annotations
 

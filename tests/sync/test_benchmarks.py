@@ -1,4 +1,4 @@
-"""The benchmarks of this room in small: every contender trains, and what is reported has the promised form."""
+"""Short runs of the sync benchmarks: every contender trains, and the report has the specified form."""
 
 from __future__ import annotations
 

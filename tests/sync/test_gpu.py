@@ -1,4 +1,4 @@
-"""Policies on a GPU: two ranks share one, the exchange runs by itself between two recordings."""
+"""Policies on a GPU: two ranks share it, and the exchange runs between two captured graphs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Policies between hosts: exact within each, few bytes across."""
+"""Policies between hosts: exact sums within a host, few bytes between hosts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Replicas that train apart and agree now and then: equal where it must be, one network in every checkpoint."""
+"""Local SGD: replicas are equal whenever they synchronize, and every checkpoint has one network."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is not lost with a replica, or by a checkpoint: what policies remember, and samples of replicas gone apart."""
+"""Recovery with sync policies: error feedback, shared state, and samples of diverged replicas are not lost."""
 
 from __future__ import annotations
 

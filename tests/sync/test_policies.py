@@ -1,4 +1,4 @@
-"""Every policy keeps its contract, and nonsense is refused by name."""
+"""Every policy fulfils the contract, and invalid settings are refused by name."""
 
 from __future__ import annotations
 

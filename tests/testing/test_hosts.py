@@ -1,4 +1,4 @@
-"""Hosts of namespaces: they reach each other, links go down, halves part, a rate holds, and nothing is left."""
+"""Simulated hosts: connections, links that go down, partitions, rate limits, and clean-up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The time limit of tests: what ends a test that pytest-timeout cannot end."""
+"""The time limit of tests also ends tests that pytest-timeout cannot end."""
 
 from __future__ import annotations
 

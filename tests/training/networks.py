@@ -1,4 +1,4 @@
-"""More networks of the equality matrix, written as people write them: nothing in them knows how it will be split."""
+"""More networks of the equality matrix, written without regard to how they will be split."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Averages: the moving average of the weights, by the book, on any number of replicas, saved, restored and used."""
+"""The moving average of the weights: its formula, on any number of replicas, saved, restored and used."""
 
 from __future__ import annotations
 

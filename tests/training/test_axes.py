@@ -1,4 +1,4 @@
-"""Several axes at once: who sits where in the mesh, who gets which samples, and products of strategies."""
+"""Several mesh axes: positions of ranks, shares of samples, and products of strategies."""
 
 from __future__ import annotations
 

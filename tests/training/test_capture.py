@@ -1,4 +1,4 @@
-"""Recorded steps on a CUDA device: the same losses as plain ones, and the right line where that cannot be."""
+"""Captured steps on a CUDA device: the losses of eager steps, and the right line if a step cannot be captured."""
 
 from __future__ import annotations
 

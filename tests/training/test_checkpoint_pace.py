@@ -1,4 +1,4 @@
-"""Which steps of a run are saved: ends of epochs as their cost allows, the last step always."""
+"""Which steps are saved: ends of epochs as far as their cost allows, and always the last step."""
 
 from __future__ import annotations
 

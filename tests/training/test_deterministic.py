@@ -1,4 +1,4 @@
-"""deterministic=True: a network that draws gives the same losses on any number of replicas, however it is cut."""
+"""deterministic=True: a network that draws random numbers gives the same losses for any split."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which draws belong to single samples: seen before work starts, and told where only a size could tell."""
+"""Which random draws belong to single samples, and the notice if only their size tells."""
 
 from __future__ import annotations
 

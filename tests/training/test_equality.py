@@ -1,4 +1,4 @@
-"""The strategy never changes the answer: Single and Mirrored on 1 to 4 ranks, against a loop written by hand."""
+"""Single and Mirrored on 1 to 4 ranks give the result of a hand-written loop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table before a split run, and what was really held afterwards."""
+"""The table of layers before a run, and the bytes that devices really held."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fit: resuming, stopping, callbacks, events, what a run leaves behind, and what it refuses."""
+"""Fit: resuming, stopping, callbacks, events, files of a run, and refusals."""
 
 from __future__ import annotations
 

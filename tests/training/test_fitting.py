@@ -1,4 +1,4 @@
-"""fit_in chooses the least costly way that fits, and what it foresees is what is measured."""
+"""fit_in chooses the cheapest options that fit, and its prediction equals the measured memory."""
 
 from __future__ import annotations
 

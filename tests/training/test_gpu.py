@@ -1,4 +1,4 @@
-"""The same promises on a CUDA device: alone, cut in two, in bf16, resumed, exported."""
+"""Training on a CUDA device: alone, split in two, in bf16, resumed, exported."""
 
 from __future__ import annotations
 
@@ -110,6 +110,6 @@ def test_nccl_works_with_one_rank() -> None:
 def test_devices_reports_gpu_memory_and_capability() -> None:
     device = mh.devices()[0]
     assert device.kind == "cuda"
-    assert device.cure == ""
+    assert device.remedy == ""
     assert device.memory > 0
     assert device.capability

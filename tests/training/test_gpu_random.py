@@ -1,4 +1,4 @@
-"""On a GPU: layout-free numbers as on the CPU and in a captured step, recomputation, and a limit that is kept."""
+"""On a GPU: layout-free random numbers as on the CPU and in captured steps, recomputation, memory limits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The hand: loops that people write themselves, alone and on many replicas."""
+"""The hand: custom training loops, on one and on many replicas."""
 
 from __future__ import annotations
 

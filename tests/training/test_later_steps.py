@@ -1,4 +1,4 @@
-"""What the first two steps do not show: branches that other rows take, terms and updates that start later, ties."""
+"""Differences that the first two steps do not show: other branches, terms and updates that start later, ties."""
 
 from __future__ import annotations
 

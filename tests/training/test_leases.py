@@ -1,4 +1,4 @@
-"""Fit and leases: the second program to train on a device waits for the first, or says who has it."""
+"""Fit and leases: a second program on the same device waits, or names the holder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory: an account of a step in bytes, a limit, and a step that did not fit and says what would."""
+"""Memory: the breakdown of a step in bytes, limits, and out-of-memory errors that name what would fit."""
 
 from __future__ import annotations
 

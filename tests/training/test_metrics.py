@@ -1,4 +1,4 @@
-"""Metrics: objects are joined over replicas before they compute, every sample counts once, slips are refused early."""
+"""Metrics: states are merged over replicas, every sample counts once, and mistakes are refused early."""
 
 from __future__ import annotations
 

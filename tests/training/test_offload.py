@@ -1,4 +1,4 @@
-"""State, gradients and activations in the host's memory: the same answers, and on a GPU less of its memory."""
+"""Offloading of state, gradients and activations to host memory: the same results with less GPU memory."""
 
 from __future__ import annotations
 

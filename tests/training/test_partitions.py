@@ -1,4 +1,4 @@
-"""Cuts that cannot be made are refused before anything starts; those that can are drawn."""
+"""Impossible partitions are refused before processes start; others are drawn."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Patience: when a run ends, what it says, what survives a resume, and what is refused before work starts."""
+"""Patience: when a run ends, its message, resuming, and refusals before the start."""
 
 from __future__ import annotations
 

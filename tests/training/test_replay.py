@@ -1,4 +1,4 @@
-"""Replay: a committed step taken again on one device, a replica that was wrong, a sample that was bad."""
+"""Replay: a committed step is repeated on one device, and finds a wrong replica or a bad sample."""
 
 from __future__ import annotations
 

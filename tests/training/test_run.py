@@ -1,4 +1,4 @@
-"""Run: its numbers by step, also where steps were left out, and what it refuses to write over."""
+"""Run: its values by step, also with skipped steps, and refusals to overwrite."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One network in parts equals one network whole: losses, weights, validation, and what ranks hold of it."""
+"""A sharded network equals the whole one: losses, weights, validation, and the shards that ranks hold."""
 
 from __future__ import annotations
 

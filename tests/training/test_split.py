@@ -1,4 +1,4 @@
-"""One network cut over ranks equals one network whole: losses, weights, dropout, checkpoints under any other layout."""
+"""A partitioned network equals the whole one: losses, weights, dropout, checkpoints under other layouts."""
 
 from __future__ import annotations
 

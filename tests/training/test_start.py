@@ -1,4 +1,4 @@
-"""Starting from what was learned before: runs, files, Hugging Face folders; refused early where it does not fit."""
+"""Initial weights from runs, files and Hugging Face folders; weights that do not fit are refused early."""
 
 from __future__ import annotations
 

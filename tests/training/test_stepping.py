@@ -1,4 +1,4 @@
-"""The parts of a captured step, run one by one on the CPU: the same sums, the same network."""
+"""The phases of a captured step, run separately on the CPU: the same sums and weights."""
 
 from __future__ import annotations
 

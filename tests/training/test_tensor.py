@@ -1,4 +1,4 @@
-"""Layers that several ranks compute together: losses and weights of one device, whatever the network is made of."""
+"""Tensor-parallel layers give the losses and weights of one device, for many kinds of networks."""
 
 from __future__ import annotations
 

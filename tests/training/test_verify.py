@@ -1,4 +1,4 @@
-"""The trial before training: what a split changes is refused with its line, ordinary networks train as without it."""
+"""Verification before training: a changed result is refused with its line, and ordinary networks train."""
 
 from __future__ import annotations
 

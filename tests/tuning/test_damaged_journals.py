@@ -1,4 +1,4 @@
-"""Journals with damaged lines: what the other lines say is kept, and the damaged ones are named."""
+"""Damaged lines in journals: the content of other lines is kept, and damaged ones are reported."""
 
 from __future__ import annotations
 

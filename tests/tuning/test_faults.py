@@ -1,4 +1,4 @@
-"""Faults: drivers and workers that are killed, disks that are full. What is finished is kept, nothing is done twice."""
+"""Killed drivers and workers, full disks: finished trials are kept, and nothing runs twice."""
 
 from __future__ import annotations
 

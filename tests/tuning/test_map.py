@@ -1,4 +1,4 @@
-"""mh.map: results in order, failures named, processes that die replaced."""
+"""mh.map: results in order, failed items by name, and replaced processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Searchers and stopping policies: what they propose and judge, given what is known."""
+"""Searchers and stopping policies: their proposals and decisions, given a history."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a study says about its parameters: importance, edges of ranges, late bests, parameters that hardly matter."""
+"""Conclusions of a study: importance, edges of ranges, late best trials, parameters that hardly matter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Spaces, objectives, the journal: plain logic."""
+"""Spaces, objectives and the journal, without processes."""
 
 from __future__ import annotations
 

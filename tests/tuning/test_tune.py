@@ -1,4 +1,4 @@
-"""mh.tune: what a study finds, keeps and refuses."""
+"""mh.tune: results, kept networks, and refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A member of a population follows the same course as the same task alone."""
+"""A member of a population trains exactly as the same task alone."""
 
 from __future__ import annotations
 

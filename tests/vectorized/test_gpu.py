@@ -1,4 +1,4 @@
-"""The same promises on a CUDA device: recorded, compiled, in bf16, with members that come and go, short of memory."""
+"""Vectorized ensembles on a CUDA device: captured, compiled, in bf16, changing members, out of memory."""
 
 from __future__ import annotations
 

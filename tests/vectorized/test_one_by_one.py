@@ -1,4 +1,4 @@
-"""What no stack can compute is trained one member after another, with the result of each task alone."""
+"""Networks that cannot be stacked are trained one after another, with the result of each task alone."""
 
 from __future__ import annotations
 

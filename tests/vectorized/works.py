@@ -1,4 +1,4 @@
-"""Small tasks of several kinds, as functions of what a search would vary."""
+"""Small tasks of several kinds, each a function of the hyperparameters that a search varies."""
 
 from __future__ import annotations
 

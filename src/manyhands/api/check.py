@@ -1,18 +1,19 @@
-"""Public function `check`: compare a strategy with one device."""
+"""Public function `check`: compare a strategy with one device; and a check of data that `fit` makes too."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
 from .. import training
-from ..core import StrategySpec, as_task
+from ..core import StrategySpec, Task, as_task
+from ..data import check_source, source_of
 from ..distributed import DEFAULT_TIMEOUT, NullWorld
 from ..strategies import require_loss
 from ..training import Verdict
-from .checks import check_data
 from .parameter_servers import check_served
 from .recording import explain_mathematics
 from .runtime import On, TaskLike, own_randomness, runtime
@@ -66,3 +67,19 @@ def check(
             # The compared steps may have too few rows for the micro-batches of training.
             training.check_statistics(made, spec)
     return dataclasses.replace(verdict, notes=(*verdict.notes, *explain_mathematics(spec)))
+
+
+def check_data(task: Task, steps: int | None) -> None:
+    """Raise for invalid data, an invalid batch size, or a schedule that does not fit the number of steps.
+
+    If `task.data` is a function, nothing is checked, because it is called in the ranks.
+
+    Args:
+        task: The task.
+        steps: Number of steps of the run; None for whole epochs.
+    """
+    if inspect.isfunction(task.data):
+        return
+    source = source_of(task)
+    num_steps = source.num_steps(check_source(source, task.batch_size))
+    training.check_schedule(task, num_steps if steps is None else steps)

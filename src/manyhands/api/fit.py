@@ -18,7 +18,7 @@ from ..options import Checkpoints, Display, Equality, Logging, Recovery, Resourc
 from ..storage import CheckpointStore
 from ..strategies import SplitTable, require_loss
 from ..training import Callback, Job, Patience, ReplicaResult, Run, new_folder
-from .checks import check_data
+from .check import check_data
 from .parameter_servers import check_served, train_served
 from .planned import planned
 from .recording import explain_mathematics, put_record, record_of, recording, started_before

@@ -84,7 +84,7 @@ def serve(
 
 
 def as_log(log: ServingLog | str | Path | None) -> ServingLog:
-    """Return logging options; a string or a path is the folder of the logs, None stands for the defaults."""
+    """Return logging options; a string or a path is the folder of the logs, None selects the defaults."""
     return as_options(ServingLog, ServingLog(log=Path(log)) if isinstance(log, str | Path) else log)
 
 

@@ -46,8 +46,8 @@ def as_dict(device: Device) -> dict[str, Any]:
         "free": device.free,
         "capability": device.capability,
         "links": device.links,
-        "usable": not device.cure,
-        "note": device.cure,
+        "usable": not device.remedy,
+        "note": device.remedy,
     }
 
 
@@ -60,6 +60,6 @@ def _print_table(found: list[Device]) -> None:
     for title in ("device", "model", "memory", "free", "capability", "links", "note"):
         table.add_column(title, justify="right" if title in ("memory", "free") else "left", overflow="fold")
     for d in found:
-        cells = (d.name, d.model, amount(d.memory), amount(d.free), d.capability, d.links, d.cure or "ready")
-        table.add_row(*map(Text, cells), style="yellow" if d.cure else "")
+        cells = (d.name, d.model, amount(d.memory), amount(d.free), d.capability, d.links, d.remedy or "ready")
+        table.add_row(*map(Text, cells), style="yellow" if d.remedy else "")
     stdout().print(table)

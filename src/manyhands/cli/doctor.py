@@ -52,7 +52,7 @@ def _show(found: list[Finding]) -> None:
         text = Text(finding.found, overflow="fold")
         if finding.verdict != "ok":
             text.append(f"\n{finding.why}\n", style="dim")
-            text.append(f"cure: {finding.cure}", style="bold")
+            text.append(f"remedy: {finding.remedy}", style="bold")
         table.add_row(Text(finding.verdict, style=_STYLES[finding.verdict]), Text(finding.name), text)
     console = stdout()
     console.print(table)

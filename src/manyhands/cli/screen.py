@@ -73,7 +73,7 @@ def only_json(wanted: bool) -> Iterator[None]:
 
 
 def amount(num_bytes: int) -> str:
-    """Return a number of bytes as text with a unit; empty for 0, which stands for an unknown number.
+    """Return a number of bytes as text with a unit; empty for 0, which means that the number is unknown.
 
     >>> amount(150_000_000_000)
     '139.7 GiB'

@@ -36,8 +36,8 @@ def selftest(
 ) -> None:
     """Run every strategy on several devices, and compare results and speed with one of them.
 
-    Use it before you train on a machine with several GPUs: manyhands has not been run on many kinds of them. Attach the
-    report to an issue if a strategy fails. The exit code is 1 if one does.
+    Use it before you train on a machine with several GPUs: manyhands is tested with one GPU only. If a strategy fails,
+    the exit code is 1; attach the report to an issue.
     """
     if gpus is not None and (on is not None or gpus < 2):
         raise SettingsError(

@@ -1,11 +1,11 @@
 """Older parts of an event log, so that the log of a long run stays small.
 
-A log `events.jsonl` of more than `PART_BYTES` is renamed to `events-000001.jsonl`, and a new one is begun. Parts other
-than the newest are compacted to `events-000001.jsonl.xz`:
+A log `events.jsonl` of more than `PART_BYTES` is renamed to `events-000001.jsonl`, and a new log is started. All parts
+except the newest one are compacted to `events-000001.jsonl.xz`:
 
-- losses, metrics and everything that happens rarely are kept as they are;
-- the memory and the pace of a rank become groups of points, of the size that charts show in the end;
-- of the other values that ranks report about themselves, the last ones are kept;
+- losses, metrics and rare events are kept unchanged;
+- the memory and the pace of a rank are merged into the groups of points that a chart of the whole run shows;
+- of the other values that ranks report about themselves, only the last ones are kept;
 - shares of losses, which `manyhands replay` compares for recent steps, are dropped.
 """
 
@@ -31,19 +31,19 @@ PART_BYTES = 8 << 20
 PART_LIMIT = 64 << 20
 """Maximum bytes of a part that are read, so that a small compressed file cannot fill the memory."""
 DICTIONARY = 1 << 20
-"""Bytes of the window in which the compression finds repetitions, which a reader must hold too."""
+"""Bytes of the compression window, which a reader must hold in memory too."""
 MEMORY_LIMIT = 4 << 20
 """Maximum bytes that the decompressor may use."""
 FILTER = {"id": lzma.FILTER_LZMA2, "preset": 6, "dict_size": DICTIONARY}
 _PIECE = 64 << 10
 _CURVE = re.compile(r"(?:memory|pace) [0-9]{1,9}")
 MOST_POINTS = 1000
-"""Number of points of a curve that charts show; groups are as large as possible without a visible difference."""
+"""Maximum number of points that a chart shows per curve; more points are merged into groups."""
 COMPRESSED = ".xz"
 
 
 def older_parts(path: Path) -> list[Path]:
-    """Return the older parts of a log, oldest first; of one that is being compacted, the compacted file."""
+    """Return the older parts of a log, oldest first; if both forms of a part exist, the compacted one."""
     pattern = re.compile(rf"{re.escape(path.stem)}-([0-9]{{6,12}}){re.escape(path.suffix)}({re.escape(COMPRESSED)})?")
     found: dict[int, Path] = {}
     with contextlib.suppress(FileNotFoundError), os.scandir(path.parent) as entries:
@@ -68,11 +68,11 @@ def parts_before(path: Path, file: int) -> list[Path]:
 
 
 class PartReader:
-    """Reads an older part of a log in pieces, and keeps none of them: a small compressed file can have many bytes.
+    """Reads an older part of a log in pieces without keeping them, because a small compressed file can be large inside.
 
     Args:
         path: The part. If it is compacted before the first piece is read, the compacted file is read.
-        offset: Where to begin in a part that is not compacted.
+        offset: Position of the first byte to read, in a part that is not compacted.
     """
 
     def __init__(self, path: Path, offset: int = 0) -> None:
@@ -81,7 +81,7 @@ class PartReader:
         self._decompressor: lzma.LZMADecompressor | None = None
 
     def read(self, size: int) -> bytes:
-        """Return at most so many of the next bytes; nothing at the end.
+        """Return at most `size` of the next bytes; nothing at the end.
 
         Raises:
             FileNotFoundError: The part was compacted after its first piece was read.
@@ -145,7 +145,7 @@ def read_part(path: Path) -> bytes:
 
 
 def next_part(path: Path) -> Path:
-    """Return the name under which a log is put aside."""
+    """Return the name to which a full log is renamed."""
     parts = older_parts(path)
     number = int(_first_name(parts[-1]).rpartition("-")[2]) + 1 if parts else 1
     return path.with_name(f"{path.stem}-{number:06d}{path.suffix}")
@@ -156,7 +156,7 @@ def _first_name(path: Path) -> str:
 
 
 def compact_parts(path: Path) -> None:
-    """Compact all parts of a log but the newest, which a reader may be reading; what cannot be written stays."""
+    """Compact all parts of a log except the newest, which may be being read; parts that cannot be compacted remain."""
     parts = older_parts(path)
     counts: dict[str, int] = {}
     for part in parts[:-1]:
@@ -186,7 +186,7 @@ def _write(part: Path, data: bytes) -> None:
 
 
 def _counts(part: Path) -> dict[str, int]:
-    """Return the numbers of points up to the end of a compacted part; none if its first line does not have them."""
+    """Return the number of points of each curve up to the end of a compacted part, from its first line, or {}."""
     reader, data = PartReader(part), b""
     while b"\n" not in data and len(data) < LINE_LIMIT and (more := reader.read(_PIECE)):
         data += more
@@ -200,7 +200,7 @@ def _line(entry: dict[str, Any]) -> bytes:
 
 
 class Compaction:
-    """Reduces the lines of one part; `counts` has the number of points of each curve before it, then after it."""
+    """Reduces the lines of one part. `counts` has the number of points of each curve before it, and later after it."""
 
     def __init__(self, counts: dict[str, int]) -> None:
         self.counts = dict(counts)
@@ -243,7 +243,7 @@ class Compaction:
             self._curves.setdefault((curve, entry["rank"]), []).append((x, value))
 
     def _held(self) -> Iterator[bytes]:
-        """Yield what was collected about the ranks."""
+        """Yield the merged values of the ranks, and forget them."""
         for entry in self._waits.values():
             yield _line(entry)
         for (curve, rank), points in self._curves.items():
@@ -255,7 +255,7 @@ class Compaction:
 
 
 def grouped(points: list[tuple[float, float]], before: int) -> dict[str, Any]:
-    """Merge points as a chart of all points does in the end; `before` is the number of points that precede them.
+    """Merge points into the groups of a chart of the whole curve; `before` is the number of points that precede them.
 
     >>> grouped([(1, 5.0), (2, 7.0)], before=1000)["count"], grouped([(1, 5.0), (2, 7.0)], before=1001)["count"]
     ([2], [1, 1])

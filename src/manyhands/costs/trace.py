@@ -31,7 +31,7 @@ from ..graph import Life, StorageWatch
 from .network import Network, NetworkPart, PassCost
 
 OWN_LINES = "(own lines and loss)"
-"""The name of the piece that stands for code outside of the traced modules, such as the loss."""
+"""The name of the piece that has the operations outside of the traced modules, such as those of the loss."""
 _LOG = logging.getLogger("torch._subclasses.fake_tensor")
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _ATEN = torch.ops.aten

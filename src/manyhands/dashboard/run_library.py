@@ -199,7 +199,7 @@ class Library:
     def _read(self, source: LogSource) -> bool:
         """Read a slice of a source, and return whether its data have changed; errors are recorded in the source.
 
-        A source whose files were replaced begins again as an empty one.
+        A source whose files were replaced is read from the start, as an empty one.
         """
         with self.turn():
             self._num_reads += 1

@@ -58,7 +58,7 @@ def doctor(folder: str | Path = "runs", checks: Sequence[Callable[[], Finding]] 
 
 
 def _look(check: Callable[[], Finding]) -> Finding:
-    """Run a check; if the check itself raises an error, return a finding that says so, without a problem."""
+    """Run a check; if the check itself raises an error, return a finding with that error, which is no problem."""
     try:
         return check()
     except Exception as error:

@@ -23,8 +23,8 @@ def run_folder(folder: str | Path = "runs", free: int | None = None, speed: floa
     """
     name, place = "run folder", _nearest(Path(folder).absolute())
     if not os.access(place, os.W_OK | os.X_OK):
-        cure = "choose another folder= (--folder), or get permission to write to it"
-        return broken(name, f"{place} is not writable", "no run can be recorded", cure)
+        remedy = "choose another folder= (--folder), or get permission to write to it"
+        return broken(name, f"{place} is not writable", "no run can be recorded", remedy)
     free = shutil.disk_usage(place).free if free is None else free
     if free < _GIB // 4:
         return broken(name, f"{format_bytes(free)} free in {place}", "checkpoints do not fit", "remove old runs")
@@ -36,8 +36,8 @@ def run_folder(folder: str | Path = "runs", free: int | None = None, speed: floa
     if free < 2 * _GIB:
         return slow(name, text, "a few checkpoints of a large network fill it", "remove old runs, or lower keep=")
     if speed < 50e6:
-        cure = "write runs to a local disk with folder= (--folder), or save less often"
-        return slow(name, text, "a checkpoint may not be written before the next one is due", cure)
+        remedy = "write runs to a local disk with folder= (--folder), or save less often"
+        return slow(name, text, "a checkpoint may not be written before the next one is due", remedy)
     return Finding(name, text)
 
 

@@ -22,14 +22,14 @@ class Finding:
     found: str
     verdict: str = OK
     why: str = ""
-    cure: str = ""
+    remedy: str = ""
 
 
-def slow(name: str, found: str, why: str, cure: str) -> Finding:
+def slow(name: str, found: str, why: str, remedy: str) -> Finding:
     """Return a finding of a problem that makes manyhands slow, or fail under load."""
-    return Finding(name, found, SLOW, why, cure)
+    return Finding(name, found, SLOW, why, remedy)
 
 
-def broken(name: str, found: str, why: str, cure: str) -> Finding:
+def broken(name: str, found: str, why: str, remedy: str) -> Finding:
     """Return a finding of a problem that prevents manyhands or a device from working."""
-    return Finding(name, found, BROKEN, why, cure)
+    return Finding(name, found, BROKEN, why, remedy)

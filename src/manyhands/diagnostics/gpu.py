@@ -75,8 +75,8 @@ def gpu_architecture(found: list[Device] | None = None) -> Finding:
     """Check that torch was compiled for the architecture of this machine's accelerators."""
     found = [device for device in (devices() if found is None else found) if device.kind != "cpu"]
     for device in found:
-        if device.cure:
-            return broken("GPU architecture", f"{device.name}, {device.model}", "it cannot be used", device.cure)
+        if device.remedy:
+            return broken("GPU architecture", f"{device.name}, {device.model}", "it cannot be used", device.remedy)
     return Finding("GPU architecture", ", ".join(f"{d.name} {d.model}" for d in found) or "no accelerator")
 
 
@@ -86,10 +86,10 @@ def gpu_mode(found: NvidiaDriver | None = None) -> Finding:
     if not odd:
         return Finding("GPU mode", "shared by processes" if _gpus(found) else "no NVIDIA GPU")
     text = _each(odd, lambda gpu: gpu.mode)
-    cure = f"sudo nvidia-smi -i {odd[0].index} -c DEFAULT"
+    remedy = f"sudo nvidia-smi -i {odd[0].index} -c DEFAULT"
     if any(gpu.mode == "Prohibited" for gpu in odd):
-        return broken("GPU mode", text, "no process can compute on it", cure)
-    return slow("GPU mode", text, "only one process can use it: neither 'cuda:0*2' nor a second program works", cure)
+        return broken("GPU mode", text, "no process can compute on it", remedy)
+    return slow("GPU mode", text, "only one process can use it: neither 'cuda:0*2' nor a second program works", remedy)
 
 
 def gpu_memory(found: NvidiaDriver | None = None) -> Finding:

@@ -32,10 +32,10 @@ def shared_memory(total: int | None = None, free: int | None = None) -> Finding:
             return broken("shared memory", str(error), "workers cannot pass batches", "mount a tmpfs at /dev/shm")
     text = f"{format_bytes(free)} free of {format_bytes(total)} in /dev/shm"
     why = "workers pass batches through it, and die with a bus error when it is full"
-    cure = "in a container --shm-size=8g or --ipc=host; else mount -o remount,size=8G /dev/shm, or remove old files"
+    remedy = "in a container --shm-size=8g or --ipc=host; else mount -o remount,size=8G /dev/shm, or remove old files"
     if free < _GIB // 4:
-        return broken("shared memory", text, why, cure)
-    return slow("shared memory", text, why, cure) if free < _GIB else Finding("shared memory", text)
+        return broken("shared memory", text, why, remedy)
+    return slow("shared memory", text, why, remedy) if free < _GIB else Finding("shared memory", text)
 
 
 def open_files(limit: int | None = None) -> Finding:
@@ -63,12 +63,12 @@ def locked_memory(limit: int | None = None, has_infiniband: bool | None = None) 
     text = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit // 1024} KiB"
     if limit == resource.RLIM_INFINITY or not has_infiniband:
         return Finding("locked memory", text if has_infiniband else f"{text}; no InfiniBand, so it does not matter")
-    cure = "ulimit -l unlimited, or memlock in /etc/security/limits.conf; in a container --ulimit memlock=-1"
+    remedy = "ulimit -l unlimited, or memlock in /etc/security/limits.conf; in a container --ulimit memlock=-1"
     return slow(
         "locked memory",
         text,
         "NCCL cannot register its buffers with InfiniBand, so it fails or uses a slower transport",
-        cure,
+        remedy,
     )
 
 
@@ -79,11 +79,11 @@ def threads(setting: str | None = None, cores: int | None = None) -> Finding:
     if not setting.isdigit():
         return Finding("threads", f"{counted(cores, 'core')}, torch chooses")
     text = f"OMP_NUM_THREADS={setting} on {counted(cores, 'core')}"
-    cure = f"unset OMP_NUM_THREADS, or set it to {cores}"
+    remedy = f"unset OMP_NUM_THREADS, or set it to {cores}"
     if int(setting) > cores:
-        return slow("threads", text, "threads compete for cores, which is often slower than one thread", cure)
+        return slow("threads", text, "threads compete for cores, which is often slower than one thread", remedy)
     if 2 * int(setting) <= cores:
-        return slow("threads", text, "a run in one process on the CPU leaves cores idle", cure)
+        return slow("threads", text, "a run in one process on the CPU leaves cores idle", remedy)
     return Finding("threads", text)
 
 
@@ -132,11 +132,11 @@ def memory(available: int | None = None, total: int | None = None, swapped: int 
         now = psutil.virtual_memory()
         available, total, swapped = now.available, now.total, psutil.swap_memory().used
     text = f"{format_bytes(available)} of {format_bytes(total)} available, {format_bytes(swapped)} swapped out"
-    cure = "end other programs, or use fewer ranks and workers"
+    remedy = "end other programs, or use fewer ranks and workers"
     if available < _GIB // 2:
-        return broken("memory", text, "the system kills processes that allocate more", cure)
+        return broken("memory", text, "the system kills processes that allocate more", remedy)
     if swapped > total // 20 and available < total // 4:
-        return slow("memory", text, "swapped pages must be read from disk in the middle of a step", cure)
+        return slow("memory", text, "swapped pages must be read from disk in the middle of a step", remedy)
     return Finding("memory", text)
 
 
@@ -151,8 +151,8 @@ def clock(source: str | None = None, is_set: bool | None = None, jump: float | N
         found = f"{text}, it jumped by {jump:+.3f} s just now"
         return slow("clock", found, "timestamps of events may be in the wrong order", "see what sets the clock")
     if source and source not in _QUICK_CLOCKS:
-        cure = "boot with clocksource=tsc, or see in dmesg why the kernel does not trust it"
-        return slow("clock", text, "reading the time takes microseconds, and a step reads it often", cure)
+        remedy = "boot with clocksource=tsc, or see in dmesg why the kernel does not trust it"
+        return slow("clock", text, "reading the time takes microseconds, and a step reads it often", remedy)
     if is_set is False:
         return slow(
             "clock", text, "timestamps of several machines do not match", "timedatectl set-ntp true, or install chrony"
@@ -187,10 +187,12 @@ def _nodes() -> tuple[int, int]:
     return max(1, len(folders)), max(1, touched)
 
 
-def _limit(name: str, limit: int, least: int, enough: int, why: str, cure: str) -> Finding:
+def _limit(name: str, limit: int, least: int, enough: int, why: str, remedy: str) -> Finding:
     if limit == resource.RLIM_INFINITY or limit >= enough:
         return Finding(name, "unlimited" if limit == resource.RLIM_INFINITY else f"at most {limit}")
-    return broken(name, f"at most {limit}", why, cure) if limit < least else slow(name, f"at most {limit}", why, cure)
+    return (
+        broken(name, f"at most {limit}", why, remedy) if limit < least else slow(name, f"at most {limit}", why, remedy)
+    )
 
 
 def _number(path: Path) -> int | None:

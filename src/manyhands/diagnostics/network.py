@@ -46,11 +46,11 @@ def host_name(name: str | None = None, resolved: str | None = None, ours: frozen
     resolved = _address(name) if resolved is None else resolved
     ours = _our_addresses() if ours is None else ours
     why = "custom training loops with torch.distributed, and runs on several machines, select their interface by it"
-    cure = f"add '127.0.1.1 {name}' to /etc/hosts, or set GLOO_SOCKET_IFNAME to the right interface"
+    remedy = f"add '127.0.1.1 {name}' to /etc/hosts, or set GLOO_SOCKET_IFNAME to the right interface"
     if not resolved:
-        return slow("host name", f"{name} resolves to nothing", why, cure)
+        return slow("host name", f"{name} resolves to nothing", why, remedy)
     if resolved not in ours and not resolved.startswith("127."):
-        return slow("host name", f"{name} resolves to {resolved}, which is not this machine", why, cure)
+        return slow("host name", f"{name} resolves to {resolved}, which is not this machine", why, remedy)
     return Finding("host name", f"{name} is {resolved}")
 
 

@@ -87,10 +87,10 @@ def inside(version: str, wanted: str) -> bool:
     return all(compare[sign](here, _numbers(bound)) for sign, bound in re.findall(r"(>=|<=|>|<)\s*([\d.]+)", wanted))
 
 
-def _version(name: str, version: str, wanted: str, cure: str) -> Finding:
+def _version(name: str, version: str, wanted: str, remedy: str) -> Finding:
     if inside(version, wanted):
         return Finding(name, version)
-    return broken(name, f"{version}, but only {wanted} is supported", "manyhands is not tested with it", cure)
+    return broken(name, f"{version}, but only {wanted} is supported", "manyhands is not tested with it", remedy)
 
 
 def _numbers(text: str) -> tuple[int, ...]:

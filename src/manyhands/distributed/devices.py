@@ -46,7 +46,7 @@ class Device:
     """The CUDA compute capability, such as "9.0"."""
     links: str = field(default="", compare=False)
     """How the device reaches the others of its host, as text."""
-    cure: str = field(default="", compare=False)
+    remedy: str = field(default="", compare=False)
     """Why this torch build cannot use the device and how to fix that; empty if it can."""
 
     @property
@@ -257,23 +257,23 @@ def _described(device: Device) -> Device:
         free=free,
         capability=f"{capability[0]}.{capability[1]}",
         links=f"peer access to cuda:{','.join(map(str, peers))}" if peers else "through the host",
-        cure=_capability_cure(capability, torch.cuda.get_arch_list(), torch.version.cuda or "?"),
+        remedy=_capability_remedy(capability, torch.cuda.get_arch_list(), torch.version.cuda or "?"),
     )
 
 
 def require_usable(device: Device) -> None:
     """Raise DeviceError if this torch build does not support the device; called in the process that will use it."""
     described = _described(device)
-    if described.cure:
+    if described.remedy:
         raise DeviceError(
-            f"{device} must be supported by the installed torch", got=described.model, remedy=described.cure
+            f"{device} must be supported by the installed torch", got=described.model, remedy=described.remedy
         )
 
 
-def _capability_cure(capability: tuple[int, int], built_for: list[str], cuda: str) -> str:
+def _capability_remedy(capability: tuple[int, int], built_for: list[str], cuda: str) -> str:
     """Return "" if a torch build for the architectures `built_for` runs on a GPU of this capability, else the remedy.
 
-    >>> _capability_cure((9, 0), ["sm_80", "sm_90"], "13.0")
+    >>> _capability_remedy((9, 0), ["sm_80", "sm_90"], "13.0")
     ''
     """
     number = capability[0] * 10 + capability[1]

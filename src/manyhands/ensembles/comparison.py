@@ -70,7 +70,7 @@ def compared(
 
 
 def _advice(answers: Tensor, labels: Tensor, combination: Combination, alone: Tensor, names: Sequence[str]) -> str:
-    """Return the best of: fitted weights, fewer members, one member. Half of the rows choose, the others measure."""
+    """Return the best of fitted weights, fewer members and one member, chosen and measured on different rows."""
     form, votes = combination.form, isinstance(combination, Vote)
     first, second = slice(0, None, 2), slice(1, None, 2)
     order = alone[:, first].mean(1).argsort().tolist()

@@ -32,7 +32,7 @@ _NET = "net"
 
 @dataclass(frozen=True)
 class Absent:
-    """Stands for an output that cannot be sent between ranks, such as a cache of a class that torch does not know."""
+    """Placeholder of an output that cannot be sent between ranks, such as a cache of a class unknown to torch."""
 
     kind: str
 

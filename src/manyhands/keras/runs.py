@@ -86,7 +86,7 @@ class RunLog(Callback):  # type: ignore[misc]
         self.path = None
 
     def on_epoch_begin(self, epoch: int, logs: Mapping[str, float] | None = None) -> None:
-        """Open the run at the first epoch: by then another callback may have restored an earlier step."""
+        """Open the run at the first epoch, because another callback may restore an earlier step before it."""
         self._epoch, self._reported = epoch, (0.0, 0.0)
         if self.path is None:
             self._begin()

@@ -387,7 +387,7 @@ class _RayRendezvous:
 
 
 class _NoProcesses:
-    """Stands for the local processes of a program that runs no ranks itself."""
+    """Placeholder for the local processes of a program that runs no ranks itself."""
 
     is_over = True
 

@@ -66,7 +66,7 @@ class RendezvousInfo:
 
 
 def join(info: RendezvousInfo, rank_info: RankInfo, channel: ControlChannel) -> World:
-    """Join the ranks of a generation and return their world; if a peer fails meanwhile, join the next generation."""
+    """Join the ranks of a generation and return their world; if a peer fails while they connect, join the next one."""
     while True:
         try:
             world = info.join_world(rank_info, channel)

@@ -117,8 +117,8 @@ class ServerCoordinator:
     def publish(self, *, with_followers: bool = False) -> None:
         """Load the hand's network and optimizer state into the servers, from which all workers then start.
 
-        If a server fails meanwhile, all servers are loaded again. `with_followers` also waits until every follower has
-        its server's state.
+        If a server fails during the loading, all servers are loaded again. `with_followers` also waits until every
+        follower has its server's state.
         """
         while True:
             try:

@@ -114,7 +114,7 @@ class Attached(Message, tag=True):
 
 
 class Push(Message, tag=True):
-    """The gradient of a ticket: dense ones in frames or shared memory, then ids and gradients of rows of each table."""
+    """The gradients of a ticket; its tensors are dense ones, then ids and gradients of the rows of each table."""
 
     term: int
     ticket: int

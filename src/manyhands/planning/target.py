@@ -1,7 +1,7 @@
 """Statistical efficiency: time, price and energy until a target loss, by batch size and number of devices.
 
 A batch of B samples needs 1 + noise/B times the minimum number of steps, where noise is the gradient noise scale. So a
-larger batch saves steps only up to about that size, and more devices pay only as long as it does.
+larger batch saves steps only up to about that size, and more devices are useful only up to there.
 """
 
 from __future__ import annotations
@@ -114,10 +114,10 @@ def batch_options(
 
 
 def recommended(options: Sequence[BatchOption], batch_size: int, num_devices: int) -> BatchOption | None:
-    """Return the fastest batch size and number of devices that pay, if it is worth a change; else None.
+    """Return the fastest option with sufficient efficiency, if it saves enough time; else None.
 
-    Devices pay as long as they do at least half of their work, counted in progress to the target: the definition of a
-    curve's saturation, with the diminishing returns of a larger batch in addition.
+    The efficiency must be at least 50%, as at the saturation of a scaling curve. It includes the diminishing returns of
+    a larger batch.
 
     Args:
         options: The options, as `batch_options` returns them.

@@ -1,4 +1,4 @@
-"""Advice about a profile: each with its evidence, a cure, and the expected gain."""
+"""Advice about a profile: each with its evidence, a remedy, and the expected gain."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Advice:
-    """A problem of a profiled task, with its evidence, a cure and the expected benefit."""
+    """A problem of a profiled task, with its evidence, a remedy and the expected benefit."""
 
     name: str
     evidence: str
-    cure: str
+    remedy: str
     gain: float = 1.0
     """Maximum expected speedup; 1 if the advice is not about speed."""
     saves: str = ""
@@ -31,11 +31,11 @@ class Advice:
     def __str__(self) -> str:
         """Return the advice as one sentence.
 
-        >>> print(Advice(name="starved input", evidence="half of a step waits for data", cure="pass workers=2", gain=2))
-        starved input: half of a step waits for data; pass workers=2 (up to 2.00 times the speed)
+        >>> print(Advice(name="starved input", evidence="half of a step waits", remedy="pass workers=2", gain=2))
+        starved input: half of a step waits; pass workers=2 (up to 2.00 times the speed)
         """
         expected = f" ({self.expected})" if self.expected else ""
-        return f"{self.name}: {self.evidence}; {self.cure}{expected}"
+        return f"{self.name}: {self.evidence}; {self.remedy}{expected}"
 
 
 Rule = Callable[["Profile"], Advice | None]

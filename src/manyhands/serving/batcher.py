@@ -293,9 +293,10 @@ class Batcher:
         self._schedule()
 
     def hung(self, batch: RequestBatch) -> None:
-        """Handle a batch that blocked its replica, which was killed: its requests are retried alone, after the others.
+        """Handle a batch that blocked its replica, which was killed: its requests are retried alone, after all
+        other requests.
 
-        A request that already was computed alone is the cause, and is refused.
+        A request that was already computed alone is the cause, and is refused.
         """
         for part in batch.parts:
             if part.alone:

@@ -222,7 +222,7 @@ class Catalogue:
         )
 
     async def _restore(self) -> None:
-        """Take over what was set before a restart; versions that labels and splits name are loaded with the others."""
+        """Restore labels and splits from before a restart; the versions that they name are loaded too."""
         if self._states is None:
             return
         states, refused = await self._in_thread(self._states.read)

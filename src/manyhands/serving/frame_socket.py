@@ -119,7 +119,7 @@ class FrameSocket(asyncio.BufferedProtocol):
             self._end_broken(str(error))
 
     def _end_broken(self, what: str) -> None:
-        """End a connection on which something came that must not come, and report it."""
+        """Close the connection after an invalid frame, and report it."""
         self._num = 0
         self._transport.abort()
         text = f"the gRPC process sent {what}, and is restarted"

@@ -36,7 +36,7 @@ from .scheduling import step_aside
 from .security import AccessToken, ServingTls
 
 READY, CALL, CANCEL, ANSWER, REFUSAL, STOP, OUTLINE = range(7)
-"""Kinds of frames. An OUTLINE is a call whose message has no tensors: the server answers whether it wants the rest."""
+"""Kinds of frames. An OUTLINE is a call whose message has no tensors: the server answers whether it needs the rest."""
 NICENESS = 5
 START_SECONDS = 60.0
 RESTART_SECONDS = 1.0
@@ -195,7 +195,7 @@ class CallContext:
         return None if self._until is None else self._until - time.monotonic()
 
     def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
-        """Return the headers that decide something."""
+        """Return the headers that the server uses, such as the token."""
         return self._headers
 
 

@@ -10,15 +10,15 @@ import orjson
 
 _ERRORS = {
     400: "The request does not fit the model; the text contains what was expected and what was received.",
-    401: "The server wants a token.",
-    403: "A web page of another origin asked, or management was asked for here.",
+    401: "The server requires a token.",
+    403: "A web page of another origin sent the request, or management is not available on this port.",
     404: "No such model or version.",
-    405: "Another method is wanted.",
+    405: "The path requires another method.",
     413: "The body, or a tensor in it, is too large.",
     415: "The body must be gzip, deflate or not compressed.",
-    421: "The server is not known by this name.",
-    431: "The head of the request is too large.",
-    503: "Too much is waiting, or the version is going: ask again after Retry-After.",
+    421: "The Host header is not a name of the server.",
+    431: "The request line and headers are too large.",
+    503: "The queue is full, or the version is being unloaded; retry after the time in Retry-After.",
     504: "The deadline has passed.",
 }
 _NAME = {
@@ -47,7 +47,11 @@ _SCHEMAS: dict[str, Any] = {
         "description": "Rows (instances) or columns (inputs), never both.",
         "properties": {
             "signature_name": {"type": "string", "enum": ["serving_default", ""]},
-            "instances": {"type": "array", "minItems": 1, "description": "A row each: numbers, or an object by input."},
+            "instances": {
+                "type": "array",
+                "minItems": 1,
+                "description": "Rows: each has numbers, or an object by input.",
+            },
             "inputs": {"description": "All rows of the only input, or an object by input."},
         },
         "oneOf": [{"required": ["instances"]}, {"required": ["inputs"]}],
@@ -76,7 +80,7 @@ _SCHEMAS: dict[str, Any] = {
                 "type": "object",
                 "properties": {
                     "timeout": {"type": "integer", "description": "Microseconds."},
-                    "priority": {"type": "integer", "description": "A lower one goes first."},
+                    "priority": {"type": "integer", "description": "Requests with lower values are computed first."},
                     "binary_data_output": {"type": "boolean"},
                 },
             },
@@ -139,7 +143,7 @@ def document() -> dict[str, Any]:
         for path, text in (("", "Metadata"), ("/config", "Configuration"), ("/stats", "Statistics")):
             paths[f"{base}{path}"] = {"get": _operation(f"{text} of a model ({kind})", named, "Object")}
         paths[f"{base}/ready"] = {"get": _operation(f"Whether a model is ready ({kind})", named, None)}
-    paths["/v2"] = {"get": _operation("Who answers", [], "Object")}
+    paths["/v2"] = {"get": _operation("Name, version and extensions of the server", [], "Object")}
     paths["/v2/repository/index"] = {"post": _operation("All models and versions", [], "List")}
     for what in ("live", "ready"):
         paths[f"/v2/health/{what}"] = {"get": _operation(f"Whether the server is {what}", [], None)}

@@ -1,6 +1,6 @@
 """Predictors in Python: objects and functions of the user's program, and files `predictor.py` in a folder of models.
 
-They run in the replica's process, with the rights of the server: nothing here is a boundary.
+They run in the replica's process without a sandbox, with the rights of the server.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class PythonModel:
         self.signature = signature_of(made)
 
     def compute(self, inputs: dict[str, Array], rows: int) -> dict[str, Array]:
-        """Return the outputs for so many rows; raises OutputMismatch if they are not as declared."""
+        """Return the outputs for `rows` rows; raises OutputMismatch if they differ from the declaration."""
         found = self._predict(inputs)
         specs = self.signature.outputs
         named = found if isinstance(found, Mapping) else {next(iter(specs)): found}
@@ -205,12 +205,12 @@ def _text(item: Any, kind: Kind) -> bytes:
 
 
 def open_folder(folder: Path, device: str) -> Predictor | PythonModel:
-    """Execute the `predictor.py` of a version's folder, and return what it defines as `predictor` or `Predictor`.
+    """Execute the `predictor.py` of a version's folder, and return its `predictor` or `Predictor`.
 
-    The folder is on the path of imports, so that the file can import others beside it.
+    The folder is added to `sys.path`, so that the file can import its neighbours.
     """
     path = folder.absolute() / PYTHON_FILE
-    # Nothing is written to the folder of models.
+    # Python must not write __pycache__ to the folder of models.
     sys.dont_write_bytecode = True
     sys.path.insert(0, str(path.parent))
     spec = importlib.util.spec_from_file_location("predictor", path)

@@ -145,7 +145,7 @@ class AccessToken:
     @property
     def reason(self) -> str:
         """Error text for a client that sent no valid token."""
-        return f"this server wants a {self._name}: send the header Authorization: Bearer ..."
+        return f"this server requires a {self._name}: send the header Authorization: Bearer ..."
 
     def is_valid(self, header: bytes) -> bool:
         """Return whether the value of an Authorization header is valid."""

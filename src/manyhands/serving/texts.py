@@ -133,7 +133,7 @@ def pack(items: Iterable[bytes]) -> bytes:
 
 
 def unpack(raw: memoryview | bytes, num: int, kind: Kind, limit: int = MAX_TEXTS) -> list[bytes]:
-    """Return so many strings of the binary format; raises ValueError if the bytes hold another number of them.
+    """Return the `num` strings in data of the binary format; raises ValueError if it has another number of them.
 
     >>> from manyhands.serving.dtypes import BY_TORCH
     >>> unpack(pack([b"ab", b""]), 2, BY_TORCH["bytes"])

@@ -202,7 +202,7 @@ def _singleton(kind: str, name: Json) -> Any:
 def _require_arguments(name: str, schema: list[tuple[str, str]] | None, args: Json, kwargs: Json) -> None:
     """Raise ArchiveError unless an operator's arguments exist in its schema and have the types there.
 
-    A schema of None stands for arithmetic on sizes.
+    A schema of None means arithmetic on sizes.
     """
     if not isinstance(args, list) or not isinstance(kwargs, dict):
         raise _malformed(f"arguments of {name}")

@@ -200,7 +200,7 @@ def _items(held: list[Any] | dict[Any, Any]) -> list[Any]:
 
 
 class _UnknownText(str):
-    """A text of a sample, which raises if the network compares it or looks something up by it."""
+    """A text of a sample; comparing it, or using it as a key, raises an error."""
 
     def _unknown(self, *_: Any) -> Any:
         raise RuntimeError("what the network runs depends on a text of the batch")

@@ -50,7 +50,7 @@ class Holding:
         """Prepare the tensors for computation. Collective over the ranks that share the pieces."""
 
     def work(self, tensor: Tensor) -> Tensor:
-        """Return the tensor to compute with in place of a parameter or a buffer."""
+        """Return the tensor that forward uses instead of a parameter or a buffer."""
         return tensor
 
     def collect(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -70,7 +70,7 @@ class Holding:
         return tensor
 
     def whole(self, tensor: Tensor, name: str) -> Tensor:
-        """Return a whole parameter, or something that is laid out like it."""
+        """Return a whole parameter, or a whole tensor with a parameter's layout, such as optimizer state."""
         return tensor
 
     def part_for(self, whole: Tensor, like: Tensor, name: str) -> Tensor:
@@ -78,7 +78,7 @@ class Holding:
         return whole
 
     def joined(self, part: Tensor, name: str) -> Tensor:
-        """Join the ranks' plain parts of something that is laid out like a parameter."""
+        """Join the ranks' plain parts of a tensor with a parameter's layout, such as optimizer state."""
         return part
 
     def shard_of(self, whole: Tensor, name: str) -> Tensor:

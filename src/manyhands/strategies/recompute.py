@@ -193,7 +193,7 @@ class _BufferChanges:
 
 @contextmanager
 def _as_before(module: nn.Module, before: dict[str, Tensor], state: Tensor) -> Iterator[None]:
-    """Restore the buffers and the CPU's random state from before the forward, on copies, inside this context."""
+    """Use copies of the buffers, and the CPU's random state, from before the forward inside this context."""
     generator = torch.default_generator
     now, after = dict(module.named_buffers()), generator.get_state()
     _put(module, {name: before.get(name, buffer).clone() for name, buffer in now.items()})

@@ -57,9 +57,9 @@ class PowerSGD(Policy):
         memory.shared |= {key_of("q", name): q for name, q in zip(matrices, right, strict=True)}
 
     def _parts(self, gradient: Tensor, memory: PolicyMemory) -> tuple[dict[str, Tensor], list[Tensor]]:
-        """Split a flat gradient into the matrices whose factors are smaller, by parameter, and all other parts.
+        """Split a flat gradient into matrices to factorize, by parameter, and parts whose factors are not smaller.
 
-        All of them are views of the gradient.
+        All results are views of the gradient.
         """
         matrices, rest = {}, []
         for (name, shape), part in zip(memory.shapes.items(), gradient.split(memory.sizes), strict=True):

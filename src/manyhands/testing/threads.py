@@ -86,7 +86,7 @@ class Faults:
         return self
 
     def strikes(self, rank: int, operation: int) -> bool:
-        """Return whether a rank fails before its collective number `operation`."""
+        """Return whether the script lets a rank fail before its collective number `operation`."""
         return (rank, operation) in self._script
 
 

@@ -1,4 +1,4 @@
-"""Check: judge whether split steps equal those of one device, and name where and why they differ."""
+"""Check: decide whether steps under a strategy equal those of one device, and find where and why they differ."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ MOST_UNIT = 1e-6
 def judge(
     task: Task, spec: StrategySpec, plan: Plan, whole: Record, parts: Record, world: World | None = None
 ) -> Verdict:
-    """Return the verdict on split steps; where they differ, repeat the whole ones to find the reason."""
+    """Return the verdict on the steps `parts`, compared with `whole`; if they differ, find the reason."""
     alone = world or NullWorld()
     verdict = _judge_tensors(task, spec, plan, whole, parts, alone)
-    # A number that some ranks do not change may also be why the tensors differ.
+    # The tensors may differ because of a number that only some ranks change.
     is_explained = not verdict.equal and verdict.remedy != OTHER
     found = None if is_explained else _judge_numbers(task, spec, plan, whole, parts, alone)
     if found is None and verdict.equal:
@@ -46,14 +46,14 @@ def judge(
 def _judge_numbers(
     task: Task, spec: StrategySpec, plan: Plan, whole: Record, parts: Record, alone: World
 ) -> Verdict | None:
-    """Return the verdict on numbers in attributes that later steps start from and that differ; None if none do."""
+    """Return the verdict on attributes whose numbers differ and are used in later steps; None if there are none."""
     tolerance = 1e-6 if whole.precision == "fp64" else 1e-3
     pairs = list(zip(whole.steps, parts.steps, strict=True))
     names = {name for ours, theirs in pairs for name in differing(ours.numbers, theirs.numbers, tolerance)}
     if len(pairs) < 2:
         return None
     if spec.servers:
-        # A worker computes as many parts of a step as it gets to, so that even counts differ.
+        # The number of parts that a worker computes in a step varies, so even counts of calls differ.
         names |= set(differing(whole.steps[0].numbers, whole.steps[1].numbers, tolerance))
     if not names:
         return None
@@ -130,7 +130,7 @@ def _unit_inside(task: Task, plan: Plan, alone: World) -> float:
 
 
 def _same_everywhere(parts: Record, verdict: Verdict) -> Verdict:
-    """Return the verdict on equal steps, or "different" if the replicas do not all hold the same."""
+    """Return the given verdict of equal steps, or "different" if the replicas differ from each other."""
     differing = next((step.differing for step in parts.steps if step.differing), [])
     if not differing:
         return verdict
@@ -143,7 +143,7 @@ def _same_everywhere(parts: Record, verdict: Verdict) -> Verdict:
 
 
 def _source_of_nan(task: Task, plan: Plan, alone: World) -> str:
-    """Return the first operation of the whole step with a result that is not finite."""
+    """Return the first operation of a step on one device whose result is not finite."""
     if task.loss is None:
         return ""
     operations = CallRecorder()

@@ -1,4 +1,4 @@
-"""Reasons: why a tensor differs between split steps and whole ones, and what the user can do."""
+"""Reasons: why a tensor differs between steps under a strategy and those of one device, and what the user can do."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def reason(
         return _of_tensor_ranks(task, spec, plan, whole, parts, found, alone)
     if (changed := _of_forward(task, spec, plan, whole, alone)) is not None:
         return changed
-    # In later steps, weights differ that an earlier one updated otherwise.
+    # A tensor may differ because an earlier step updated weights differently, so earlier steps are tried first.
     plans = [] if task.loss is None else [plan[: step + 1] for step in range(found.step + 1)]
     cause = next(filter(None, (_cause(task, spec, one, whole.precision, alone) for one in plans)), "")
     unsynchronized = [
@@ -52,7 +52,7 @@ def reason(
 
 
 def _of_parameters(task: Task, spec: StrategySpec, plan: Plan, whole: Record, alone: World) -> tuple[str, str] | None:
-    """Return reason and remedy where forward changes parameters itself, or the optimizer replaces their memory."""
+    """Return reason and remedy if forward changes parameters, or the optimizer replaces their memory; else None."""
     replaced = [name for step in whole.steps for name in step.replaced]
     if (changed := _of_forward(task, spec, plan, whole, alone)) is not None:
         return changed
@@ -65,7 +65,7 @@ def _of_parameters(task: Task, spec: StrategySpec, plan: Plan, whole: Record, al
 
 
 def _of_forward(task: Task, spec: StrategySpec, plan: Plan, whole: Record, alone: World) -> tuple[str, str] | None:
-    """Return reason and remedy where forward or the loss changes parameters, trained or not, by itself."""
+    """Return reason and remedy if forward or the loss changes parameters, trained or not; else None."""
     if task.loss is None:
         return None
     watch = ForwardChanges()
@@ -124,7 +124,7 @@ def _of_the_strategy(spec: StrategySpec, found: Difference, task: Task, drawn: s
 
 
 def _cause(task: Task, spec: StrategySpec, plan: Plan, precision: str, alone: World) -> str:
-    """Return the first operation that differs when the batch is split on one device; "" where none does."""
+    """Return the first operation that differs if the batch is split on one device; "" if there is none."""
     calls = []
     try:
         for accumulate in (1, max(2, parts_of(spec))):

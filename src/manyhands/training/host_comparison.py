@@ -1,4 +1,4 @@
-"""Comparison of the code and data of several hosts before training, since hosts with others train without an error."""
+"""Comparison of the code and data of hosts before training, because a difference would cause no error later."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MAX_NAMED = 5
 def local_sources() -> dict[str, str]:
     """Return a digest of the source of every module of the project that this program has imported, by name.
 
-    Modules of Python, of installed packages and of manyhands are left out: their versions belong to the environment.
+    Modules of Python, of installed packages and of manyhands are omitted; hosts compare versions when they join.
     """
     outside = [Path(path).resolve() for path in {*sysconfig.get_paths().values(), str(Path(__file__).parents[1])}]
     found = {}
@@ -38,7 +38,7 @@ def local_sources() -> dict[str, str]:
 
 
 def require_identical(world: World, task: Task, sources: Mapping[str, str], *, allow_different: bool) -> None:
-    """Raise SettingsError on all ranks where hosts have imported other code, or would read other data.
+    """Raise SettingsError on all ranks if hosts have imported different code, or would read different data.
 
     Modules that only one host has imported are not compared. With `allow_different` the differences are reported only.
     """

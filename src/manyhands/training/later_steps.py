@@ -1,8 +1,8 @@
-"""Compare further steps where the first two may not show a difference: other branches, and steps after many calls.
+"""Compare further steps for differences that the first two may not show: other branches, and steps after many calls.
 
-A forward that reads values of tensors in Python may take another branch for other rows, such as the number of
-iterations until a batch has converged. One that counts its calls may do something else after a warm-up. Both are tried
-on one device, where a batch is computed in as many parts as the strategy splits it into.
+A forward that reads values of tensors in Python may take another branch for other rows: it may, for example, iterate
+until a batch has converged. One that counts its calls may compute something else after a warm-up. Both are tried on one
+device, where a batch is computed in as many parts as under the strategy.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from .trial_steps import Record, parts_of, take_steps
 from .verdict import Verdict
 
 NUM_PLANS = 12
-"""Further batches that are compared where a loss reads values."""
+"""Number of further batches that are compared if a loss reads values."""
 JUMPS = (10, 1_000, 100_000)
 """Steps by which counters are advanced."""
 MOST_SECONDS = 2.0
 _READS = frozenset({"item", "tolist", "numpy", "bool", "float", "int", "index", "is_nonzero", "equal", "allclose"})
 Judge = Callable[[Task, Plan, Record, Record], Verdict]
-"""Returns the verdict on the steps of a plan, of which records are given as a whole and in parts."""
+"""Returns the verdict on the steps of a plan, given the records of whole batches and of batches in parts."""
 
 
 class _ValueReads(TorchFunctionMode):
-    """Notices whether a loss reads values of tensors in Python."""
+    """Detects whether a loss reads values of tensors in Python."""
 
     def __init__(self) -> None:
         super().__init__()
         self.found = [False]
 
     def watched(self, task: Task) -> Task:
-        """Return the task with a loss that is watched."""
+        """Return the task with a loss whose reads are detected."""
         loss = task.loss
         assert loss is not None
 
@@ -64,20 +64,20 @@ class _ValueReads(TorchFunctionMode):
 def judge_later(
     task: Task, spec: StrategySpec, plan: Plan, whole: Record, alone: World, judge: Judge
 ) -> Verdict | None:
-    """Return the verdict on further steps that differ when the batch is split on one device; None if none is found."""
+    """Return the verdict on further steps that differ if the batch is split on one device; None if there are none."""
     if parts_of(spec) == 1 or task.loss is None or whole.batch_norms or whole.strayed or whole.drawn_on_host:
         return None
-    # Parts of a smaller last batch may have too few rows for what only micro-batches compute.
+    # Parts of a smaller last batch may have too few rows for operations of the network.
     advanced, plan, whole = list(_later_tasks(task, whole)), plan[:1], replace(whole, steps=whole.steps[:1])
     try:
         later = [*((task, rows) for rows in _later_plans(task, spec, plan, alone)), *((one, plan) for one in advanced)]
     except Exception:
         # A user error occurs again in the first step, where it is reported with its samples.
         return None
-    # Values that are read differ most between small parts, with which some losses cannot be computed.
+    # Values that are read differ most between small parts. If a loss needs more rows, larger parts are tried.
     for count in dict.fromkeys((max(len(plan[0]) // 2, parts_of(spec)), parts_of(spec))) if later else ():
         comparison = _SplitSteps(whole.precision, alone, count, judge)
-        # Numbers that change in each call, as a temperature does, change more often in parts than on ranks.
+        # Numbers that change in each call, such as a temperature, change once per part here and once per step on ranks.
         if comparison.can_split(task, plan, whole):
             found = comparison.first_different(task, whole, later)
             return None if found is None else replace(found, spec=spec)
@@ -97,15 +97,15 @@ class _SplitSteps:
         return take_steps(self.alone, task, StrategySpec(accumulate=num_parts), plan, precision=self.precision)
 
     def can_split(self, task: Task, plan: Plan, whole: Record) -> bool:
-        """Return whether the first step, which is equal on ranks, is equal in parts too."""
+        """Return whether the first step, which is equal on the ranks, is also equal in parts on one device."""
         try:
             return not _differs(whole, self.taken(task, plan, self.num_parts))
         except Exception:
             return False
 
     def first_different(self, task: Task, whole: Record, later: Sequence[tuple[Task, Plan]]) -> Verdict | None:
-        """Return the first verdict on later steps that is a difference."""
-        # Time of this thread, so that another load on the machine does not end the comparison early.
+        """Return the first verdict of later steps whose outcome is "different"; None if there is none."""
+        # CPU time of this thread, so that other load on the machine does not end the comparison early.
         begun = time.thread_time()
         for other, plan in later:
             if time.thread_time() - begun > MOST_SECONDS:
@@ -139,7 +139,7 @@ def _later_plans(task: Task, spec: StrategySpec, plan: Plan, alone: World) -> It
 
 
 def _later_tasks(task: Task, whole: Record) -> Iterator[Task]:
-    """Yield tasks whose counters start as they are after many steps, if there are any."""
+    """Yield tasks whose counters start with their values after many steps; none if the task has no counters."""
     if len(whole.steps) < 2:
         return
     first, second = whole.steps[:2]

@@ -127,7 +127,7 @@ class _Stepped:
         return [float(group["lr"]) for group in self._optimizer.param_groups]
 
     def step(self, measured: float | None) -> None:
-        """Step the scheduler; one that follows a metric only where there is a value."""
+        """Step the scheduler; one that follows a metric is stepped only if there is a value."""
         try:
             if not self._has_metric:
                 self._scheduler.step()

@@ -13,13 +13,14 @@ from ..data import Batch, Feed, IndexedSource, sizes_by
 from .hand import Hand
 
 NUM_SKIPPED = 2
-"""Steps after a new division that are not measured: a step with another number of rows may be compiled or captured."""
+"""Steps that are not measured after the shares changed: a step with another number of rows may be compiled first."""
 NUM_MEASURED = 8
 """Steps of a measurement."""
 FIRST_CHECK, MOST_STEPS = 1, 16
-"""Measurements between two comparisons of the replicas, at first and at most; they double while nothing changes."""
+"""Measurements between two comparisons of the replicas: the first and the largest number; it doubles while the shares
+stay the same."""
 WORTHWHILE = 0.05
-"""The share of a step's time that another division must save."""
+"""The fraction of a step's time that new shares must save."""
 UNITS = 10_000
 """The sum of the weights by which batches are divided."""
 
@@ -35,7 +36,7 @@ def balances(hand: Hand, feed: Feed, wanted: bool | None, *, is_limited: bool) -
     if set(hand.spec.axes) != {"replicas"} or hand.replica.is_local_sgd:
         why = "only replicas that synchronize in every step can have unequal shares"
     elif hand.world.is_capturable:
-        why = "over NCCL the replicas' own work cannot be told from their waiting"
+        why = "over NCCL a replica's own work cannot be measured apart from its waiting"
     elif not isinstance(feed.source, IndexedSource):
         why = "a stream is divided before it is known how fast the replicas are"
     elif hand.spec.batch_stats == "local":
@@ -56,7 +57,7 @@ def balances(hand: Hand, feed: Feed, wanted: bool | None, *, is_limited: bool) -
 class LoadBalance:
     """Measures the replicas' own work per row, and gives each of them a share of the batch that follows its speed.
 
-    All replicas must call `step` after every step: after some of them they exchange what they measured.
+    All replicas must call `step` after every step, because some calls exchange the measurements.
     """
 
     def __init__(self, hand: Hand, feed: Feed, *, is_on: bool) -> None:
@@ -68,7 +69,7 @@ class LoadBalance:
         self._check_at = NUM_SKIPPED + NUM_MEASURED
 
     def step(self, batch: Batch) -> None:
-        """Account for a step on a batch, and divide the following batches anew if that saves enough time."""
+        """Account for a step on a batch; change the shares of the following batches if that saves enough time."""
         if not self._is_on:
             return
         now, waited = time.perf_counter(), self._hand.world.waited

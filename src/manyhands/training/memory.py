@@ -320,7 +320,7 @@ def _recomputed(hand: Hand, task: Task, batch: Batch, held: Account, memory: int
 
 
 def _line(what: str, total: int, memory: int) -> str:
-    """Return a line for an option and its memory; also says where it is tight, as later batches may need more."""
+    """Return a line for an option and its memory, with a remark if it is more than may be used safely, or too much."""
     verdict = ", which is tight" if total <= memory else ", which is still too much"
     verdict = "" if total <= USABLE_SHARE * memory else verdict
     return f"{what:<20} about {format_bytes(total)}{verdict}"

@@ -130,7 +130,7 @@ class _MeasuredLifetimes:
     """Bytes that omitted blocks keep, for `NUM_ROWS` rows and for twice as many."""
 
     def peak(self, rows: int) -> int:
-        """Return the peak bytes for `rows` rows; each omitted block adds what it keeps."""
+        """Return the peak bytes for `rows` rows, including the activations of blocks that are not recomputed."""
         found = largest_sum(NUM_ROWS, self.small, 2 * NUM_ROWS, self.large, rows)
         return found + sum(max(0, few + (many - few) * (rows - NUM_ROWS) // NUM_ROWS) for few, many in self.more)
 

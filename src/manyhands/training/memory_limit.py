@@ -1,4 +1,4 @@
-"""Memory limits: a run that may use only so many bytes of its device, and what is left of them."""
+"""Memory limits: the number of bytes of its device that a run may use, and how many of them are left."""
 
 from __future__ import annotations
 

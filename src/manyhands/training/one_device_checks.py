@@ -1,4 +1,4 @@
-"""Checks on one device that find what a strategy would change, before any of its ranks takes a step."""
+"""Checks on one device for what a strategy would change, before a rank takes a step."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from .verdict import NUMBER, PARAMETERS, Verdict
 def fails_in_parts(
     task: Task, spec: StrategySpec, plan: Plan, whole: Record, world: World | None = None
 ) -> Verdict | None:
-    """Return the verdict on a loss that raises an error only on parts of a batch; None where it does not.
+    """Return the verdict on a loss that raises an error only on parts of a batch; None if it raises none.
 
-    It runs on one device, where an error leaves no rank waiting. Networks with batch statistics are skipped: they may
-    need more rows than a part has, unless they are synchronized.
+    The loss runs on one device, where an error leaves no rank waiting. Networks with batch statistics are skipped:
+    they may need more rows than a part has, unless they are synchronized.
     """
     if parts_of(spec) == 1 or whole.batch_norms or task.loss is None:
         return None
@@ -42,7 +42,7 @@ def fails_in_parts(
 
 
 def not_linear(task: Task, spec: StrategySpec, plan: Plan, whole: Record, world: World) -> Verdict | None:
-    """Return the verdict on a backward that does not scale with the loss; None where it does.
+    """Return the verdict on a backward that is not proportional to the loss; None if it is.
 
     A worker of parameter servers computes the gradient of its part's mean, a multiple of the part's share in the whole
     batch's gradient. A hook that clamps gradients, for instance, changes the two differently.
@@ -63,7 +63,7 @@ def not_linear(task: Task, spec: StrategySpec, plan: Plan, whole: Record, world:
         unclipped = whole.steps[0].gradients if task.clip is None else first_gradients(task.replace(clip=None))
         scaled = first_gradients(task.replace(loss=multiplied, clip=None))
     except Exception:
-        # A loss of another form; what matters raises in the comparison of parts.
+        # The loss cannot be multiplied; an error of the user is raised again in the comparison of parts.
         return None
     relative = 1e-6 if whole.precision == "fp64" else 1e-2
     for name, gradient in unclipped.items():
@@ -76,9 +76,9 @@ def not_linear(task: Task, spec: StrategySpec, plan: Plan, whole: Record, world:
 
 
 def changes_parameters(task: Task, spec: StrategySpec, plan: Plan, whole: Record, world: World) -> Verdict | None:
-    """Return the verdict on a forward that changes trained parameters itself; None where it does not.
+    """Return the verdict on a forward that changes trained parameters; None if it changes none.
 
-    A worker of parameter servers computes on its own copy, of which servers get the gradients only.
+    A worker of parameter servers computes on its own copy, and sends only gradients to the servers.
     """
     if task.loss is None:
         return None
@@ -100,10 +100,10 @@ def changes_parameters(task: Task, spec: StrategySpec, plan: Plan, whole: Record
 
 
 def keeps_state(task: Task, spec: StrategySpec, plan: Plan, whole: Record, world: World) -> Verdict | None:
-    """Return the verdict on calls that depend on what earlier ones left outside of buffers; None if they do not.
+    """Return the verdict on a loss whose calls depend on state that earlier calls left outside of buffers; else None.
 
-    How many parts of a step each worker of parameter servers computes is not fixed, and it may be called first in a
-    later step. The second step is repeated here as a first call would compute it.
+    A worker of parameter servers computes a varying number of parts, and its first one may belong to a later step.
+    So the second step is repeated here with the state before the first call.
     """
     built: list[nn.Module] = []
     undo: list[Callable[[], None]] = []
@@ -135,8 +135,8 @@ def keeps_state(task: Task, spec: StrategySpec, plan: Plan, whole: Record, world
         return None
     where = f"{changed[0]} of the network" if changed else "what the loss refers to"
     why = (
-        f"calls of the loss read what earlier ones left in {where}, every worker keeps its own, and how many parts of "
-        "the steps a worker computes is not fixed"
+        f"calls of the loss read what earlier calls left in {where}; every worker has its own copy, and the number of "
+        "parts that a worker computes varies"
     )
     return Verdict("different", spec, real.what, real.error, why, NUMBER)
 

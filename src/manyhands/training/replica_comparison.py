@@ -1,4 +1,4 @@
-"""ReplicaComparison: whether all replicas still hold the same parameters and buffers."""
+"""ReplicaComparison: periodic comparison of the replicas' parameters and buffers."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ COMPARE_EVERY = 1000
 
 
 class ReplicaComparison:
-    """Compares the replicas from time to time; a difference of parameters ends the run."""
+    """Compares the replicas every `COMPARE_EVERY` steps; a difference of parameters ends the run."""
 
     def __init__(self, hand: Hand) -> None:
         self._hand = hand
         self._next_step = 0
         self.differing_buffers: set[str] = set()
-        """The buffers that differed between the replicas so far, where the first replica's are used."""
+        """Buffers that have differed between the replicas; those of the first replica are used."""
 
     @property
     def is_due(self) -> bool:

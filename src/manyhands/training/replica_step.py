@@ -243,7 +243,7 @@ class ReplicaStep:
 
     @property
     def is_look(self) -> bool:
-        """Whether losses and votes are read after this step; the same answer on every replica."""
+        """Whether losses and stop votes are read after this step; equal on all replicas."""
         if self._hand.has_replica and self._hand.replica.is_local_sgd:
             return self._hand.replica.agrees
         return self._hand.num_steps % self.look_every == 0

@@ -144,7 +144,7 @@ def _combined(task: Task, model: nn.Module, parts: list[Any], rows: int) -> floa
 
 
 def _counts(task: Task, model: nn.Module, batch: Any) -> bool:
-    """Return whether the loss counts anything in this batch."""
+    """Return whether the count of the loss in this batch is above 0."""
     assert task.loss is not None
     loss = task.loss(model, copied(batch))
     return not isinstance(loss, Mean) or bool(loss.count > 0)

@@ -53,7 +53,7 @@ def is_split(spec: StrategySpec) -> bool:
 
 
 def why_not(task: Task, spec: StrategySpec, model: nn.Module, device: torch.device) -> str:
-    """Return why verification is skipped, as far as it is known beforehand; empty where it runs."""
+    """Return why verification is skipped, if that is known before it starts; else an empty text."""
     count = sum(parameter.numel() for parameter in model.parameters())
     most = MOST_PARAMETERS.get(device.type, MOST_PARAMETERS["cpu"])
     if task.loss is None:

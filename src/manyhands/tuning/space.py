@@ -326,7 +326,7 @@ def _require_bounds(low: float, high: float, name: str) -> None:
 
 
 def _read(word: str) -> Value:
-    """Return the bool, None or number that a word stands for, or else the word."""
+    """Return a word as the bool, None or number that it denotes, or else as it is."""
     named: dict[str, Value] = {"true": True, "false": False, "none": None}
     if word.lower() in named:
         return named[word.lower()]

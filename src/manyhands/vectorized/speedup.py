@@ -48,7 +48,7 @@ class Gain:
 
     @property
     def ceiling(self) -> float:
-        """The limit of the speed-up for ever more networks."""
+        """The limit of the speed-up as the number of networks grows."""
         return self.alone / self.each
 
 

@@ -96,9 +96,10 @@ class PeerBeats:
 
 
 def excluded_hosts(pairs: Iterable[Collection[str]], num_ranks: Mapping[str, int]) -> set[str]:
-    """Return few hosts without which all remaining hosts reach each other; the hosts of each of `pairs` do not.
+    """Return a small set of hosts to exclude, so that the remaining hosts all reach each other.
 
-    Of each pair, the host that is in more pairs is excluded, or, if both are in as many, the one with fewer ranks.
+    The two hosts of each of `pairs` do not reach each other. Of a pair, the host that is in more pairs is excluded; if
+    both are in the same number of pairs, it is the one with fewer ranks.
 
     >>> sorted(excluded_hosts([("b", "c"), ("c", "d")], {"b": 1, "c": 1, "d": 1}))
     ['c']

@@ -38,7 +38,7 @@ def slow_rank(profile: Profile) -> Advice | None:
         name="slow rank",
         evidence=f"rank {worst.rank} on {worst.host} needs {format_duration(worst.work)} for its own work in a step, "
         f"the others {format_duration(usual)}; most of the difference is in {phase}, and all wait for it",
-        cure="check what else runs on its device, or omit the device; otherwise "
+        remedy="check what else runs on its device, or omit the device; otherwise "
         "mh.ParameterServer(backup=1) or sync=mh.sync.LocalSteps(8) do not wait for it in every step",
         gain=profile.seconds / max(usual + profile.transfer, 1e-9),
     )
@@ -57,20 +57,23 @@ def hot_parameter(profile: Profile) -> Advice | None:
         f"({format_bytes(hot.bytes, 3)} of {format_bytes(hot.total, 3)}), "
         f"and {profile.transfer / profile.seconds:.0%} of a step is waiting for exchanges"
     )
-    cure = (
+    remedy = (
         "shard it over the devices with mh.TensorParallel() or mh.Sharded(), or compress it: sync=mh.sync.PowerSGD(4)"
     )
     left = 0.5
     if hot.rows is not None and hot.rows < SPARSE:
         evidence += f"; a step touches {hot.rows:.1%} of its rows"
-        cure = (
+        remedy = (
             "make it mh.strategies.Embedding(rows, dim) and train with mh.ParameterServer(): "
             "it sends only the rows of a batch"
         )
         left = hot.rows
     saved = profile.transfer * share * (1 - left)
     return Advice(
-        name="hot parameter", evidence=evidence, cure=cure, gain=profile.seconds / max(profile.seconds - saved, 1e-9)
+        name="hot parameter",
+        evidence=evidence,
+        remedy=remedy,
+        gain=profile.seconds / max(profile.seconds - saved, 1e-9),
     )
 
 
@@ -87,7 +90,7 @@ def exposed_communication(profile: Profile) -> Advice | None:
     return Advice(
         name="exposed communication",
         evidence=f"{share:.0%} of a step, {format_duration(profile.transfer)}, is waiting for exchanges{amount}",
-        cure="send less: sync=mh.sync.BF16() halves it, sync=mh.sync.LocalSteps(8) exchanges once in eight steps "
+        remedy="send less: sync=mh.sync.BF16() halves it, sync=mh.sync.LocalSteps(8) exchanges once in eight steps "
         f"(both change the mathematics), and a larger batch exchanges less often{fewer}",
         gain=1 / (1 - share / 2),
     )
@@ -95,15 +98,15 @@ def exposed_communication(profile: Profile) -> Advice | None:
 
 def _exposed_to_servers(profile: Profile, share: float) -> Advice:
     spec = profile.spec
-    cure = f"more servers share the work, servers={2 * spec['servers']}"
+    remedy = f"more servers share the work, servers={2 * spec['servers']}"
     if spec.get("staleness", 0) == 0:
-        cure += (
+        remedy += (
             "; mh.ParameterServer(staleness=2) lets workers continue during an exchange (this changes the mathematics)"
         )
     return Advice(
         name="exposed communication",
         evidence=f"{share:.0%} of a step, {format_duration(profile.transfer)}, is waiting for pulls, pushes and "
         "other workers",
-        cure=f"{cure}; mh.strategies.Embedding for large tables, and a larger batch, exchange less",
+        remedy=f"{remedy}; mh.strategies.Embedding for large tables, and a larger batch, exchange less",
         gain=1 / (1 - share / 2),
     )

@@ -40,7 +40,7 @@ def starved_input(profile: Profile) -> Advice | None:
     return Advice(
         name="starved input",
         evidence=f"{share:.0%} of a step, {format_duration(waited)}, is waiting for data, which {readers}{where}",
-        cure=f"read it ahead with Task(workers={min(wanted, 16)}), or {cheaper}",
+        remedy=f"read it ahead with Task(workers={min(wanted, 16)}), or {cheaper}",
         gain=(rest + waited) / max(rest, 1e-9),
     )
 
@@ -53,7 +53,7 @@ def slow_copy(profile: Profile) -> Advice | None:
     return Advice(
         name="slow copy",
         evidence=f"{share:.0%} of a step, {format_duration(profile.phases['copy'])}, is copying or casting its batch",
-        cure="keep data in a smaller type (uint8, bf16) and convert it in the network",
+        remedy="keep data in a smaller type (uint8, bf16) and convert it in the network",
         gain=1 / (1 - share / 2),
     )
 
@@ -77,6 +77,6 @@ def tiny_batch(profile: Profile) -> Advice | None:
     return Advice(
         name="tiny batch",
         evidence=evidence,
-        cure=f"pass batch_size={rows} or more and raise the learning rate with it, or train many networks at a time",
+        remedy=f"pass batch_size={rows} or more and raise the learning rate with it, or train many networks at a time",
         gain=gain,
     )

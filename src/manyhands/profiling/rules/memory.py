@@ -25,7 +25,7 @@ def tight_memory(profile: Profile) -> Advice | None:
     if total < TIGHT * fullest.device_memory:
         return None
     kind = max(kinds, key=lambda name: kinds[name])
-    cures = {
+    remedies = {
         "activations": 'compute them again: recompute="blocks", or take half a batch at a time: accumulate=2',
         "optimizer state": 'shard it over the replicas: sharding="optimizer"',
     }
@@ -33,6 +33,6 @@ def tight_memory(profile: Profile) -> Advice | None:
         name="tight memory",
         evidence=f"a step holds {format_bytes(total, 3)} of {format_bytes(fullest.device_memory, 3)}, "
         f"most of it {kind}, {format_bytes(kinds[kind], 3)}",
-        cure=cures.get(kind, "shard parameters and gradients over the devices: mh.Sharded()"),
+        remedy=remedies.get(kind, "shard parameters and gradients over the devices: mh.Sharded()"),
         saves=f"about {format_bytes(kinds[kind] / 2, 3)} less",
     )

@@ -31,7 +31,7 @@ def many_threads(profile: Profile) -> Advice | None:
         evidence=f"rank {worst.rank} computes with {worst.threads} threads on {worst.cores} "
         f"core{'s' * (worst.cores != 1)}; with {worst.cores} a step took {format_duration(then)} "
         f"instead of {format_duration(now)}",
-        cure=f"remove torch.set_num_threads, or set OMP_NUM_THREADS={worst.cores}",
+        remedy=f"remove torch.set_num_threads, or set OMP_NUM_THREADS={worst.cores}",
         gain=now / then,
     )
 
@@ -47,7 +47,7 @@ def frequent_validation(profile: Profile) -> Advice | None:
     return Advice(
         name="frequent validation",
         evidence=f"{share:.0%} {how} validation, which comes after every epoch",
-        cure="validate on a part of the data, or let an epoch be several passes",
+        remedy="validate on a part of the data, or let an epoch be several passes",
         gain=1 / (1 - 0.75 * share),
     )
 
@@ -60,7 +60,7 @@ def costly_checkpoints(profile: Profile) -> Advice | None:
     return Advice(
         name="costly checkpoints",
         evidence=f"{share:.0%} of the run went into checkpoints",
-        cure="pass a larger save_every, or a folder on a faster disk",
+        remedy="pass a larger save_every, or a folder on a faster disk",
         gain=1 / (1 - share),
     )
 
@@ -73,7 +73,7 @@ def costly_update(profile: Profile) -> Advice | None:
     return Advice(
         name="costly update",
         evidence=f"{share:.0%} of a step, {format_duration(profile.phases['optimizer'])}, is the optimizer's update",
-        cure="pass fused=True to the optimizer, or accumulate more samples between updates with a larger batch",
+        remedy="pass fused=True to the optimizer, or accumulate more samples between updates with a larger batch",
         gain=1 / (1 - share / 2),
     )
 
@@ -87,6 +87,6 @@ def idle_between(profile: Profile) -> Advice | None:
         name="idle between steps",
         evidence=f"{share:.0%} of a step, {format_duration(profile.phases['idle'])}, is spent outside of the network, "
         "its exchanges and its update",
-        cure="look at callbacks and at code that runs between steps; where steps are very short, take larger batches",
+        remedy="look at callbacks and at code that runs between steps; where steps are very short, take larger batches",
         gain=1 / (1 - share),
     )

@@ -84,7 +84,7 @@ def require_light(data: bytes, asked: Any) -> None:
 
 
 def outline(data: bytes, kept: Collection[int], name: str) -> bytes:
-    """Return a message with only some of its fields, by their numbers; the others are skipped and never decoded.
+    """Return a message with only the fields in `kept`, by number; all other fields are skipped without decoding.
 
     >>> Point = make_messages("shown", {"Point": ["x 1 int64", "names 2 *string"]})["Point"]
     >>> outline(Point(x=150, names=["a" * 1000]).SerializeToString(), [1], "Point")

@@ -172,7 +172,7 @@ class RestProtocol(RestHandler):
         finish: Callable[[bytes], Answer] = _plain,
         coding: bytes = b"",
     ) -> None:
-        """Answer a request with a text of so many numbers, in pieces; `finish` makes the answer of the whole text.
+        """Answer a request with a text of `num` numbers, in pieces; `finish` makes the answer of the whole text.
 
         A text of many numbers is written between other requests, and its bytes count as bytes of the request until
         it is sent. A large answer is compressed on another thread. The coding is b"gzip", b"deflate" or b"".

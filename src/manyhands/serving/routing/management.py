@@ -80,7 +80,7 @@ class RouterManagement(RestHandler):
         task.add_done_callback(self._tasks.discard)
 
     async def admit(self, backend: Backend) -> None:
-        """Give a new backend the labels and traffic splits of the others, or those that they had last."""
+        """Give a new backend the labels and traffic splits of the other backends, or the last known ones."""
         await self._look()
         wanted = self._routing
         if wanted is None:

@@ -76,7 +76,7 @@ def _dropped(
     ranks: ContextRanks, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout_p: float,
     **settings: Any,
 ) -> Tensor:  # fmt: skip
-    """Compute attention on local tensors, with other dropped weights on every rank."""
+    """Compute attention on local tensors; dropout draws different random numbers on every rank."""
     with drawing(ranks, query.device) if dropout_p else nullcontext():
         if query.numel() and key.numel():
             return F.scaled_dot_product_attention(query, key, value, mask, dropout_p, **settings)
@@ -130,7 +130,7 @@ class _AttentionBlock:
 
 @dataclass(frozen=True)
 class _Ring:
-    """What all ranks know about an attention: who holds which queries, keys and values."""
+    """The ring of an attention: which rank holds which queries, keys and values."""
 
     ranks: ContextRanks
     queries: SequencePartition
@@ -186,7 +186,7 @@ class _Ring:
 
 @dataclass(frozen=True)
 class _At:
-    """Stands for another rank where its items are looked up."""
+    """Another rank, for functions that look up the items of a rank."""
 
     rank: int
 
@@ -280,7 +280,7 @@ def _num_items(k: Tensor, v: Tensor, count: int) -> int:
 
 
 def _next_keys(ring: _Ring, flat: Tensor, step: int, k: Tensor, v: Tensor) -> tuple[Tensor, Any]:
-    """Start to exchange keys and values for those of the next step; the last step has none."""
+    """Start to exchange keys and values for those of the next step; nothing to do in the last step."""
     if step == ring.ranks.size - 1:
         return flat, _nothing
     return ring.pass_on(flat, _num_items(k, v, ring.keys.counts[ring.source(step + 1)]), 2 * step)
@@ -333,7 +333,7 @@ def _weights(scores: Tensor, log_sum: Tensor) -> Tensor:
 
 
 def _add(out: Tensor, total: Tensor, part: Tensor, log_sum: Tensor) -> None:
-    """Add the attention of a block to what others gave, in place."""
+    """Add the attention of a block to the sum over the earlier blocks, in place."""
     joint = torch.logaddexp(total, log_sum)
     known = joint.masked_fill(joint == -torch.inf, 0.0)
     out.mul_((total - known).exp().unsqueeze(-1)).add_(part * (log_sum - known).exp().unsqueeze(-1))

@@ -94,7 +94,7 @@ def aligned(tensor: Any, place: SequenceDim, num_dims: int, ranks: ContextRanks)
 
 
 def by_element(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Compute on this rank's tokens; tensors that all ranks have are taken apart, others are gathered."""
+    """Compute on this rank's tokens: whole operands are split like the result, others are gathered if necessary."""
     tensors = [leaf for leaf in (*args, *kwargs.values()) if isinstance(leaf, Tensor)]
     shape = broadcast([whole_shape(tensor) for tensor in tensors])
     found = reference(tensors, shape)
@@ -111,7 +111,7 @@ def by_element(func: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def in_place(func: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
-    """Change this rank's tokens of a split tensor; what a copy would lose is left to the caller to refuse."""
+    """Change this rank's tokens of a split tensor; return NotImplemented if the change would be lost in a copy."""
     if type(target) is not SplitTensor or target.is_copy:
         return NotImplemented
     place, num_dims, ranks = target.place, len(whole_shape(target)), target.ranks
@@ -122,7 +122,7 @@ def in_place(func: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def converted(func: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Compute `to` and `type_as`, whose other tensor only names a dtype and a device."""
+    """Compute `to` and `type_as`, whose other tensor only gives a dtype and a device."""
     local = [arg.local if type(arg) is SplitTensor else arg for arg in args]
     settings = {name: value.local if type(value) is SplitTensor else value for name, value in kwargs.items()}
     if type(tensor) is not SplitTensor:
@@ -167,7 +167,7 @@ def along(position: int, default: Any) -> Callable[..., Any]:
 
 
 def dims_of(given: Any, num_dims: int) -> list[int] | None:
-    """Return dims as they count from the front; all for None, and None for what names no dims."""
+    """Return non-negative dims: all of them for None; return None if `given` does not name dims."""
     if given is None or given == ():
         return list(range(num_dims))
     dims = [given] if isinstance(given, int) else list(given) if isinstance(given, (list, tuple)) else None
@@ -223,7 +223,7 @@ def dropout(func: Any, input: Any, p: float = 0.5, training: bool = True, *args:
 
 @contextmanager
 def drawing(ranks: ContextRanks, device: torch.device) -> Iterator[None]:
-    """Draw other random numbers on each rank inside this context; afterwards the ranks' generators are alike again."""
+    """Draw different random numbers on each rank inside this context; afterwards generators have the same state."""
     seed = int(torch.empty((), dtype=torch.int64).random_()) ^ (ranks.rank + 1) * 0x9E3779B97F4A7C1
     is_cpu = device.type == "cpu"
     devices = [] if is_cpu else [torch.get_device_module(device.type).current_device()]

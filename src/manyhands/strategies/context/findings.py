@@ -44,7 +44,7 @@ class Findings:
 
     @contextmanager
     def following(self, model: nn.Module) -> Iterator[Findings]:
-        """Record inside this context, in this thread."""
+        """Record what the network does inside this context, in this thread."""
         names = {module: name for name, module in model.named_modules()}
 
         def enter(module: nn.Module, *_: Any) -> None:

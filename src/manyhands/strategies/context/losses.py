@@ -13,7 +13,7 @@ from .split_tensor import SequenceDim, SplitTensor, is_split, resplit, whole, wh
 
 
 def _reduced(losses: SplitTensor, reduction: str, count: Any = None) -> Any:
-    """Return a total or a mean; `count` divides it where it is not the number of losses."""
+    """Return the losses reduced to a sum or a mean; `count` replaces the number of losses in the mean."""
     if reduction == "none":
         return losses
     total = losses.sum()

@@ -44,7 +44,7 @@ class SequencePartition:
         return _positions(self, rank)
 
     def order(self) -> Tensor:
-        """Return where each item of the sequence is, if the items of all ranks are put one after the other."""
+        """Return the index of each item of the sequence in the concatenation of all ranks' items."""
         return _order(self)
 
     def sliced(self, start: int, stop: int) -> SequencePartition:

@@ -69,7 +69,7 @@ class SequenceSplit(TorchFunctionMode):
 
     @contextmanager
     def in_backward(self, num_samples: int | None) -> Iterator[None]:
-        """Allow gradients inside this context, of a batch with so many samples, and forwards that are repeated."""
+        """Allow gradients and repeated forwards inside this context, for a batch of `num_samples` samples."""
         self.num_samples, self.is_backward = num_samples, True
         try:
             yield

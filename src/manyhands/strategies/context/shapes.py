@@ -199,7 +199,7 @@ def getitem(func: Any, input: Any, index: Any) -> Any:
 
 
 def _one(input: SplitTensor, items: Sequence[Any], number: int) -> Any:
-    """Return one item of the sequence, which one rank has, on all ranks: the sum of it and zeros."""
+    """Return one item of the sequence on all ranks: the rank that has it adds it to the zeros of the others."""
     place, ranks = input.place, input.ranks
     if not place.is_plain or not (input.local.is_floating_point() or input.local.dtype in (torch.int64, torch.int32)):
         return NotImplemented
@@ -253,7 +253,7 @@ def unbind(func: Any, input: Any, dim: int = 0) -> Any:
 
 
 def cat(func: Any, tensors: Any, dim: Any = 0, **kwargs: Any) -> Any:
-    """Concatenate; along the sequence each rank keeps what it has."""
+    """Concatenate; along the sequence, each rank concatenates its own parts without communication."""
     dim = kwargs.pop("axis", dim)
     # torch skips empty tensors of one dim, with which key/value caches start.
     filled = [tensor for tensor in tensors if whole_shape(tensor) != (0,)]

@@ -129,7 +129,7 @@ def all_whole(values: Any) -> Any:
 
 
 def resplit(tensor: Tensor, place: SequenceDim, ranks: ContextRanks) -> Tensor:
-    """Return this rank's part of any tensor for a place: it is gathered first where it is split otherwise."""
+    """Return this rank's part of a tensor as split at `place`; a tensor that is split differently is gathered first."""
     if type(tensor) is SplitTensor:
         if tensor.place == place:
             return tensor.local
@@ -138,7 +138,7 @@ def resplit(tensor: Tensor, place: SequenceDim, ranks: ContextRanks) -> Tensor:
 
 
 def reshaped(place: SequenceDim, before: Sequence[int], after: Sequence[int]) -> SequenceDim | None:
-    """Return where the sequence is after a reshape; None where it is not within one dim any more.
+    """Return where the sequence is after a reshape; None if it would span several dims.
 
     >>> flat = reshaped(SequenceDim(1, SequencePartition.balanced(6, 2)), (4, 6, 8), (24, 8))
     >>> flat.dim, flat.outer, flat.inner

@@ -29,7 +29,7 @@ from .scope import SequenceSplit, num_samples
 
 Rows = Callable[[Any], Any]
 ROWS = 2
-"""Samples of the trial, so that their dim can be told from others of size 1."""
+"""Samples of the trial: more than one, so that their dim differs from dims of size 1."""
 
 
 def find(model: nn.Module, spec: StrategySpec, probe: Callable[..., Any], device: torch.device) -> Findings:
@@ -43,7 +43,7 @@ def find(model: nn.Module, spec: StrategySpec, probe: Callable[..., Any], device
     require_splittable(model)
     states, put_back = random_state(device), remember_state(model)
     failure: Exception | None = None
-    # Batches that are not made of rows, such as several sequences in one, cannot be cut.
+    # A batch that is not made of rows, such as several packed sequences, can only be tried as a whole.
     for rows in (_first_rows, _all_rows):
         try:
             findings = _tried(model, spec, probe, device, rows)

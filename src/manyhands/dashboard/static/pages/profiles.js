@@ -20,7 +20,7 @@ export function open(host, _, store) {
 
 function one(id, profile) {
   const rows = profile.ranks.map((rank) => [`rank ${rank.rank}`, rank.phases]);
-  const advice = profile.advice.map((each) => h("li", {}, h("strong", {}, each.name), `: ${each.evidence}; ${each.cure}`));
+  const advice = profile.advice.map((each) => h("li", {}, h("strong", {}, each.name), `: ${each.evidence}; ${each.remedy}`));
   const operations = profile.ranks[0]?.operations ?? [];
   return h("section", { class: "card" }, h("h2", {}, `${profile.task} (${id})`),
     facts([["when", moment(profile.t)], ["strategy", profile.strategy], ["step", seconds(profile.seconds)], ["samples/s", number(profile.samples_per_second, 3)], ["MFU, of the rate in large products", profile.mfu === null ? null : `${number(100 * profile.mfu, 3)}%`]]),

@@ -1,4 +1,4 @@
-"""Ways of computing a stack: convolutions grouped or unfolded, steps compiled, and what stacking is worth."""
+"""Computation of a stack: grouped or unfolded convolutions, compiled steps, and the speed-up of stacking."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ways to compute a batch: what is taken, what is refused, and that all of them answer alike."""
+"""Execution of a served batch: which variant is chosen, which are refused, and that all compute the same."""
 
 from __future__ import annotations
 
