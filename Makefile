@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 TOOLS := $(VENV)/.tools
 export OMP_NUM_THREADS ?= 1
 # Debian packages that tests need (network hosts, a browser), installed when we are root and apt is there.
-DEBIAN := iproute2 openssl strace chromium
+DEBIAN := iproute2 openssl strace chromium etcd-server
 
 .PHONY: demo test quick lint types unit bench conformance docs setup system clean
 

@@ -25,7 +25,7 @@ from manyhands.distributed.network import MAX_UNPROVED, listen
 from manyhands.launcher import Join, JoinedHosts, write_token
 from manyhands.launcher.joining.channel import MAX_MESSAGE, MAX_TEXT, Channel, JoinTimeouts, ProtocolError, checked
 from manyhands.launcher.joining.handshake import HostFacts, JoinRefused, introduce
-from manyhands.launcher.joining.join import Other, _FactsOf, _FirstHostAddress
+from manyhands.launcher.joining.hosts import FactsOf, FirstHostAddress, Other
 from manyhands.launcher.joining.listener import HostsCoordinator, JoinListener
 from manyhands.launcher.joining.tls import NoTls
 from manyhands.launcher.joining.token import JoinToken, read_token
@@ -453,9 +453,9 @@ def test_waiting_host_reports_for_whom_why_and_until_when_again_and_again(
     said: list[str] = []
     with listen("127.0.0.1") as free:
         port = free.getsockname()[1]
-    first = _FirstHostAddress("127.0.0.1", port, read_token(tmp_path / "token"), NoTls())
+    first = FirstHostAddress("127.0.0.1", port, read_token(tmp_path / "token"), NoTls())
     with pytest.raises(SettingsError, match="first host must be reachable"):
-        Other(first, _FactsOf("host2", resolve("cpu")[0], ""), 1.0, said.append)
+        Other(first, FactsOf("host2", resolve("cpu")[0], ""), 1.0, said.append)
     report = rf"waiting for the first host, 127.0.0.1:{port}: .*refused; gives up at \d\d:\d\d:\d\d, in [01] s"
     assert len(said) >= 3
     assert all(re.fullmatch(report, text) for text in said), said

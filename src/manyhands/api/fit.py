@@ -22,7 +22,7 @@ from .check import check_data
 from .parameter_servers import check_served, train_served
 from .planned import planned
 from .recording import explain_mathematics, put_record, record_of, recording, started_before
-from .runtime import TaskLike, Where, from_first, is_first_host, lease, own_randomness, runtime
+from .runtime import TaskLike, Where, from_first, lease, own_randomness, runtime
 from .signals import defer_sigterm
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def fit(
     "steps": [1, 2], "losses": {"loss": [0.9, 0.8]}, ...}; an "epoch" event after each epoch: {"kind": "epoch",
     "epoch": 0, "step": 2, "losses": {...}, "metrics": {"valid_loss": 0.7}, ...}. The other kinds are "start", "plan",
     "partition", "verdict", "log", "notice", "skipped", "waits", "parts", "pace", "profile", "straggler", "lost",
-    "recovered", "hang", "checkpoint", "end" and "failed". `manyhands dashboard` displays events.
+    "recovered", "coordinator", "hang", "checkpoint", "end" and "failed". `manyhands dashboard` displays events.
 
     >>> import tempfile, torch, manyhands as mh
     >>> task = mh.Task(
@@ -181,7 +181,9 @@ def fit(
         )
         with (
             defer_sigterm(),
-            recording(job, devices, shown, display.progress, sinks, task, writes=is_first_host(on)) as (view, on_event),
+            recording(
+                job, devices, shown, display.progress, sinks, task, hosts=on if isinstance(on, JoinedHosts) else None
+            ) as (view, on_event),
             lease(on, devices, path.name, lambda text: on_event(0, event("notice", text=text))),
         ):
             for entry in [

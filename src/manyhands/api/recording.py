@@ -30,8 +30,9 @@ from ..core import (
     task_name,
 )
 from ..distributed import Device, current_world
+from ..launcher import JoinedHosts
 from ..monitoring import DROPPED, About, Sink, SinkDispatcher, Stragglers, View, make_view
-from ..storage import CheckpointStore
+from ..storage import CheckpointStore, TermClaim, term_file
 from ..sync import make_policy
 from ..training import Job
 from .runtime import TaskLike
@@ -49,12 +50,13 @@ def recording(
     sinks: Sequence[Sink],
     task: TaskLike,
     *,
-    writes: bool = True,
+    hosts: JoinedHosts | None = None,
 ) -> Iterator[tuple[View, Callable[[int, Event], None]]]:
     """Write the record of a run; yield its progress view, and a function that takes the events of ranks.
 
     That function writes an event to the event log, displays it, and passes it to the sinks. Inside a launch only the
-    first rank writes and displays; on other ranks, and without `writes`, the view and the function do nothing.
+    first rank writes and displays; on other ranks, and on other hosts than the first, the view and the function do
+    nothing. If the coordinator is elected, the function begins and ends to write with this host's terms.
 
     Args:
         job: The run.
@@ -63,72 +65,164 @@ def recording(
         progress: False to display nothing; None to display progress.
         sinks: Other destinations of the events.
         task: The task or task function, whose name is recorded.
-        writes: Whether this host writes the run.
+        hosts: The hosts that have joined, if there are several.
     """
     world = current_world()
-    if not writes:
+    is_elected = hosts is not None and hosts.is_elected
+    if hosts is not None and not hosts.is_first and not is_elected:
         yield View(), lambda rank, entry: None
         return
     if world is not None and not world.is_first:
         yield View(), lambda rank, entry: None
         world.barrier()
         return
-    lock = _locked(job.folder)
-    record = _write_record(job, devices, params, task)
-    view = make_view(f"{job.spec} on {describe_devices(devices)}", progress) if world is None else View()
-    log = EventLog(job.folder / EVENTS)
-    dispatcher = SinkDispatcher(sinks, About.of(job.folder, job.spec, record, task))
-    stragglers = Stragglers(size=len(devices))
-
-    def on_event(rank: int, entry: Event) -> None:
-        log.write(entry)
-        if entry["kind"] == "verdict":
-            record["verdict"] = {name: entry[name] for name in ("outcome", "why", "error")}
-            put_record(job, record)
-        view.show(rank, entry)
-        for text in dispatcher.take(entry):
-            notice(text)
-        for report in stragglers.handle_event(entry):
-            on_event(0, report)
-
-    def notice(text: str) -> None:
-        on_event(0, event("notice", text=text))
-        if progress is False and DROPPED in text:
-            print(text, file=sys.stderr, flush=True)
-
-    tap = functools.partial(on_event, 0)
+    writer = _RunWriter(job, devices, params, sinks, task)
+    if hosts is None or hosts.is_first:
+        writer.begin(0 if hosts is None else hosts.term)
+    title = f"{job.spec} on {describe_devices(devices)}"
+    writer.view = make_view(title, progress, live=not is_elected) if world is None else View()
+    writer.prints_dropped = progress is False
+    tap = functools.partial(writer.take, 0)
     try:
         if world is not None:
             world.channel.taps.append(tap)
-        yield view, on_event
+        yield writer.view, writer.take
     except BaseException as error:
-        on_event(0, event("failed", reason=f"{type(error).__name__}: {error}"))
-        dispatcher.close(notice)  # before `_explain`, which may remove the folder that sinks write to
-        _explain(error, job)
+        writer.take(0, event("failed", reason=f"{type(error).__name__}: {error}"))
+        writer.close_sinks()  # before `_explain`, which may remove the folder that sinks write to
+        if not is_elected:
+            _explain(error, job)
         raise
     finally:
         if world is not None:
             world.channel.taps.remove(tap)
         try:
-            dispatcher.close(notice)
+            writer.end()
         finally:
-            view.close()
-            log.close()
-            lock.close()
+            writer.view.close()
     if world is not None:
         world.barrier()
 
 
-def _locked(folder: Path) -> IO[str]:
+class _RunWriter:
+    """Writes the record and the events of a run, displays them, and passes them to the sinks.
+
+    If the coordinator is elected, this program writes only during its own terms.
+    """
+
+    def __init__(
+        self, job: Job, devices: Sequence[Device], params: Mapping[str, Any], sinks: Sequence[Sink], task: TaskLike
+    ) -> None:
+        self._job, self._devices, self._params, self._sinks, self._task = job, devices, params, sinks, task
+        self.view, self.prints_dropped = View(), False
+        self._claim: TermClaim | None = None
+        self._log: EventLog | None = None
+        self._copy: EventLog | None = None
+        """The log of this host's own disk, while another host coordinates and writes to a disk of its own."""
+
+    def begin(self, term: int) -> None:
+        """Begin to write; under an elected coordinator, first claim the run for its term, a number above 0."""
+        job, task = self._job, self._task
+        if term:
+            # Raises CheckpointError, before anything is written, where a later coordinator has claimed the run.
+            claim = TermClaim(job.folder / training.CHECKPOINTS, term)
+            claim.take()
+            self._claim = claim
+        self._lock = _locked(job.folder, is_required=not term)
+        self._record = _own_record(job) if term else None
+        if self._record is None:
+            self._record = _write_record(job, self._devices, self._params, task)
+        self._log = EventLog(job.folder / EVENTS)
+        if term:
+            self._log.take_over()
+        self._dispatcher = SinkDispatcher(self._sinks, About.of(job.folder, job.spec, self._record, task))
+        self._stragglers = Stragglers(size=len(self._devices))
+
+    def take(self, rank: int, entry: Event) -> None:
+        """Handle an event of a rank or of the coordinator."""
+        if entry["kind"] == "follows":
+            self.end()
+            return
+        if entry["kind"] == "copied":
+            self._write_copy(entry["entry"], entry["term"])
+            return
+        if entry["kind"] == "coordinator" and (self._claim is None or self._claim.term != entry["term"]):
+            self.end()
+            self.begin(entry["term"])
+        if self._log is None:
+            if self._copy is not None and entry["kind"] in ("end", "failed"):
+                self._copy.write(entry)
+            return
+        if self._claim is not None and not self._claim.is_latest:
+            self.view.line(f"{self._job.folder} is not written any more: a later coordinator has claimed it")
+            self.end()
+            return
+        self._log.write(entry)
+        if entry["kind"] == "verdict" and self._record is not None:
+            self._record["verdict"] = {name: entry[name] for name in ("outcome", "why", "error")}
+            put_record(self._job, self._record)
+        self.view.show(rank, entry)
+        for text in self._dispatcher.take(entry):
+            self._notice(text)
+        for report in self._stragglers.handle_event(entry):
+            self.take(0, report)
+
+    def close_sinks(self) -> None:
+        """Finish the sinks; do nothing if this program does not write."""
+        if self._log is not None:
+            self._dispatcher.close(self._notice)
+
+    def end(self) -> None:
+        """Stop writing; do nothing if this program does not write."""
+        if self._copy is not None:
+            self._copy.close()
+            self._copy = None
+        log = self._log
+        if log is None:
+            return
+        try:
+            self._dispatcher.close(self._notice)
+        finally:
+            self._log, self._claim = None, None
+            log.close()
+            self._lock.close()
+
+    def _write_copy(self, entry: Event, term: int) -> None:
+        """Write an event of the coordinator to this host's disk, unless it is the disk that the coordinator writes."""
+        job = self._job
+        if self._log is not None or term_file(job.folder / training.CHECKPOINTS, term).exists():
+            return
+        if self._copy is None:
+            job.folder.mkdir(parents=True, exist_ok=True)
+            if _own_record(job) is None:
+                _write_record(job, self._devices, self._params, self._task)
+            self._copy = EventLog(job.folder / EVENTS)
+        self._copy.write(entry)
+
+    def _notice(self, text: str) -> None:
+        self.take(0, event("notice", text=text))
+        if self.prints_dropped and DROPPED in text:
+            print(text, file=sys.stderr, flush=True)
+
+
+def _own_record(job: Job) -> dict[str, Any] | None:
+    """Return the record that an earlier coordinator has written, None if this host's disk has none."""
+    return training.read_record(job.folder) if (job.folder / training.RECORD).exists() else None
+
+
+def _locked(folder: Path, *, is_required: bool = True) -> IO[str]:
     """Lock a run's folder for this program and return the lock file; raise SettingsError if another one has the lock.
 
-    The kernel releases the lock when the file is closed or the program ends.
+    The kernel releases the lock when the file is closed or the program ends. It is not required where the folder is
+    claimed for a term: the kernel of a host that was disconnected may still hold it.
     """
     # Never through a link: the folder may be a copy of one that another user made.
     file = os.fdopen(open_regular(folder / ".lock", os.O_RDWR | os.O_CREAT), "r+")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
+        if not is_required:
+            return file
         file.close()
         raise SettingsError(
             "only one program at a time can train a run",

@@ -244,11 +244,6 @@ def lease(
     return leased(here, run, notify) if current_world() is None else contextlib.nullcontext()
 
 
-def is_first_host(on: Where) -> bool:
-    """Return whether this host is the first one, which writes the run and displays progress."""
-    return not isinstance(on, JoinedHosts) or on.is_first
-
-
 def from_first(make: Callable[[], Path], on: Where) -> Path:
     """Call `make` on the first rank or host only, and return its result on all ranks or hosts."""
     if isinstance(on, JoinedHosts):

@@ -89,6 +89,11 @@ class SeveralHosts:
     tls: str | None = option(
         None, "Use TLS with the files tls.crt, tls.key and ca.crt of this folder.", metavar="FOLDER"
     )
+    coordination: str | None = option(
+        None,
+        "etcd that elects another coordinator if the first host fails; several members are separated by commas.",
+        metavar="etcd://HOST:PORT",
+    )
 
     def place(self, on: str | None, file: Path, *work: str) -> str | Join | None:
         """Return the value of `on=` for `mh.fit`: `mh.Join` if options for several hosts were given, else `on`.
@@ -112,6 +117,12 @@ class SeveralHosts:
                     got=f"--tls {self.tls} alone",
                     remedy=f"pass --hosts and --join too; under a scheduler set {TLS_VARIABLE} instead",
                 )
+            if self.coordination:
+                raise SettingsError(
+                    "--coordination must be used together with --hosts and --join",
+                    got=f"--coordination {self.coordination} alone",
+                    remedy="pass --hosts and --join too",
+                )
             return on
         if set(missing) - ({"--token-file"} if os.environ.get(TOKEN_VARIABLE) else set()):
             raise SettingsError(
@@ -122,8 +133,15 @@ class SeveralHosts:
         assert self.hosts is not None
         assert self.join is not None
         work_key = " ".join([hashlib.sha256(file.read_bytes()).hexdigest(), *work])
-        token, tls = self.token_file or "", self.tls or ""
-        return Join(address=self.join, hosts=self.hosts, token_file=token, tls=tls, on=on, work=work_key)
+        return Join(
+            address=self.join,
+            hosts=self.hosts,
+            token_file=self.token_file or "",
+            tls=self.tls or "",
+            coordination=self.coordination or "",
+            on=on,
+            work=work_key,
+        )
 
 
 def add_command(app: typer.Typer, function: Callable[..., None], examples: Sequence[str], **context: Any) -> None:

@@ -77,6 +77,11 @@ class EventLog:
             if self._num_bytes > self._part_bytes:
                 self._begin_part()
 
+    def take_over(self) -> None:
+        """Continue in a new file; a writer that has the old one open then appends to a part that was put aside."""
+        if self._num_bytes:
+            self._begin_part()
+
     def close(self) -> None:
         """Close the file; further events are an error."""
         os.close(self._file)

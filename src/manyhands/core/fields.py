@@ -121,6 +121,7 @@ FIELDS: dict[str, Fields] = {
     "used": {**_PLACE, "parameters": number, "optimizer": number, "peak": number},
     "straggler": {**_PLACE, "step": maybe(step), "text": text},
     "skipped": {"step": step},
+    "coordinator": {"term": count, "host": label, "text": text},
     "lost": {"rank": maybe(count), "step": maybe(step)},
     "recovered": {"step": step, "size": count},
     "checkpoint": {"step": step},

@@ -20,6 +20,7 @@ LONGEST_NEWS = 2000
 """Maximum characters of a timeline entry."""
 NEWS = (
     "notice", "skipped", "lost", "recovered", "straggler", "hang", "member_lost", "followed", "chosen", "sync",
+    "coordinator",
 )  # fmt: skip
 """Kinds of events that the timeline shows."""
 FAULTS = ("lost", "hang", "straggler", "skipped", "member_lost")

@@ -41,6 +41,8 @@ class RankInfo:
     """Seconds that a healthy operation may take; every other time limit is derived from it."""
     reported_step: int = 0
     """The last step whose loss the coordinator had received when the ranks joined (the rendezvous)."""
+    term: int = 0
+    """The term of the elected coordinator, whose ranks may write where those of earlier terms no longer can."""
 
     @property
     def patience(self) -> float:

@@ -2,7 +2,8 @@
 
 from .engine import AfterLoss, Engine, RunningJob, engine_for
 from .existing_cluster import TRAINERS, described, join_launched, launched, meet, whole_host
-from .joining.join import Join, JoinedHosts
+from .joining.hosts import JoinedHosts
+from .joining.join import Join
 from .joining.tls import TLS_VARIABLE, tls_here
 from .joining.token import TOKEN_VARIABLE, write_token
 from .leases import Holder, holders, leased

@@ -98,6 +98,9 @@ class LocalHost(RankHost, ProcessListener):
 class Coordinator(RunningJob):
     """Starts the ranks, monitors them, and regroups the remaining ranks after a failure."""
 
+    term = 0
+    """The term for which this coordinator was elected; 0 without an election."""
+
     def __init__(
         self,
         here: LocalHost,
@@ -188,6 +191,7 @@ class Coordinator(RunningJob):
             reported_step=self._reported_step,
             key=key,
             salt=salt,
+            term=self.term,
         )
 
     # -- reports from ranks ---------------------------------------------------------------------------------------

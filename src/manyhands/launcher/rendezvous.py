@@ -39,6 +39,8 @@ class RendezvousInfo:
     """The secret key of this generation's ranks, in hex; it is sent only over inherited sockets and Ray calls."""
     salt: str = ""
     """Other hosts derive the key from this salt and the join token."""
+    term: int = 0
+    """The term of the elected coordinator; 0 without an election."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the info as plain data that can be sent as JSON."""
@@ -50,7 +52,12 @@ class RendezvousInfo:
         `rank_info` has the values that are equal in all generations: device, host and time limit.
         """
         own_info = dataclasses.replace(
-            rank_info, rank=self.rank, size=self.size, generation=self.generation, reported_step=self.reported_step
+            rank_info,
+            rank=self.rank,
+            size=self.size,
+            generation=self.generation,
+            reported_step=self.reported_step,
+            term=self.term,
         )
         if self.size == 1:
             return NullWorld(channel=channel, rank_info=own_info)

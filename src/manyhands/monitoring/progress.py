@@ -187,7 +187,7 @@ def event_text(entry: Event) -> str:
         return f"the first device really held {parts}; {whole} {format_bytes(entry['peak'])} at most"
     if entry["kind"] == "verdict" and entry["why"] == "nothing is split":
         return ""
-    return str(entry["text"]) if entry["kind"] in ("notice", "straggler", "hang", "verdict") else ""
+    return str(entry["text"]) if entry["kind"] in ("notice", "straggler", "hang", "verdict", "coordinator") else ""
 
 
 def make_view(title: str, progress: bool | None, *, live: bool = True) -> View:

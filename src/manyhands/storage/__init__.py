@@ -2,6 +2,7 @@
 
 from .archives import Archive, OutputMismatch, export, load, require_outputs
 from .checkpoint_format import Checkpoint
+from .checkpoint_root import TermClaim, term_file
 from .checkpoints import CheckpointStore, check_matches
 from .optimizers import load_optimizer_state, optimizer_state
 from .tensors import save_state_dict
@@ -10,6 +11,8 @@ from .weights import Weights, check_values, match, open_weights, weights
 __all__ = [
     "Checkpoint",
     "CheckpointStore",
+    "TermClaim",
+    "term_file",
     "check_matches",
     "check_values",
     "optimizer_state",

@@ -18,28 +18,40 @@ LAST_GENERATION = 10**9 - 1
 """The largest generation that a file name can hold."""
 
 
+TERM_CLAIMS = 10**6
+"""Number of claims of one term: those of later terms have higher numbers, whichever is made first."""
+
+
 class WriterClaim:
-    """The claim of one writer on a root folder: earlier writers, such as a suspended process, can no longer write."""
+    """The claim of one writer on a root folder: earlier writers, such as a suspended process, can no longer write.
+
+    Writers under a coordinator of an earlier `term` cannot claim the folder after those of a later one.
+    """
 
     def __init__(self, root: Path, disk: Disk) -> None:
         self._root, self._disk = root, disk
         self.number: int | None = None
         """The number of this writer's claim; None if it has not claimed the folder."""
 
-    def take(self) -> None:
-        """Claim the folder, so that no earlier writer can write; raise OSError, without a claim, if that fails."""
+    def take(self, term: int = 0) -> None:
+        """Claim the folder, so that no earlier writer can write; raise OSError, without a claim, if that fails.
+
+        `term` is that of the elected coordinator: CheckpointError is raised after a claim of a later one.
+        """
         try:
             self._root.mkdir(parents=True, exist_ok=True)
-            self.number = self._next()
+            self.number = self._next(term)
         except OSError:
             self.number = None
             raise
 
-    def _next(self) -> int:
+    def _next(self, term: int) -> int:
         """Create the next claim file and return its number; of two writers that try the same number, one succeeds."""
         while True:
             before = self._found()
-            number = max(before, default=0) + 1
+            number = max([term * TERM_CLAIMS, *before]) + 1
+            if term and number >= (term + 1) * TERM_CLAIMS:
+                raise _superseded(term, number // TERM_CLAIMS)
             require_room("CLAIM-", number, LAST_NUMBER, self._root)
             try:
                 self._disk.write(self._root / f"CLAIM-{number}", [])
@@ -47,15 +59,15 @@ class WriterClaim:
                 continue
             is_last = max(self._found()) == number
             for other in before if is_last else [number]:
-                with contextlib.suppress(OSError):
-                    (self._root / f"CLAIM-{other}").unlink()
+                if other % TERM_CLAIMS:
+                    with contextlib.suppress(OSError):
+                        (self._root / f"CLAIM-{other}").unlink()
             if is_last:
                 self._disk.fsync(self._root)
                 return number
 
     def _found(self) -> list[int]:
-        names = (CLAIM.fullmatch(path.name) for path in self._root.iterdir()) if self._root.is_dir() else ()
-        return [int(match[1]) for match in names if match]
+        return claims_in(self._root)
 
     @property
     def is_latest(self) -> bool:
@@ -78,6 +90,54 @@ class WriterClaim:
         except (OSError, ValueError):
             return False
         return self.number is not None and is_whole(claim) and claim > self.number
+
+
+class TermClaim:
+    """The claim of an elected coordinator on the folder of a run's checkpoints: those of earlier terms cannot write.
+
+    Args:
+        root: Folder of the checkpoints; created if it does not exist.
+        term: The coordinator's term.
+    """
+
+    def __init__(self, root: Path, term: int) -> None:
+        self._root, self.term = root, term
+
+    def take(self) -> None:
+        """Claim the folder; raise CheckpointError if this term or a later one has claimed it before."""
+        self._root.mkdir(parents=True, exist_ok=True)
+        try:
+            Disk().write(term_file(self._root, self.term), [])
+        except FileExistsError:
+            raise _superseded(self.term, self.term) from None
+        if (latest := max(claims_in(self._root))) > self.term * TERM_CLAIMS:
+            term_file(self._root, self.term).unlink()
+            raise _superseded(self.term, latest // TERM_CLAIMS)
+        Disk().fsync(self._root)
+
+    @property
+    def is_latest(self) -> bool:
+        """Whether no coordinator of a later term has claimed the folder."""
+        return max(claims_in(self._root), default=0) // TERM_CLAIMS <= self.term
+
+
+def term_file(root: Path, term: int) -> Path:
+    """Return the file that exists where the elected coordinator of a term has claimed a folder; it is never removed."""
+    return root / f"CLAIM-{term * TERM_CLAIMS}"
+
+
+def claims_in(root: Path) -> list[int]:
+    """Return the numbers of the claims on a folder."""
+    names = (CLAIM.fullmatch(path.name) for path in root.iterdir()) if root.is_dir() else ()
+    return [int(match[1]) for match in names if match]
+
+
+def _superseded(term: int, later: int) -> CheckpointError:
+    return CheckpointError(
+        "only the latest elected coordinator of a run may write it",
+        got=f"the coordinator of term {term}, after one of term {later}",
+        remedy="end this process; if the etcd that counts terms was replaced, remove the CLAIM files of the run",
+    )
 
 
 class CheckpointRoot:

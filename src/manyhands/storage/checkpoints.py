@@ -104,10 +104,13 @@ class CheckpointStore:
         since = self._writing_since
         return self._written_seconds + (0.0 if since is None else time.perf_counter() - since)
 
-    def claim(self) -> None:
-        """Make this store the only writer; earlier writers, such as a suspended process, can no longer write."""
+    def claim(self, term: int = 0) -> None:
+        """Make this store the only writer; earlier writers, such as a suspended process, can no longer write.
+
+        `term` is that of the elected coordinator, if there is one: CheckpointError is raised after a later one.
+        """
         try:
-            self._claim.take()
+            self._claim.take(term)
         except OSError as error:
             self._on_error(error)
 

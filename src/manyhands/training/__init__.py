@@ -24,7 +24,7 @@ from .predictor import answers, input_name, inputs_of
 from .recovery import RecoveryState, Rollback
 from .replay import Replay, replay
 from .restored_objects import HeldState, left_alone
-from .run import RECORD, Run, as_weights, launch_of, new_folder
+from .run import RECORD, Run, as_weights, launch_of, new_folder, read_record
 from .sample_randomness import learn_draws
 from .sampling import EVERY, Breakdown, NoSampler, Sample, Sampler, profile_event
 from .snapshot import restore_snapshot, take_snapshot
@@ -82,6 +82,7 @@ __all__ = [
     "Run",
     "new_folder",
     "launch_of",
+    "read_record",
     "local_sources",
     "as_weights",
     "check_start",

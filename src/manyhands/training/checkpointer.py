@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..storage import CheckpointStore
+from ..storage import CheckpointStore, term_file
 from .snapshot import restore_snapshot, share, take_snapshot
 
 if TYPE_CHECKING:
@@ -18,6 +18,8 @@ class Checkpointer:
     def __init__(self, hand: Hand) -> None:
         self._hand = hand
         self._stores: dict[Path, CheckpointStore] = {}
+        self._has_copies = False
+        """Whether this rank saves copies of the checkpoints, on another host than the first rank."""
 
     def save(self, path: str | Path, *, score: float | None = None, **state: Any) -> None:
         """Write a checkpoint in the background: network, optimizers, data position, random states, and `state`."""
@@ -25,8 +27,26 @@ class Checkpointer:
         with hand.times.timed("save"):
             hand.current.agree()
             checkpoint = take_snapshot(hand, state)
-            if hand.is_first:
+            if hand.is_first or self._has_copies:
                 self.store(path).save(checkpoint, score=score)
+
+    def claim(self, path: str | Path) -> None:
+        """Make the first rank the only writer.
+
+        If the coordinator is elected, and hosts do not share a disk, a rank of another host saves copies on its disk.
+        """
+        hand, store, term = self._hand, self.store(path), self._hand.world.rank_info.term
+        if hand.is_first:
+            store.claim(term)
+        if not term or hand.spec.num_devices != (hand.spec.replicas or 1) * hand.spec.context:
+            return
+        # The coordinator has claimed the folder on its disk for the term before it started the ranks.
+        own = hand.world.rank_info.host, term_file(Path(path), term).exists()
+        found = hand.world.gather_objects(own)
+        without = (rank for rank, (host, is_shared) in enumerate(found) if host != found[0][0] and not is_shared)
+        self._has_copies = next(without, None) == hand.rank
+        if self._has_copies:
+            store.claim()
 
     def restore(self, path: str | Path, *, before: int | None = None) -> dict[str, Any] | None:
         """Restore the newest intact checkpoint, if given of a step before `before`.

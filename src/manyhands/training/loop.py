@@ -238,9 +238,8 @@ class TrainingLoop:
         if task.valid is not None:
             held = as_source(task.valid, collate=task.collate)
             valid = hand.reader.make_feed(held, task.batch_size or batch_size, shuffle=False, workers=task.workers)
-        store = hand.checkpoints.store(self.path, keep=self.job.keep)
-        if hand.is_first:
-            store.claim()
+        hand.checkpoints.store(self.path, keep=self.job.keep)
+        hand.checkpoints.claim(self.path)
         if is_new:
             self.begin()
             self.reporter.report_start(self.total, self.job.epochs, self.trial.verdict)

@@ -1,6 +1,7 @@
 """Jobs of several hosts: tokens, a handshake, a listener at which hosts join, and agents that run their ranks."""
 
-from .join import Join, JoinedHosts
+from .hosts import JoinedHosts
+from .join import Join
 from .tls import TLS_VARIABLE, tls_here
 from .token import TOKEN_VARIABLE, JoinToken, read_token, token_here, write_token
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import selectors
 import time
 from collections.abc import Callable
@@ -10,11 +11,11 @@ from typing import Any
 from ...core import Event, RunError
 from ...distributed import address_towards, interface_of, this_host
 from ..engine import OnEvent, OnOutput, RunningJob
-from ..processes import LocalProcesses, Process, ProcessListener, turn
+from ..processes import Process, ProcessListener, turn
 from ..rendezvous import RendezvousInfo
-from ..zygote import ZygoteHandle
 from .channel import Channel, JoinTimeouts, Message, ProtocolError
 from .handshake import JoinRefused
+from .host_ranks import HostRanks
 from .probing import answer
 from .reachability import PeerBeats
 from .token import JoinToken
@@ -33,8 +34,7 @@ class Agent(ProcessListener, RunningJob):
         self,
         channel: Channel,
         join_again: Callable[[list[int], int], Channel],
-        zygote: ZygoteHandle,
-        pickle_fd: int,
+        ranks: HostRanks,
         *,
         token: JoinToken,
         timeout: float,
@@ -43,12 +43,9 @@ class Agent(ProcessListener, RunningJob):
     ) -> None:
         self._channel, self._join_again, self._token, self._timeout = channel, join_again, token, timeout
         self._notify = notify
-        self._selector = selectors.DefaultSelector()
-        self._processes = LocalProcesses(zygote, pickle_fd, self, self._selector)
+        self._ranks, self._selector = ranks, ranks.selector
+        ranks.role = self
         self._patience = JoinTimeouts(timeout).silence
-        self._generation = -1
-        self._running: set[int] = set()
-        self._results: dict[int, Any] = {}
         self._reason: str | None = None
         self._beats = PeerBeats(host, address_towards(channel.peer), token, self._selector)
         self._unheard: list[str] = []
@@ -60,29 +57,42 @@ class Agent(ProcessListener, RunningJob):
     def wait(self, on_event: OnEvent, on_output: OnOutput) -> list[Any]:
         """Return the results of this host's ranks; events and output are sent to the coordinator's host."""
         try:
-            while self._reason is None or (not self._reason and not self._processes.is_over):
-                turn(self._selector, 0.5)
-                self._processes.look()
-                self._report_unheard()
-                if self._reason is None and time.monotonic() - self._channel.received_at > self._patience:
-                    self._on_coordinator_lost(f"has sent nothing for {self._patience:.0f} s")
+            return self.follow()
         except BaseException as error:
-            self._channel.send("leave", reason=f"{type(error).__name__}: {error}")
+            self.leave(error)
             raise
         finally:
-            self._channel.close()
-            self._beats.close()
-            self._processes.finish()
-            self._selector.close()
+            self.release()
+            self._ranks.close()
+
+    def follow(self) -> list[Any]:
+        """Run this host's ranks for the coordinator until the job is over, and return their results."""
+        while self._reason is None or (not self._reason and not self._ranks.is_over):
+            turn(self._selector, 0.5)
+            self._ranks.look()
+            self._report_unheard()
+            if self._reason is None and time.monotonic() - self._channel.received_at > self._patience:
+                self._on_coordinator_lost(f"has sent nothing for {self._patience:.0f} s")
         if self._reason:
             raise RunError(f"the first host has ended the job: {self._reason}")
-        return [self._results[slot] for slot in sorted(self._results)]
+        return [self._ranks.results[slot] for slot in sorted(self._ranks.results)]
+
+    def leave(self, error: BaseException) -> None:
+        """Report to the coordinator that this host leaves the job because of an error."""
+        self._channel.send("leave", reason=f"{type(error).__name__}: {error}")
+
+    def release(self) -> None:
+        """Release what belongs to the connection with the coordinator; the ranks stay."""
+        with contextlib.suppress(KeyError, ValueError):
+            self._selector.unregister(self._channel)
+        self._channel.close()
+        self._beats.close()
 
     def stop(self) -> None:
         self._channel.send("stop")
 
     def kill(self) -> None:
-        self._processes.kill()
+        self._ranks.kill()
 
     # -- from its ranks -------------------------------------------------------------------------------------------
 
@@ -100,10 +110,7 @@ class Agent(ProcessListener, RunningJob):
         self._channel.send("failure", slot=slot, **fields)
 
     def handle_exit(self, slot: int, process: Process) -> None:
-        self._running.discard(slot)
         done = process.done and process.exit_code == 0
-        if done:
-            self._results[slot] = process.result
         self._channel.send("end", slot=slot, done=done, text=process.end)
 
     # -- from the coordinator -------------------------------------------------------------------------------------
@@ -136,15 +143,14 @@ class Agent(ProcessListener, RunningJob):
         kind = message["kind"]
         if kind == "start":
             info = self._with_own_key(message["rendezvous"])
-            self._running.add(message["slot"])
-            self._processes.start(message["slot"], RendezvousInfo(**info))
+            self._ranks.start(message["slot"], RendezvousInfo(**info))
         elif kind == "tell":
             report = message["message"]
             if "rendezvous" in report:
                 report["rendezvous"] = self._with_own_key(report["rendezvous"])
-            self._processes.send_message(message["slot"], report)
+            self._ranks.send_message(message["slot"], report)
         elif kind == "kill":
-            self._processes.kill(message["slot"])
+            self._ranks.kill(message["slot"])
         elif kind == "peers":
             self._beats.introduce(
                 {str(name): (str(a), int(p)) for name, (a, p) in message["hosts"].items()}, message["salt"]
@@ -159,7 +165,6 @@ class Agent(ProcessListener, RunningJob):
     def _with_own_key(self, info: dict[str, Any]) -> dict[str, Any]:
         """Return rendezvous info for this host's ranks, with their key and the interface towards the first host."""
         generation = int(info["generation"])
-        self._generation = max(self._generation, generation)
         key = self._token.rank_key(info["salt"], generation)
         return {**info, "interface": interface_of(address_towards(info["address"])), "key": key}
 
@@ -167,16 +172,15 @@ class Agent(ProcessListener, RunningJob):
         """Abort the ranks' collectives, keep their state, and rejoin the coordinator when it is reachable again."""
         self._selector.unregister(self._channel)
         self._channel.close()
-        for slot in list(self._running):
-            self._processes.send_message(slot, {"lost": f"the first host {why}", "generation": self._generation})
+        self._ranks.interrupt(f"the first host {why}")
         reason = f"the first host {why}; the ranks of this host keep their state and wait until it answers"
         wait = Wait(lambda: reason, self._timeout, self._notify)
         while True:
             wait.report()
             turn(self._selector, RETRY_SECONDS)
-            self._processes.look()
+            self._ranks.look()
             try:
-                self._channel = self._join_again(sorted(self._running), self._generation)
+                self._channel = self._join_again(sorted(self._ranks.running), self._ranks.generation)
                 break
             except (OSError, RunError) as error:
                 if wait.is_over:

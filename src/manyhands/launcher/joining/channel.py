@@ -44,6 +44,7 @@ SHAPES: dict[str, dict[str, type | tuple[type, ...]]] = {
     "tell": {"slot": int, "message": dict},
     "kill": {"slot": (int, type(None))},
     "over": {"reason": str},
+    "log": {"entry": dict},
     "peers": {"hosts": dict, "salt": str},
     # from the other hosts
     "peer": {"port": int},

@@ -66,9 +66,10 @@ class JoinListener:
         notify: Callable[[str], None],
         timeout: float,
         tls: NoTls | None = None,
+        selector: selectors.BaseSelector | None = None,
     ) -> None:
         self._limits, self._tls = JoinTimeouts(timeout), tls or NoTls()
-        self.selector = selectors.DefaultSelector()
+        self.selector = selector or selectors.DefaultSelector()
         self._listener, self.token, self._own_facts, self._num_hosts, self._notify = (
             listener,
             token,
@@ -116,6 +117,10 @@ class JoinListener:
     def send_to_all(self, kind: str, **values: Any) -> None:
         """Send a message to every host that has joined, and to hosts that join later when they do."""
         self.welcome_messages.append((kind, values))
+        self.send_now(kind, **values)
+
+    def send_now(self, kind: str, **values: Any) -> None:
+        """Send a message to the hosts that are present."""
         for place in self.present:
             place.channel.send(kind, **values)
 
@@ -123,14 +128,20 @@ class JoinListener:
         """Notify every host that the job is over, and close all sockets; `reason` is empty unless the job failed."""
         if self._is_closed:
             return
+        self.send_now("over", reason=reason)
+        self.abandon()
+        self.selector.close()
+
+    def abandon(self) -> None:
+        """Close all sockets without notifying the hosts, which then look for another coordinator."""
         self._is_closed = True
-        for place in self.present:
-            place.channel.send("over", reason=reason)
-            place.channel.close()
+        for place in list(self.present):
+            self.forget(place)
         self._unproved.close()
+        for sock in (self._listener, self._woken):
+            self.selector.unregister(sock)
         for sock in (self._listener, self._woken, self._wakes):
             sock.close()
-        self.selector.close()
 
     def forget(self, place: RemoteHost) -> None:
         """Remove a host whose connection has ended; it may rejoin."""
