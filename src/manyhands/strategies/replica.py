@@ -20,6 +20,7 @@ from .optimizer_traits import stepping
 
 if TYPE_CHECKING:
     from .partition_drawing import Outline
+    from .pipeline import PipelineReplica
 
 
 from collections.abc import Iterator, Sequence
@@ -92,6 +93,11 @@ class Replica:
     def explained(self, error: Exception) -> Exception:
         """Return the error to raise when a custom step raised this one: a refusal, if the strategy caused it."""
         return error
+
+    @property
+    def pipeline(self) -> PipelineReplica | None:
+        """This replica where it runs several micro-batches at a time, in stages; None where one follows another."""
+        return None
 
     def set_padding(self, is_padding: bool) -> None:
         """Set whether the next micro-batch is a padding micro-batch, whose batch statistics must not count."""

@@ -6,7 +6,6 @@ from .check import judge
 from .embedding_tables import SavedRows
 from .evaluation import evaluate, predict
 from .explain import can_explain, explain, without_values
-from .forward_backward import compute
 from .hand import SCRIPT_END, Hand, hand, holding, joined_world, probe_of
 from .host_comparison import local_sources
 from .initial_weights import check_start, start_from
@@ -29,7 +28,8 @@ from .sample_randomness import learn_draws
 from .sampling import EVERY, Breakdown, NoSampler, Sample, Sampler, profile_event
 from .snapshot import restore_snapshot, take_snapshot
 from .start_trial import StartTrial
-from .stepping import Stepper, take_step
+from .step import compute, take_step
+from .stepping import Stepper
 from .timing import Steps, gradient_squares, time_steps
 from .trial import NUM_SAMPLES
 from .trial_steps import parts_of, plan_of, record_of, take_steps, with_data

@@ -10,7 +10,7 @@ import torch
 
 from ..core import TaskError, mix, seed_all
 from ..data import Batch, Cursor, Feed, as_source, check_source
-from .loss_totals import BatchShare
+from .step import BatchShare
 
 if TYPE_CHECKING:
     from ..data import Source

@@ -50,8 +50,8 @@ from .batch_reader import BatchReader
 from .carried_numbers import Counters
 from .checkpointer import Checkpointer
 from .collectives import Collectives
-from .replica_step import ReplicaStep
 from .restored_objects import left_alone
+from .step import ReplicaStep
 from .sync_selection import Choosing
 from .weight_averages import Averages
 
@@ -178,7 +178,7 @@ class Hand(Collectives):
         """Switch to another sync policy; all replicas must call this together."""
         if sync == self.spec.sync:
             return
-        self.current.agree()
+        self.current.unsynchronized.agree()
         self._replica = under(self.replica, sync)
         self.spec = self._replica.spec
         # Invalidates captured steps: they contain the old policy.
@@ -223,8 +223,7 @@ class Hand(Collectives):
 
     def scope(self) -> contextlib.AbstractContextManager[object]:
         """Return the context in which network and loss are computed: the strategy's precision and randomness."""
-        scope = self.replica.scope()
-        return scope if self.randomness is None else _within(self.reader.drawing(), scope)
+        return self.current.scope()
 
     # -- data -----------------------------------------------------------------------------------------------------
 
@@ -261,9 +260,7 @@ class Hand(Collectives):
 
     def step(self, key: str = MAIN) -> None:
         """Reduce the gradients over all replicas, clip them, and update the parameters."""
-        with self.times.during("optimizer"):
-            self.current.update(key)
-            self.current.note(key)
+        self.current.finish(key)
         self.progress.report(lambda: self.num_steps)
 
     def minimize(self, loss: Tensor | Mean | Callable[[Any], Tensor | Mean], key: str = MAIN) -> Tensor:
@@ -295,7 +292,7 @@ class Hand(Collectives):
 
         Validation, checkpoints and the end of `fit` do so; a custom training loop must call it before it evaluates.
         """
-        self.current.agree()
+        self.current.unsynchronized.agree()
 
     def stop(self) -> None:
         """Request a stop; all replicas end after the same step."""
@@ -337,14 +334,6 @@ class Hand(Collectives):
         if self._replica is not None:
             self._replica.close()
             keep_all(self._replica.model)
-
-
-@contextlib.contextmanager
-def _within(
-    drawing: contextlib.AbstractContextManager[None], scope: contextlib.AbstractContextManager[object]
-) -> Iterator[None]:
-    with drawing, scope:
-        yield
 
 
 def _deferred(hand: Hand, task: Task) -> Deferred | None:

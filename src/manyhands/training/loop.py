@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -37,9 +37,6 @@ from .stepping import Stepper
 from .trial import NUM_SAMPLES
 from .verdict import Verdict
 from .verify import verdict_event
-
-if TYPE_CHECKING:
-    pass
 
 STRAYED = (
     "an operation draws random numbers that deterministic=True does not know (a custom kernel, or torch.ops), "
@@ -318,7 +315,7 @@ class TrainingLoop:
     def keep(self) -> None:
         """Store the state of the last step, to resume from it; keep the older state if there is no newer one."""
         self.kept.called_at, self.kept.batches = self.called_at, self.marker.batches
-        if self.hand.current.is_apart:
+        if self.hand.current.unsynchronized.is_apart:
             # Local SGD steps that are not synchronized are repeated.
             return
         self.reporter.read(alone=True)

@@ -30,10 +30,9 @@ from ..capture import (
 from ..core import random_state, remember_state, restore_random_state
 from ..data import Batch, ResidentBatch, map_leaves, tensors
 from ..strategies import MAIN
-from .forward_backward import compute
 from .hand import Hand
-from .loss_totals import Tally
-from .step_variants import Loss, StepVariants
+from .step import Loss, Tally, compute
+from .step_variants import StepVariants
 
 NUM_PLAIN = 2
 """Plain steps per batch shape before the rehearsal: lazy modules are initialized in the first."""

@@ -8,19 +8,17 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
-from typing import Any
 
 import torch
 
 from ..capture import has_convolutions, lay_out, stop_compilers
 from ..core import format_duration
 from .hand import Hand
-
-Loss = Callable[[Any, Any], Any]
+from .step import Loss
 
 AS_WRITTEN, CHANNELS_LAST, ONE_THREAD, FULL_WIDTH, COMPILED = (
     "as written",

@@ -1,43 +1,19 @@
-"""Take training steps, plainly or from CUDA graphs, in the fastest variant."""
+"""Stepper: takes training steps plainly or from CUDA graphs, in the fastest variant."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable
-from typing import Any
+from collections.abc import Hashable
 
 from ..core import Task
 from ..data import Batch
-from ..strategies import MAIN
-from .forward_backward import compute
 from .hand import Hand
+from .step import take_step
 from .step_capture import StepCapture, shape_of_batch
 from .step_variants import StepVariants
 
 CAPTURE_DEVICES = ("cuda",)
 """Types of devices on which steps can be captured."""
-
-
-def take_step(hand: Hand, task: Task, batch: Batch, loss: Callable[[Any, Any], Any] | None = None) -> None:
-    """Take one step of a task on a batch: its custom step, or its loss over the micro-batches and one update."""
-    before = hand.current.begin()
-    if task.step is not None:
-        try:
-            with hand.times.during("forward"), hand.reader.drawing():
-                task.step(hand, batch.data)
-        except RuntimeError as error:
-            explained = hand.replica.explained(error)
-            if explained is error:
-                raise
-            raise explained from error
-        if MAIN not in hand.optimizers:
-            hand.num_steps += 1
-    else:
-        assert task.loss is not None
-        compute(hand, loss or task.loss, batch)
-        hand.step()
-    hand.current.end(before)
-    hand.current.meet()
 
 
 class Stepper:
