@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from ..core import DataError, counted
+from .adaptation import Adaptation
 from .batch import Batch, Cursor, to_device
 from .batch_split import ReplicaShare, share_of
 from .device_resident import Resident, fits
-from .feed_timing import Adaptation, FeedTiming
 from .line_samples import Line, LineSampler, sampled
 from .order import Ids
 from .prefetch import DeviceCopy, Prefetcher
@@ -25,6 +25,10 @@ from .source import ArraySource, IndexedSource, Source, Window
 from .workers import read_in_workers
 
 CPU = torch.device("cpu")
+FELT = 0.1
+"""Waiting for data is reported to the user if it takes more than this fraction of the time."""
+SATURATED = 0.8
+"""Copying is the bottleneck if the copy engine is busy for more than this fraction of the time."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +80,54 @@ class ReplicaReader:
             position += len(window.ids)
             if number % step == first:
                 yield self.batch(window, Cursor(cursor.epoch, position))
+
+
+@dataclass
+class FeedTiming:
+    """Seconds that the consumer of a feed, the training loop, spent on waiting, copying and computing."""
+
+    input: float = 0.0
+    """Seconds of waiting for data to be read."""
+    copy: float = 0.0
+    """Seconds of waiting for data to be copied or cast."""
+    compute: float = 0.0
+    """Seconds between two batches, and of waiting while the accelerator was still busy."""
+    copying: float = 0.0
+    """Seconds in which the accelerator's copy engine was busy, whether or not the consumer waited for it."""
+
+    @property
+    def total(self) -> float:
+        """All seconds of the consumer."""
+        return self.input + self.copy + self.compute
+
+    @property
+    def limit(self) -> str:
+        """What limits the speed: "input", "copy" or "compute".
+
+        >>> FeedTiming(input=3.0, compute=7.0).limit, FeedTiming(input=0.1, compute=9.0).limit
+        ('input', 'compute')
+        >>> FeedTiming(copy=2.0, compute=7.0).limit
+        'copy'
+        """
+        if self.total and self.copying > SATURATED * self.total:
+            return "copy"
+        if self.input + self.copy <= FELT * self.total:
+            return "compute"
+        return "copy" if self.copy > self.input else "input"
+
+    def describe_limit(self, workers: int) -> str:
+        """Return a message for the user if data is the bottleneck, else an empty string.
+
+        >>> FeedTiming(input=3.0, compute=7.0).describe_limit(workers=2)
+        'input is the bottleneck: 30% of the time was spent waiting for data, which 2 worker processes read'
+        """
+        readers = "this process reads" if not workers else f"{workers} worker process{'es' * (workers > 1)} read"
+        share = (self.input + self.copy) / self.total if self.total else 0.0
+        texts = {
+            "input": f"input is the bottleneck: {share:.0%} of the time was spent waiting for data, which {readers}",
+            "copy": "copying to the device is the bottleneck: smaller dtypes (uint8, bf16) would be faster",
+        }
+        return texts.get(self.limit, "")
 
 
 class Feed:
