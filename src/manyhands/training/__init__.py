@@ -12,7 +12,7 @@ from .initial_weights import check_start, start_from
 from .job import CHECKPOINTS, Job, ReplicaResult
 from .learning_rates import LearningRates, check_schedule
 from .loop import TrainingLoop, train
-from .memory import held_now, parse_bytes
+from .memory import parse_bytes
 from .memory_fitting import fit_in
 from .memory_limit import host_bytes
 from .metrics import Meter, check_metrics, parted
@@ -25,7 +25,7 @@ from .replay import Replay, replay
 from .restored_objects import HeldState, left_alone
 from .run import RECORD, Run, as_weights, launch_of, new_folder
 from .sample_randomness import learn_draws
-from .sampling import EVERY, Breakdown, NoSampler, Sample, Sampler, profile_event
+from .sampling import EVERY, Breakdown, Sample, Sampler, profile_event
 from .snapshot import restore_snapshot, take_snapshot
 from .start_trial import StartTrial
 from .step import compute, take_step
@@ -55,7 +55,6 @@ __all__ = [
     "TrainingLoop",
     "RecoveryState",
     "Rollback",
-    "NoSampler",
     "StartTrial",
     "profile_event",
     "Stepper",
@@ -90,7 +89,6 @@ __all__ = [
     "replay",
     "Replay",
     "parse_bytes",
-    "held_now",
     "host_bytes",
     "Verdict",
     "judge",

@@ -118,7 +118,7 @@ class ReplicaStep:
         # Recomputed activations must draw the same random numbers as the first forward pass.
         with hand.times.during("backward"), hand.reader.drawing():
             replica.backward(objective, key, last=part.last)
-        if replica.buffers and key == next(iter(replica.groups)):
+        if replica.buffers.rules and key == next(iter(replica.groups)):
             replica.buffers.end(part.size, last=part.last)
 
     def open_tally(self, key: Key = MAIN) -> Tally:

@@ -84,7 +84,7 @@ class StepCapture:
         """Whether the optimizer's update is captured too."""
         if not hand.replica.is_capturable:
             self._give_up("batch statistics are exchanged over gloo inside the network")
-        elif hand.replica.buffers:
+        elif hand.replica.buffers.rules:
             self._give_up("forward updates buffers, whose values come from all parts of a batch")
         elif not self._is_whole:
             hand.notice(f"the update runs by itself, outside of the captured graph: {next(filter(None, reasons))}")

@@ -86,6 +86,11 @@ class StepVariants:
         """Return whether the loss for this shape is compiled."""
         return self.loss_for(shape) is not self._task_loss
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether all further steps compute the task's loss as it is written, and no other variant is tried."""
+        return self._is_settled and self.loss is self._task_loss
+
     def tick(self, shape: Hashable, replayed: bool, seconds: float, *, counts: bool = True) -> bool:
         """Account for a step, replayed or not; return True if the following steps use another variant.
 

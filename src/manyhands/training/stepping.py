@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 
 from ..core import Task
 from ..data import Batch
@@ -29,12 +30,14 @@ class Stepper:
             self._capture = StepCapture(hand, task.loss, self._variants, total) if captures else None
         elif captures:
             hand.notice("a task with step= is executed eagerly, and not captured")
+        self.captures = self._capture is not None
+        """Whether steps may be captured."""
+        self._take_plainly = functools.partial(take_step, hand, task)
+        self.take: Callable[[Batch], None] = self._take_plainly if self._variants is None else self._take_varied
+        """Takes one step."""
 
-    def take(self, batch: Batch) -> None:
-        """Take one step."""
-        if self._variants is None:
-            take_step(self._hand, self._task, batch)
-            return
+    def _take_varied(self, batch: Batch) -> None:
+        assert self._variants is not None
         began, waited = time.perf_counter(), self._hand.world.waited
         shape = shape_of_batch(batch)
         try:
@@ -50,6 +53,8 @@ class Stepper:
         is_switched = self._variants.tick(shape, taken == "replayed", seconds, counts=self._may_vary)
         if is_switched and self._capture is not None:
             self._capture.forget()
+        if self._variants.is_plain and not self.captures:
+            self.take = self._take_plainly
 
     @property
     def _may_vary(self) -> bool:
