@@ -23,8 +23,8 @@ from manyhands.api.runtime import runtime
 from manyhands.core import StrategyError
 from manyhands.data import as_source
 from manyhands.distributed import NullWorld, World, resolve
+from manyhands.training import take_step
 from manyhands.training.step_comparison import compare
-from manyhands.training.stepping import take_step
 from manyhands.training.trial_steps import plan_of, take_steps
 
 from .context_by_hand import Gpt, adamw, by_hand, loss, tokens

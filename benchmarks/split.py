@@ -25,7 +25,7 @@ from torch import Tensor, nn
 import manyhands as mh
 from manyhands.data import as_source
 from manyhands.distributed import NullWorld, World
-from manyhands.training.stepping import take_step
+from manyhands.training import take_step
 
 from .report import Check, Report, arguments
 

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from manyhands.data import Cursor, Feed, as_source, feed_timing
-from manyhands.data.feed_timing import STRETCH_BATCHES, Adaptation, FeedTiming
+from manyhands.data import Cursor, Feed, adaptation, as_source
+from manyhands.data.adaptation import STRETCH_BATCHES, Adaptation
+from manyhands.data.feed import FeedTiming
 
 SIZE = 640
 
@@ -88,8 +89,8 @@ class TestAdaptation:
 @pytest.fixture
 def quick(monkeypatch):
     """Short stretches, and as many cores as these tests want."""
-    monkeypatch.setattr(feed_timing, "STRETCH_BATCHES", 5)
-    monkeypatch.setattr(feed_timing, "STRETCH_SECONDS", 0.02)
+    monkeypatch.setattr(adaptation, "STRETCH_BATCHES", 5)
+    monkeypatch.setattr(adaptation, "STRETCH_SECONDS", 0.02)
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: range(4))
 
 

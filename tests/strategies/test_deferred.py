@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from manyhands.core import default_dtype
 from manyhands.strategies import CannotDefer, Deferred, defer
 from manyhands.strategies.build_replica import allocate
-from manyhands.strategies.gradient_hooks import GradientHooks
+from manyhands.strategies.replica import GradientHooks
 
 
 class Custom(nn.Module):

@@ -450,7 +450,7 @@ def nccl_records() -> None:
         with torch.cuda.stream(stream):
             hand = Hand(world, mh.StrategySpec(capture=capture))
             hand.build(work)
-            hand._replica = MirroredReplica(hand.spec, world, hand.model, hand.optimizers)
+            hand.adopt(MirroredReplica(hand.spec, world, hand.model, hand.optimizers))
             stepper = Stepper(hand, work, 100)
             feed = hand.reader.make_feed(as_source(work.data), 16, shuffle=True)
             found = []

@@ -21,9 +21,10 @@ from manyhands.core import LossNotFinite, StrategyError, TaskError, read_events
 from manyhands.data import as_source
 from manyhands.distributed import NullWorld, World
 from manyhands.training import Hand, step_capture, step_variants, stepping
+from manyhands.training.step import take_step
 from manyhands.training.step_capture import StepCapture
 from manyhands.training.step_variants import StepVariants
-from manyhands.training.stepping import Stepper, take_step
+from manyhands.training.stepping import Stepper
 
 from ..grouped_options import fit_options
 from .problems import Cnn, Sometimes, classify, generator, mlp

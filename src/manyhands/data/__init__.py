@@ -1,6 +1,5 @@
 """Data feed: batches in a global sample order, split over the replicas, prefetched, and resumed from a cursor."""
 
-from .arrays import is_arrays
 from .batch import Batch, Cursor, copied, first_dim, map_leaves, split, tensors
 from .batch_split import part_of, sizes_by
 from .bucketed import bucketed
@@ -8,7 +7,7 @@ from .device_resident import Resident, ResidentBatch, in_memory, lies_in_memory
 from .feed import Feed
 from .files import files
 from .order import Ids, Order, Orders
-from .source import IndexedSource, Source, Window, check_source
+from .source import IndexedSource, Source, Window, check_source, is_arrays
 from .sources import as_source, data_digest, source_of
 
 __all__ = [

@@ -13,11 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .arrays import ArraySource, SubsetSource
 from .batch import Batch, Cursor, to_device
 from .batch_split import ReplicaShare
 from .order import Ids
-from .source import Source, Window
+from .source import ArraySource, Source, SubsetSource, Window
 
 SHARE = 16
 """Resident data takes at most 1/SHARE of the device's memory."""

@@ -5,27 +5,129 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import count
 from time import perf_counter
 from typing import Any
 
 import torch
 
 from ..core import DataError, counted
-from .arrays import ArraySource
+from .adaptation import Adaptation
 from .batch import Batch, Cursor, to_device
-from .batch_split import share_of
+from .batch_split import ReplicaShare, share_of
 from .device_resident import Resident, fits
-from .feed_timing import Adaptation, FeedTiming
 from .line_samples import Line, LineSampler, sampled
 from .order import Ids
 from .prefetch import DeviceCopy, Prefetcher
-from .replica_reader import ReplicaReader
-from .source import IndexedSource, Source, Window
+from .source import ArraySource, IndexedSource, Source, Window
 from .workers import read_in_workers
 
 CPU = torch.device("cpu")
+FELT = 0.1
+"""Waiting for data is reported to the user if it takes more than this fraction of the time."""
+SATURATED = 0.8
+"""Copying is the bottleneck if the copy engine is busy for more than this fraction of the time."""
+
+
+@dataclass(frozen=True)
+class ReplicaReader:
+    """One replica's view of a source, in the training process or in a worker: global batches, and its rows of them."""
+
+    source: Source
+    batch_size: int
+    seed: int
+    shuffle: bool
+    replica: int
+    num_replicas: int
+    accumulate: int
+    weights: tuple[int, ...] | None = None
+    """The replicas' shares of a batch, in proportion; None for equal shares."""
+
+    def windows(self, cursor: Cursor) -> Iterator[Window]:
+        """Yield the global batches from the cursor to the end of its epoch, without reading them."""
+        windows = self.source.windows(
+            seed=self.seed,
+            epoch=cursor.epoch,
+            shuffle=self.shuffle,
+            start=cursor.position,
+            batch_size=self.batch_size,
+        )
+        for window in windows:
+            if self.source.drop_last and len(window.ids) < self.batch_size:
+                return
+            yield window
+
+    def share(self, window: Window) -> ReplicaShare:
+        """Return this replica's part of a global batch."""
+        return share_of(len(window.ids), self.accumulate, self.replica, self.num_replicas, self.weights)
+
+    def wanted(self, window: Window) -> Ids:
+        """Return the ids of this replica's samples, or of one padding row if the replica has none."""
+        ids = window.ids[self.share(window).rows]
+        return ids if len(ids) else window.ids[:1]
+
+    def batch(self, window: Window, cursor: Cursor) -> Batch:
+        """Read this replica's part of a global batch, on the host."""
+        share = self.share(window)
+        return Batch(window.fetch(self.wanted(window)), share.sizes, share.global_sizes, window.ids[share.rows], cursor)
+
+    def read(self, cursor: Cursor, first: int = 0, step: int = 1) -> Iterator[Batch]:
+        """Read and yield this replica's batches number first, first + step, ..., counted from the cursor."""
+        position = cursor.position
+        for number, window in zip(count(), self.windows(cursor)):
+            position += len(window.ids)
+            if number % step == first:
+                yield self.batch(window, Cursor(cursor.epoch, position))
+
+
+@dataclass
+class FeedTiming:
+    """Seconds that the consumer of a feed, the training loop, spent on waiting, copying and computing."""
+
+    input: float = 0.0
+    """Seconds of waiting for data to be read."""
+    copy: float = 0.0
+    """Seconds of waiting for data to be copied or cast."""
+    compute: float = 0.0
+    """Seconds between two batches, and of waiting while the accelerator was still busy."""
+    copying: float = 0.0
+    """Seconds in which the accelerator's copy engine was busy, whether or not the consumer waited for it."""
+
+    @property
+    def total(self) -> float:
+        """All seconds of the consumer."""
+        return self.input + self.copy + self.compute
+
+    @property
+    def limit(self) -> str:
+        """What limits the speed: "input", "copy" or "compute".
+
+        >>> FeedTiming(input=3.0, compute=7.0).limit, FeedTiming(input=0.1, compute=9.0).limit
+        ('input', 'compute')
+        >>> FeedTiming(copy=2.0, compute=7.0).limit
+        'copy'
+        """
+        if self.total and self.copying > SATURATED * self.total:
+            return "copy"
+        if self.input + self.copy <= FELT * self.total:
+            return "compute"
+        return "copy" if self.copy > self.input else "input"
+
+    def describe_limit(self, workers: int) -> str:
+        """Return a message for the user if data is the bottleneck, else an empty string.
+
+        >>> FeedTiming(input=3.0, compute=7.0).describe_limit(workers=2)
+        'input is the bottleneck: 30% of the time was spent waiting for data, which 2 worker processes read'
+        """
+        readers = "this process reads" if not workers else f"{workers} worker process{'es' * (workers > 1)} read"
+        share = (self.input + self.copy) / self.total if self.total else 0.0
+        texts = {
+            "input": f"input is the bottleneck: {share:.0%} of the time was spent waiting for data, which {readers}",
+            "copy": "copying to the device is the bottleneck: smaller dtypes (uint8, bf16) would be faster",
+        }
+        return texts.get(self.limit, "")
 
 
 class Feed:
@@ -110,7 +212,8 @@ class Feed:
                 for batch in self._timed(batches):
                     yield batch
                     cursor = batch.cursor
-                    if (self._adapt() or self._is_redivided) and batches in self._open:
+                    is_adapted = not self._adaptation.settled and self._adapt()
+                    if (is_adapted or self._is_redivided) and batches in self._open:
                         self._is_redivided = False
                         # No batch is lost: the new readers start after the last batch that was yielded.
                         going_on = True
@@ -179,12 +282,12 @@ class Feed:
     def _timed(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         pace = self.pace
         while True:
-            before = pace.total
+            before = pace.copy + pace.compute
             asked = perf_counter()
             batch = next(batches, None)
             given = perf_counter()
             # Readers have accounted for copying and device work; the remaining time was spent waiting for input.
-            pace.input += max(0.0, given - asked - (pace.total - before))
+            pace.input += max(0.0, given - asked - (pace.copy + pace.compute - before))
             if batch is None:
                 return
             yield batch
@@ -267,7 +370,8 @@ class Feed:
 
     def _may_adapt(self, asked: int | None) -> bool:
         """Return whether the feed may change the number of workers: not if the user set it, and not for streams."""
-        return asked is None and self.source.workers is None and isinstance(self.source, IndexedSource)
+        is_open = asked is None and self.source.workers is None and self._most_workers() > 0
+        return is_open and isinstance(self.source, IndexedSource)
 
 
 def _close(batches: Iterator[Batch]) -> None:

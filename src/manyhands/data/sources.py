@@ -12,14 +12,13 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset, default_collate
 
 from ..core import DataError, Task, random_state, restore_random_state, seed_all
-from .arrays import ArrayRows, ArraySource, SubsetSource, is_arrays
 from .batch import map_leaves
 from .bucketed import Bucketed, BucketSource
 from .files import Files, files_source
 from .huggingface import huggingface_source, is_huggingface, is_splits, refuse_splits
 from .loader import loader_source
 from .map_style import MapSource
-from .source import Collate, IndexedSource, Source, as_ids
+from .source import ArrayRows, ArraySource, Collate, IndexedSource, Source, SubsetSource, as_ids, is_arrays
 from .stream import StreamSource
 
 NOT_SAMPLES = (dict, str, bytes, type, torch.Tensor, np.ndarray)

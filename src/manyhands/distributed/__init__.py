@@ -15,7 +15,7 @@ from .control_channel import (
     frame,
     send_frame,
 )
-from .devices import Device, devices, num_cores, place_of, resolve, this_host
+from .devices import Device, devices, held_now, num_cores, place_of, resolve, this_host
 from .fake_world import FakeWorld
 from .hangs import STEP, HangReport
 from .links import MeasuredLink, Reach, measured, reach, serving
@@ -112,6 +112,7 @@ __all__ = [
     "reach_store",
     "require_alike",
     "resolve",
+    "held_now",
     "resolve_host",
     "send_frame",
     "serve_store",

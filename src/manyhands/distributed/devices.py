@@ -286,3 +286,10 @@ def _capability_remedy(capability: tuple[int, int], built_for: list[str], cuda: 
     return (
         f"it is an sm_{number} device and this torch (CUDA {cuda}) was built for {have}: install a torch built for it"
     )
+
+
+def held_now(device: torch.device) -> int:
+    """Return the bytes that this rank uses now: on a GPU its allocated memory, else the process's resident memory."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    return int(psutil.Process().memory_info().rss)

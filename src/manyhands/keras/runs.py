@@ -17,7 +17,8 @@ from keras.metrics import Mean
 from keras.src.backend.torch import core as keras_torch
 
 from ..core import event, keep_event, replace_text
-from ..training import RECORD, Hand, held_now, new_folder
+from ..distributed import held_now
+from ..training import RECORD, Hand, new_folder
 from .strategy import home_of
 
 SECONDS = 1.0

@@ -18,7 +18,6 @@ from ..strategies import MAIN, declaring, optimizers_of
 from ..training import (
     Hand,
     Job,
-    NoSampler,
     RecoveryState,
     ReplicaResult,
     Rollback,
@@ -209,9 +208,9 @@ class ServedLoop(TrainingLoop):
     def ease(self, batch_size: int) -> None:
         """Do nothing: the coordinator's own hand computes no samples."""
 
-    def sampling(self, feed: Feed) -> Sampler:
+    def sampling(self, feed: Feed) -> Sampler | None:
         """Return no sampler: workers profile and report their own steps."""
-        return NoSampler()
+        return None
 
     def prepare(self) -> tuple[Feed, Feed | None]:
         feeds = super().prepare()
@@ -329,6 +328,7 @@ class _ServedSteps:
 
     waited = 0.0
     limit = "compute"
+    captures = False
 
     def __init__(self, loop: ServedLoop, feed: Feed) -> None:
         self._loop, self._feed = loop, feed
@@ -342,9 +342,6 @@ class _ServedSteps:
     def take(self, batch: Batch) -> None:
         """Wait until workers and servers have completed one step."""
         self._loop.take()
-
-    def look_again(self) -> None:
-        """Do nothing: no step is captured here."""
 
     def close(self) -> None:
         """Do nothing: there are no resources to free."""

@@ -65,30 +65,29 @@ class Buffers:
     """The buffers of a network that its forward updates, and the values that parts of the current step left in them."""
 
     def __init__(self, model: nn.Module, rules: Mapping[str, BufferRule], world: World) -> None:
-        self._model, self._rules, self._world = model, dict(rules), world
+        self._model, self._world = model, world
+        self.rules = dict(rules)
+        """The rule of each buffer that the forward updates."""
         self._old: dict[str, Tensor]
         self._sums: dict[str, Tensor]
         self._counts: list[float]
         self.reset()
 
-    def __bool__(self) -> bool:
-        return bool(self._rules)
-
     @property
     def all_names(self) -> list[str]:
         """Names of the buffers that the forward updates."""
-        return list(self._rules)
+        return list(self.rules)
 
     @property
     def names(self) -> list[str]:
         """Names of the buffers that the forward updates from samples."""
-        return [name for name, rule in self._rules.items() if rule.is_mean or rule.is_sum]
+        return [name for name, rule in self.rules.items() if rule.is_mean or rule.is_sum]
 
     @torch.no_grad()
     def begin(self) -> None:
         """Restore the old values before a further micro-batch of the step; the first one finds them in place."""
         if not self._old:
-            self._old = {name: self._held(name).clone() for name in self._rules}
+            self._old = {name: self._held(name).clone() for name in self.rules}
             self._sums = {name: _wide(torch.zeros_like(old)) for name, old in self._old.items()}
             return
         for name, old in self._old.items():
@@ -97,7 +96,7 @@ class Buffers:
     @torch.no_grad()
     def end(self, num_samples: int, *, last: bool) -> None:
         """Record the values that a micro-batch left; after the last micro-batch combine those of all ranks."""
-        self.add({name: self._held(name) for name in self._rules}, num_samples)
+        self.add({name: self._held(name) for name in self.rules}, num_samples)
         if last:
             self.combine()
 
@@ -106,7 +105,7 @@ class Buffers:
         if num_samples:
             for name in self.names:
                 value = values[name]
-                self._sums[name] += _wide(value) * (num_samples if self._rules[name].is_mean else 1)
+                self._sums[name] += _wide(value) * (num_samples if self.rules[name].is_mean else 1)
             self._counts = [self._counts[0] + num_samples, self._counts[1] + 1]
 
     @torch.no_grad()
@@ -123,8 +122,8 @@ class Buffers:
             for name, total, part in zip(names, sums, parts, strict=True):
                 total = total.view_as(part)
                 total = torch.view_as_complex(total) if self._sums[name].is_complex() else total
-                total = total / num_samples if self._rules[name].is_mean else total
-                new = self._rules[name].combined(total, _wide(old[name]), num_parts)
+                total = total / num_samples if self.rules[name].is_mean else total
+                new = self.rules[name].combined(total, _wide(old[name]), num_parts)
                 self._put(name, new if old[name].is_floating_point() or old[name].is_complex() else new.round())
         self.reset()
 

@@ -30,17 +30,16 @@ from ..distributed import World
 from ..sync import Auto, Local, Policy, make_policy
 from .buffers import Buffers, Rules, find_rules
 from .deferred import Take
-from .gradient_hooks import GradientHooks, refuse_hooks
 from .local_sgd import replicated
 from .mirrored import mirror
 from .offload import OffloadedReplica
 from .optimizer_traits import require_in_stages
-from .parameter_server import ServedReplica
+from .parameter_server import ServedReplica, refuse_hooks
 from .piece_parameters import Holding
 from .pipeline import PipelineReplica, place
 from .placed import PlacedReplica
 from .recompute import recompute
-from .replica import Replica
+from .replica import GradientHooks, Replica
 
 Probe = Callable[[nn.Module, Callable[[Any], Any]], Any]
 """Computes the loss of a few samples with the given network; the function is applied to the network's inputs."""

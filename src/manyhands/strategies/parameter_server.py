@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..core import StrategySpec, TaskError
+from ..core import StrategyError, StrategySpec, TaskError
 from ..distributed import World
 from .embedding import Embedding
-from .replica import Replica
+from .replica import GradientHooks, Replica
 
 
 class ServedReplica(Replica):
@@ -35,6 +35,17 @@ class ServedReplica(Replica):
     def load_policy_state(self, saved: Mapping[str, Tensor]) -> str:
         self.slots = dict(saved)
         return ""
+
+
+def refuse_hooks(hooks: GradientHooks) -> None:
+    """Raise for hooks on parameters if no process has a step's complete gradient before the update."""
+    if hooks.names:
+        raise StrategyError(
+            "under parameter servers, parameters must not have gradient hooks, because a worker has a part of "
+            "the gradient only",
+            got=f"a hook on {hooks.names[0]}",
+            remedy="change the gradient in the optimizer's step, or use mh.Mirrored() or mh.Sharded()",
+        )
 
 
 def _require_trained(model: nn.Module, untrained: Mapping[str, Tensor]) -> None:

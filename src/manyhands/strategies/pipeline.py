@@ -185,6 +185,10 @@ class PipelineReplica(PlacedReplica):
     _seconds = _idle = 0.0
 
     @property
+    def pipeline(self) -> PipelineReplica:
+        return self
+
+    @property
     def num_micros(self) -> int:
         """The number of micro-batches per batch, if the batch has enough rows."""
         return self.spec.microbatches

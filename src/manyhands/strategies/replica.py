@@ -3,30 +3,28 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..capture import fuse_on_cpu
+from ..capture import CAPTURABLE, fuse_on_cpu, skips_on_device
 from ..core import StrategySpec, each_of
 from ..distributed import World
 from .buffers import Buffers
-from .gradient_hooks import GradientHooks
 from .local_updates import BY_ELEMENT, on_own_parts
 from .optimizer_traits import stepping
 
 if TYPE_CHECKING:
     from .partition_drawing import Outline
-
-
-from collections.abc import Iterator, Sequence
-
-from ..capture import CAPTURABLE, skips_on_device
+    from .pipeline import PipelineReplica
 
 _AS_IT_IS = contextlib.nullcontext()
+Hooks = dict[int, Callable[[Tensor], Any]]
+_BEFORE, _AFTER = "_backward_hooks", "_post_accumulate_grad_hooks"
 
 
 class Replica:
@@ -92,6 +90,11 @@ class Replica:
     def explained(self, error: Exception) -> Exception:
         """Return the error to raise when a custom step raised this one: a refusal, if the strategy caused it."""
         return error
+
+    @property
+    def pipeline(self) -> PipelineReplica | None:
+        """This replica where it runs several micro-batches at a time, in stages; None where one follows another."""
+        return None
 
     def set_padding(self, is_padding: bool) -> None:
         """Set whether the next micro-batch is a padding micro-batch, whose batch statistics must not count."""
@@ -203,8 +206,9 @@ class Replica:
             if where is None or bool(where):
                 self._parked[key].step(bring)
         else:
-            with stepping(self, self.optimizers[key]):
-                step_where(self.optimizers[key], where)
+            optimizer = self.optimizers[key]
+            with _AS_IT_IS if _is_plain(optimizer) else stepping(self, optimizer):
+                step_where(optimizer, where)
         self.optimizers[key].zero_grad(set_to_none=True)
         for parameter in self._untrained.values():
             parameter.grad = None
@@ -290,6 +294,12 @@ class Replica:
         return {name: parameter for name, parameter in self.model.named_parameters() if parameter in mine}
 
 
+def _is_plain(optimizer: Optimizer) -> bool:
+    """Return whether an update needs no other tensors or random numbers than those that the optimizer has."""
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    return type(optimizer) in BY_ELEMENT and all(type(parameter) is nn.Parameter for parameter in parameters)
+
+
 def step_where(optimizer: Optimizer, flag: Tensor | None) -> None:
     """Run an optimizer's step if the flag is set; otherwise leave parameters and state unchanged."""
     if flag is None:
@@ -321,3 +331,76 @@ def _tensors(optimizer: Optimizer) -> Iterator[Tensor]:
         for parameter in group["params"]:
             yield parameter.detach()
             yield from (slot for slot in optimizer.state[parameter].values() if isinstance(slot, Tensor))
+
+
+class GradientHooks:
+    """The user's hooks on parameters, by name: they see the complete gradient of a step, as they do on one device.
+
+    Autograd calls `parameter.register_hook` and `register_post_accumulate_grad_hook` with what one backward of one rank
+    adds: the gradient of a part of the batch, or of a part of the parameter. A hook that clamps or reads a norm would
+    give a different result on each part. So hooks are removed from the parameters and called on the complete gradient.
+    Handles that torch returned still remove their hooks.
+    """
+
+    def __init__(self) -> None:
+        self._before: dict[str, Hooks] = {}
+        self._after: dict[str, Hooks] = {}
+
+    def adopt(self, named: Iterable[tuple[str, Tensor]]) -> None:
+        """Move the hooks from the parameters into this object."""
+        for name, parameter in named:
+            for held, attribute in ((self._before, _BEFORE), (self._after, _AFTER)):
+                hooks = getattr(parameter, attribute, None)
+                if hooks and not held.get(name) and not any(_is_ours(hook) for hook in hooks.values()):
+                    held[name] = hooks
+                    # None would leave torch's registration of the old hooks in place.
+                    setattr(parameter, attribute, OrderedDict())
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the parameters with hooks."""
+        return [name for held in (self._before, self._after) for name, hooks in held.items() if hooks]
+
+    def call(self, replica: Replica, key: str) -> None:
+        """Call the hooks of one optimizer's parameters that have a gradient. Collective: all ranks call it.
+
+        Hooks that were registered since the last step are moved too; autograd has not called those on shards.
+        """
+        named = list(replica.groups[key].items())
+        self.adopt((name, p) for name, p in named if hasattr(p, "_local_tensor"))
+        for name in self.names:
+            parameter = replica.groups[key].get(name)
+            if parameter is not None and parameter.grad is not None:
+                self._call(replica, name, parameter)
+        self.adopt(named)
+
+    def _call(self, replica: Replica, name: str, parameter: nn.Parameter) -> None:
+        assert parameter.grad is not None
+        gradient = replica.whole(parameter.grad, name)
+        for hook in list(self._before.get(name, {}).values()):
+            changed = hook(gradient)
+            gradient = gradient if changed is None else changed
+        after = list(self._after.get(name, {}).values())
+        if after:
+            self._call_after(replica, name, parameter, gradient, after)
+        else:
+            parameter.grad = replica.part_for(gradient, parameter, name)
+
+    def _call_after(
+        self, replica: Replica, name: str, parameter: nn.Parameter, gradient: Tensor, hooks: list[Callable[..., Any]]
+    ) -> None:
+        """Call hooks with a parameter and its gradient; they may change both."""
+        whole = replica.whole(parameter.detach(), name)
+        is_own = whole.data_ptr() == parameter.data_ptr() and type(parameter) is nn.Parameter
+        seen = parameter if is_own else nn.Parameter(whole, parameter.requires_grad)
+        seen.grad = gradient
+        for hook in hooks:
+            hook(seen)
+        parameter.grad = None if seen.grad is None else replica.part_for(seen.grad, parameter, name)
+        if seen is not parameter:
+            with torch.no_grad():
+                parameter.copy_(replica.part_for(seen.detach(), parameter, name))
+
+
+def _is_ours(hook: Any) -> bool:
+    return str(getattr(hook, "__module__", "")).startswith("manyhands.")

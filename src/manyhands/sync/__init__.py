@@ -1,14 +1,14 @@
 """Gradient synchronization between replicas: sync policies, and the gradient buckets that they reduce."""
 
 from .auto import Auto, choose, describe_choice, forecasts, is_open
-from .bucket_exchange import BucketExchange, PolicyState, report_policy, with_own_feedback
-from .buckets import Buckets
+from .buckets import BucketExchange, Buckets, report_policy
 from .hierarchical import acting
 from .links import Links, measure_links
 from .local import DiLoCo, Local, LocalSteps
 from .local_averaging import Agreement, average
 from .policy import POLICIES, AllReduce, Policy, PolicyCollectives, carrying, make_policy
 from .policy_memory import PolicyMemory, key_of
+from .policy_state import PolicyState, with_own_feedback
 from .powersgd import PowerSGD
 from .quantized import BF16, FP16, Coded, Int8
 from .topk import TopK

@@ -19,11 +19,12 @@ from torch import Tensor
 
 from ..core import format_duration
 from ..distributed import NullWorld, Pending, World
-from .bucket_exchange import BucketExchange, PolicyState
+from .buckets import BucketExchange
 from .links import Links
 from .local import Local
 from .policy import AllReduce, Policy, PolicyCollectives, make_policy, require
 from .policy_memory import PolicyMemory
+from .policy_state import PolicyState
 
 OVERLAP = 0.4
 """The fraction of a step in which gradients can be sent while others are computed."""

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from ..core import TaskError, event
 from ..distributed import World
-from .bucket_exchange import BucketExchange, PolicyState, describe_sizes, is_look
-from .buckets import pieces
+from .buckets import BucketExchange, describe_sizes, is_look, pieces
 from .local import Local
 from .policy_memory import key_of, wide
+from .policy_state import PolicyState
 
 ANCHOR, VELOCITY = "anchor", "velocity"
 COUNT = 1

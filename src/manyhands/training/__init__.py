@@ -6,14 +6,13 @@ from .check import judge
 from .embedding_tables import SavedRows
 from .evaluation import evaluate, predict
 from .explain import can_explain, explain, without_values
-from .forward_backward import compute
 from .hand import SCRIPT_END, Hand, hand, holding, joined_world, probe_of
 from .host_comparison import local_sources
 from .initial_weights import check_start, start_from
 from .job import CHECKPOINTS, Job, ReplicaResult
 from .learning_rates import LearningRates, check_schedule
 from .loop import TrainingLoop, train
-from .memory import held_now, parse_bytes
+from .memory import parse_bytes
 from .memory_fitting import fit_in
 from .memory_limit import host_bytes
 from .metrics import Meter, check_metrics, parted
@@ -26,10 +25,11 @@ from .replay import Replay, replay
 from .restored_objects import HeldState, left_alone
 from .run import RECORD, Run, as_weights, launch_of, new_folder, read_record
 from .sample_randomness import learn_draws
-from .sampling import EVERY, Breakdown, NoSampler, Sample, Sampler, profile_event
+from .sampling import EVERY, Breakdown, Sample, Sampler, profile_event
 from .snapshot import restore_snapshot, take_snapshot
 from .start_trial import StartTrial
-from .stepping import Stepper, take_step
+from .step import compute, take_step
+from .stepping import Stepper
 from .timing import Steps, gradient_squares, time_steps
 from .trial import NUM_SAMPLES
 from .trial_steps import parts_of, plan_of, record_of, take_steps, with_data
@@ -55,7 +55,6 @@ __all__ = [
     "TrainingLoop",
     "RecoveryState",
     "Rollback",
-    "NoSampler",
     "StartTrial",
     "profile_event",
     "Stepper",
@@ -91,7 +90,6 @@ __all__ = [
     "replay",
     "Replay",
     "parse_bytes",
-    "held_now",
     "host_bytes",
     "Verdict",
     "judge",

@@ -10,7 +10,7 @@ import torch
 
 from ..core import TaskError, mix, seed_all
 from ..data import Batch, Cursor, Feed, as_source, check_source
-from .loss_totals import BatchShare
+from .step import BatchShare
 
 if TYPE_CHECKING:
     from ..data import Source
@@ -35,6 +35,11 @@ class BatchReader:
         """The index of the current micro-batch's first sample among this replica's samples."""
         self.random_seed = 0
         """The seed of the run, from which those of batches and optimizers are derived."""
+
+    @property
+    def epoch(self) -> int:
+        """The current epoch of the training data."""
+        return self.cursors[0].epoch if self.cursors else 0
 
     def seed(self, seed: int) -> None:
         """Seed every generator, differently on each replica."""
@@ -115,7 +120,7 @@ class BatchReader:
     def _begin_part(self) -> None:
         """Prepare the replica and its buffers for the next micro-batch; must run before its forward pass."""
         self._hand.replica.set_padding(self.part.is_padding)
-        if self._hand.replica.buffers:
+        if self._hand.replica.buffers.rules:
             self._hand.replica.buffers.begin()
 
     def accumulate(self, batch: Any = None) -> Iterator[Any]:

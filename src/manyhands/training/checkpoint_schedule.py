@@ -41,7 +41,8 @@ class CheckpointPace:
         self._clock = clock
         self._began = self._saved_at = self._looked_at = clock()
         self._num_saved = 0
-        self._look_at: int | None = None
+        self.look_at: int | None = None
+        """The next step after which to ask `is_overdue`; None until the first step after a checkpoint."""
         self._looked_step = 0
 
     @property
@@ -53,7 +54,7 @@ class CheckpointPace:
         """Account for a checkpoint that is being saved now."""
         self._num_saved += 1
         self._saved_at = self._clock()
-        self._look_at = None
+        self.look_at = None
 
     def is_due(self, spent: float) -> bool:
         """Return whether to save at the end of an epoch, given that checkpoints have taken `spent` seconds so far."""
@@ -63,9 +64,9 @@ class CheckpointPace:
 
     def is_look(self, step: int) -> bool:
         """Return whether to ask `is_overdue` after this step; the same answer on all ranks that look together."""
-        if self._look_at is None:
-            self._look_at, self._looked_step, self._looked_at = step + 1, step, self._clock()
-        return step >= self._look_at
+        if self.look_at is None:
+            self.look_at, self._looked_step, self._looked_at = step + 1, step, self._clock()
+        return step >= self.look_at
 
     def forecast(self, step: int) -> tuple[float, float]:
         """Return the seconds that may pass until a checkpoint is due, and those of a step."""
@@ -82,7 +83,7 @@ class CheckpointPace:
         if left <= max(seconds, MARGIN * MAX_UNSAVED_SECONDS):
             return True
         # Steps may become slower, so that only a little time is planned.
-        self._look_at = step + max(1, int(min(left / 2, LOOK_SECONDS) / max(seconds, 1e-6)))
+        self.look_at = step + max(1, int(min(left / 2, LOOK_SECONDS) / max(seconds, 1e-6)))
         return False
 
 
@@ -97,10 +98,13 @@ class CheckpointSchedule:
         self._pace = CheckpointPace()
         self._best_score = math.inf
         """The lowest score of an epoch so far."""
+        self.look_at = 0
+        """The next step after which to ask `is_midway_due`."""
 
     def saved(self) -> None:
         """Account for a checkpoint that is being saved now."""
         self._pace.saved()
+        self.look_at = 0
 
     def is_midway_due(self) -> bool:
         """Return whether to save after this step: as `save_every` defines, else where too much work is unsaved.
@@ -110,10 +114,14 @@ class CheckpointSchedule:
         hand = self._hand
         if self._save_every:
             return hand.num_steps % self._save_every == 0
-        if self._save_seconds or hand.replica.is_local_sgd or not self._pace.is_look(hand.num_steps):
+        if self._save_seconds or hand.replica.is_local_sgd:
             return False
-        forecast = hand.world.gather_objects(self._pace.forecast(hand.num_steps))[0]
-        return self._pace.is_overdue(hand.num_steps, *forecast)
+        is_due = False
+        if self._pace.is_look(hand.num_steps):
+            forecast = hand.world.gather_objects(self._pace.forecast(hand.num_steps))[0]
+            is_due = self._pace.is_overdue(hand.num_steps, *forecast)
+        self.look_at = self._pace.look_at or 0
+        return is_due
 
     def is_epoch_due(self, score: float | None) -> bool:
         """Return whether the end of this epoch is saved: the best one under patience, and otherwise as costs allow."""

@@ -25,7 +25,7 @@ class Checkpointer:
         """Write a checkpoint in the background: network, optimizers, data position, random states, and `state`."""
         hand = self._hand
         with hand.times.timed("save"):
-            hand.current.agree()
+            hand.current.unsynchronized.agree()
             checkpoint = take_snapshot(hand, state)
             if hand.is_first or self._has_copies:
                 self.store(path).save(checkpoint, score=score)
@@ -58,7 +58,7 @@ class Checkpointer:
         if not seen[0]:
             return None
         hand.num_restores += 1
-        hand.current.forget_unsynchronized()
+        hand.current.unsynchronized.forget()
         if all(steps == seen[0] for steps in seen):
             return restore_snapshot(hand, store.load(before=before))
         # The checkpoints are on the disk of the first rank's host.

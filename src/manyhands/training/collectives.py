@@ -1,12 +1,16 @@
-"""Collectives over the data-parallel replicas, as a training function calls them on its hand."""
+"""Collectives over the data-parallel replicas, as a training function calls them on its hand.
+
+Losses in which samples depend on each other gather the rows of all replicas, with gradients.
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..distributed import World
-from .loss_totals import gather_rows
 
 
 class Collectives:
@@ -53,3 +57,30 @@ class Collectives:
     def barrier(self) -> None:
         """Block until every rank has called this."""
         self.world.barrier()
+
+
+def gather_rows(world: World, rows: Tensor) -> Tensor:
+    """Concatenate the rows of all replicas; their numbers of rows may differ."""
+    return rows if world.size == 1 else _gather(rows, world)
+
+
+def _gather(*args: Any) -> Tensor:
+    return _RowGather.apply(*args)  # type: ignore[no-untyped-call, no-any-return]
+
+
+class _RowGather(torch.autograd.Function):
+    """Gather with rows padded to the longest replica; backward all-reduces gradients and keeps this replica's rows."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, world: World) -> Tensor:
+        sizes = world.all_gather(torch.tensor([len(rows)], device=rows.device)).flatten().tolist()
+        padded = rows.new_zeros(max(sizes), *rows.shape[1:])
+        padded[: len(rows)] = rows
+        ctx.world, ctx.start, ctx.stop = world, sum(sizes[: world.rank]), sum(sizes[: world.rank + 1])
+        return torch.cat([part[:size] for part, size in zip(world.all_gather(padded), sizes, strict=True)])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        gradient = gradient.contiguous().clone()
+        ctx.world.all_reduce(gradient)
+        return gradient[ctx.start : ctx.stop], None

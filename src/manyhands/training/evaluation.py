@@ -13,7 +13,7 @@ from ..data import Batch, Cursor, Feed
 from .hand import Hand
 from .metrics import MetricSums, compute, parted
 from .predictor import inputs_of, named, outputs_of
-from .replica_step import whole_loss
+from .step import whole_loss
 
 
 def evaluate(hand: Hand, task: Task, feed: Feed) -> dict[str, float]:

@@ -50,8 +50,8 @@ from .batch_reader import BatchReader
 from .carried_numbers import Counters
 from .checkpointer import Checkpointer
 from .collectives import Collectives
-from .replica_step import ReplicaStep
 from .restored_objects import left_alone
+from .step import ReplicaStep
 from .sync_selection import Choosing
 from .weight_averages import Averages
 
@@ -83,6 +83,13 @@ class StepProgress:
 class Hand(Collectives):
     """The handle of one replica: its rank and device, its share of the data, the step, collectives and checkpoints."""
 
+    replica: Replica
+    """The network and optimizers as this rank holds them; `TaskError` is raised before `setup`."""
+    model: nn.Module
+    """The network under the strategy."""
+    optimizers: dict[str, Optimizer]
+    """The optimizers by name; a single one has the empty name."""
+
     def __init__(self, world: World, spec: StrategySpec) -> None:
         super().__init__(world, world.along(spec.axes, *DATA_AXES))
         self.spec = spec
@@ -98,7 +105,6 @@ class Hand(Collectives):
         self.counters = Counters()
         """Whole numbers in attributes that a forward changes, followed over the micro-batches of a step."""
         self.has_replica = False
-        self._replica: Replica | None = None
         self._covers: list[RemovableHandle] = []
         self.times = PhaseTimes(world)
         self.reader = BatchReader(self)
@@ -165,12 +171,10 @@ class Hand(Collectives):
         fill: Callable[[Take], None] | None = None,
     ) -> None:
         """Build the replica: apply the strategy to a network and create its optimizer; `fill` loads missing values."""
-        self._replica = make_replica(self.spec, self.world, model, make_optimizer, probe, look, self.layout, fill)
-        self.has_replica = True
-        self.spec = self._replica.spec
-        for text in self._replica.notes:
+        self.adopt(make_replica(self.spec, self.world, model, make_optimizer, probe, look, self.layout, fill))
+        for text in self.replica.notes:
             self.notice(text)
-        self.current.choosing = Choosing(self) if is_undecided(self._replica) else None
+        self.current.choosing = Choosing(self) if is_undecided(self.replica) else None
         if self.randomness is not None:
             self._covers += self.randomness.cover(self.model)
 
@@ -178,33 +182,20 @@ class Hand(Collectives):
         """Switch to another sync policy; all replicas must call this together."""
         if sync == self.spec.sync:
             return
-        self.current.agree()
-        self._replica = under(self.replica, sync)
-        self.spec = self._replica.spec
+        self.current.unsynchronized.agree()
+        self.adopt(under(self.replica, sync))
         # Invalidates captured steps: they contain the old policy.
         self.num_restores += 1
 
-    @property
-    def replica(self) -> Replica:
-        """The network and optimizers as this rank holds them; raises `TaskError` before `setup`."""
-        if self._replica is None:
-            raise TaskError("the hand has no network yet", remedy="call hand.setup(model, optimizer) first")
-        return self._replica
-
-    @property
-    def model(self) -> nn.Module:
-        """The network under the strategy."""
-        return self.replica.model
-
-    @property
-    def optimizers(self) -> dict[str, Optimizer]:
-        """The optimizers by name; a single one has the empty name."""
-        return self.replica.optimizers
+    def adopt(self, replica: Replica) -> None:
+        """Take over a replica that was built for this hand."""
+        self.replica, self.model, self.optimizers = replica, replica.model, replica.optimizers
+        self.spec, self.has_replica = replica.spec, True
 
     @property
     def epoch(self) -> int:
         """The current epoch of the training data."""
-        return self.reader.cursors[0].epoch if self.reader.cursors else 0
+        return self.reader.epoch
 
     @property
     def batch(self) -> Batch | None:
@@ -223,8 +214,7 @@ class Hand(Collectives):
 
     def scope(self) -> contextlib.AbstractContextManager[object]:
         """Return the context in which network and loss are computed: the strategy's precision and randomness."""
-        scope = self.replica.scope()
-        return scope if self.randomness is None else _within(self.reader.drawing(), scope)
+        return self.current.scope()
 
     # -- data -----------------------------------------------------------------------------------------------------
 
@@ -261,9 +251,7 @@ class Hand(Collectives):
 
     def step(self, key: str = MAIN) -> None:
         """Reduce the gradients over all replicas, clip them, and update the parameters."""
-        with self.times.during("optimizer"):
-            self.current.update(key)
-            self.current.note(key)
+        self.current.finish(key)
         self.progress.report(lambda: self.num_steps)
 
     def minimize(self, loss: Tensor | Mean | Callable[[Any], Tensor | Mean], key: str = MAIN) -> Tensor:
@@ -295,7 +283,7 @@ class Hand(Collectives):
 
         Validation, checkpoints and the end of `fit` do so; a custom training loop must call it before it evaluates.
         """
-        self.current.agree()
+        self.current.unsynchronized.agree()
 
     def stop(self) -> None:
         """Request a stop; all replicas end after the same step."""
@@ -334,17 +322,17 @@ class Hand(Collectives):
         self.checkpoints.close()
         for cover in self._covers:
             cover.remove()
-        if self._replica is not None:
-            self._replica.close()
-            keep_all(self._replica.model)
+        if self.has_replica:
+            self.replica.close()
+            keep_all(self.model)
 
+    if not TYPE_CHECKING:
 
-@contextlib.contextmanager
-def _within(
-    drawing: contextlib.AbstractContextManager[None], scope: contextlib.AbstractContextManager[object]
-) -> Iterator[None]:
-    with drawing, scope:
-        yield
+        def __getattr__(self, name: str) -> Any:
+            """Raise `TaskError` where a step is taken before there is a network."""
+            if name in ("replica", "model", "optimizers"):
+                raise TaskError("the hand has no network yet", remedy="call hand.setup(model, optimizer) first")
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
 
 def _deferred(hand: Hand, task: Task) -> Deferred | None:

@@ -60,8 +60,8 @@ class LoadBalance:
     All replicas must call `step` after every step, because some calls exchange the measurements.
     """
 
-    def __init__(self, hand: Hand, feed: Feed, *, is_on: bool) -> None:
-        self._hand, self._feed, self._is_on = hand, feed, is_on
+    def __init__(self, hand: Hand, feed: Feed) -> None:
+        self._hand, self._feed = hand, feed
         self._mark: tuple[float, float] | None = None
         self._per_row: list[float] = []
         self._num_seen = 0
@@ -70,8 +70,6 @@ class LoadBalance:
 
     def step(self, batch: Batch) -> None:
         """Account for a step on a batch; change the shares of the following batches if that saves enough time."""
-        if not self._is_on:
-            return
         now, waited = time.perf_counter(), self._hand.world.waited
         if self._mark is not None and self._num_seen >= NUM_SKIPPED and batch.num_samples:
             busy = now - self._mark[0] - (waited - self._mark[1])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -24,12 +24,12 @@ from .learning_rates import LearningRates, check_schedule
 from .load_balance import LoadBalance, balances
 from .memory import explain_memory, used
 from .memory_limit import Guard, limited
-from .partial_state import Copies, restore_part
+from .partial_state import Copies, keeps_copies, restore_part
 from .patience import PatienceState, check_patience
 from .recovery import Marker, RecoveryState, Rollback, as_loss, eased, is_sound, recall, resized
 from .replica_comparison import ReplicaComparison
 from .sample_randomness import guess_notice, learn_draws
-from .sampling import NoSampler, Sampler
+from .sampling import Sampler
 from .snapshot import restore_snapshot
 from .start_trial import StartTrial
 from .step_reporter import StepReporter
@@ -38,9 +38,7 @@ from .trial import NUM_SAMPLES
 from .verdict import Verdict
 from .verify import verdict_event
 
-if TYPE_CHECKING:
-    pass
-
+_UNLIMITED = contextlib.nullcontext()
 STRAYED = (
     "an operation draws random numbers that deterministic=True does not know (a custom kernel, or torch.ops), "
     "so they change with the number of replicas"
@@ -108,8 +106,10 @@ class TrainingLoop:
         """The last step for which callbacks were called."""
         self.is_ending = False
         self.has_reported_guess = False
+        self.copies: Copies | None = None
+        self.balance: LoadBalance | None = None
         self.trial = self.make_trial()
-        self.sampler: Sampler = NoSampler()
+        self.sampler: Sampler | None = None
         self._rates: LearningRates | None = None
 
     @property
@@ -128,10 +128,11 @@ class TrainingLoop:
             self.reporter.start(train_feed)
             self.marker.mark()
             self.sampler = self.sampling(train_feed)
-            self.copies = Copies(self.hand.world, self.hand.spec, self.job.copy_every)
-            self.copy_parts()
-            is_on = balances(self.hand, train_feed, self.job.balance, is_limited=self.job.memory is not None)
-            self.balance = LoadBalance(self.hand, train_feed, is_on=is_on)
+            if keeps_copies(self.hand.world, self.hand.spec):
+                self.copies = Copies(self.hand.world, self.job.copy_every)
+                self.copy_parts(self.copies)
+            if balances(self.hand, train_feed, self.job.balance, is_limited=self.job.memory is not None):
+                self.balance = LoadBalance(self.hand, train_feed)
             stepper = Stepper(self.hand, self.task, self.total)
             held.callback(stepper.close)
             if self.called_at < self.hand.num_steps:
@@ -146,9 +147,9 @@ class TrainingLoop:
         """Return what is tried before the first step."""
         return StartTrial(self.hand, self.job)
 
-    def sampling(self, feed: Feed) -> Sampler:
-        """Return the sampler that profiles some of the steps."""
-        return Sampler(self.hand, feed, self.job.profile) if self.job.profile else NoSampler()
+    def sampling(self, feed: Feed) -> Sampler | None:
+        """Return the sampler that profiles some of the steps; None if no step is profiled."""
+        return Sampler(self.hand, feed, self.job.profile) if self.job.profile else None
 
     def train(self, train_feed: Feed, valid_feed: Feed | None, stepper: Stepper) -> None:
         """Run steps and epochs to the end of the run."""
@@ -156,44 +157,53 @@ class TrainingLoop:
         while hand.epoch < job.epochs and not self.is_over:
             epoch = hand.epoch
             for batch in hand.reader.one_epoch(train_feed):
-                self.rates.set()
+                if self.task.schedule is not None:
+                    self.rates.set()
                 self.take_step(batch, stepper)
                 self.marker.mark()
-                self.balance.step(batch)
-                self.copy_parts()
+                if self.balance is not None:
+                    self.balance.step(batch)
+                if self.copies is not None:
+                    self.copy_parts(self.copies)
                 self.look(batch)
                 self.keep_agreed()
                 hand.world.require_current()
                 if self.reporter.num_skipped >= self.task.max_skipped:
                     self.go_back()
                 self.call_back(stepper)
-                if self.schedule.is_midway_due():
+                if hand.num_steps >= self.schedule.look_at and self.schedule.is_midway_due():
                     self.save()
                     self.keep_agreed()
-                    self.sampler.pause()
-                self.sampler.step()
+                    self.pause_sampling()
+                if self.sampler is not None:
+                    self.sampler.step()
                 if self.is_over:
                     break
             else:
-                self.sampler.pause()
+                self.pause_sampling()
                 self.reporter.report_limit(train_feed)
                 self.end_epoch(epoch, valid_feed)
         if self.measured_at != hand.num_steps and not self.stopped:
             self.end_epoch(hand.epoch, valid_feed)
+
+    def pause_sampling(self) -> None:
+        """Discard a sample in progress, because something other than a step follows."""
+        if self.sampler is not None:
+            self.sampler.pause()
 
     def call_back(self, stepper: Stepper) -> None:
         """Call the callbacks for the step that was taken."""
         self.called_at = self.hand.num_steps
         for callback in self.job.callbacks:
             callback.on_step(self.hand)
-        if self.job.callbacks:
+        if self.job.callbacks and stepper.captures:
             stepper.look_again()
 
     def take_step(self, batch: Batch, stepper: Stepper) -> None:
         """Take one step; explain out-of-memory errors and common mistakes."""
         with self.hand.world.collective_log.step():
             try:
-                with self.guard():
+                with self.guard() if self.guard.limit is not None else _UNLIMITED:
                     stepper.take(batch)
             except (RuntimeError, MemoryError, IndexError) as error:
                 stepper.close()
@@ -307,17 +317,17 @@ class TrainingLoop:
         self.reporter.report(event("recovered", **fields))
         self.reporter.report_again(recent)
 
-    def copy_parts(self) -> None:
+    def copy_parts(self, copies: Copies) -> None:
         """Periodically copy shards that only one rank holds into the memory of another rank."""
-        if self.copies.is_due(self.hand.num_steps):
+        if copies.is_due(self.hand.num_steps):
             with self.hand.times.timed("save"):
-                made = self.copies.make(self.marker.checkpoint(self.state()))
+                made = copies.make(self.marker.checkpoint(self.state()))
             self.kept.copies = made or self.kept.copies
 
     def keep(self) -> None:
         """Store the state of the last step, to resume from it; keep the older state if there is no newer one."""
         self.kept.called_at, self.kept.batches = self.called_at, self.marker.batches
-        if self.hand.current.is_apart:
+        if self.hand.current.unsynchronized.is_apart:
             # Local SGD steps that are not synchronized are repeated.
             return
         self.reporter.read(alone=True)
@@ -388,7 +398,7 @@ class TrainingLoop:
         if hand.current.is_look:
             self.reporter.read()
             self.stopped = hand.current.voted_to_stop()
-        if self.comparison.is_due:
+        if hand.num_steps >= self.comparison.next_step and hand.replica.agrees:
             self.comparison.run()
 
         if (

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -110,13 +109,6 @@ class Account:
             *lines,
             f"{'working memory':<16} {format_bytes(self.working):>10} in addition, during forward and backward",
         ]
-
-
-def held_now(device: torch.device) -> int:
-    """Return the bytes that this rank uses now: on a GPU its allocated memory, else the process's resident memory."""
-    if device.type == "cuda":
-        return torch.cuda.memory_allocated(device)
-    return int(psutil.Process().memory_info().rss)
 
 
 def used(hand: Hand) -> dict[str, int]:

@@ -140,18 +140,22 @@ def joined(parts: Sequence[Checkpoint]) -> Checkpoint:
     )
 
 
+def keeps_copies(world: World, spec: StrategySpec) -> bool:
+    """Return whether parts are copied: where ranks are replaced, and no other replica has the same parts."""
+    return world.channel.recovers and num_places(spec) > 1 and spec.replicas == 1
+
+
 class Copies:
     """Keeps copies of parts that only one rank holds in the memory of another rank, on another host if there is one."""
 
-    def __init__(self, world: World, spec: StrategySpec, every: int) -> None:
+    def __init__(self, world: World, every: int) -> None:
         self._world, self._every = world, every
-        self._is_on = world.channel.recovers and num_places(spec) > 1 and spec.replicas == 1
         self._next = 0
-        self._step_away = _distance(world.gather_objects(world.rank_info.host)) if self._is_on else 0
+        self._step_away = _distance(world.gather_objects(world.rank_info.host))
 
     def is_due(self, step: int) -> bool:
         """Return whether a copy is due; the same answer on all ranks."""
-        return self._is_on and step >= self._next
+        return step >= self._next
 
     def make(self, own: Checkpoint | None) -> list[Checkpoint] | None:
         """Return this rank's part and a copy of another's; None where some rank has no complete state."""

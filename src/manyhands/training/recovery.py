@@ -95,7 +95,7 @@ class Marker:
             buffers = [buffer.clone() for buffer in hand.model.buffers()]
             draws = [generator.get_state() for generator in self._generators]
             self._mark = StepSnapshot(
-                hand.num_steps, list(hand.reader.cursors), hand.batch, buffers, self._remembered(), draws
+                hand.num_steps, list(hand.reader.cursors), hand.reader.batch, buffers, self._remembered(), draws
             )
 
     def _remembered(self) -> dict[str, Tensor]:

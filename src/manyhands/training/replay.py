@@ -30,11 +30,10 @@ from .hand import Hand
 from .initial_weights import start_from
 from .job import CHECKPOINTS
 from .learning_rates import LearningRates
-from .loss_totals import BatchShare, Tally
 from .run import Run
 from .sample_randomness import learn_draws
 from .snapshot import restore_snapshot
-from .stepping import take_step
+from .step import BatchShare, Tally, take_step
 from .trial import NUM_SAMPLES
 
 CLOSE = {"fp64": 1e-6, "fp32": 1e-3, "bf16": 5e-2}

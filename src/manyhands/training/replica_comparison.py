@@ -14,19 +14,15 @@ class ReplicaComparison:
 
     def __init__(self, hand: Hand) -> None:
         self._hand = hand
-        self._next_step = 0
+        self.next_step = 0
+        """The step from which on the replicas are compared, as soon as they agree."""
         self.differing_buffers: set[str] = set()
         """Buffers that have differed between the replicas; those of the first replica are used."""
-
-    @property
-    def is_due(self) -> bool:
-        """Whether the replicas are compared after this step."""
-        return self._hand.num_steps >= self._next_step and self._hand.replica.agrees
 
     def run(self) -> None:
         """Raise if parameters differ between replicas; report differing buffers. A collective on all replicas."""
         hand = self._hand
-        self._next_step = (hand.num_steps // COMPARE_EVERY + 1) * COMPARE_EVERY
+        self.next_step = (hand.num_steps // COMPARE_EVERY + 1) * COMPARE_EVERY
         different = hand.replica.differences()
         buffers = dict(hand.model.named_buffers())
         for text in [text for text in different if text.split(" ")[0] in buffers]:

@@ -88,19 +88,6 @@ class Sampler:
             self._window = None
 
 
-class NoSampler(Sampler):
-    """A sampler that does nothing."""
-
-    def __init__(self) -> None:
-        pass
-
-    def step(self) -> None:
-        pass
-
-    def pause(self) -> None:
-        pass
-
-
 def profile_event(world: World, sample: Sample) -> Event:
     """Return a sample as an event, with the peak of the device's memory."""
     peak = torch.cuda.max_memory_allocated(world.device) if world.device.type == "cuda" else 0

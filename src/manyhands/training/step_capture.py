@@ -30,10 +30,9 @@ from ..capture import (
 from ..core import random_state, remember_state, restore_random_state
 from ..data import Batch, ResidentBatch, map_leaves, tensors
 from ..strategies import MAIN
-from .forward_backward import compute
 from .hand import Hand
-from .loss_totals import Tally
-from .step_variants import Loss, StepVariants
+from .step import Loss, Tally, compute
+from .step_variants import StepVariants
 
 NUM_PLAIN = 2
 """Plain steps per batch shape before the rehearsal: lazy modules are initialized in the first."""
@@ -85,7 +84,7 @@ class StepCapture:
         """Whether the optimizer's update is captured too."""
         if not hand.replica.is_capturable:
             self._give_up("batch statistics are exchanged over gloo inside the network")
-        elif hand.replica.buffers:
+        elif hand.replica.buffers.rules:
             self._give_up("forward updates buffers, whose values come from all parts of a batch")
         elif not self._is_whole:
             hand.notice(f"the update runs by itself, outside of the captured graph: {next(filter(None, reasons))}")

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ..core import LossNotFinite, event
 from ..data import Batch, tensors
+from ..distributed import held_now
 from ..monitoring import Stopwatch
-from .memory import held_now
 from .verify import verdict_event
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ class StepReporter:
     def record(self, batch: Batch) -> None:
         self.num_samples += batch.global_samples
         self._report_pace()
-        losses, step = dict(self._hand.losses), self._hand.num_steps
+        losses, step = dict(self._hand.current.losses), self._hand.num_steps
         losses |= {_NORM + key: norm for key, norm in self._hand.current.norms.items()}
         # Replay computes these again, with equal shares.
         is_even = self._feed is None or self._feed.weights is None
@@ -202,7 +202,12 @@ class StepReporter:
             steps = [step for step, _ in self._unsent]
             elapsed = self._sent_at - self._started_at
             rate = self.num_samples / elapsed if elapsed > 0 else 0.0
-            fields = {"losses": losses, "epoch": hand.epoch, "samples_per_second": rate, "lr": _learning_rates(hand)}
+            fields = {
+                "losses": losses,
+                "epoch": hand.reader.epoch,
+                "samples_per_second": rate,
+                "lr": _learning_rates(hand),
+            }
             if self._norms:
                 fields["gradient_norm"] = self._norms
             self.report(event("steps", steps=steps, **fields))

@@ -8,19 +8,17 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
-from typing import Any
 
 import torch
 
 from ..capture import has_convolutions, lay_out, stop_compilers
 from ..core import format_duration
 from .hand import Hand
-
-Loss = Callable[[Any, Any], Any]
+from .step import Loss
 
 AS_WRITTEN, CHANNELS_LAST, ONE_THREAD, FULL_WIDTH, COMPILED = (
     "as written",
@@ -87,6 +85,11 @@ class StepVariants:
     def compiles(self, shape: Hashable) -> bool:
         """Return whether the loss for this shape is compiled."""
         return self.loss_for(shape) is not self._task_loss
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether all further steps compute the task's loss as it is written, and no other variant is tried."""
+        return self._is_settled and self.loss is self._task_loss
 
     def tick(self, shape: Hashable, replayed: bool, seconds: float, *, counts: bool = True) -> bool:
         """Account for a step, replayed or not; return True if the following steps use another variant.

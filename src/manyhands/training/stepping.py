@@ -1,43 +1,20 @@
-"""Take training steps, plainly or from CUDA graphs, in the fastest variant."""
+"""Stepper: takes training steps plainly or from CUDA graphs, in the fastest variant."""
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Hashable
-from typing import Any
 
 from ..core import Task
 from ..data import Batch
-from ..strategies import MAIN
-from .forward_backward import compute
 from .hand import Hand
+from .step import take_step
 from .step_capture import StepCapture, shape_of_batch
 from .step_variants import StepVariants
 
 CAPTURE_DEVICES = ("cuda",)
 """Types of devices on which steps can be captured."""
-
-
-def take_step(hand: Hand, task: Task, batch: Batch, loss: Callable[[Any, Any], Any] | None = None) -> None:
-    """Take one step of a task on a batch: its custom step, or its loss over the micro-batches and one update."""
-    before = hand.current.begin()
-    if task.step is not None:
-        try:
-            with hand.times.during("forward"), hand.reader.drawing():
-                task.step(hand, batch.data)
-        except RuntimeError as error:
-            explained = hand.replica.explained(error)
-            if explained is error:
-                raise
-            raise explained from error
-        if MAIN not in hand.optimizers:
-            hand.num_steps += 1
-    else:
-        assert task.loss is not None
-        compute(hand, loss or task.loss, batch)
-        hand.step()
-    hand.current.end(before)
-    hand.current.meet()
 
 
 class Stepper:
@@ -53,12 +30,14 @@ class Stepper:
             self._capture = StepCapture(hand, task.loss, self._variants, total) if captures else None
         elif captures:
             hand.notice("a task with step= is executed eagerly, and not captured")
+        self.captures = self._capture is not None
+        """Whether steps may be captured."""
+        self._take_plainly = functools.partial(take_step, hand, task)
+        self.take: Callable[[Batch], None] = self._take_plainly if self._variants is None else self._take_varied
+        """Takes one step."""
 
-    def take(self, batch: Batch) -> None:
-        """Take one step."""
-        if self._variants is None:
-            take_step(self._hand, self._task, batch)
-            return
+    def _take_varied(self, batch: Batch) -> None:
+        assert self._variants is not None
         began, waited = time.perf_counter(), self._hand.world.waited
         shape = shape_of_batch(batch)
         try:
@@ -74,6 +53,8 @@ class Stepper:
         is_switched = self._variants.tick(shape, taken == "replayed", seconds, counts=self._may_vary)
         if is_switched and self._capture is not None:
             self._capture.forget()
+        if self._variants.is_plain and not self.captures:
+            self.take = self._take_plainly
 
     @property
     def _may_vary(self) -> bool:

@@ -14,7 +14,8 @@ from ..data import Batch, check_source, first_dim, source_of
 from ..distributed import World
 from .hand import Hand
 from .sampling import Sample, StepTimer
-from .stepping import Stepper, take_step
+from .step import take_step
+from .stepping import Stepper
 
 WARMUP = 3
 """Steps that are not counted; on a GPU the step is captured in them."""

@@ -23,9 +23,9 @@ from ..core import (
 from ..data import copied, first_dim, split
 from ..distributed import NullWorld, World
 from .error_hints import explain_mistake
-from .loss_totals import BatchShare, Tally
 from .metrics import parted, try_meters
 from .predictor import inputs_of, outputs_of
+from .step import BatchShare, Tally
 
 NUM_SAMPLES = 8
 TOLERANCE = 1e-4

@@ -23,7 +23,7 @@ from .error_hints import explain_mistake
 from .hand import Hand
 from .restored_objects import left_alone
 from .sample_randomness import learn_draws
-from .stepping import take_step
+from .step import take_step
 from .trial import NUM_SAMPLES
 from .trial_rows import Plan, choose_rows, windows
 

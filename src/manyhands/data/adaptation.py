@@ -1,71 +1,20 @@
-"""Measurement of what limits the speed of a feed, and the choice of its number of workers."""
+"""Adaptation: the choice of the number of worker processes that read a feed."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
 
-FELT = 0.1
-"""Waiting for data is reported to the user if it takes more than this fraction of the time."""
-SATURATED = 0.8
-"""Copying is the bottleneck if the copy engine is busy for more than this fraction of the time."""
+SPARE = 0.1
+"""The fraction of a worker's time by which reading may be slower than computing."""
 STRETCH_BATCHES = 20
 STRETCH_SECONDS = 0.5
 WORTH_A_TRIAL = 0.03
 """More workers are tried if waiting takes more than this fraction of the time."""
 GAIN = 0.99
 """A new number of workers is kept if batches take at most this fraction of the time that they took before."""
-
 REST = 5
 """Measuring periods to pause after the first failed trial; each further failed trial multiplies the pause by REST."""
-
-
-@dataclass
-class FeedTiming:
-    """Seconds that the consumer of a feed, the training loop, spent on waiting, copying and computing."""
-
-    input: float = 0.0
-    """Seconds of waiting for data to be read."""
-    copy: float = 0.0
-    """Seconds of waiting for data to be copied or cast."""
-    compute: float = 0.0
-    """Seconds between two batches, and of waiting while the accelerator was still busy."""
-    copying: float = 0.0
-    """Seconds in which the accelerator's copy engine was busy, whether or not the consumer waited for it."""
-
-    @property
-    def total(self) -> float:
-        """All seconds of the consumer."""
-        return self.input + self.copy + self.compute
-
-    @property
-    def limit(self) -> str:
-        """What limits the speed: "input", "copy" or "compute".
-
-        >>> FeedTiming(input=3.0, compute=7.0).limit, FeedTiming(input=0.1, compute=9.0).limit
-        ('input', 'compute')
-        >>> FeedTiming(copy=2.0, compute=7.0).limit
-        'copy'
-        """
-        if self.total and self.copying > SATURATED * self.total:
-            return "copy"
-        if self.input + self.copy <= FELT * self.total:
-            return "compute"
-        return "copy" if self.copy > self.input else "input"
-
-    def describe_limit(self, workers: int) -> str:
-        """Return a message for the user if data is the bottleneck, else an empty string.
-
-        >>> FeedTiming(input=3.0, compute=7.0).describe_limit(workers=2)
-        'input is the bottleneck: 30% of the time was spent waiting for data, which 2 worker processes read'
-        """
-        readers = "this process reads" if not workers else f"{workers} worker process{'es' * (workers > 1)} read"
-        share = (self.input + self.copy) / self.total if self.total else 0.0
-        texts = {
-            "input": f"input is the bottleneck: {share:.0%} of the time was spent waiting for data, which {readers}",
-            "copy": "copying to the device is the bottleneck: smaller dtypes (uint8, bf16) would be faster",
-        }
-        return texts.get(self.limit, "")
 
 
 @dataclass
@@ -140,7 +89,7 @@ class Adaptation:
         # Without workers this process reads only while the consumer waits; workers read all the time.
         reading = workers if workers else share
         wanted = reading / (1 - share) if share < 1 else self.most
-        return min(self.most, max(workers + 1, math.ceil(wanted - FELT)))
+        return min(self.most, max(workers + 1, math.ceil(wanted - SPARE)))
 
 
 def _typical(seconds: list[float]) -> float:
