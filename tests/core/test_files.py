@@ -77,6 +77,19 @@ def test_replace_text_never_writes_through_a_link(tmp_path: Path) -> None:
     assert (path.read_text(), victim.read_text()) == ("{}", "mine")
 
 
+def test_files_are_never_written_through_a_hard_link(tmp_path: Path) -> None:
+    own = tmp_path / "own"
+    own.write_text("precious")
+    os.link(own, tmp_path / "events.jsonl")
+    os.link(own, tmp_path / "run.tmp")
+    with pytest.raises(FileError, match="must have no other name to be written, but got a hard link"):
+        EventLog(tmp_path / "events.jsonl")
+    with pytest.raises(FileError, match="must have no other name"):
+        replace_text(tmp_path / "run.json", "{}")
+    assert own.read_text() == "precious"
+    assert read_file(tmp_path / "events.jsonl", 100) == b"precious"
+
+
 def test_symlinks_are_followed_only_on_request(tmp_path: Path) -> None:
     (tmp_path / "file").write_text('{"a": 1}')
     (tmp_path / "link").symlink_to("file")

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from manyhands.core import EVENTS, read_events
-from manyhands.core.event_parts import PART_LIMIT, compact_parts
+from manyhands.core import EVENTS, EventLog, event, read_events
+from manyhands.core.event_parts import PART_LIMIT, compact_parts, read_part
 from manyhands.dashboard.run_library import Library
 
 EVENT = b'{"v": 1, "t": 1.0, "kind": "notice", "text": ""}\n'
@@ -58,6 +58,48 @@ def test_part_with_one_long_line_is_neither_kept_nor_parsed(tmp_path: Path) -> N
         pass
     (source,) = library.sources.values()
     assert source.unreadable == "1 line could not be read"
+
+
+@pytest.mark.parametrize("kind", ["plan", "serving", "partition", "failed"])
+def test_events_that_pages_keep_are_not_kept_if_they_are_large(tmp_path: Path, kind: str) -> None:
+    plan = {"task": "", "cluster": "", "best": "", "options": []}
+    plan["curve"] = {"devices": [], "speedup": [], "saturates": 1, "reason": "", "remedies": []}
+    known = {"plan": plan, "partition": {"title": "", "boxes": [], "arrows": []}, "failed": {"reason": "x" * 1_500_000}}
+    entry = json.dumps({"v": 1, "t": 1.0, "kind": kind, **known.get(kind, {})}).encode()[:-1]
+    line = entry + b', "x": [' + b"[]," * 150_000 + b"0]}\n"
+    part(tmp_path / "runs" / "log", EVENT, line, line, line)
+    if kind in ("partition", "failed"):
+        (tmp_path / "runs" / "log" / "run.json").write_text('{"spec": {}, "devices": ["cpu"]}')
+    library = Library([tmp_path / "runs"])
+    tracemalloc.start()
+    while library.refresh():
+        pass
+    (source,) = library.sources.values()
+    assert tracemalloc.get_traced_memory()[0] < 4 << 20
+    tracemalloc.stop()
+    assert source.unreadable == "3 lines could not be read"
+
+
+def test_part_with_a_number_that_has_no_successor_is_not_replaced(tmp_path: Path) -> None:
+    last = tmp_path / "events-999999999999.jsonl"
+    last.write_bytes(EVENT)
+    log = EventLog(tmp_path / EVENTS, part_bytes=100)
+    for step in range(20):
+        log.write(event("checkpoint", step=step))
+    log.close()
+    assert [entry.get("step") for entry in read_events(tmp_path / EVENTS)] == [None, *range(20)]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [last.name, EVENTS]
+
+
+def test_part_with_millions_of_lines_is_compacted_in_little_memory(tmp_path: Path) -> None:
+    (tmp_path / "events-000001.jsonl").write_bytes((b"\n" * 99 + b"x\n") * 10_000)
+    (tmp_path / "events-000002.jsonl").write_bytes(EVENT)
+    tracemalloc.start()
+    compact_parts(tmp_path / EVENTS)
+    assert tracemalloc.get_traced_memory()[1] < 32 << 20
+    tracemalloc.stop()
+    compacted = read_part(tmp_path / "events-000001.jsonl.xz")
+    assert compacted.partition(b"\n")[2] == b"x\n" * 10_000
 
 
 def test_part_with_more_bytes_than_allowed_is_damaged(tmp_path: Path) -> None:

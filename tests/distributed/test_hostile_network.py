@@ -20,7 +20,7 @@ from manyhands.distributed import DirectChannel, NullWorld, RankInfo, World
 from manyhands.distributed.authentication import NotAuthentic, RankKey, SignedStore
 from manyhands.distributed.links import measured, serving
 from manyhands.distributed.network import listen, reach_store, serve_store
-from manyhands.distributed.torch_world import TorchWorld
+from manyhands.distributed.torch_world import TorchWorld, _Ports
 from manyhands.launcher import LocalEngine
 from manyhands.launcher.existing_cluster import _introduced
 
@@ -128,3 +128,28 @@ def test_ranks_with_different_tokens_are_rejected(monkeypatch: pytest.MonkeyPatc
         _introduced(server, replace(rank_info, rank=1, size=2), [])
     monkeypatch.delenv("MANYHANDS_TOKEN")
     assert not _introduced(server, rank_info, [])[1].is_secret
+
+
+class Rewound:
+    """A store in which an attacker restores the values of an earlier job, which have valid signatures."""
+
+    def __init__(self, store: Any) -> None:
+        self._store, self._earlier = store, dict[str, bytes]()
+
+    def set(self, key: str, value: Any) -> None:
+        self._store.set(key, value)
+        self._store.set(key, self._earlier.setdefault(key, self._store.get(key)))
+
+    def get(self, key: str) -> bytes:
+        return bytes(self._store.get(key))
+
+
+def test_values_of_an_earlier_job_do_not_restore_its_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MANYHANDS_TOKEN", "a" * 40)
+    store: Any = Rewound(serve_store(listen("127.0.0.1")))
+    rank_info = RankInfo(rank=0, size=1, timeout=1.0)
+    earlier, now = (_introduced(store, rank_info, [])[1] for _ in range(2))
+    assert earlier.tag("x") != now.tag("x")
+    # Nor are the numbers accepted with which a connection was confirmed earlier.
+    nonces = [_Ports(set()).add(store, rank_info, {1})[0] for _ in range(2)]
+    assert nonces[0] != nonces[1]

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+from benchmarks.fuzz import NUM_TARGETS
 from benchmarks.fuzzing import engine
 
 NAMES = sorted(path.name for path in engine.CORPUS.iterdir())
@@ -21,8 +22,9 @@ def test_corpus_inputs_trigger_no_defect(name: str) -> None:
         target(data)
 
 
-def test_every_fuzz_target_has_a_corpus() -> None:
+def test_every_fuzz_target_has_a_corpus_and_is_counted_by_the_benchmark() -> None:
     assert sorted(engine.targets()) == NAMES
+    assert len(NAMES) == NUM_TARGETS
     size = sum(path.stat().st_size for path in engine.CORPUS.rglob("*") if path.is_file())
     assert size < 300 << 10
 

@@ -111,6 +111,17 @@ def test_random_bytes_raise_only_decode_error(data: bytes, name: str) -> None:
         MESSAGES[name].FromString(data).SerializeToString()
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("depth", [60, 64, 65, 300, 900])
+@pytest.mark.parametrize("inner", [[], [1], ["x"], [{}]])
+def test_lists_nested_deeper_than_python_calls_are_rejected(kind: Any, depth: int, inner: Any) -> None:
+    values = inner
+    for _ in range(depth):
+        values = [values]
+    with contextlib.suppress(ValueError, TypeError):
+        assert from_numbers(values, kind).ndim > 60
+
+
 @MANY
 @given(values=ANYTHING, kind=st.sampled_from(KINDS))
 def test_from_numbers_returns_the_declared_dtype_or_raises(values: Any, kind: Any) -> None:

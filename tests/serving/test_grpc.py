@@ -360,3 +360,35 @@ def test_unread_grpc_responses_count_toward_the_memory_limit(start: Start) -> No
         given.set_data_from_numpy(np.ones((1, 1), np.float32))
         for _ in range(20):
             assert other.infer("wide", [given], client_timeout=20).as_numpy("y").shape == (1, 1 << 18)
+
+
+@pytest.mark.parametrize("limits", [{"receive": 3.0}, {"calls": 4}], ids=["slow", "many"])
+def test_clients_that_do_not_read_small_grpc_responses_are_disconnected(start: Start, limits: dict[str, Any]) -> None:
+    """The server cannot count what gRPC keeps for a call, so such calls must end."""
+    server = start({"moody": Moody()}, limits=Limits(**limits))
+    request = open_inference_grpc.MESSAGES["ModelInferRequest"](
+        model_name="moody",
+        inputs=[{"name": "x", "datatype": "FP32", "shape": [1, 1]}],
+        raw_input_contents=[np.ones(1, np.float32).tobytes()],
+    ).SerializeToString()
+    client, reader = (Http2("127.0.0.1", server.grpc) for _ in range(2))
+    client.send(frame(SETTINGS, 0, 0, struct.pack(">HI", 4, 0)))
+    for each in (client, reader):
+        each.read(0.3)
+    message = b"\0" + struct.pack(">I", len(request)) + request
+    for number in range(40):
+        client.send_data(client.call("/inference.GRPCInferenceService/ModelInfer"), message, is_over=True)
+        client.read(0.01)
+        if number % 10 == 0:
+            reader.send_data(reader.call("/inference.GRPCInferenceService/ModelInfer"), message, is_over=True)
+    until = time.monotonic() + 20
+    is_read = False
+    while not (client.is_closed and is_read) and time.monotonic() < until:
+        client.read(0.1)
+        reader.read(0.1)
+        is_read = all(stream.is_closed for stream in reader.streams.values())
+    assert client.is_closed
+    assert is_read
+    assert not reader.is_closed
+    client.close()
+    reader.close()

@@ -337,6 +337,20 @@ def test_http_1_0_response_closes_the_connection() -> None:
     assert answer.endswith(b"Connection: close\r\n\r\nold")
 
 
+def test_http_1_0_client_gets_no_interim_response() -> None:
+    asked = b"POST /x HTTP/1.0\r\nExpect: 100-continue\r\nContent-Length: 3\r\n\r\nold"
+    answer, _ = serve(lambda port: say(port, asked))
+    assert answer.startswith(b"HTTP/1.1 200 ")
+
+
+@pytest.mark.parametrize("request_line", [b"GET /x\r\n\r\n", b"GET /x HTTP/0.9\r\n\r\n", b"GET /x HTTP/2.0\r\n\r\n"])
+def test_requests_of_other_http_versions_are_rejected(request_line: bytes) -> None:
+    """A request of HTTP/0.9 has no headers, and would pass the checks of the web page that sent it."""
+    answer, _ = serve(lambda port: say(port, request_line + b"GET /y HTTP/1.1\r\n\r\n"))
+    assert answer.startswith(b"HTTP/1.1 505 ")
+    assert answer.count(b"HTTP/1.1 ") == 1
+
+
 def test_read_ahead_of_large_pipelined_requests_is_limited() -> None:
     requests: list[Request] = []
     body = bytes(1 << 20)

@@ -11,6 +11,7 @@ from benchmarks.attacks.http2 import (
     HEADERS,
     PING,
     PREFACE,
+    RST_STREAM,
     SETTINGS,
     frame,
     literal,
@@ -19,6 +20,7 @@ from benchmarks.attacks.http2 import (
 from manyhands.serving.http2_frames import (
     ACKNOWLEDGED,
     CREDIT,
+    MAX_CREDIT,
     ClientFrames,
     FrameRefused,
     ServerFrames,
@@ -150,3 +152,18 @@ def test_message_in_an_answer_is_found_in_any_pieces() -> None:
 def test_headers_are_counted_without_decoding() -> None:
     block = b"\x82\xff\x05\x20" + literal(b"a" * 200, b"b" * 300) + b"\x40\x01x\x01y\x7f\x00\x01z"
     assert num_headers(block, 100) == 6
+
+
+def test_calls_that_are_reset_at_once_are_held_back_also_after_an_answer() -> None:
+    """A reset takes nine bytes, and the server has to begin and to end a call for it (rapid reset)."""
+    frames = opened()
+    frames.has_answer = True
+    unit = CALL[: 9 + len(BLOCK)] + frame(RST_STREAM, 0, 1, bytes(4))
+    assert len(frames.take(unit * 20_000)) < len(unit) * MAX_CREDIT
+    assert frames.is_waiting
+    # Clients that cancel every second call are not held back.
+    frames = opened()
+    frames.has_answer = True
+    for _ in range(20_000):
+        assert frames.take(CALL + unit) == CALL + unit
+        frames.take_answer(100)

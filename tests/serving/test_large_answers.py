@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import json
 import math
 import threading
+import tracemalloc
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -16,19 +18,25 @@ import numpy as np
 import orjson
 import pytest
 import torch
+import tritonclient.grpc as triton_grpc
+import tritonclient.http as triton_http
 from torch import Tensor
 
 import manyhands as mh
 from manyhands.core import Predictor, Signature, TensorSpec
 from manyhands.serving import Server
 from manyhands.serving.dtypes import BY_TORCH, to_numbers
+from manyhands.serving.http import BadRequest
 from manyhands.serving.limits import Limits
 from manyhands.serving.protocols.answer_text import PIECE, array_pieces, row_pieces
+from manyhands.serving.protocols.classification import MAX_RANKED, top_classes
+from manyhands.serving.protocols.tensorflow_grpc import write_proto
 
 from .conftest import Start, publish, settings_of
 from .test_tensorflow_grpc import MESSAGES, call
 
 WIDTH, ROWS = 1000, 256
+WIDEST = 100_000
 LARGEST = 300 << 10
 """More bytes than any step may write; the whole answers have ten times as many."""
 
@@ -36,16 +44,16 @@ LARGEST = 300 << 10
 class Grid(Predictor):
     """A row of a thousand numbers for each number: the number itself and its multiples."""
 
-    def __init__(self, outputs: tuple[str, ...] = ("y",)) -> None:
-        self.outputs = outputs
+    def __init__(self, outputs: tuple[str, ...] = ("y",), width: int = WIDTH) -> None:
+        self.outputs, self.width = outputs, width
 
     @property
     def signature(self) -> Signature:
-        spec = TensorSpec("float32", (None, WIDTH))
+        spec = TensorSpec("float32", (None, self.width))
         return Signature({"x": TensorSpec("float32", (None, 1))}, dict.fromkeys(self.outputs, spec))
 
     def run(self, inputs: Any) -> dict[str, Tensor]:
-        return dict.fromkeys(self.outputs, inputs["x"] * torch.arange(1, WIDTH + 1) / 7)
+        return dict.fromkeys(self.outputs, inputs["x"] * torch.arange(1, self.width + 1) / 7)
 
 
 Steps = tuple[list[int], list[str]]
@@ -96,7 +104,7 @@ def _number(value: float) -> bytes:
 def grids(engine: Any) -> Any:
     from manyhands.distributed import resolve
 
-    models = {"one": Grid(), "two": Grid(("y", "z"))}
+    models = {"one": Grid(), "two": Grid(("y", "z")), "wide": Grid(width=WIDEST)}
     with Server(models, engine, resolve("cpu")[0], settings_of()).start() as server:
         yield server
 
@@ -126,6 +134,60 @@ def test_large_response_is_serialized_in_small_chunks(
     assert max(sizes) < LARGEST
     value = json.loads(found.text)
     assert _numbers(value) == pytest.approx(_wanted(path, first), rel=1e-6, nan_ok=True)
+
+
+def test_classes_of_a_wide_row_are_serialized_in_small_chunks(grids: Server, steps: Steps) -> None:
+    sizes, _ = steps
+    found = httpx.post(f"{grids.url}/v1/models/wide:classify", content=b'{"examples": [{"x": 7}]}', timeout=60)
+    (row,) = found.json()["results"]
+    assert (row[0], row[-1], len(row)) == (["0", 1.0], [str(WIDEST - 1), float(WIDEST)], WIDEST)
+    assert max(sizes) < LARGEST
+
+
+@pytest.mark.parametrize("protocol", ["http", "grpc"])
+def test_largest_classes_are_found_on_another_thread(
+    grids: Server, protocol: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads, original = [], np.argsort
+
+    def argsort(*args: Any, **options: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        return original(*args, **options)
+
+    monkeypatch.setattr(np, "argsort", argsort)
+    kit, port = (triton_http, grids.http) if protocol == "http" else (triton_grpc, grids.grpc)
+    given, wanted = kit.InferInput("x", [1, 1], "FP32"), kit.InferRequestedOutput("y", class_count=1)
+    given.set_data_from_numpy(np.ones((1, 1), np.float32))
+    with kit.InferenceServerClient(f"127.0.0.1:{port}") as client:
+        ((found,),) = client.infer("wide", [given], outputs=[wanted]).as_numpy("y").tolist()
+    assert found.endswith(b":99999")
+    assert [name.rpartition("_")[0] for name in threads] == ["manyhands-compressing"]
+
+
+def test_classes_of_a_huge_output_are_refused_in_little_memory() -> None:
+    output = np.zeros((1, MAX_RANKED + 1), np.uint8)
+    tracemalloc.start()
+    with pytest.raises(BadRequest, match="at most 4194304 values, but got 4194305"):
+        top_classes(output, 1)
+    assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    tracemalloc.stop()
+
+
+def test_numbers_of_a_large_tensor_are_written_in_small_steps() -> None:
+    """Integers have no bytes that could be copied, and each of them is an object."""
+    array, num_turns = np.arange(200_000, dtype=np.int32).reshape(1, -1), 0
+
+    async def run() -> Any:
+        nonlocal num_turns
+        proto = MESSAGES["TensorProto"]()
+        writing = asyncio.ensure_future(write_proto(proto, array, TensorSpec("int32", (None, None))))
+        while not writing.done():
+            num_turns += 1
+            await asyncio.sleep(0)
+        return proto
+
+    assert list(asyncio.run(run()).int_val) == array[0].tolist()
+    assert num_turns > 100
 
 
 def _numbers(value: Any) -> list[float]:

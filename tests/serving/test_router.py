@@ -455,6 +455,7 @@ AMBIGUOUS = {
     "negative chunk": POST + CHUNKED + b"\r\n-1\r\nx\r\n" + SMUGGLED,
     "overflowing chunk": POST + CHUNKED + b"\r\n10000000000000001\r\nx\r\n" + SMUGGLED,
     "chunk longer than its size": POST + CHUNKED + b"\r\n1\r\nxyz\r\n" + SMUGGLED,
+    "chunks in HTTP/1.0": POST.replace(b"1.1", b"1.0") + CHUNKED + b"\r\n1\r\nx\r\n0\r\n\r\n",
     "two hosts": b"GET /v2/models/m HTTP/1.1\r\nHost: localhost\r\nHost: other\r\n\r\n",
     "control character in the path": b"GET /v2/mod\x01els HTTP/1.1\r\nHost: localhost\r\n\r\n",
 }

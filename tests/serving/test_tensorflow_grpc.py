@@ -18,7 +18,7 @@ from manyhands.core import Predictor, RequestRefused, Signature, TensorSpec
 from manyhands.serving import Server
 from manyhands.serving.dtypes import BY_TORCH
 from manyhands.serving.limits import Bodies, Limits
-from manyhands.serving.protocols.tensorflow_grpc import VALUES, PredictionService, as_proto, read_inputs
+from manyhands.serving.protocols.tensorflow_grpc import VALUES, PredictionService, read_inputs, write_proto
 from manyhands.serving.protocols.tensorflow_messages import MESSAGES
 
 from .conftest import Start, publish, settings_of
@@ -344,7 +344,8 @@ def test_outputs_are_sent_in_the_field_of_their_type(dtype: str) -> None:
     kind, spec = BY_TORCH[dtype], TensorSpec(dtype, (None, 3))
     bits = np.random.default_rng(0).integers(0, 256, (2, 3, kind.numpy.itemsize), np.uint8)
     array = bits.view(kind.numpy)[..., 0] if dtype != "bool" else bits[..., 0] > 127
-    found = MESSAGES["TensorProto"].FromString(as_proto(array, spec).SerializeToString())
+    found = MESSAGES["TensorProto"]()
+    asyncio.run(write_proto(found, array, spec))
     values = getattr(found, VALUES[dtype])
     assert (len(values), found.tensor_content) == (6, b"")
     by_value = MESSAGES["TensorProto"](

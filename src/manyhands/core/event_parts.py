@@ -12,6 +12,7 @@ except the newest one are compacted to `events-000001.jsonl.xz`:
 from __future__ import annotations
 
 import contextlib
+import io
 import itertools
 import json
 import lzma
@@ -40,6 +41,8 @@ _CURVE = re.compile(r"(?:memory|pace) [0-9]{1,9}")
 MOST_POINTS = 1000
 """Maximum number of points that a chart shows per curve; more points are merged into groups."""
 COMPRESSED = ".xz"
+LAST_NUMBER = 10**12 - 1
+"""Highest number of a part."""
 
 
 def older_parts(path: Path) -> list[Path]:
@@ -145,9 +148,14 @@ def read_part(path: Path) -> bytes:
 
 
 def next_part(path: Path) -> Path:
-    """Return the name to which a full log is renamed."""
+    """Return the name to which a full log is renamed; raise FileError if there is no higher number for it."""
     parts = older_parts(path)
     number = int(_first_name(parts[-1]).rpartition("-")[2]) + 1 if parts else 1
+    if number > LAST_NUMBER:
+        # Readers would not find the part, and the one after it would replace it.
+        raise FileError(
+            f"parts of {path} must have numbers up to {LAST_NUMBER}", got=str(parts[-1]), remedy="rename it"
+        )
     return path.with_name(f"{path.stem}-{number:06d}{path.suffix}")
 
 
@@ -165,10 +173,11 @@ def compact_parts(path: Path) -> None:
                 counts = _counts(part)
                 part.with_suffix("").unlink(missing_ok=True)
                 continue
-            compaction = Compaction(counts)
-            lines = list(compaction.lines(read_part(part).splitlines(keepends=True)))
+            compaction, kept = Compaction(counts), io.BytesIO()
+            # One line at a time: a part may have millions of empty ones.
+            kept.writelines(compaction.lines(io.BytesIO(read_part(part))))
             counts = compaction.counts
-            _write(part, b"".join([_line({"v": 1, "t": 0.0, "kind": "compacted", "counts": counts}), *lines]))
+            _write(part, _line({"v": 1, "t": 0.0, "kind": "compacted", "counts": counts}) + kept.getvalue())
 
 
 def _write(part: Path, data: bytes) -> None:
@@ -210,10 +219,10 @@ class Compaction:
         """Points of this part, by curve and rank."""
 
     def lines(self, lines: Iterable[bytes]) -> Iterator[bytes]:
-        """Yield the lines to keep; damaged ones stay as they are."""
-        for line in lines:
+        """Yield the lines to keep; damaged ones stay as they are, except empty ones."""
+        for line in filter(bytes.strip, lines):
             try:
-                entry = parse_json(line) if len(line) <= LINE_LIMIT else None
+                entry = parse_json(line) if len(line) <= LINE_LIMIT and line.startswith(b"{") else None
             except FileError:
                 entry = None
             if not is_event(entry):

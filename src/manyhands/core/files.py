@@ -38,20 +38,32 @@ def open_regular(path: str | Path, flags: int = os.O_RDONLY, *, follow_links: bo
     The kind is checked on the open descriptor, so a file that is replaced between a check and the open is found too.
 
     Raises:
-        FileError: The path is a FIFO, a socket, a device, a folder, or a symbolic link (unless `follow_links`).
+        FileError: The path is a FIFO, a socket, a device, a folder, or a symbolic link (unless `follow_links`). To be
+            written, a file must have no other name (hard link).
         OSError: The file cannot be opened for another reason, for example because it does not exist.
     """
     safe = os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY | (0 if follow_links else os.O_NOFOLLOW)
     try:
-        file = os.open(path, flags | safe, 0o644)
+        file = os.open(path, flags & ~os.O_TRUNC | safe, 0o644)
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.EMLINK):
             raise _not_regular(path) from None
         raise
-    if stat.S_ISREG(os.fstat(file).st_mode):
-        return file
-    os.close(file)
-    raise _not_regular(path)
+    found = os.fstat(file)
+    is_writing = bool(flags & (os.O_WRONLY | os.O_RDWR))
+    if not stat.S_ISREG(found.st_mode) or (is_writing and found.st_nlink > 1):
+        os.close(file)
+        raise _not_regular(path) if not stat.S_ISREG(found.st_mode) else _not_alone(path)
+    if flags & os.O_TRUNC:
+        os.ftruncate(file, 0)
+    return file
+
+
+def _not_alone(path: str | Path) -> FileError:
+    # Another name may lead to a file that was never meant to be written, or to the original of a copy.
+    return FileError(
+        f"{path} must have no other name to be written", got="a hard link", remedy="replace it by a copy of the file"
+    )
 
 
 def _not_regular(path: str | Path) -> FileError:

@@ -16,6 +16,13 @@ SILENT_SECONDS = 60.0
 """Seconds without an event after which a folder counts as interrupted, unless a process holds its lock."""
 PARTS = b'"kind": "parts"'
 """Text in lines of events with each replica's share of every loss, which `mh.replay` needs and no page shows."""
+MOST_VALUES = 100_000
+"""Maximum number of values of an event that is kept as a whole, of a line of a journal, and of a run.json."""
+KEPT = {
+    **dict.fromkeys(("serving", "routing", "partition", "split", "servers", "ensemble"), MOST_VALUES),
+    **dict.fromkeys(("plan", "profiled", "failed"), 20_000),
+}
+"""Kinds of events of which pages keep all values, each with the maximum number of these."""
 
 
 class LogSource(ABC):
@@ -103,6 +110,8 @@ class LogSource(ABC):
         """Process a line of the event log; raise ValueError if it is not an event."""
         if not fields.is_event(entry):
             raise ValueError("the line is not an event")
+        if entry["kind"] in KEPT and num_values(entry) > KEPT[entry["kind"]]:
+            raise ValueError("the event has too many values to keep them")
         # The clock of the host that writes may be ahead, but an event cannot be later than now.
         moment = min(entry["t"], time.time())
         self.began, self.changed = self.began or moment, max(self.changed, moment)
@@ -133,6 +142,21 @@ class LogSource(ABC):
     @abstractmethod
     def detail(self) -> dict[str, Any]:
         """Return the data of the folder's page."""
+
+
+def num_values(value: Any) -> int:
+    """Return the number of values in JSON data, as a measure of its memory; 64 characters of a text count as one.
+
+    >>> num_values({"a": [1, 2], "b": "x" * 640})
+    15
+    """
+    found, level = 0, [value]
+    while level:
+        lists = [list(one.values()) if isinstance(one, dict) else one for one in level if isinstance(one, dict | list)]
+        texts = [text for one in level for text in (one if isinstance(one, dict) else (one,)) if isinstance(text, str)]
+        found += len(level) + sum(len(text) // 64 for text in texts)
+        level = [item for items in lists for item in items]
+    return found
 
 
 def dump(value: Any) -> bytes:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core import FileError, fields, read_json
-from .log_source import LogSource
+from .log_source import MOST_VALUES, LogSource, num_values
 from .run_curves import MOST_CURVES, RunCurves, RunProgress
 from .run_ranks import RunRanks
 
@@ -65,6 +65,8 @@ class RunFolder(LogSource):
             found = read_json(self.path / RECORD, RECORD_LIMIT)
             if not fields.holds(found, fields.RECORD_FIELDS):
                 raise FileError(f"{RECORD} must be a record of a run", got="missing fields, or fields of other types")
+            if num_values(found) > MOST_VALUES:
+                raise FileError(f"{RECORD} must have at most {MOST_VALUES:,} values", got="more")
         except FileNotFoundError:
             return
         except (OSError, FileError) as error:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core import EVENTS, fields, parse_json
-from .log_source import LogSource
+from .log_source import MOST_VALUES, LogSource, num_values
 from .log_tail import Tail
 
 JOURNAL = "journal.log"
@@ -66,6 +66,8 @@ class StudyFolder(LogSource):
         if not fields.is_journal_line(line):
             raise ValueError("the line is not an entry of a journal")
         code = line["op_code"]
+        if code != fields.REPORT and num_values(line) > MOST_VALUES:
+            raise ValueError("the line has too many values to keep them")
         if code == fields.STUDY_ATTRIBUTE:
             self.study = line["user_attr"].get("manyhands", self.study)
         elif code == fields.CREATE_TRIAL:

@@ -431,7 +431,10 @@ class _Ports:
     def add(self, store: dist.Store, rank_info: RankInfo, ours: set[int]) -> dict[int, bytes]:
         """Exchange the ports that ranks have opened since the last call; return a fresh random number by rank."""
         prefix, self._num_rounds = str(self._num_rounds), self._num_rounds + 1
-        store.set(f"{prefix}/{rank_info.rank}", f"{secrets.token_hex(16)} {','.join(map(str, ours)) or '0'}")
+        own_nonce = secrets.token_hex(16)
+        store.set(f"{prefix}/{rank_info.rank}", f"{own_nonce} {','.join(map(str, ours)) or '0'}")
         texts = [store.get(f"{prefix}/{rank}").decode().split() for rank in range(rank_info.size)]
         self.known |= {int(port) for _, ports in texts for port in ports.split(",")} - {0}
-        return {rank: bytes.fromhex(nonce) for rank, (nonce, _) in enumerate(texts)}
+        # The own number is not read back, so that no attacker can make this rank accept codes for earlier numbers.
+        nonces = {rank: bytes.fromhex(nonce) for rank, (nonce, _) in enumerate(texts)}
+        return {**nonces, rank_info.rank: bytes.fromhex(own_nonce)}

@@ -242,7 +242,8 @@ def _introduced(store: dist.Store, rank_info: RankInfo, names: Sequence[str]) ->
     )
     signed = SignedStore(store, signing, rank_info.patience)
     keys = [f"devices{rank_info.generation}/{rank}" for rank in range(rank_info.size)]
-    signed.set(keys[rank_info.rank], f"{secrets.token_hex(16)} {rank_info.host}/{rank_info.device.torch}")
+    own_nonce = secrets.token_hex(16)
+    signed.set(keys[rank_info.rank], f"{own_nonce} {rank_info.host}/{rank_info.device.torch}")
     try:
         every = [signed.get(key).decode().partition(" ")[::2] for key in keys]
     except NotAuthentic:
@@ -263,7 +264,10 @@ def _introduced(store: dist.Store, rank_info: RankInfo, names: Sequence[str]) ->
     backend = "cpu:gloo,cuda:nccl" if is_alone else "gloo"
     if token is None:
         return backend, RankKey.none()
-    return backend, RankKey(bytes.fromhex(token.rank_key(" ".join(nonce for nonce, _ in every), rank_info.generation)))
+    # The own number is not read back: an attacker could restore all values of an earlier job, which are signed too, and
+    # then replay its messages.
+    nonces = [own_nonce if rank == rank_info.rank else nonce for rank, (nonce, _) in enumerate(every)]
+    return backend, RankKey(bytes.fromhex(token.rank_key(" ".join(nonces), rank_info.generation)))
 
 
 def _device(standing: Standing, on: object) -> Device:

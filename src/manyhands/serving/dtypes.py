@@ -132,18 +132,19 @@ def _floats(values: Any, dtype: np.dtype[Any]) -> Array:
 def _beyond_int64(values: Any) -> Array:
     """Return integers beyond int64 as uint64; numpy would convert them to floats."""
     each = np.array(values, object)
-    if not all(type(value) is int for value in each.flat):
+    # Iterating over `flat` fails beyond 32 dimensions.
+    if not all(type(value) is int for value in each.reshape(-1)):
         raise TypeError("elements must be uint64")
     return each.astype(np.uint64)
 
 
 def _types(values: Any) -> set[type]:
-    """Return the types of the elements of nested lists."""
-    if not isinstance(values, list):
-        return {type(values)}
-    found = set(map(type, values))
-    if list in found:
-        found = found.union(*(_types(inner) for inner in values if isinstance(inner, list)))
+    """Return the types of the elements of nested lists, which may be nested deeper than Python can call."""
+    level = values if isinstance(values, list) else [values]
+    found = set(map(type, level))
+    while list in found:
+        level = [item for one in level if isinstance(one, list) for item in one]
+        found = (found - {list}).union(map(type, level))
     return found
 
 

@@ -52,6 +52,8 @@ class GrpcGate:
         self._sockets: list[socket.socket] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self.connections: set[GateConnection] = set()
+        self._by_peer: dict[str, GateConnection] = {}
+        """Connections by the names under which gRPC knows them."""
 
     async def open(self, host: str, port: int, *, is_reserved: bool = False) -> int:
         """Listen on all addresses of a host and return the port; raises OSError if it is not free.
@@ -98,6 +100,20 @@ class GrpcGate:
             task.cancel()
         for connection in list(self.connections):
             connection.abort()
+
+    def drop(self, peer: str) -> None:
+        """Close the connection that gRPC knows under a name, as its `context.peer()` has it."""
+        connection = self._by_peer.get(peer)
+        if connection is not None:
+            connection.abort()
+
+    def name(self, peer: str, connection: GateConnection) -> None:
+        """Keep the name of a connection until it is closed."""
+        self._by_peer[peer] = connection
+
+    def forget(self, peer: str) -> None:
+        """Forget the name of a connection that is closed."""
+        self._by_peer.pop(peer, None)
 
     def _watch(self, sock: socket.socket) -> None:
         if sock in self._sockets:
@@ -166,6 +182,8 @@ class GateConnection(asyncio.Protocol):
         self._deadline: asyncio.TimerHandle | None = None
         self._active = 0.0
         self._is_refused, self._num_discarded = False, 0
+        self._peer = ""
+        """The name under which gRPC knows the connection."""
 
     # -- the client's side --
 
@@ -243,6 +261,7 @@ class GateConnection(asyncio.Protocol):
         """Count the connection no longer and close its connection to gRPC."""
         self._gate.budget.leave(self.slot)
         self._gate.connections.discard(self)
+        self._gate.forget(self._peer)
         for timer in (self._deadline, self._waiting):
             if timer is not None:
                 timer.cancel()
@@ -282,10 +301,21 @@ class GateConnection(asyncio.Protocol):
     # -- gRPC's side --
 
     async def _connect(self) -> None:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            await self._loop.create_unix_connection(functools.partial(GateUpstream, self), self._gate.path)
+            sock.setblocking(False)
+            # The kernel chooses a name, by which gRPC's calls are assigned to connections.
+            sock.bind("")
+            sock.connect(self._gate.path)
+            self._peer = f"unix-abstract:{sock.getsockname()[1:].decode()}"
+            self._gate.name(self._peer, self)
+            await self._loop.create_unix_connection(functools.partial(GateUpstream, self), sock=sock)
         except OSError:
+            sock.close()
             self._client.abort()
+        except asyncio.CancelledError:
+            sock.close()
+            raise
 
     def server_connected(self, transport: Any) -> None:
         """Take the connection to gRPC, which sends its settings first."""

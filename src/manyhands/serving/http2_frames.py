@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from .limits import Limits
 
-DATA, HEADERS, SETTINGS, GOAWAY, CONTINUATION = 0, 1, 4, 7, 9
+DATA, HEADERS, RST_STREAM, SETTINGS, GOAWAY, CONTINUATION = 0, 1, 3, 4, 7, 9
 END_HEADERS, PADDED, PRIORITY, ACK = 4, 8, 32, 1
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 HEAD = 9
@@ -28,6 +28,8 @@ OWN_HEADERS = 16
 CREDIT, CREDIT_PER_SECOND, MAX_CREDIT = 1024.0, 200.0, 8192.0
 """What the frames of a client may cost: at the start, by time, and at most. A frame costs 1, a header block of a client
 without an answered call 8 and 1 for each header. About 60 calls can wait for the first answer at a time."""
+CALL_CREDIT = 4
+"""Credit for the call of a client whose calls are answered; one that is reset costs more than that."""
 SMALL_DATA = 256
 """Bytes of a DATA frame that costs as much as any other frame while no call is answered."""
 
@@ -120,7 +122,7 @@ class ClientFrames:
                 at = after
             elif size > MAX_CONTROL or kind == CONTINUATION or (not self._has_settings and kind != SETTINGS):
                 raise FrameRefused(PROTOCOL_ERROR, f"a frame of kind {kind} and {size} bytes is not allowed here")
-            elif after > end or not self._can_pay(1):
+            elif after > end or not self._can_pay(CALL_CREDIT + 1 if kind == RST_STREAM else 1):
                 break
             else:
                 if kind == SETTINGS and not self._has_settings:
@@ -165,7 +167,7 @@ class ClientFrames:
         if num > self._max_headers:
             raise FrameRefused(ENHANCE_YOUR_CALM, f"a call may have {self._max_headers} headers, but has more")
         if self.has_answer:
-            self._credit = min(MAX_CREDIT, self._credit + 4)
+            self._credit = min(MAX_CREDIT, self._credit + CALL_CREDIT)
         elif not self._can_pay(8 + num):
             return 0
         return after

@@ -276,6 +276,11 @@ class Connection(asyncio.BufferedProtocol):
         self._ignores_upgrade = self._parser.should_upgrade() and self._parser.get_method() != b"CONNECT"
         if self._ignores_upgrade:
             return
+        version = self._parser.get_http_version()
+        if version not in ("1.0", "1.1"):
+            raise BadRequest(505, f"the version of HTTP must be 1.0 or 1.1, but got {version}")
+        if version == "1.0" and b"transfer-encoding" in self._headers:
+            raise BadRequest(400, "HTTP/1.0 has no transfer-encoding: a proxy of that version would not know it")
         path = self._url.partition(b"?")[0].decode("latin1")
         refusal = self._listener.admit(path, self._headers)
         if refusal is not None:
@@ -290,11 +295,9 @@ class Connection(asyncio.BufferedProtocol):
         self._reading = Request(self, method, path, self._headers)
         # A client of HTTP/1.0 may take the end of the connection for the end of the response.
         self._reading.keep_alive = (
-            self._parser.should_keep_alive()
-            and not self._parser.should_upgrade()
-            and self._parser.get_http_version() != "1.0"
+            self._parser.should_keep_alive() and not self._parser.should_upgrade() and version != "1.0"
         )
-        if self._headers.get(b"expect", b"").lower() == b"100-continue":
+        if version != "1.0" and self._headers.get(b"expect", b"").lower() == b"100-continue":
             self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def on_body(self, body: bytes) -> None:

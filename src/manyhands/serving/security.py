@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hmac
 import ipaddress
+import re
 import ssl
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -202,6 +203,7 @@ class Sites:
         return text in self._origins or (host is not None and text.partition("://")[2] == host.decode("latin1").lower())
 
 
+_BRACKETED = re.compile(r"\[([0-9a-f:.]+)\](?::[0-9]{1,5})?")
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 
 
@@ -212,11 +214,11 @@ def _shown(value: bytes) -> str:
 def _without_port(host: str) -> str:
     """Return the name in a Host header.
 
-    >>> _without_port("[::1]:8502"), _without_port("localhost:8502"), _without_port("::1")
-    ('::1', 'localhost', '::1')
+    >>> _without_port("[::1]:8502"), _without_port("localhost:8502"), _without_port("[localhost]x")
+    ('::1', 'localhost', '[localhost]x')
     """
-    if host.startswith("["):
-        return host[1:].partition("]")[0]
+    if bracketed := _BRACKETED.fullmatch(host):
+        return bracketed[1]
     return host.partition(":")[0] if host.count(":") == 1 else host
 
 
@@ -225,4 +227,5 @@ def _is_address(name: str) -> bool:
         ipaddress.ip_address(name)
     except ValueError:
         return False
-    return True
+    # Python takes any text after a percent sign for the name of an interface.
+    return "%" not in name

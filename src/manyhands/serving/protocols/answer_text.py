@@ -100,6 +100,23 @@ def list_pieces(values: Iterable[Any]) -> Iterator[bytes]:
     yield b"]"
 
 
+def class_pieces(scores: Array) -> Iterator[bytes]:
+    """Yield the JSON text of the classes of each row, as pairs of the class and its score.
+
+    >>> b"".join(class_pieces(np.array([[0.5, 2.0]], np.float32)))
+    b'[[["0",0.5],["1",2.0]]]'
+    """
+    yield b"["
+    for number, row in enumerate(scores):
+        yield b",[" if number else b"["
+        for start in range(0, len(row), PIECE):
+            some = row[start : start + PIECE].tolist()
+            pairs = [(str(start + place), float(score)) for place, score in enumerate(some)]
+            yield (b"," if start else b"") + json.dumps(pairs, separators=(",", ":")).encode()[1:-1]
+        yield b"]"
+    yield b"]"
+
+
 def _row(array: Array, row: int) -> Array:
     """Return a row as an array, also if it is a single string."""
     return np.asarray(array[row], object) if is_text(array) else array[row]

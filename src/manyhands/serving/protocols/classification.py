@@ -14,6 +14,8 @@ from ..texts import Strings
 
 MAX_CLASSES = 1 << 14
 """Maximum number of classes of all rows of a request: each is a string that is made by itself."""
+MAX_RANKED = 1 << 22
+"""Maximum number of values of an output of which the largest are found: they are sorted."""
 BYTES = "BYTES"
 
 
@@ -49,10 +51,21 @@ def require_few_classes(counts: Mapping[str, int], signature: Signature, rows: i
 def top_classes(array: Array, count: int) -> Strings:
     """Return the classes with the largest values of each row, at most as many as there are.
 
+    A large array takes long, so it needs a thread of its own.
+
+    Raises:
+        BadRequest: The array has too many values.
+
     >>> top_classes(np.array([[0.5, 2.0, 1.0]], np.float32), 2)
     Strings(items=(b'2.000000:1', b'1.000000:2'), shape=(1, 2))
     """
-    rows = array.reshape(len(array), -1)
+    if array.size > MAX_RANKED:
+        raise BadRequest(
+            400,
+            f"classes can be found in an output of at most {MAX_RANKED} values, but got {array.size}; send fewer rows, "
+            "or ask for the output itself",
+        )
+    rows = array.reshape(len(array), math.prod(array.shape[1:]))
     count = min(count, rows.shape[1])
     # NaN sorts last, and of equal values the first comes first.
     order = np.argsort(-rows.astype(np.float64), axis=1, kind="stable")[:, :count]

@@ -6,7 +6,7 @@ The signature maps features to inputs: a feature per input name, with as many nu
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -33,15 +33,15 @@ def rows_of(examples: Sequence[Features], context: Features, signature: Signatur
     return {name: _column(name, spec, examples, context) for name, spec in signature.inputs.items()}
 
 
-def classes_of(outputs: Mapping[str, Array], signature: Signature) -> Iterator[list[tuple[str, float]]]:
-    """Return the classes of each row with their scores, made row by row; a class is named by its number."""
+def scores_of(outputs: Mapping[str, Array], signature: Signature) -> Array:
+    """Return the scores of the classes of each row; a class is named by its number."""
     scores = _only(outputs, signature, "scores")
     if scores.ndim != 2:
         raise RequestRefused(
             "FAILED_PRECONDITION",
             f"to classify, a row's output must be its scores, but it has the shape {scores.shape}",
         )
-    return ([(str(number), float(score)) for number, score in enumerate(row)] for row in scores)
+    return scores
 
 
 def values_of(outputs: Mapping[str, Array], signature: Signature) -> list[float]:

@@ -31,7 +31,9 @@ Method = Callable[[Any, Any], Awaitable[Any]]
 SMALL_BYTES = 1 << 20
 """Maximum bytes of a message without tensors. A larger message is decoded only if the model that it names is served."""
 SMALL_ANSWER = 1 << 14
-"""Maximum bytes of an answer that is not counted while its client reads it: the number of calls limits these."""
+"""Maximum bytes of an answer that is not counted while its client reads it: the number of such answers is limited."""
+UNREAD_RATIO, UNREAD_SECONDS = 2, 0.25
+"""Unread answers over all connections as a multiple of the calls that may wait, and seconds between two checks."""
 SHED_SECONDS = 0.05
 """Seconds between two checks of the memory that unfinished messages take."""
 KEEPALIVE_SECONDS = 60
@@ -161,6 +163,38 @@ class Receiving:
             timeout.reschedule(now)
 
 
+class Unread:
+    """Answers that their clients have not read yet. gRPC keeps them, with their calls, for as long as clients wish.
+
+    A client that opens no window for an answer in time is disconnected, as one of HTTP that does not read, and so are
+    those with the oldest answers while there are too many.
+    """
+
+    def __init__(self, limits: Limits) -> None:
+        self._seconds, self._most = limits.receive, UNREAD_RATIO * limits.calls
+        self._waiting: dict[int, tuple[float, Any]] = {}
+        """When each answer was given, and the context of its call; the oldest first."""
+        self._num = 0
+
+    def add(self, context: Any) -> None:
+        """Count an answer until its call is over."""
+        number, self._num = self._num, self._num + 1
+        self._waiting[number] = asyncio.get_running_loop().time(), context
+        context.add_done_callback(lambda _: self._waiting.pop(number, None))
+
+    async def watch(self, drop: Callable[[str], None]) -> None:
+        """Pass the names of connections that must be closed to a function."""
+        while True:
+            await asyncio.sleep(UNREAD_SECONDS)
+            late = asyncio.get_running_loop().time() - self._seconds
+            while self._waiting:
+                number, (since, context) = next(iter(self._waiting.items()))
+                if since > late and len(self._waiting) <= self._most:
+                    break
+                del self._waiting[number]
+                drop(context.peer())
+
+
 class GrpcListener:
     """gRPC server for some services.
 
@@ -188,7 +222,7 @@ class GrpcListener:
         self._server: Any = None
         self._gate: GrpcGate | None = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
-        self._receiving = Receiving(limits)
+        self._receiving, self._unread = Receiving(limits), Unread(limits)
         self._watching: list[asyncio.Task[None]] = []
         self._num_calls = 0
 
@@ -225,7 +259,8 @@ class GrpcListener:
         per_network = max(1, most * self._limits.connections_per_address // self._limits.connections)
         self._gate = GrpcGate(path, self._limits, self._tls, most, per_network)
         found = await self._gate.open(host, port, is_reserved=is_reserved)
-        self._watching = [asyncio.ensure_future(self._receiving.watch())]
+        watches = self._receiving.watch(), self._unread.watch(self._gate.drop)
+        self._watching = [asyncio.ensure_future(watch) for watch in watches]
         return found
 
     async def close(self, patience: float) -> None:
@@ -280,6 +315,7 @@ class GrpcListener:
 
     def _hold_answer(self, num: int, context: Any) -> None:
         """Count the bytes of an answer until its client has read it; raises RequestRefused if there are too many."""
+        self._unread.add(context)
         if num > SMALL_ANSWER:
             self.bodies.take(num)
             context.add_done_callback(lambda _: self.bodies.give_back(num))

@@ -12,9 +12,9 @@ from ...core import RequestRefused, TensorSpec
 from ..dtypes import BY_TORCH, Array, Kind, from_numbers
 from ..http import BadRequest
 from ..model import Unknown
-from ..texts import MAX_TEXTS, Strings, TooManyTexts, as_array, as_contents, checked, text_bytes
+from ..texts import MAX_TEXTS, Strings, TooManyTexts, as_array, checked, text_bytes
 from ..version import Version
-from .classification import class_count, datatype, require_few_classes, top_classes
+from .classification import class_count, datatype, require_few_classes
 from .grpc_service import GrpcService, Method, key_of
 from .management import require_no_parameters
 from .messages import make_messages
@@ -25,6 +25,7 @@ from .open_inference_rest import (
     as_open_inference_error,
     checked_parameters,
     checked_shape,
+    contents_of,
     counted,
     from_bytes,
     index,
@@ -265,14 +266,7 @@ class OpenInferenceGrpc(GrpcService):
         timeout, priority = checked_parameters(parameters.get("timeout"), parameters.get("priority", 0))
         with self.gateway.bodies.holding(sum(map(text_bytes, inputs.values()))):
             outputs = await self.ask(context, version, inputs, timeout, priority)
-        return answer(
-            request.id,
-            version,
-            {
-                name: top_classes(outputs[name], classes[name]) if name in classes else as_contents(outputs[name])
-                for name in wanted
-            },
-        )
+        return answer(request.id, version, await contents_of(outputs, wanted, classes, self.gateway))
 
 
 def plain(parameters: Any) -> dict[str, Any]:

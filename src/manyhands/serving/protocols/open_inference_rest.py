@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import metadata
@@ -32,6 +33,8 @@ from .protocol import (
     Answer,
     InferenceGateway,
     RestProtocol,
+    answer_failure,
+    answer_refusal,
     dump_json,
     parse_json,
     refusing,
@@ -144,8 +147,11 @@ class OpenInferenceRest(RestProtocol):
         def then(ticket: Ticket) -> None:
             if ticket.refusal is not None:
                 self.refuse(request, ticket.refusal)
+            elif wanted.classes:
+                self._start(request, self._answer_classes(request, version, ticket.outputs, wanted))
             else:
-                self._answer(request, version, ticket.outputs, wanted)
+                arrays = {name: as_contents(ticket.outputs[name]) for name in wanted.outputs}
+                self._answer(request, version, arrays, wanted)
 
         request.cancel = self.gateway.ask(
             version,
@@ -157,16 +163,22 @@ class OpenInferenceRest(RestProtocol):
             parent=request.headers.get(TRACE, b""),
         )
 
-    def _answer(
+    async def _answer_classes(
         self, request: Request, version: Version, outputs: Mapping[str, Array], wanted: RequestedOutputs
     ) -> None:
+        """Find the largest values of outputs on another thread, then answer."""
+        try:
+            arrays = await contents_of(outputs, wanted.outputs, wanted.classes, self.gateway)
+            self._answer(request, version, arrays, wanted)
+        except BadRequest as error:
+            answer_refusal(request, error.status, error.reason)
+        except Exception as error:
+            answer_failure(request, error)
+
+    def _answer(
+        self, request: Request, version: Version, arrays: Mapping[str, Array | Strings], wanted: RequestedOutputs
+    ) -> None:
         """Send the requested outputs, with binary data after the JSON."""
-        arrays: dict[str, Array | Strings] = {
-            name: top_classes(outputs[name], wanted.classes[name])
-            if name in wanted.classes
-            else as_contents(outputs[name])
-            for name in wanted.outputs
-        }
         blobs = [array for name, array in arrays.items() if is_binary(name, version, wanted)]
         shapes = tuple([array.shape for array in arrays.values()])
         text = wanted.texts.get(shapes)
@@ -628,6 +640,19 @@ def text_pieces(version: Version, wanted: RequestedOutputs, arrays: Mapping[str,
             yield from array_pieces(array.reshape(-1), BY_TORCH[spec.dtype])
             yield b"}"
     yield b"]}"
+
+
+async def contents_of(
+    outputs: Mapping[str, Array], wanted: Iterable[str], classes: Mapping[str, int], gateway: InferenceGateway
+) -> dict[str, Array | Strings]:
+    """Return the wanted outputs as they are sent, some of them as their largest classes; raises BadRequest."""
+    loop, thread = asyncio.get_running_loop(), gateway.compressing
+    return {
+        name: await loop.run_in_executor(thread, top_classes, outputs[name], classes[name])
+        if name in classes
+        else as_contents(outputs[name])
+        for name in wanted
+    }
 
 
 def coding_of(request: Request) -> bytes:

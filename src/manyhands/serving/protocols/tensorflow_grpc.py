@@ -14,7 +14,7 @@ from ..dtypes import BY_NUMBER, BY_TORCH, Array, Kind, fits
 from ..http import BadRequest
 from ..texts import MAX_TEXTS, OBJECT_BYTES, TooManyTexts, as_array, checked, text_bytes
 from ..version import Version
-from .examples import Features, classes_of, rows_of, values_of
+from .examples import Features, rows_of, scores_of, values_of
 from .grpc_service import GrpcService, Method, key_of
 from .protocol import refusing
 from .tensorflow_messages import MESSAGES
@@ -68,18 +68,21 @@ class PredictionService(GrpcService):
         # One value may represent all elements, so arrays can be larger than their message.
         with self.gateway.bodies.holding(max(0, num_bytes(request, shapes, version) - request.ByteSize())):
             outputs = await self.ask(context, version, read_inputs(request, version, shapes))
-        wanted = list(request.output_filter) or list(outputs)
+        wanted = list(dict.fromkeys(request.output_filter)) or list(outputs)
         for name in wanted:
             if name not in outputs:
                 raise BadRequest(400, f"output tensor alias not found in signature: {name[:64]}")
-        return MESSAGES["PredictResponse"](
-            outputs={name: as_proto(outputs[name], version.signature.outputs[name]) for name in wanted},
-            model_spec=_spec(version),
-        )
+        specs = version.signature.outputs
+        with self.gateway.bodies.holding(NUMBER_BYTES * sum(outputs[name].size for name in wanted)):
+            answer = MESSAGES["PredictResponse"](model_spec=_spec(version))
+            for name in wanted:
+                await write_proto(answer.outputs[name], outputs[name], specs[name])
+        return answer
 
     async def _classify(self, request: Any, context: Any) -> Any:
         version, outputs = await self._examples(request.model_spec, request.input, context)
-        result = await _classification(version, outputs)
+        with self.gateway.bodies.holding(_bytes_of_classes(outputs)):
+            result = await _classification(version, outputs)
         return MESSAGES["ClassificationResponse"](result=result, model_spec=_spec(version))
 
     async def _regress(self, request: Any, context: Any) -> Any:
@@ -91,9 +94,10 @@ class PredictionService(GrpcService):
         first = _require_tasks(request.tasks)
         version, outputs = await self._examples(first.model_spec, request.input, context)
         answer = MESSAGES["MultiInferenceResponse"]()
-        for task in request.tasks:
-            field, work = METHODS[task.method_name]
-            answer.results.add(model_spec=_spec(version), **{field: await work(version, outputs)})
+        with self.gateway.bodies.holding(_bytes_of_classes(outputs)):
+            for task in request.tasks:
+                field, work = METHODS[task.method_name]
+                answer.results.add(model_spec=_spec(version), **{field: await work(version, outputs)})
         return answer
 
     async def _metadata(self, request: Any, context: Any) -> Any:
@@ -161,13 +165,17 @@ def _features(example: Any) -> Features:
     return found
 
 
+def _bytes_of_classes(outputs: Mapping[str, Array]) -> int:
+    return CLASS_BYTES * sum(array.size for array in outputs.values())
+
+
 async def _classification(version: Version, outputs: Mapping[str, Array]) -> Any:
     """Make the classes of all rows, in steps between which other requests are handled."""
     result, num = MESSAGES["ClassificationResult"](), 0
-    for row in classes_of(outputs, version.signature):
+    for row in scores_of(outputs, version.signature):
         classes = result.classifications.add().classes
-        for label, score in row:
-            classes.add(label=label, score=score)
+        for number, score in enumerate(row):
+            classes.add(label=str(number), score=float(score))
             num += 1
             if num % STEP == 0:
                 await asyncio.sleep(0)
@@ -185,7 +193,9 @@ METHODS: dict[str, tuple[str, Callable[[Version, Mapping[str, Array]], Awaitable
     "tensorflow/serving/regress": ("regression_result", _regression),
 }
 STEP = 1024
-"""Number of classes that are made in one turn of the event loop, which takes a millisecond."""
+"""Number of classes or numbers that are made in one turn of the event loop, which takes at most a millisecond."""
+NUMBER_BYTES, CLASS_BYTES = 8, 64
+"""Bytes that a number, or a class with its score, takes in a message at most."""
 FIELD = "signature_def"
 
 
@@ -294,23 +304,28 @@ def _texts(name: str, proto: Any, kind: Kind, shape: tuple[int, ...]) -> Array:
         return as_array(items if len(items) == num else items * num, shape)
 
 
-def as_proto(array: Array, spec: TensorSpec) -> Any:
-    """Return an array as TensorFlow's message, its elements in the field of their type, as TensorFlow Serving does."""
-    proto = MESSAGES["TensorProto"](
-        dtype=BY_TORCH[spec.dtype].number, tensor_shape={"dim": [{"size": size} for size in array.shape]}
-    )
+async def write_proto(proto: Any, array: Array, spec: TensorSpec) -> None:
+    """Write an array into TensorFlow's message, its elements in the field of their type, as TensorFlow Serving does.
+
+    Many elements are written in steps between which other requests are handled.
+    """
+    proto.dtype = BY_TORCH[spec.dtype].number
+    for size in array.shape:
+        proto.tensor_shape.dim.add(size=size)
     if BY_TORCH[spec.dtype].is_text:
         proto.string_val.extend(array.ravel().tolist())
-        return proto
+        return
     field = VALUES[spec.dtype]
     if field in PACKED:
         # Little-endian elements are the encoding of a packed field, so no Python object is made for any of them.
         content = array.tobytes()
         proto.MergeFromString(bytes([PACKED[field]]) + varint(len(content)) + content)
-    else:
-        values = array.view(np.uint16) if field == "half_val" else array
-        getattr(proto, field).extend(values.ravel().tolist())
-    return proto
+        return
+    values = (array.view(np.uint16) if field == "half_val" else array).reshape(-1)
+    for start in range(0, len(values), STEP):
+        getattr(proto, field).extend(values[start : start + STEP].tolist())
+        if start:
+            await asyncio.sleep(0)
 
 
 def varint(number: int) -> bytes:

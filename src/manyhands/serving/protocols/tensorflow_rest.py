@@ -13,8 +13,8 @@ from ..dtypes import BY_TORCH, Array, fits, from_numbers
 from ..http import BadRequest, Request
 from ..texts import from_lists, text_bytes
 from ..version import Version
-from .answer_text import array_pieces, list_pieces, num_values, row_pieces
-from .examples import classes_of, rows_of, values_of
+from .answer_text import array_pieces, class_pieces, list_pieces, num_values, row_pieces
+from .examples import rows_of, scores_of, values_of
 from .protocol import KEY, TRACE, RestProtocol, dump_json, parse_json, refusing, require_method, shown
 from .rows import LARGEST, SMALLEST, fast_rows
 
@@ -153,9 +153,9 @@ def read_text(text: bytes, limit: int, values: int, signature: Signature, verb: 
 def writer(signature: Signature, verb: str, by_rows: bool) -> Write:
     """Return a function that writes a response: class and score pairs for classify, a number per row for regress."""
     if verb == "classify":
-        return lambda outputs: _results(classes_of(outputs, signature))
+        return lambda outputs: _results(class_pieces(scores_of(outputs, signature)))
     if verb == "regress":
-        return lambda outputs: _results(values_of(outputs, signature))
+        return lambda outputs: _results(list_pieces(values_of(outputs, signature)))
     return lambda outputs: answer_pieces(outputs, signature, by_rows)
 
 
@@ -174,9 +174,9 @@ def _as_lists(features: Mapping[str, Any]) -> dict[str, list[Any]]:
     return {name: value if isinstance(value, list) else [value] for name, value in features.items()}
 
 
-def _results(values: Iterable[Any]) -> Iterator[bytes]:
+def _results(pieces: Iterable[bytes]) -> Iterator[bytes]:
     yield b'{"results":'
-    yield from list_pieces(values)
+    yield from pieces
     yield b"}"
 
 
