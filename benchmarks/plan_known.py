@@ -4,9 +4,9 @@
 
 `benchmarks/data/known_throughput.csv` has the points; nothing in the planner is fitted to them. Each row says what ran:
 the network, the cluster, the strategy, the rows of a micro-batch, the precision of weights (`bf16` as large models are
-trained, `amp` for autocast), the share of forward's products that are computed again beside what the strategy says
-(torchtitan's selective checkpointing keeps every second one), and whether operations ran one by one (`eager`), were
-compiled, or came from a system with fused kernels.
+trained, `amp` for autocast, `nhwc` for autocast in `channels_last` layout), the share of forward's products that are
+computed again beside what the strategy says (torchtitan's selective checkpointing keeps every second one), and whether
+operations ran one by one (`eager`), were compiled, or came from a system with fused kernels.
 """
 
 from __future__ import annotations
@@ -192,13 +192,16 @@ class FusedLoss(torch.autograd.Function):
 
 
 class Bottleneck(nn.Module):
-    """ResNet's block."""
+    """The block of a ResNet, or with groups of a ResNeXt."""
 
-    def __init__(self, before: int, inner: int, stride: int) -> None:
+    def __init__(self, before: int, inner: int, after: int, stride: int, groups: int) -> None:
         super().__init__()
-        after = 4 * inner
         self.body = nn.Sequential(
-            *conv(before, inner, 1, 1), nn.ReLU(), *conv(inner, inner, 3, stride), nn.ReLU(), *conv(inner, after, 1, 1)
+            *conv(before, inner, 1, 1),
+            nn.ReLU(),
+            *conv(inner, inner, 3, stride, groups),
+            nn.ReLU(),
+            *conv(inner, after, 1, 1),
         )
         self.around = nn.Sequential(*(conv(before, after, 1, stride) if before != after else ()))
 
@@ -206,21 +209,43 @@ class Bottleneck(nn.Module):
         return F.relu(self.body(x) + self.around(x))
 
 
-def conv(before: int, after: int, size: int, stride: int) -> tuple[nn.Module, nn.Module]:
+def conv(before: int, after: int, size: int, stride: int, groups: int = 1) -> tuple[nn.Module, nn.Module]:
     """A convolution and its norm."""
-    return nn.Conv2d(before, after, size, stride, size // 2, bias=False), nn.BatchNorm2d(after)
+    return nn.Conv2d(before, after, size, stride, size // 2, groups=groups, bias=False), nn.BatchNorm2d(after)
 
 
-def resnet50() -> nn.Module:
-    """ResNet-50 v1.5, with strides in its 3x3 convolutions."""
+def residual(counts: tuple[int, ...], width: int = 1, groups: int = 1) -> nn.Module:
+    """A ResNet v1.5, with strides in its 3x3 convolutions, or a ResNeXt."""
     blocks: list[nn.Module] = []
     before = 64
-    for inner, count, stride in ((64, 3, 1), (128, 4, 2), (256, 6, 2), (512, 3, 2)):
+    for inner, count, stride in zip((64, 128, 256, 512), counts, (1, 2, 2, 2), strict=True):
         for index in range(count):
-            blocks.append(Bottleneck(before, inner, stride if index == 0 else 1))
+            blocks.append(Bottleneck(before, width * inner, 4 * inner, stride if index == 0 else 1, groups))
             before = 4 * inner
     stem = [*conv(3, 64, 7, 2), nn.ReLU(), nn.MaxPool2d(3, 2, 1)]
     return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(2048, 1000))
+
+
+def vgg16() -> nn.Module:
+    """VGG-16."""
+    layers: list[nn.Module] = []
+    before = 3
+    for count, after in ((2, 64), (2, 128), (3, 256), (3, 512), (3, 512)):
+        for _ in range(count):
+            layers += [nn.Conv2d(before, after, 3, 1, 1), nn.ReLU()]
+            before = after
+        layers.append(nn.MaxPool2d(2))
+    for first, after in ((25088, 4096), (4096, 4096)):
+        layers += [nn.Flatten(), nn.Linear(first, after), nn.ReLU(), nn.Dropout()]
+    return nn.Sequential(*layers, nn.Linear(4096, 1000))
+
+
+CONVOLUTIONS: dict[str, Callable[[], nn.Module]] = {
+    "resnet-50": partial(residual, (3, 4, 6, 3)),
+    "resnet-152": partial(residual, (3, 8, 36, 3)),
+    "resnext-101": partial(residual, (3, 4, 23, 3), 2, 32),
+    "vgg-16": vgg16,
+}
 
 
 def classes(model: nn.Module, batch: Any) -> Tensor:
@@ -240,28 +265,32 @@ def fused_loss(model: nn.Module, ids: Tensor) -> Tensor:
 
 @cache
 def network_of(model: str, length: int, weights: str, fused_cross_entropy: bool) -> Network:
-    """The costs of a model for one sample, or for eight pictures."""
-    if model == "resnet-50":
+    """The costs of a model for one sequence, or for eight pictures."""
+    if model in CONVOLUTIONS:
         batch: Any = (torch.zeros(1, 3, length, length), torch.zeros(1, dtype=torch.long))
-        return traced(resnet50, classes, batch, 8, weights)
+        return traced(CONVOLUTIONS[model], classes, batch, 8, weights)
     loss = fused_loss if fused_cross_entropy else next_token
     ids = torch.zeros(1, length + 1, dtype=torch.long)
     return traced(partial(Transformer, SHAPES[model], length), loss, ids, 1, weights)
 
 
 def traced(make: Callable[[], nn.Module], loss: Callable[..., Tensor], batch: Any, rows: int, weights: str) -> Network:
-    """The costs of a network whose weights are fp32, fp32 under autocast, or bf16 beside the optimizer's fp32 ones."""
+    """The costs of a network whose weights are fp32, fp32 under autocast, or bf16 beside the optimizer's fp32 ones.
+
+    "nhwc" is autocast with weights in `channels_last` layout.
+    """
 
     def model() -> nn.Module:
         before = torch.get_default_dtype()
         try:
             torch.set_default_dtype(torch.bfloat16 if weights == "bf16" else before)
-            return make()
+            made = make()
+            return made.to(memory_format=torch.channels_last) if weights == "nhwc" else made  # type: ignore[call-overload, no-any-return]
         finally:
             torch.set_default_dtype(before)
 
     task = mh.Task(model=model, loss=loss, optimizer=lambda m: torch.optim.AdamW(m.parameters()), data=[0])
-    network = trace(task, batch, rows=rows, precision="bf16" if weights == "amp" else "fp32")
+    network = trace(task, batch, rows=rows, precision="bf16" if weights in ("amp", "nhwc") else "fp32")
     return replace(network, state_bytes=12 * network.params) if weights == "bf16" else network
 
 

@@ -7,7 +7,6 @@ time of computing, everything else comes from the catalogue and from how the sys
 from __future__ import annotations
 
 import csv
-import math
 import re
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -47,6 +46,8 @@ COLUMNS = (
 )
 BLANK = ("", "-", "?", "n/a", "na", "none", "unknown", "unstated")
 """The content of cells without a value."""
+USUAL_LENGTH = 2048
+"""Tokens of a GPT's sequence where a row does not say."""
 OVERLAPS = True
 """Whether gradients are exchanged during backward where a row does not say; errors are reported with and without."""
 
@@ -124,6 +125,8 @@ def unusable(row: dict[str, str]) -> str:
         return "unstated hosts"
     if not alone and numbers[0] > per_host and _network_of(row["network"]) is None:
         return "unstated network"
+    if _axis(row, "TP") * _axis(row, "PP") > 1 and not (_figure(row, "h") and _figure(row, "L")):
+        return "unstated width or layers"
     return ""
 
 
@@ -241,16 +244,21 @@ def source_of(point: Point) -> str:
 
 
 def seconds(point: Point, compute: float, turned: Turned = AS_THEY_ARE) -> float:
-    """A step in which each device computes for so long, as the planner sees it."""
+    """A step in which each replica computes for so long on one device, as the planner sees it."""
     count, row = point.num_devices, point.row
     mode = f"{row['system']} {row['mode']}"
     cluster = _cluster(row, count, turned)
-    group = math.prod(int(size) for size in re.findall(r"(?:TP|PP)(\d+)", row["mode"])) or 1
-    group = min(group, count)
-    workload = _workload(row, compute, count // group, mode)
+    tensor = min(_axis(row, "TP"), count)
+    stages = min(_axis(row, "PP"), count // tensor)
+    replicas = count // tensor // stages
+    samples = (_batch(row) or 1.0) * count / replicas
+    micros = max(1, round(samples)) if stages > 1 else 1
+    workload = _workload(row, compute, mode, replicas * micros)
+    if tensor > 1 or stages > 1:
+        workload = _split(workload, row, samples, micros)
     if "FSDP" in mode:
         return estimate(workload, cluster, StrategySpec(shards=count)).seconds
-    spec = StrategySpec(replicas=count // group, tensor=group)
+    spec = StrategySpec(replicas=replicas, tensor=tensor, stages=stages, microbatches=micros)
     if not re.search(r"\bPS\b|distributed_replicated|parameter.server", mode, re.IGNORECASE):
         return estimate(workload, cluster, spec).seconds
     whole = estimate(
@@ -267,7 +275,7 @@ def seconds(point: Point, compute: float, turned: Turned = AS_THEY_ARE) -> float
 def _compute(point: Point, turned: Turned) -> float:
     """The seconds of computing with which the smallest row comes out as it was measured, for a batch of one each."""
     measured = point.num_devices / point.throughput * (_batch(point.row) or 1.0)
-    low, high = 0.05 * measured, measured
+    low, high = 0.05 * measured, measured * _axis(point.row, "TP") * _axis(point.row, "PP")
     for _ in range(50):
         middle = (low + high) / 2
         low, high = (middle, high) if seconds(point, middle, turned) < measured else (low, middle)
@@ -287,7 +295,28 @@ def _batch(row: dict[str, str]) -> float | None:
     return samples * (float(length[1]) if length and row["unit"].startswith("tok") else 1.0)
 
 
-def _workload(row: dict[str, str], compute: float, count: int, mode: str) -> Workload:
+def _axis(row: dict[str, str], name: str) -> int:
+    """How many devices an axis of a row's mode has, such as TP in "DP2xTP4xPP4"; 1 if it does not say."""
+    found = re.search(rf"{name}(\d+)", row["mode"])
+    return int(found[1]) if found else 1
+
+
+def _figure(row: dict[str, str], letter: str, usual: int = 0) -> int:
+    """A figure in a row's mode: h for width, L for layers, s for the length of a sequence."""
+    found = re.search(rf"\b{letter}(\d+)", row["mode"])
+    return int(found[1]) if found else usual
+
+
+def _split(workload: Workload, row: dict[str, str], samples: float, micros: int) -> Workload:
+    """The workload of a transformer of which each layer has four products, and whose step has micro-batches."""
+    network = workload.networks["fp32"]
+    size = 4 * workload.wire * samples * _figure(row, "s", USUAL_LENGTH) * _figure(row, "h")
+    products = max(1, round(4 * _figure(row, "L") / len(network.pieces)))
+    pieces = [replace(piece, output=size, products=products, is_repeated=True) for piece in network.pieces]
+    return replace(workload, networks={"fp32": replace(network, rows=micros, pieces=tuple(pieces))})
+
+
+def _workload(row: dict[str, str], compute: float, mode: str, batch_size: int) -> Workload:
     size = _number(row["params_M"]) * 1e6 * 4
     largest = LARGEST.get(row["model"], 2048 * 1000 * 4.0)
     weights = [index + 1 for index in range(NUM_PIECES)]  # later layers of such networks have more parameters
@@ -297,15 +326,26 @@ def _workload(row: dict[str, str], compute: float, count: int, mode: str) -> Wor
         width = re.search(r"\bh(\d+)", row["mode"])
         table = float(width[1]) * 51200 * 4 if width else TABLES.get(row["model"], 0.0)
         sizes = [table, *[(size - table) / (NUM_PIECES - 1)] * (NUM_PIECES - 1)]
-    narrow = 0.5 if re.search(r"Megatron|fp16|bf16|AMP", mode) else 1.0
+    narrow = 0.5 if _is_half(row, mode) else 1.0
     if "FSDP" in mode:
         sizes = [size * narrow for size in sizes]
     return Workload(
         networks={"fp32": timed(compute, sizes)},
-        batch_size=count,
+        batch_size=batch_size,
         overlaps=_overlaps(row),
         wire=narrow,
     )
+
+
+def _is_half(row: dict[str, str], mode: str) -> bool:
+    """Whether gradients have 16 bits: as the row says, or else for GPTs, which are trained so.
+
+    >>> _is_half({"model": "GPT"}, "DP"), _is_half({"model": "GPT"}, "DP fp32"), _is_half({"model": "VGG16"}, "DP AMP")
+    (True, False, True)
+    """
+    if re.search(r"\b(?:fp32|tf32)\b", mode, re.IGNORECASE):
+        return False
+    return row["model"] == "GPT" or re.search(r"\b(?:fp16|bf16|AMP)\b", mode, re.IGNORECASE) is not None
 
 
 def _overlaps(row: dict[str, str]) -> bool:

@@ -83,3 +83,20 @@ def test_hottest_server_determines_the_round_time() -> None:
     even = Servers(count=4, hottest=0.25, way=link("RoCE", 3.125e9))
     hot = Servers(count=4, hottest=0.74, way=link("RoCE", 3.125e9))
     assert hot.rounds(553e6, 16)[0] == pytest.approx(0.74 / 0.25 * even.rounds(553e6, 16)[0], rel=1e-3)
+
+
+def test_fp32_products_on_tensor_cores_are_faster_where_a_device_has_them() -> None:
+    plain, narrow = PassCost(flops=1e13, products=1), PassCost(flops=1e13, tf32=1e13, products=1)
+    for name, least, most in (("A100", 6, 8), ("V100", 1, 1), ("RTX-3090", 1, 1)):
+        device = chip(name)
+        gain = device.computing(plain, 1, "fp32") / device.computing(narrow, 1, "fp32")
+        assert least <= round(gain, 3) <= most, name
+    a100 = chip("A100")
+    assert a100.computing(plain, 1, "bf16") == a100.computing(narrow, 1, "bf16")
+
+
+def test_faster_ethernet_is_never_slower() -> None:
+    rates = [link("Ethernet", gbits * 1e9 / 8).rate for gbits in (1, 9, 10, 11, 25, 40, 49, 100, 200)]
+    assert rates == sorted(rates)
+    assert rates[0] == pytest.approx(0.9 * 0.125e9)
+    assert rates[4] == pytest.approx(1.72e9, rel=0.01)

@@ -200,3 +200,32 @@ def test_losses_read_single_elements_of_the_log_probabilities() -> None:
     made = task(lambda: nn.Sequential(nn.Linear(4, 1000)), classes, None)
     own = trace(made, (torch.zeros(4, 4), torch.zeros(4, dtype=torch.long)), rows=4).pieces[-1].forward
     assert own.moved < 2.1 * 4 * 1000 * 4  # log_softmax reads and writes, the loss gathers
+
+
+def test_convolutions_in_fp32_are_computed_in_tf32_as_torch_does_by_default() -> None:
+    made = cnn_task()
+    batch = first_rows(made.data, 2)
+    convolutions, linear = ([p for p in trace(made, batch, rows=2).pieces if p.name in names] for names in ("03", "7"))
+    assert all(piece.forward.tf32 == piece.forward.flops > 0 for piece in convolutions)
+    assert [piece.forward.tf32 for piece in linear] == [0.0]
+    assert sum(p.backward.tf32 for p in trace(made, batch, rows=2, precision="bf16").pieces) == 0.0
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        assert all(p.backward.tf32 == p.backward.flops for p in trace(made, batch, rows=2).pieces)
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def test_norms_read_their_inputs_again_where_their_sums_need_all_rows() -> None:
+    made = task(
+        lambda: nn.ModuleDict({"batch": nn.BatchNorm2d(8), "rows": nn.LayerNorm(16)}),
+        lambda model, batch: model["rows"](model["batch"](batch)).sum(),
+        None,
+    )
+    size = 4 * 4 * 8 * 16 * 16
+    batch, rows, _ = trace(made, torch.zeros(4, 8, 16, 16), rows=4).pieces
+    assert batch.forward.moved == pytest.approx(3 * size, rel=0.01)
+    assert batch.backward.moved == pytest.approx(5 * size, rel=0.01)
+    assert rows.forward.moved == pytest.approx(2 * size, rel=0.1)
+    assert rows.backward.moved == pytest.approx(5 * size, rel=0.05)

@@ -105,6 +105,17 @@ def test_pipeline_schedule_makespans() -> None:
     assert makespan([1, 1], [2, 2], 0.5, 2) > makespan([1, 1], [2, 2], 0.0, 2)
 
 
+def test_other_schedules_trade_memory_for_a_smaller_bubble() -> None:
+    work = timed(0.1, 1e6, batch_size=16)
+    usual, interleaved, zero = (
+        step(work, cluster(4), stages=4, microbatches=16, schedule=name)
+        for name in ("1f1b", "interleaved", "zero-bubble")
+    )
+    assert interleaved.bubble == pytest.approx(usual.bubble / 2, rel=1e-3)
+    assert zero.bubble == pytest.approx(usual.bubble / 3, rel=1e-3)
+    assert usual.memory.activations < interleaved.memory.activations < zero.memory.activations
+
+
 def test_simulation_of_a_thousand_devices_is_deterministic() -> None:
     turns = [Turn(("step", device, 0), device, 1 + device % 7) for device in range(1000)]
     turns += [Turn(("sum", 0), "network", 2.0, tuple(turn.name for turn in turns))]
@@ -158,6 +169,13 @@ def test_sharding_reduces_memory_and_increases_communication() -> None:
     assert parts.communication > whole.communication
     gradients = step(work, cluster(8), shards=8, sharding="gradients")
     assert parts.memory.total < gradients.memory.total < whole.memory.total
+
+
+def test_gathered_parameters_and_gradients_are_copied_through_buffers() -> None:
+    work, where = timed(10.0, 1e9, batch_size=8), cluster(8)
+    slow = replace(where, chip=replace(CLOCK, bandwidth=1e12, streaming=1.0))
+    fast, copied = (step(work, one, shards=8).communication for one in (where, slow))
+    assert copied - fast == pytest.approx(2 * 3 * 4e9 / 1e12)
 
 
 def test_recompute_trades_time_for_memory() -> None:

@@ -71,6 +71,23 @@ def test_published_rows_that_do_not_say_enough_are_left_out_and_counted(tmp_path
         plan_published.read(tmp_path / "rows.csv")
 
 
+def test_published_rows_under_tensor_parallelism_pay_for_its_sums() -> None:
+    usual = dict.fromkeys(plan_published.COLUMNS, "") | {
+        "model": "GPT", "params_M": "1811", "gpu": "V100", "gpus_per_node": "8", "network": "IB 100Gb", "unit": "seq/s"
+    }  # fmt: skip
+
+    def seconds(mode: str, count: int) -> float:
+        row = {**usual, "mode": mode, "N": str(count)}
+        return plan_published.seconds(plan_published.Point((), row, count, 1.0), 8.0)
+
+    within, across = seconds("TP8 h3072 L16 gb16", 8), seconds("TP16 h3072 L16 gb16", 16)
+    assert 1.0 < within < across  # computing takes 1 s on eight devices, half of that on sixteen
+    staged = seconds("TP8xPP2 h3072 L16 gb16", 16)
+    assert 0.5 < staged < across
+    unstated = {**usual, "mode": "TP8 gb16", "N": "8", "value": "3"}
+    assert plan_published.unusable(unstated) == "unstated width or layers"
+
+
 def test_rank_correlation() -> None:
     assert rank_correlation([(1, 10), (2, 20), (3, 30)]) == 1.0
     assert rank_correlation([(1, 30), (2, 20), (3, 10)]) == -1.0

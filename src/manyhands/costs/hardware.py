@@ -10,11 +10,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ..core import DeviceError
 from .network import PassCost
 
-TCP_FILLS = 1.25e9
-"""Bytes per second of a link up to which the kernel's TCP can use its full bandwidth."""
 SHARPNESS = 3.0
 """Exponent of `blend`, an assumption: two concurrent activities of equal length take 26% longer than one of them."""
 
@@ -24,6 +24,13 @@ TILE = 128
 
 Tiles are computed in waves, of which the last is half empty on average.
 """
+WINOGRAD = 1.5
+"""Factor by which Winograd's algorithm speeds up 3x3 convolutions in fp32.
+
+Lavin and Gray, "Fast Algorithms for Convolutional Neural Networks": 9.5e12 FLOP/s on a device with a peak of 7e12.
+"""
+TENSOR_CORES = 4
+"""Least ratio of half-precision to fp32 operations per second of a device with tensor cores."""
 MOST_IDLE = 0.25
 """Largest fraction of its operations that a half empty wave costs a product: kernels split long inner dimensions."""
 
@@ -70,10 +77,24 @@ class Chip:
     source: str = ""
     """Where the values come from."""
 
-    def rate(self, precision: str) -> float:
-        """Return the operations per second that large matrix products reach."""
+    def rate(self, precision: str, tf32: float = 0.0) -> float:
+        """Return the operations per second that large matrix products reach.
+
+        `tf32` is the fraction of the operations that tensor cores may compute in TF32, if `precision` is "fp32".
+
+        >>> round(chip("A100").rate("fp32", tf32=1.0) / chip("A100").rate("bf16"), 2)
+        0.5
+        """
         share = self.reach * (self.plain if precision == "fp32" else 1.0)
-        return min(1.0, share) * self.flops.get(precision, self.flops["fp32"] / 2)
+        usual = min(1.0, share) * self.flops.get(precision, self.flops["fp32"] / 2)
+        if precision != "fp32" or "tf32" not in self.flops:
+            return usual
+        return 1 / ((1 - tf32) / usual + tf32 / (self.reach * self.flops["tf32"]))
+
+    def has_tensor_cores(self, precision: str) -> bool:
+        """Return whether tensor cores can compute products of a precision, fp32 ones in TF32."""
+        narrow = self.flops.get("bf16", 0.0)
+        return "tf32" in self.flops or (precision != "fp32" and narrow >= TENSOR_CORES * self.flops["fp32"])
 
     def computing(
         self,
@@ -97,12 +118,15 @@ class Chip:
             fused: Whether neighbouring operations are fused, so that they move fewer bytes.
             sequence: Whether operations that need whole rows are split too, along the sequence.
         """
-        rate, streaming = self.rate(precision), self.bandwidth * self.streaming
+        rate = self.rate(precision, work.tf32 / work.flops if work.tf32 else 0.0)
+        streaming = self.bandwidth * self.streaming
         slower = min(1.0, self.attention / self.reach)
-        fill = self.fill * (
-            self.flops["fp32"] / self.flops.get("bf16", self.flops["fp32"]) if precision == "fp32" else 1
-        )
+        # Kernels fill and drain in the same time in every precision.
+        fill = self.fill * rate / self.rate("bf16" if "bf16" in self.flops else precision)
         flops = work.flops - work.attention + fill * work.fill + work.attention / slower
+        tensor_cores = self.has_tensor_cores(precision) and (precision != "fp32" or work.tf32 > 0)
+        if precision == "fp32" and self.cores and not tensor_cores:
+            flops -= (1 - 1 / WINOGRAD) * work.winograd
         # Tensor parallelism splits every second inner dimension, but not the rows over which gradients are summed.
         depth = (work.depth - work.depth_scaled) * (1 + 1 / tensor) / 2 + work.depth_scaled * samples
         idle = min(TILE**2 * self.cores * depth, MOST_IDLE * work.flops * samples / tensor)
@@ -111,7 +135,8 @@ class Chip:
         products = blend(calculating, feeding) + work.products * self.ramp
         alone = work.alone(fused=fused)
         whole = 0.0 if sequence or not work.moved else work.unsharded * alone / (work.moved - work.product_moved or 1.0)
-        moved = (whole + (alone - whole) / tensor) * samples + (work.fixed - work.product_fixed) / tensor
+        relaid = work.relaid if tensor_cores else 0.0
+        moved = (whole + (alone - whole + relaid) / tensor) * samples + (work.fixed - work.product_fixed) / tensor
         others = max(0, work.launches(fused=fused) - work.products) * self.ramp / 2
         return products + moved / streaming + others
 
@@ -231,12 +256,10 @@ def link(name: str, bandwidth: float | None = None) -> Link:
     Raises:
         DeviceError: The catalogue has no such link.
 
-    >>> round(link("InfiniBand", 12.5e9).rate / 1e9, 1)
-    10.0
+    >>> [round(link(name, 12.5e9).rate / 1e9, 1) for name in ("InfiniBand", "Ethernet")]
+    [10.0, 5.0]
     """
     known = _catalogue()["links"]
-    if name == "Ethernet" and bandwidth is not None and bandwidth > TCP_FILLS:
-        return Link(**{**known["fast Ethernet"], "name": name, "bandwidth": bandwidth})
     if name not in known:
         raise DeviceError(
             f"a link must be one of the catalogue ({', '.join(known)})", got=repr(name), remedy="choose one of them"
@@ -245,6 +268,9 @@ def link(name: str, bandwidth: float | None = None) -> Link:
     made["mesh"] = tuple(made.get("mesh", ()))
     if bandwidth is not None:
         made["bandwidth"] = bandwidth
+    if "shares" in made:
+        rates, shares = np.log(made.pop("shares")).T
+        made["share"] = float(np.exp(np.interp(np.log(made["bandwidth"]), rates, shares)))
     return Link(**made)
 
 

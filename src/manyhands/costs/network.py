@@ -15,6 +15,15 @@ class PassCost:
     """FLOPs of matrix products, convolutions and attention, without those that a causal mask skips."""
     attention: float = 0.0
     """The part of `flops` in fused attention kernels."""
+    tf32: float = 0.0
+    """The part of `flops` in fp32 products that PyTorch's settings allow tensor cores to compute in TF32."""
+    winograd: float = 0.0
+    """The part of `flops` in convolutions for which Winograd's algorithm needs fewer multiplications."""
+    relaid: float = 0.0
+    """Bytes that are moved if tensor cores compute convolutions that are not in `channels_last` layout.
+
+    They are proportional to the number of samples.
+    """
     fill: float = 0.0
     """FLOPs of matrix products divided by their inner dimensions, for the time in which kernels fill and drain."""
     depth: float = 0.0
@@ -49,6 +58,9 @@ class PassCost:
         return PassCost(
             flops=self.flops + other.flops,
             attention=self.attention + other.attention,
+            tf32=self.tf32 + other.tf32,
+            winograd=self.winograd + other.winograd,
+            relaid=self.relaid + other.relaid,
             fill=self.fill + other.fill,
             depth=self.depth + other.depth,
             depth_scaled=self.depth_scaled + other.depth_scaled,

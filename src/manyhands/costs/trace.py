@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
@@ -50,6 +51,16 @@ _GATHERS = (_ATEN.nll_loss_forward, _ATEN.nll_loss2d_forward, _ATEN.gather)
 _FILLS = (_ATEN.nll_loss_backward, _ATEN.nll_loss2d_backward)
 """Operations that write their whole output and read a few elements."""
 _UNFUSED = (_ATEN.embedding, _ATEN.embedding_dense_backward, _ATEN.max_pool2d_with_indices)
+_CONVOLUTIONS = {_ATEN.convolution: 1, _ATEN._convolution: 1, _ATEN.convolution_backward: 2}
+"""Convolutions, with the position of their argument `weight`."""
+_TWO_PASSES = (
+    _ATEN.native_batch_norm,
+    _ATEN.native_batch_norm_backward,
+    _ATEN.native_group_norm,
+    _ATEN.native_group_norm_backward,
+    _ATEN.native_layer_norm_backward,
+)
+"""Operations that read their inputs twice: for sums over all rows, and for results that need these sums."""
 _WIDE = {
     "softmax",
     "log_softmax",
@@ -333,7 +344,8 @@ class _CostCounter(StorageWatch):
             read -= nbytes(inputs[0])
         if packet in _FILLS:
             read -= nbytes(outputs[0])
-        moved = max(0, read + written - fixed)
+        again = read - fixed if packet in _TWO_PASSES else 0
+        moved = max(0, read + written - fixed) + again
         if packet is _ATEN._to_copy and mine:
             self._copies[key_of(outputs[0])] = outputs[0]
             moved, fixed = 0, fixed + nbytes(outputs[0])
@@ -344,9 +356,13 @@ class _CostCounter(StorageWatch):
         depth = 0.0 if is_attention or not flops else _inner(flops, outputs[0])
         is_gradient = self._in_backward and tuple(outputs[0].shape) in self._shapes
         self._fuse(packet, flops, mine, inputs, outputs, moved)
+        self._fusion[self._in_backward].moved += again
         work = PassCost(
             flops=flops,
             attention=flops if is_attention else 0.0,
+            tf32=flops if flops and not is_attention and _is_tf32(packet, inputs) else 0.0,
+            winograd=flops if packet in _CONVOLUTIONS and _is_winograd(packet, args) else 0.0,
+            relaid=2 * moved if packet in _CONVOLUTIONS and not _is_channels_last(packet, args) else 0.0,
             fill=flops / depth if depth else 0.0,
             depth=depth,
             depth_scaled=depth if is_gradient else 0.0,
@@ -754,6 +770,28 @@ def nbytes(tensor: Tensor) -> int:
     if tensor.layout is not torch.strided:
         return size_of(tensor)
     return min(size_of(tensor), tensor.untyped_storage().nbytes())
+
+
+def _is_tf32(packet: Any, inputs: Sequence[Tensor]) -> bool:
+    """Return whether PyTorch's settings in this process allow tensor cores to compute a product in TF32."""
+    if any(tensor.dtype != torch.float32 for tensor in inputs):
+        return False
+    if packet in _CONVOLUTIONS:
+        return torch.backends.cudnn.allow_tf32
+    return torch.get_float32_matmul_precision() != "highest"
+
+
+def _is_winograd(packet: Any, args: Sequence[Any]) -> bool:
+    """Return whether a convolution is 3x3, with neither strides, gaps nor groups."""
+    position = _CONVOLUTIONS[packet]
+    stride, _, dilation = args[position + 2 : position + 5]
+    size = tuple(args[position].shape[2:])
+    return size == (3, 3) and {*stride, *dilation, args[position + 7]} == {1}
+
+
+def _is_channels_last(packet: Any, args: Sequence[Any]) -> bool:
+    """Return whether the weight of a convolution, and so its results, has the layout that tensor cores need."""
+    return suggest_memory_format(args[_CONVOLUTIONS[packet]]) is not torch.contiguous_format
 
 
 def _inner(flops: float, output: Tensor) -> float:

@@ -126,7 +126,6 @@ def estimate(
     scale = correction(spec, rows) if correction else 1.0
     stages = times.stages(scale, workload.balanced)
     micros = spec.accumulate * spec.microbatches
-    schedule = "gpipe" if spec.schedule == "gpipe" else "1f1b"  # an upper bound for the other schedules
     forward, backward = [s.forward for s in stages], [s.backward for s in stages]
     sending = 0.0
     if spec.stages > 1:
@@ -134,7 +133,7 @@ def estimate(
         sending = send(widest / spec.tensor, cluster.way(spec.tensor))
     span = micros * times.both(stages)
     if len(stages) > 1:
-        span = spec.accumulate * makespan(forward, backward, sending, spec.microbatches, schedule)
+        span = spec.accumulate * makespan(forward, backward, sending, spec.microbatches, spec.schedule)
     busiest = max(stages, key=lambda s: s.forward + s.backward)
     mean = sum(s.forward + s.backward for s in stages) / len(stages)
     exposed_tensor = max(s.exchange for s in stages) * micros
@@ -162,7 +161,7 @@ def estimate(
                 s.pieces,
                 spec,
                 rows,
-                in_flight(schedule, i, len(stages), spec.microbatches) if len(stages) > 1 else 1,
+                in_flight(spec.schedule, i, len(stages), spec.microbatches) if len(stages) > 1 else 1,
             )
             for i, s in enumerate(stages)
         ),
@@ -401,6 +400,7 @@ def _exchanged(workload: Workload, cluster: Cluster, spec: StrategySpec, stage: 
         wide = workload.gathered / spec.tensor
         gathers = [all_gather(p.param_bytes * wide, group) for p in stage.pieces if p.param_bytes]
         scatters = [all_gather(p.gradient_bytes / spec.tensor, group) for p in stage.pieces if p.gradient_bytes]
+        waited += micros * _copied(workload, cluster.chip, spec, stage)
         if gathers:
             again = gathers if spec.sharding == "full" else []
             ahead = max(gathers[0], sum(gathers) - stage.forward)
@@ -415,6 +415,13 @@ def _exchanged(workload: Workload, cluster: Cluster, spec: StrategySpec, stage: 
         overlaps = workload.overlaps and len(stage.pieces) > 1 and every == 1
         waited += _overlapped(stage, group, share, overlaps=overlaps) / every
     return waited
+
+
+def _copied(workload: Workload, chip: Chip, spec: StrategySpec, stage: _Stage) -> float:
+    """Return the seconds for copies of sharded parameters and gradients from and to the buffers of collectives."""
+    times = 2 if spec.sharding == "full" else 1  # parameters are gathered for forward, and again for backward
+    size = sum(times * workload.gathered * piece.param_bytes + piece.gradient_bytes for piece in stage.pieces)
+    return 2 * size / spec.tensor / (chip.bandwidth * chip.streaming)
 
 
 def _overlapped(stage: _Stage, group: ExchangeGroup, share: float, *, overlaps: bool) -> float:

@@ -29,7 +29,7 @@ class Footprint:
 
 
 def footprint(
-    network: Network, pieces: Sequence[NetworkPart], spec: StrategySpec, rows: float, in_flight: int = 1
+    network: Network, pieces: Sequence[NetworkPart], spec: StrategySpec, rows: float, in_flight: float = 1
 ) -> Footprint:
     """Return the peak memory of a rank.
 

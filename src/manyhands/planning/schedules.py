@@ -7,6 +7,10 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 Action = tuple[str, int]
+CHUNKS = {"interleaved": 2}
+"""Number of stages that each rank has, by schedule; 1 for others."""
+IDLE = {"interleaved": 1 / 2, "zero-bubble": 1 / 3}
+"""Bubble of a schedule, relative to that of 1f1b with the same ranks and micro-batches."""
 MOST_ACTIONS = 1024
 """Number of actions above which a formula replaces the simulation; it is exact if all stages take the same time."""
 
@@ -41,11 +45,14 @@ def makespan(
         backward: Seconds of one micro-batch's backward, by stage.
         sending: Seconds to send activations or gradients to the next stage.
         micros: Number of micro-batches.
-        schedule: "gpipe" or "1f1b".
+        schedule: "gpipe", "1f1b", "interleaved" or "zero-bubble".
 
-    >>> makespan([1.0, 1.0], [2.0, 2.0], 0.0, 4)
-    15.0
+    >>> makespan([1.0, 1.0], [2.0, 2.0], 0.0, 4), makespan([1.0, 1.0], [2.0, 2.0], 0.0, 4, "interleaved")
+    (15.0, 13.5)
     """
+    if schedule in IDLE:
+        busy = micros * max(f + b for f, b in zip(forward, backward, strict=True))
+        return busy + IDLE[schedule] * (makespan(forward, backward, sending, micros) - busy)
     stages = len(forward)
     if 2 * stages * micros > MOST_ACTIONS:
         each = [f + b for f, b in zip(forward, backward, strict=True)]
@@ -60,13 +67,18 @@ def makespan(
     return max(run(turns).values())
 
 
-def in_flight(schedule: str, stage: int, stages: int, micros: int) -> int:
+def in_flight(schedule: str, stage: int, stages: int, micros: int) -> float:
     """Return the maximum number of micro-batches whose activations a pipeline stage holds at a time.
 
-    >>> in_flight("1f1b", 0, 4, 16), in_flight("gpipe", 0, 4, 16)
-    (4, 16)
+    >>> in_flight("1f1b", 0, 4, 16), in_flight("gpipe", 0, 4, 16), in_flight("interleaved", 0, 4, 16)
+    (4, 16, 5.5)
     """
-    return micros if schedule == "gpipe" else min(micros, stages - stage)
+    if schedule == "gpipe":
+        return micros
+    if schedule == "1f1b":
+        return min(micros, stages - stage)
+    chunks = CHUNKS.get(schedule, 1)
+    return min(micros, ((chunks - 1) * stages + 2 * (stages - stage) - 1) / chunks)
 
 
 def split_stages(costs: Sequence[float], stages: int) -> list[int]:
