@@ -30,10 +30,21 @@ from ..core import (
     task_name,
 )
 from ..distributed import Device, current_world
-from ..monitoring import DROPPED, About, Sink, SinkDispatcher, Stragglers, View, make_view
+from ..monitoring import (
+    DROPPED,
+    About,
+    HostUsage,
+    Sink,
+    SinkDispatcher,
+    Stragglers,
+    View,
+    default_params,
+    make_view,
+)
 from ..storage import CheckpointStore
 from ..sync import make_policy
 from ..training import Job
+from .environment import environment
 from .runtime import TaskLike
 
 launch_names: list[str] = []
@@ -49,6 +60,7 @@ def recording(
     sinks: Sequence[Sink],
     task: TaskLike,
     *,
+    labels: Mapping[str, Any] | None = None,
     writes: bool = True,
 ) -> Iterator[tuple[View, Callable[[int, Event], None]]]:
     """Write the record of a run; yield its progress view, and a function that takes the events of ranks.
@@ -63,6 +75,7 @@ def recording(
         progress: False to display nothing; None to display progress.
         sinks: Other destinations of the events.
         task: The task or task function, whose name is recorded.
+        labels: Tags and notes of the user, for the record.
         writes: Whether this host writes the run.
     """
     world = current_world()
@@ -74,11 +87,12 @@ def recording(
         world.barrier()
         return
     lock = _locked(job.folder)
-    record = _write_record(job, devices, params, task)
+    record = _write_record(job, devices, params, task, labels or {})
     view = make_view(f"{job.spec} on {describe_devices(devices)}", progress) if world is None else View()
     log = EventLog(job.folder / EVENTS)
     dispatcher = SinkDispatcher(sinks, About.of(job.folder, job.spec, record, task))
     stragglers = Stragglers(size=len(devices))
+    usage = HostUsage(with_gpus=any(device.kind == "cuda" for device in devices))
 
     def on_event(rank: int, entry: Event) -> None:
         log.write(entry)
@@ -90,6 +104,8 @@ def recording(
             notice(text)
         for report in stragglers.handle_event(entry):
             on_event(0, report)
+        if (sample := usage.take()) is not None:
+            log.write(sample)
 
     def notice(text: str) -> None:
         on_event(0, event("notice", text=text))
@@ -189,9 +205,18 @@ def record_of(job: Job, devices: Sequence[Device], params: Mapping[str, Any]) ->
     }
 
 
-def _write_record(job: Job, devices: Sequence[Device], params: Mapping[str, Any], task: TaskLike) -> dict[str, Any]:
+def _write_record(
+    job: Job, devices: Sequence[Device], params: Mapping[str, Any], task: TaskLike, labels: Mapping[str, Any]
+) -> dict[str, Any]:
     """Write the run's record to its folder and return it."""
-    record = {**record_of(job, devices, params), "task": task_name(task)}
+    plain = (bool, int, float, str, type(None))
+    record = {
+        **record_of(job, devices, params),
+        "task": task_name(task),
+        "defaults": {name: value for name, value in default_params(task).items() if isinstance(value, plain)},
+        **labels,
+        "environment": environment(),
+    }
     put_record(job, record)
     return record
 
