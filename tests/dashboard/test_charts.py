@@ -182,6 +182,18 @@ def test_run_list_has_curves_groups_and_chosen_columns(show: Callable[..., Page]
     expect(page.locator("tbody tr:not(.group)")).to_have_count(2)
 
 
+def test_long_list_of_runs_shows_the_first_hundred_until_all_are_asked_for(
+    show: Callable[..., Page], tmp_path: Path
+) -> None:
+    for number in range(105):
+        a_run(tmp_path / "runs" / f"run-{number:03d}")
+    page = show("runs")
+    expect(page.locator("main [role=status]")).to_have_text("105 runs")
+    expect(page.locator("tbody tr")).to_have_count(100)
+    page.get_by_role("button", name="Show all 105 runs").click()
+    expect(page.locator("tbody tr")).to_have_count(105)
+
+
 def test_run_page_shows_environment_tags_and_utilization(show: Callable[..., Page], tmp_path: Path) -> None:
     about = {"commit": "a" * 40, "branch": "main", "host": "host1", "command": "fit.py --token '***'"}
     run = Written(tmp_path / "runs" / "first", environment=about, tags=["baseline"], notes="wider", torch="2.13.0")

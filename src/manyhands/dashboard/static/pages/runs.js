@@ -4,7 +4,7 @@ import { empty, fill, h, link, moment, number, seconds, state, table, value } fr
 import { sparkline } from "../drawings.js";
 
 export const title = "Runs";
-const MOST = 500;
+const MOST = 100;
 const MOST_PARAMS = 30;
 const GROUPS = {
   none: null,
@@ -17,6 +17,7 @@ const GROUPS = {
 
 export function open(host, _, store) {
   let sort = ["began", -1];
+  let most = MOST;
   const filter = h("input", { type: "search", placeholder: "filter", "aria-label": "Filter runs by name, state, task, strategy or tag", oninput: () => update() });
   const trials = h("input", { type: "checkbox", id: "with-trials", onchange: () => update() });
   const by = h("select", { id: "group-by", onchange: () => update() }, Object.keys(GROUPS).map((name) => h("option", { value: name }, name)));
@@ -35,6 +36,11 @@ export function open(host, _, store) {
     if (checked) store.chosen.add(id);
     else store.chosen.delete(id);
     compare();
+  }
+
+  function more() {
+    most = Infinity;
+    update();
   }
 
   function compare() {
@@ -58,8 +64,8 @@ export function open(host, _, store) {
     });
     count.textContent = found.length === all.length ? `${all.length} runs` : `${found.length} of ${all.length} runs`;
     const shown = columns.shown(described(all, store, choose));
-    fill(list, all.length ? table("Runs", shown, found.slice(0, MOST), { sort, onsort, group }) : empty("No runs yet. ", h("code", {}, "manyhands fit FILE.py"), " writes them under runs/, and they appear here by themselves."));
-    if (found.length > MOST) list.append(h("p", { class: "soft" }, `The first ${MOST} are shown; filter to see others.`));
+    fill(list, all.length ? table("Runs", shown, found.slice(0, most), { sort, onsort, group }) : empty("No runs yet. ", h("code", {}, "manyhands fit FILE.py"), " writes them under runs/, and they appear here by themselves."));
+    if (found.length > most) list.append(h("p", {}, h("button", { type: "button", "data-key": "more", onclick: more }, `Show all ${found.length} runs`)));
     compare();
   }
 
