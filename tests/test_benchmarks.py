@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from benchmarks import plan_gpu, serve_gpu
+from benchmarks import dashboard, plan_gpu, serve_gpu
 from benchmarks.report import Report
 
 from manyhands.distributed import Device
@@ -141,3 +141,17 @@ def test_stacked_benchmark_reports_its_rows_on_a_cpu(results: Path) -> None:
         "1, population",
     }
     assert json.loads((results / "stacked.quick.json").read_text()) == result
+
+
+def test_dashboard_benchmark_reports_an_audit_without_violations(tmp_path: Path) -> None:
+    report = Report("dashboard", quick=True)
+    with dashboard.chromium() as browser:
+        dashboard.first_paint(report, browser, tmp_path / "runs", rounds=1, num_runs=20)
+        dashboard.million_events(report, browser, tmp_path / "long", rounds=1, num_events=1000)
+        dashboard.audit(report, browser, tmp_path / "everything")
+    assert report.checks.pop("audit_violations").to_dict() == {"value": 0, "at_most": 0}, report.notes
+    assert {name: check.at_most for name, check in report.checks.items()} == {
+        "first_paint_ms": 500,
+        "million_events_ms": 500,
+    }
+    assert all(check.value > 0 for check in report.checks.values())

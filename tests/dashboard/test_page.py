@@ -3,30 +3,27 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from playwright.sync_api import Browser, Page, expect, sync_playwright
+from playwright.sync_api import Page, expect
 
 import manyhands as mh
 from manyhands.core import keep_event
-from manyhands.dashboard import Dashboard
 
+from .browsing import PLOT, data_of, until
 from .logs import Written, a_run
 
-WAIT = 30_000
-"""Milliseconds for anything to appear: the machine may be busy."""
-expect.set_options(timeout=WAIT)
 EVIL = '<img src=x onerror="window.harmed=1">\'&quot;</script>'
 NAMELESS = """() => {
   const name = (e) => (e.getAttribute("aria-label") || e.textContent.trim() || e.getAttribute("alt")
-    || (e.id && document.querySelector(`label[for="${e.id}"]`)?.textContent.trim()) || e.title || "").trim();
+    || (e.id && document.querySelector(`label[for="${e.id}"]`)?.textContent.trim()) || e.title
+    || e.closest("label")?.textContent || "").trim();
   const all = document.querySelectorAll(
     "a, button, input, select, summary, progress, [role=img], [role=group], [role=region], [tabindex='0']");
   return [...all].filter((e) => !name(e)).map((e) => e.outerHTML.slice(0, 120))
@@ -36,67 +33,6 @@ NAMELESS = """() => {
     .concat([...new Set([...document.querySelectorAll("[id]")].map((e) => e.id))].length
       === document.querySelectorAll("[id]").length ? [] : ["an id twice"]);
 }"""
-PLOT = (
-    "(title) => [...document.querySelectorAll('section.card')]"
-    ".find((s) => s.querySelector('h3')?.textContent === title)"
-)
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    found = shutil.which("chromium")
-    assert found, "these tests need Debian's chromium: make system, as root"
-    with sync_playwright() as playwright:
-        arguments = ["--no-sandbox"] if os.geteuid() == 0 else []
-        browser = playwright.chromium.launch(executable_path=found, args=arguments)
-        # Its helpers come with the first page, and stay.
-        page = browser.new_page()
-        page.goto("data:text/html,<title>first</title>")
-        page.close()
-        yield browser
-        browser.close()
-
-
-@pytest.fixture
-def show(browser: Browser, tmp_path: Path) -> Iterator[Callable[..., Page]]:
-    """Opens a page of the dashboard for this test's folders; fails on errors, and on requests to other hosts."""
-    wrong: list[str] = []
-    closing: list[Any] = []
-
-    def opened(page: str = "", **options: Any) -> Page:
-        folders = [path for path in tmp_path.iterdir() if path.is_dir()]
-        dashboard = Dashboard(folders, servers=options.pop("servers", ()))
-        context = browser.new_context(viewport={"width": 1200, "height": 800}, **options)
-        closing.extend([context, dashboard])
-        tab = context.new_page()
-        tab.set_default_timeout(WAIT)
-        tab.on("console", lambda line: wrong.append(line.text) if line.type in ("error", "warning") else None)
-        tab.on("pageerror", lambda error: wrong.append(str(error)))
-        tab.on("dialog", lambda dialog: wrong.append(dialog.message))
-        tab.on("request", lambda r: None if r.url.startswith(dashboard.url) else wrong.append(r.url))
-        tab.goto(f"{dashboard.url}#/{page}")
-        expect(tab.locator("main h1")).to_be_visible()
-        return tab
-
-    yield opened
-    for one in closing:
-        one.close()
-    assert not wrong, wrong
-
-
-def until(page: Page, condition: str) -> None:
-    """Waits for an expression to hold; Playwright's own way would need a weaker security policy."""
-    for _ in range(WAIT // 50):
-        if page.evaluate(condition):
-            return
-        page.wait_for_timeout(50)
-    raise AssertionError(f"waited {WAIT} ms for {condition}")
-
-
-def data_of(page: Page, title: str) -> list[list[float | None]]:
-    """What a chart has drawn: x, and each curve."""
-    until(page, f"Boolean(({PLOT})('{title}')?.plot)")
-    return list(page.evaluate(f"({PLOT})('{title}').plot.data.map((column) => [...column])"))
 
 
 def small_task() -> mh.Task:
@@ -142,7 +78,7 @@ def test_run_page_shows_loss_curve_and_rank_failure(show: Callable[..., Page], t
     assert losses == pytest.approx(run.losses)
     expect(page.get_by_role("region", name="Events")).to_contain_text("rank 1")
     expect(page.locator("svg .mark.fault")).not_to_have_count(0)
-    drawn = page.get_by_role("img", name="Time line").get_attribute("aria-label") or ""
+    drawn = page.get_by_role("img", name="Timeline").get_attribute("aria-label") or ""
     assert "of them faults" in drawn
     expect(page.get_by_role("img", name="Time so far by rank")).to_be_visible()
     rows = page.get_by_role("region", name="Ranks").locator("tbody tr")
@@ -170,17 +106,19 @@ def test_run_page_updates_live_and_keeps_reader_state(show: Callable[..., Page],
     assert data_of(page, "Loss") == [[1, 2], [4.0, 3.0]]
     # What a reader opened or moved stays as it was.
     page.set_viewport_size({"width": 390, "height": 844})
-    page.get_by_text("Options of the run").click()
+    page.get_by_text("Configuration").click()
     scrolled = "document.querySelector('.scroll[aria-label=\"Events\"]').scrollLeft"
     page.evaluate(f"{scrolled} = 20")
     run.say("epoch", epoch=0, step=2, metrics={"valid_loss": 1.0}, losses={})
     run.steps({3: 2.5, 4: 1.25})
     expect(page.locator(".facts").first).to_contain_text("1.25")
     assert data_of(page, "Loss") == [[1, 2, 3, 4], [4.0, 3.0, 2.5, 1.25]]
-    expect(page.locator("details[open]", has_text="Options of the run")).to_be_visible()
+    expect(page.locator("details[open]", has_text="Configuration")).to_be_visible()
     assert page.evaluate(scrolled) == 20
     # The order of charts does not depend on which one arrived first.
-    expect(page.locator("section.card h3")).to_have_text(["Loss", "Metrics", "Steps per second", "Learning rate"])
+    expect(page.locator("section.card h3")).to_have_text(
+        ["Loss", "Validation loss", "Steps per second", "Learning rate"]
+    )
     run.say("end", step=4, stopped=False, seconds={})
     expect(page.locator("h1")).to_contain_text("finished")
     assert page.evaluate("window.same") is True
@@ -293,7 +231,7 @@ def test_every_page_loads_with_accessible_names(show: Callable[..., Page], tmp_p
         expect(page.locator("main h1")).to_have_text(title)
         expect(page.locator("nav a[aria-current=page]")).to_have_text(title)
         assert page.evaluate(NAMELESS) == []
-    page.get_by_role("checkbox").check()
+    page.get_by_role("checkbox", name="Show finished").check()
     expect(page.locator(".device", has_text="runs/partitioned")).to_have_count(2)
     expect(page.locator(".device", has_text="studies/ensemble")).to_have_count(1)
     expect(page.get_by_role("img", name="Partition of the network")).to_be_visible()

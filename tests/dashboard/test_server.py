@@ -73,6 +73,15 @@ def test_scripts_never_turn_text_into_markup_or_code() -> None:
     assert {path.name: forbidden.findall(path.read_text()) for path in scripts} == {path.name: [] for path in scripts}
 
 
+def test_index_preloads_every_module() -> None:
+    """Otherwise the browser finds modules level by level, with a round trip for each."""
+    base = Path(str(STATIC))
+    modules = {path.relative_to(base).as_posix() for path in base.rglob("*.js") if "vendor" not in path.parts}
+    page = (base / "index.html").read_text()
+    preloaded = re.findall(r'<link rel="modulepreload" href="([^"]+)">', page)
+    assert sorted(preloaded) == sorted(modules - {"app.js"})
+
+
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH"])
 def test_write_methods_are_not_implemented(dashboard: Dashboard, method: str) -> None:
     assert ask(dashboard, "/api/run?id=runs/first", method)[0] == 501

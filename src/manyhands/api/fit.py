@@ -68,8 +68,8 @@ def fit(
         callbacks: `mh.Callback` objects, and `mh.Patience("valid_loss", 5)` to stop when a metric does not improve.
         options: An object, or a list of several, of the following classes.
             `mh.options.Checkpoints(start_from=, save_every=, keep=)`: the initial weights, and what is saved.
-            `mh.options.Logging(log_to=, profile=)`: events sent to "tensorboard", "wandb", "mlflow", "csv" or a
-            function, and steps profiled for `run.profile`.
+            `mh.options.Logging(log_to=, profile=, tags=, notes=)`: events sent to "tensorboard", "wandb", "mlflow",
+            "csv" or a function, steps profiled for `run.profile`, and labels that the dashboard shows.
             `mh.options.Display(progress=False)`: no output.
             `mh.options.Resources(memory=, fit_in=, balance=)`: limits of memory, and shares of the batch that follow
             the speed of unequal devices.
@@ -87,7 +87,8 @@ def fit(
     "steps": [1, 2], "losses": {"loss": [0.9, 0.8]}, ...}; an "epoch" event after each epoch: {"kind": "epoch",
     "epoch": 0, "step": 2, "losses": {...}, "metrics": {"valid_loss": 0.7}, ...}. The other kinds are "start", "plan",
     "partition", "verdict", "log", "notice", "skipped", "waits", "parts", "pace", "profile", "straggler", "lost",
-    "recovered", "coordinator", "hang", "checkpoint", "end" and "failed". `manyhands dashboard` displays events.
+    "recovered", "coordinator", "hang", "checkpoint", "end" and "failed"; samples of the host's usage are written to
+    the file only. `manyhands dashboard` displays events.
 
     >>> import tempfile, torch, manyhands as mh
     >>> task = mh.Task(
@@ -182,7 +183,14 @@ def fit(
         with (
             defer_sigterm(),
             recording(
-                job, devices, shown, display.progress, sinks, task, hosts=on if isinstance(on, JoinedHosts) else None
+                job,
+                devices,
+                shown,
+                display.progress,
+                sinks,
+                task,
+                labels=logging.labels(),
+                hosts=on if isinstance(on, JoinedHosts) else None,
             ) as (view, on_event),
             lease(on, devices, path.name, lambda text: on_event(0, event("notice", text=text))),
         ):

@@ -31,10 +31,21 @@ from ..core import (
 )
 from ..distributed import Device, current_world
 from ..launcher import JoinedHosts
-from ..monitoring import DROPPED, About, Sink, SinkDispatcher, Stragglers, View, make_view
+from ..monitoring import (
+    DROPPED,
+    About,
+    HostUsage,
+    Sink,
+    SinkDispatcher,
+    Stragglers,
+    View,
+    default_params,
+    make_view,
+)
 from ..storage import CheckpointStore, TermClaim, term_file
 from ..sync import make_policy
 from ..training import Job
+from .environment import environment
 from .runtime import TaskLike
 
 launch_names: list[str] = []
@@ -50,6 +61,7 @@ def recording(
     sinks: Sequence[Sink],
     task: TaskLike,
     *,
+    labels: Mapping[str, Any] | None = None,
     hosts: JoinedHosts | None = None,
 ) -> Iterator[tuple[View, Callable[[int, Event], None]]]:
     """Write the record of a run; yield its progress view, and a function that takes the events of ranks.
@@ -65,6 +77,7 @@ def recording(
         progress: False to display nothing; None to display progress.
         sinks: Other destinations of the events.
         task: The task or task function, whose name is recorded.
+        labels: Tags and notes of the user, for the record.
         hosts: The hosts that have joined, if there are several.
     """
     world = current_world()
@@ -76,7 +89,7 @@ def recording(
         yield View(), lambda rank, entry: None
         world.barrier()
         return
-    writer = _RunWriter(job, devices, params, sinks, task)
+    writer = _RunWriter(job, devices, params, sinks, task, labels or {})
     if hosts is None or hosts.is_first:
         writer.begin(0 if hosts is None else hosts.term)
     title = f"{job.spec} on {describe_devices(devices)}"
@@ -111,9 +124,16 @@ class _RunWriter:
     """
 
     def __init__(
-        self, job: Job, devices: Sequence[Device], params: Mapping[str, Any], sinks: Sequence[Sink], task: TaskLike
+        self,
+        job: Job,
+        devices: Sequence[Device],
+        params: Mapping[str, Any],
+        sinks: Sequence[Sink],
+        task: TaskLike,
+        labels: Mapping[str, Any],
     ) -> None:
         self._job, self._devices, self._params, self._sinks, self._task = job, devices, params, sinks, task
+        self._labels = labels
         self.view, self.prints_dropped = View(), False
         self._claim: TermClaim | None = None
         self._log: EventLog | None = None
@@ -131,12 +151,13 @@ class _RunWriter:
         self._lock = _locked(job.folder, is_required=not term)
         self._record = _own_record(job) if term else None
         if self._record is None:
-            self._record = _write_record(job, self._devices, self._params, task)
+            self._record = _write_record(job, self._devices, self._params, task, self._labels)
         self._log = EventLog(job.folder / EVENTS)
         if term:
             self._log.take_over()
         self._dispatcher = SinkDispatcher(self._sinks, About.of(job.folder, job.spec, self._record, task))
         self._stragglers = Stragglers(size=len(self._devices))
+        self._usage = HostUsage(with_gpus=any(device.kind == "cuda" for device in self._devices))
 
     def take(self, rank: int, entry: Event) -> None:
         """Handle an event of a rank or of the coordinator."""
@@ -166,6 +187,8 @@ class _RunWriter:
             self._notice(text)
         for report in self._stragglers.handle_event(entry):
             self.take(0, report)
+        if (sample := self._usage.take()) is not None:
+            self._log.write(sample)
 
     def close_sinks(self) -> None:
         """Finish the sinks; do nothing if this program does not write."""
@@ -195,7 +218,7 @@ class _RunWriter:
         if self._copy is None:
             job.folder.mkdir(parents=True, exist_ok=True)
             if _own_record(job) is None:
-                _write_record(job, self._devices, self._params, self._task)
+                _write_record(job, self._devices, self._params, self._task, self._labels)
             self._copy = EventLog(job.folder / EVENTS)
         self._copy.write(entry)
 
@@ -283,9 +306,18 @@ def record_of(job: Job, devices: Sequence[Device], params: Mapping[str, Any]) ->
     }
 
 
-def _write_record(job: Job, devices: Sequence[Device], params: Mapping[str, Any], task: TaskLike) -> dict[str, Any]:
+def _write_record(
+    job: Job, devices: Sequence[Device], params: Mapping[str, Any], task: TaskLike, labels: Mapping[str, Any]
+) -> dict[str, Any]:
     """Write the run's record to its folder and return it."""
-    record = {**record_of(job, devices, params), "task": task_name(task)}
+    plain = (bool, int, float, str, type(None))
+    record = {
+        **record_of(job, devices, params),
+        "task": task_name(task),
+        "defaults": {name: value for name, value in default_params(task).items() if isinstance(value, plain)},
+        **labels,
+        "environment": environment(),
+    }
     put_record(job, record)
     return record
 

@@ -100,7 +100,7 @@ _CURVE = having(
 _SHARE = having(model=label, weight=number)
 _VERSION = {"model": label, "version": count}
 FIELDS: dict[str, Fields] = {
-    "start": {"total": maybe(count), "parameters": maybe(count), "step": step},
+    "start": {"total": maybe(count), "epochs": maybe(count), "parameters": maybe(count), "step": step},
     "steps": {
         "steps": lambda value: listed(step)(value) and bool(value),
         "losses": named(listed(maybe(number))),
@@ -118,6 +118,10 @@ FIELDS: dict[str, Fields] = {
     },
     "compacted": {"counts": named(count)},
     "profile": {**_PLACE, "step": step, "seconds": phases, "total": number, "peak": number},
+    "usage": {
+        "host": maybe(label), "cpu": number, "memory": number, "sent": maybe(number), "received": maybe(number),
+        "gpus": maybe(listed(having(used=number, memory=number))),
+    },
     "used": {**_PLACE, "parameters": number, "optimizer": number, "peak": number},
     "straggler": {**_PLACE, "step": maybe(step), "text": text},
     "skipped": {"step": step},
@@ -162,6 +166,10 @@ FIELDS: dict[str, Fields] = {
 RECORD_FIELDS: Fields = {
     "spec": mapping,
     "params": maybe(mapping),
+    "defaults": maybe(mapping),
+    "environment": maybe(mapping),
+    "tags": maybe(listed(label)),
+    "notes": maybe(text),
     "devices": listed(text),
     "batch_size": maybe(count),
     "task": maybe(text),

@@ -209,6 +209,8 @@ class Log(LogSource):
             "plans": len(self.plans),
             "profiles": len(self.profiles),
             "serves": bool(self.serving),
+            "current": self.current,
+            "splits": self.splits,
         }
 
     def detail(self) -> dict[str, Any]:
@@ -223,9 +225,7 @@ class Log(LogSource):
         about = {
             "serving": self.serving,
             "versions": self.versions,
-            "current": self.current,
             "labels": self.labels,
-            "splits": self.splits,
             "news": list(self.news),
         }
         return {**self.summary(), **about, "requests": requests, "profiled": list(self.profiles)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,19 @@ from ..core import FileError, fields, read_json
 from .log_source import MOST_VALUES, LogSource, num_values
 from .run_curves import MOST_CURVES, RunCurves, RunProgress
 from .run_ranks import RunRanks
+from .run_usage import RunUsage
 
 RECORD = "run.json"
 RECORD_LIMIT = 4 << 20
 """Maximum bytes of a run.json."""
 NUM_NEWS = 1000
 """Number of latest entries kept for the timeline, and of latest checkpoints."""
+NUM_OUTLINE = 32
+"""Number of points of the small curve in the list of runs."""
+MOST_PARAMS = 50
+"""Maximum number of parameters, and of tags, of a run in the list of runs."""
+LONGEST_VALUE = 100
+"""Maximum characters of a parameter in the list of runs."""
 LONGEST_NEWS = 2000
 """Maximum characters of a timeline entry."""
 NEWS = (
@@ -39,7 +47,8 @@ class RunFolder(LogSource):
         self.record: dict[str, Any] = {}
         self.record_error = ""
         self.ranks, self.curves, self.progress = RunRanks(), RunCurves(), RunProgress()
-        self.parts = (self.ranks, self.curves, self.progress, self)
+        self.usage = RunUsage()
+        self.parts = (self.ranks, self.curves, self.progress, self.usage, self)
         self.news: deque[dict[str, Any]] = deque(maxlen=NUM_NEWS)
         self.checkpoints: deque[tuple[float, int]] = deque(maxlen=NUM_NEWS)
         self.num_faults = self.num_recovered = 0
@@ -86,6 +95,10 @@ class RunFolder(LogSource):
         if self.has_ended or self.trial_state:
             return str(self.progress.end.get("state") or self.trial_state)
         return "running" if self.is_alive else "interrupted"
+
+    def _of_record(self, name: str) -> dict[str, Any]:
+        """Return an optional group of the run's record."""
+        return self.record.get(name) or {}
 
     @property
     def has_ended(self) -> bool:
@@ -150,6 +163,12 @@ class RunFolder(LogSource):
             "total": progress.total,
             "epoch": progress.epoch,
             "loss": first.last if first is not None and len(first) else None,
+            "outline": first.outline(NUM_OUTLINE) if first is not None else [],
+            "params": _shown({**self._of_record("defaults"), **self._of_record("params")}),
+            "tags": (self.record.get("tags") or [])[:MOST_PARAMS],
+            "notes": (self.record.get("notes") or "")[:LONGEST_NEWS],
+            "commit": str(self._of_record("environment").get("commit") or "")[:LONGEST_VALUE],
+            "lasted": self.changed - self.began,
             "metrics": {name: series.last for name, series in self.curves.metrics.items()},
             "steps_per_second": speed,
             "samples_per_second": speed * batch_size if speed is not None and batch_size else None,
@@ -170,6 +189,9 @@ class RunFolder(LogSource):
             "parameters": self.progress.parameters,
             "reason": self.progress.end.get("reason", "")[:LONGEST_NEWS],
             "series": {group: {name: one.to_dict() for name, one in found.items()} for group, found in series.items()},
+            "clock": self.progress.clock(),
+            "gaps": self.curves.gaps,
+            "usage": self.usage.to_dict(),
             "ranks": {number: rank.to_dict() for number, rank in sorted(self.ranks.by_number.items())},
             "news": list(self.news),
             "checkpoints": list(self.checkpoints),
@@ -199,6 +221,14 @@ def _describe(entry: dict[str, Any]) -> str:
     if entry["kind"] == "skipped":
         return f"step {entry.get('step')} was left out"
     return ", ".join(f"{key} {value}" for key, value in entry.items() if key not in COMMON_FIELDS)
+
+
+def _shown(params: dict[str, Any]) -> dict[str, Any]:
+    """Return the first parameters of a run for a list: numbers as they are, and others as text, possibly cut."""
+    first = itertools.islice(params.items(), MOST_PARAMS)
+    return {
+        name[:LONGEST_VALUE]: value if fields.number(value) else str(value)[:LONGEST_VALUE] for name, value in first
+    }
 
 
 def _text(spec: dict[str, Any]) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from typing import Any
 
 from ..core import fields
@@ -9,6 +11,9 @@ from .series import Series
 
 MOST_CURVES = 1000
 """Maximum number of curves that are kept per run; a curve takes up to 48 KiB."""
+MOST_GAPS = 100
+"""Maximum number of steps per curve that are kept of those at which the curve was not finite; the first ones."""
+NOT_FINITE = re.compile(r"LossNotFinite: (.{1,300}?) became \S{1,20} at step ([0-9]{1,8});")
 LEAST_SECONDS = 0.2
 """Minimum seconds over which throughput is measured, because times of close events are too imprecise."""
 
@@ -21,6 +26,8 @@ class RunCurves:
         self.metrics: dict[str, Series] = {}
         self.logged: dict[str, Series] = {}
         self.rates: dict[str, Series] = {}
+        self.gaps: dict[str, list[int]] = {}
+        """By loss, the first steps at which it was NaN or infinite; by "gradient", those that were skipped."""
         self.has_left_out = False
         """Whether curves were discarded, because there were too many or their names were too long."""
 
@@ -36,10 +43,20 @@ class RunCurves:
         steps = entry["steps"]
         for name, values in entry["losses"].items():
             self._curve(self.losses, name).extend(steps, values)
+            for at in [at for at, value in enumerate(values) if value is not None and not math.isfinite(value)]:
+                self._note_gap(name, steps[at])
         for name, value in (entry.get("lr") or {}).items():
             self._curve(self.rates, name or "lr").add(steps[-1], value)
         for name, value in (entry.get("gradient_norm") or {}).items():
             self._curve(self.logged, f"gradient_norm {name}".rstrip()).add(steps[-1], value)
+
+    def on_skipped(self, entry: dict[str, Any]) -> None:
+        self._note_gap("gradient", entry["step"])
+
+    def on_failed(self, entry: dict[str, Any]) -> None:
+        # The loss that ended a run is in no other event.
+        if match := NOT_FINITE.search(entry["reason"]):
+            self._note_gap(match[1], int(match[2]))
 
     def on_epoch(self, entry: dict[str, Any]) -> None:
         for name, value in entry["metrics"].items():
@@ -52,6 +69,13 @@ class RunCurves:
 
     def on_recovered(self, entry: dict[str, Any]) -> None:
         self._forget_after(entry["step"])
+
+    def _note_gap(self, name: str, step: int) -> None:
+        """Record a step at which a loss, or the gradient, is not finite."""
+        if name in self.losses or name == "gradient":
+            known = self.gaps.setdefault(name, [])
+            if len(known) < MOST_GAPS and step not in known:
+                known.append(step)
 
     def _curve(self, group: dict[str, Series], name: str) -> Series:
         """Return the curve of a name in a group; if there are too many, a new curve that is not kept."""
@@ -67,6 +91,8 @@ class RunCurves:
         for group in self.series().values():
             for series in group.values():
                 series.forget_after(step)
+        kept = {name: [gap for gap in gaps if gap <= step] for name, gaps in self.gaps.items()}
+        self.gaps = {name: gaps for name, gaps in kept.items() if gaps}
 
 
 class RunProgress:
@@ -78,6 +104,10 @@ class RunProgress:
         self.parameters: int | None = None
         self.end: dict[str, Any] = {}
         self.speed = Series()
+        self.seconds, self.epochs = Series(), Series()
+        """Seconds since the first event, and completed epochs, by step."""
+        self._steps_per_epoch: float | None = None
+        self._zero: float | None = None
         self._timed_from: tuple[float, int] | None = None
         self._began_at, self._began_when = 0, 0.0
 
@@ -96,13 +126,27 @@ class RunProgress:
 
     def on_start(self, entry: dict[str, Any]) -> None:
         self.total, self.parameters, self.end = entry["total"], entry["parameters"], {}
+        if entry["total"] and entry.get("epochs"):
+            self._steps_per_epoch = entry["total"] / entry["epochs"]
         self._began_when, self._began_at = self._timed_from = entry["t"], entry["step"]
+        self._zero = entry["t"] if self._zero is None else self._zero
         if entry["step"]:
             self._resume_at(entry["step"])
 
     def on_steps(self, entry: dict[str, Any]) -> None:
         self.step, self.epoch = entry["steps"][-1], entry["epoch"]
         self._time(entry["t"])
+        self.seconds.add(self.step, entry["t"] - (entry["t"] if self._zero is None else self._zero))
+
+    def clock(self) -> dict[str, Any]:
+        """Return what maps steps to seconds and to epochs: points to interpolate, as columns.
+
+        The epochs of a run that has not completed one follow from its planned length.
+        """
+        epochs = {"x": self.epochs.to_dict()["x"], "y": _ends(self.epochs)}
+        if not epochs["x"] and self._steps_per_epoch:
+            epochs = {"x": [self._steps_per_epoch], "y": [1.0]}
+        return {"seconds": {"x": self.seconds.to_dict()["x"], "y": _ends(self.seconds)}, "epochs": epochs}
 
     def _time(self, moment: float) -> None:
         """Record the steps per second since the last measurement, including the time of validation and checkpoints."""
@@ -115,6 +159,7 @@ class RunProgress:
 
     def on_epoch(self, entry: dict[str, Any]) -> None:
         self.step, self.epoch = max(self.step, entry["step"]), entry["epoch"] + 1
+        self.epochs.add(entry["step"], self.epoch)
 
     def on_recovered(self, entry: dict[str, Any]) -> None:
         self._resume_at(entry["step"])
@@ -129,5 +174,12 @@ class RunProgress:
     def _resume_at(self, step: int) -> None:
         """Set the current step after a resume or a recovery, and drop the speeds of steps that are repeated."""
         self.step = step
-        self.speed.forget_after(step)
+        for series in (self.speed, self.seconds, self.epochs):
+            series.forget_after(step)
         self._timed_from = None
+
+
+def _ends(series: Series) -> list[float]:
+    """Return the values of a growing series at the ends of its intervals."""
+    columns = series.to_dict()
+    return list(columns.get("high", columns["mean"]))

@@ -245,6 +245,8 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server_version, sys_version = "manyhands", ""
     timeout = REQUEST_SECONDS
+    disable_nagle_algorithm = True
+    """Otherwise a body may wait for the client's delayed acknowledgement of the head."""
 
     def handle_one_request(self) -> None:
         self.server.start_waiting(self.connection)

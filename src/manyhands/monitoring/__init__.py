@@ -2,9 +2,10 @@
 
 from .notebook import NotebookOutput, html_progress, in_notebook
 from .progress import View, make_view, sparkline
-from .sinks import DROPPED, About, LogTo, Sink, SinkDispatcher, make_sinks
+from .sinks import DROPPED, About, LogTo, Sink, SinkDispatcher, default_params, make_sinks
 from .spans import IDLE, PHASES, PhaseTimes, Span, Spans, by_phase
 from .stragglers import Stopwatch, Stragglers
+from .usage import HostUsage
 
 __all__ = [
     "View",
@@ -19,6 +20,8 @@ __all__ = [
     "DROPPED",
     "LogTo",
     "make_sinks",
+    "default_params",
+    "HostUsage",
     "Span",
     "Spans",
     "PhaseTimes",

@@ -31,7 +31,11 @@ class Checkpoints:
 
 @dataclass(frozen=True, kw_only=True)
 class Logging:
-    """Logging: where a run's events are sent, and which steps are profiled."""
+    """Logging: where a run's events are sent, which steps are profiled, and how the run is labelled.
+
+    >>> Logging(tags="baseline, small", notes="wider layers").labels()
+    {'tags': ['baseline', 'small'], 'notes': 'wider layers'}
+    """
 
     log_to: str | Any | None = option(
         None,
@@ -42,6 +46,18 @@ class Logging:
     profile: bool | int = option(
         False, "Profile one step in fifty (in Python also in another number); see manyhands profile RUN."
     )
+    tags: str | Any | None = option(
+        None,
+        "Tags of the run, which the dashboard shows; several separated by commas. In Python also a list.",
+        metavar="NAMES",
+    )
+    notes: str | None = option(None, "Notes about the run, which the dashboard shows.", metavar="TEXT")
+
+    def labels(self) -> dict[str, Any]:
+        """Return tags and notes for the record of a run."""
+        words = self.tags.split(",") if isinstance(self.tags, str) else self.tags or []
+        tags = [str(word).strip() for word in words if str(word).strip()]
+        return {**({"tags": tags} if tags else {}), **({"notes": self.notes} if self.notes else {})}
 
 
 @dataclass(frozen=True, kw_only=True)

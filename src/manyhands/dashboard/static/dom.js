@@ -31,6 +31,11 @@ export function fill(host, ...children) {
   if (key !== undefined) host.querySelector(`[data-key="${CSS.escape(key)}"]`)?.focus({ preventScroll: true });
 }
 
+// The heading of what follows, for those who hear a page; others see what it is.
+export function unseen(text) {
+  return h("h2", { class: "skip" }, text);
+}
+
 // What could not be read of a source, below its title.
 export function unreadable(source) {
   return source.unreadable ? h("p", { class: "fault", role: "status" }, source.unreadable) : null;
@@ -95,14 +100,17 @@ export function facts(entries) {
   return h("dl", { class: "facts" }, shown.map(([name, what]) => h("div", {}, h("dt", {}, name), h("dd", {}, what))));
 }
 
-// A table: columns are [title, cell(row), {num, wide, narrow}]; titles that can be sorted by have a key.
-export function table(label, columns, rows, { row = () => ({}), sort, onsort } = {}) {
+// A table: columns are [title, cell(row), {num, wide, narrow}]; titles that can be sorted by have a key. `group` names the
+// group of a row; rows of a group must follow each other.
+export function table(label, columns, rows, { row = () => ({}), sort, onsort, group } = {}) {
   const heads = columns.map(([title, , how = {}]) => {
     const order = sort && sort[0] === how.key ? (sort[1] > 0 ? "ascending" : "descending") : null;
     const inner = how.key && onsort ? h("button", { type: "button", "data-key": `sort ${how.key}`, onclick: () => onsort(how.key) }, title, order === "ascending" ? " ▲" : order ? " ▼" : "") : title;
     return h("th", { scope: "col", class: how.num ? "num" : null, "aria-sort": order }, inner);
   });
-  const body = rows.map((one) => h("tr", row(one), columns.map(([, cell, how = {}]) => h("td", { class: ["num", "wide", "narrow"].find((name) => how[name]) }, cell(one)))));
+  const isFirst = (place) => group && (!place || group(rows[place]) !== group(rows[place - 1]));
+  const titled = (one) => h("tr", { class: "group" }, h("th", { scope: "rowgroup", colspan: columns.length }, group(one)));
+  const body = rows.flatMap((one, place) => [isFirst(place) ? titled(one) : null, h("tr", row(one), columns.map(([, cell, how = {}]) => h("td", { class: ["num", "wide", "narrow"].find((name) => how[name]) }, cell(one))))]);
   return h("div", { class: "scroll", role: "region", "aria-label": label, tabindex: "0" }, h("table", {}, h("caption", { class: "skip" }, label), h("thead", {}, h("tr", {}, heads)), h("tbody", {}, body)));
 }
 

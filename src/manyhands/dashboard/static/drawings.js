@@ -41,9 +41,10 @@ export function timeline(label, marks, ticks, from, to) {
     s("text", { x: "98%", y: 60, class: "soft", "text-anchor": "end" }, `${moment(to)} (${seconds(to - from)})`)));
 }
 
-// One line for every trial through an axis for every parameter: axes are {name, log, choices}.
-export function parallel(label, axes, trials, best, cost) {
-  const [width, height, top, bottom] = [Math.min(1100, Math.max(640, 240 * axes.length)), 280, 26, 30];
+// One line for every trial through an axis for every parameter: axes are {name, log, choices}. It takes all of `room`
+// pixels, and more where the axes need it.
+export function parallel(label, axes, trials, best, cost, room = 0) {
+  const [width, height, top, bottom] = [Math.max(room, 150 * axes.length, 480), 320, 26, 30];
   const x = (place) => 50 + ((width - 110) * place) / Math.max(1, axes.length - 1);
   const scales = axes.map((axis) => scaleOf(axis, trials));
   const y = (place, trial) => top + (height - top - bottom) * (1 - scales[place].place(axes[place].of(trial)));
@@ -84,7 +85,7 @@ export function scaleOf(axis, trials) {
 }
 
 // A partitioned network: a row for every device, pieces in the order in which they run, arrows for what crosses.
-export function pieces(partition) {
+export function pieces(partition, name) {
   const [width, height, gap] = [200, 66, 40];
   const ranks = [...new Set(partition.boxes.map((box) => box.rank))].sort((a, b) => a - b);
   const ends = new Map();
@@ -113,5 +114,16 @@ export function pieces(partition) {
   const named = ranks.map((rank, row) => s("text", { x: 4, y: 16 + row * (height + gap) + height / 2 }, partition.boxes.find((box) => box.rank === rank).device.slice(0, 16)));
   const said = partition.boxes.map((box) => `${box.parts.join(", ") || "between modules"} on ${box.device}`).join("; ");
   const tip = s("defs", {}, s("marker", { id: "tip", markerWidth: 8, markerHeight: 8, refX: 7, refY: 3, orient: "auto" }, s("path", { d: "M0,0 L7,3 L0,6 z", class: "tip" })));
-  return wide("Partition of the network", s("svg", { width: all[0], height: all[1], role: "img", "aria-label": `Partition of the network: ${said}` }, tip, boxes, arrows, named));
+  return wide(`Partition of the network of ${name}`, s("svg", { width: all[0], height: all[1], role: "img", "aria-label": `Partition of the network: ${said}` }, tip, boxes, arrows, named));
+}
+
+// A small curve beside its last value, which says the same in words.
+export function sparkline(values) {
+  const [width, height] = [90, 22];
+  const found = values.filter(Number.isFinite);
+  if (found.length < 2) return "";
+  const [low, high] = [Math.min(...found), Math.max(...found)];
+  const x = (place) => (1 + ((width - 2) * place) / (found.length - 1)).toFixed(1);
+  const y = (one) => (2 + ((height - 4) * (high - one)) / (high - low || 1)).toFixed(1);
+  return s("svg", { class: "spark", width, height, "aria-hidden": "true" }, s("polyline", { points: found.map((one, place) => `${x(place)},${y(one)}`).join(" ") }));
 }

@@ -2,6 +2,6 @@
 
 from .dispatcher import DROPPED, SinkDispatcher
 from .registry import SINKS, LogTo, make_sinks
-from .sink import About, NumberSink, Sink
+from .sink import About, NumberSink, Sink, default_params
 
-__all__ = ["Sink", "NumberSink", "About", "SinkDispatcher", "DROPPED", "SINKS", "LogTo", "make_sinks"]
+__all__ = ["Sink", "NumberSink", "About", "SinkDispatcher", "DROPPED", "SINKS", "LogTo", "make_sinks", "default_params"]

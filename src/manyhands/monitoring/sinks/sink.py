@@ -15,6 +15,8 @@ from .names import numbers_of, spread, text_of
 
 FINISHED, STOPPED, FAILED = "finished", "stopped", "failed"
 """The possible values of `status` at the end of a run."""
+_APART = ("params", "defaults", "environment")
+"""Fields of a record that are no settings; the environment, such as the command line, stays on this machine."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,8 +41,9 @@ class About:
             record: The contents of its run.json.
             task: The task, or the task function.
         """
-        settings = {"strategy": str(spec), **{name: value for name, value in record.items() if name != "params"}}
-        return cls(name=folder.name, folder=folder, params={**_defaults(task), **record["params"]}, settings=settings)
+        settings = {"strategy": str(spec), **{name: value for name, value in record.items() if name not in _APART}}
+        params = {**default_params(task), **record["params"]}
+        return cls(name=folder.name, folder=folder, params=params, settings=settings)
 
     def flat(self) -> dict[str, Any]:
         """Return settings and task parameters as one flat dict of plain values; task parameters keep their names.
@@ -140,7 +143,8 @@ class NumberSink(Sink):
         """Write buffered values; called after every event."""
 
 
-def _defaults(task: object) -> dict[str, Any]:
+def default_params(task: object) -> dict[str, Any]:
+    """Return the defaults of a task function's parameters; none of a task."""
     if isinstance(task, Task) or not callable(task):
         return {}
     parameters = inspect.signature(task).parameters.items()

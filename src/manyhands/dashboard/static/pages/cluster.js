@@ -9,17 +9,17 @@ export function open(host) {
   const past = h("input", { type: "checkbox", id: "with-past", onchange: () => update() });
   const hosts = h("div");
   const drawn = h("div");
-  host.append(h("h1", {}, title), h("div", { class: "tools" }, h("label", { for: "with-past" }, past, " also what has ended")), hosts, drawn);
+  host.append(h("h1", {}, title), h("div", { class: "tools" }, h("label", { for: "with-past" }, past, " Show finished")), hosts, drawn);
 
   async function update() {
     const all = await get("cluster");
     const running = all.filter((one) => past.checked || one.state === "running" || one.state === "serving");
     const byHost = grouped(running);
     const cards = [...byHost].sort(([a], [b]) => (a < b ? -1 : 1)).map(([name, entries]) => h("section", { class: "card", "aria-label": `Host ${name}` }, h("h2", {}, name), h("div", { class: "devices" }, devices(entries))));
-    fill(hosts, cards.length ? cards : empty("No runs are active. Tick the box above to show ended runs. Runs that ", h("code", {}, "manyhands fit FILE.py"), " starts appear here."));
+    fill(hosts, cards.length ? cards : empty("No runs are active. Tick “Show finished” to see earlier ones. Runs that ", h("code", {}, "manyhands fit FILE.py"), " starts appear here."));
     const partition = [...new Map(all.filter((one) => one.partition).sort((a, b) => (b.state === "running") - (a.state === "running") || b.changed - a.changed).map((one) => [one.id, one])).values()].slice(0, MOST_DRAWN);
     const runs = (await Promise.all(partition.map((one) => get("run", { id: one.id })))).filter((run) => run?.partition);
-    fill(drawn, runs.map((run) => h("section", {}, h("h2", {}, link("run", run.id, run.id), " partition ", state(run.state)), pieces(run.partition))));
+    fill(drawn, runs.map((run) => h("section", {}, h("h2", {}, link("run", run.id, run.id), " partition ", state(run.state)), pieces(run.partition, run.id))));
   }
 
   return { title, update };

@@ -1,6 +1,7 @@
 // Some runs side by side: their curves in one chart, and what was asked for where it differs.
 import { Charts } from "../charts.js";
-import { address, empty, fill, get, h, link, number, state, table, value } from "../dom.js";
+import { CurveView } from "../view.js";
+import { address, empty, fill, get, h, link, number, state, table, unseen, value } from "../dom.js";
 
 export const title = "Compare";
 const MOST = 8;
@@ -10,25 +11,34 @@ export function open(host, given, store) {
   if (given.length) store.chosen = new Set(given);
   else if (store.chosen.size) history.replaceState(null, "", address("compare", [...store.chosen]));
   const ids = [...store.chosen].slice(0, MOST);
+  let runs = [];
+  const view = new CurveView(() => draw());
   const grid = h("div", { class: "grid" });
   const charts = new Charts(grid);
-  const differences = h("section", { "aria-label": "Differences" });
+  const differences = h("section");
   const pick = h("div");
-  host.append(h("h1", {}, title), pick, grid, differences);
+  host.append(h("h1", {}, title), pick, view.node, unseen("Curves"), grid, differences);
 
   async function update() {
     chooser();
     if (!ids.length) return;
-    const runs = (await Promise.all(ids.filter((id) => store.run.has(id)).map((id) => get("run", { id })))).filter(Boolean);
+    runs = (await Promise.all(ids.filter((id) => store.run.has(id)).map((id) => get("run", { id })))).filter(Boolean);
+    draw();
+    fill(differences, h("h2", {}, "What differs"), table("Differences", [["what", ([name]) => name], ...runs.map((run) => [link("run", run.id, run.id), ([, cells]) => cells[run.id], { wide: true }])], rows(runs)));
+  }
+
+  function draw() {
+    view.node.hidden = !runs.length;
+    view.use(Object.fromEntries(runs.map((run) => [run.id, run.clock])));
     const groups = {};
     for (const kind of ["losses", "metrics", "speed", "logged"]) {
       for (const name of new Set(runs.flatMap((run) => Object.keys(run.series[kind])))) {
-        const curves = Object.fromEntries(runs.filter((run) => name in run.series[kind]).map((run) => [run.id, run.series[kind][name]]));
-        groups[name] = { curves };
+        const has = runs.filter((run) => name in run.series[kind]);
+        const gaps = kind === "losses" ? Object.fromEntries(has.filter((run) => run.gaps[name]).map((run) => [run.id, run.gaps[name]])) : {};
+        groups[name] = view.chart(Object.fromEntries(has.map((run) => [run.id, run.series[kind][name]])), { gaps, of: (id) => id });
       }
     }
     charts.update(groups);
-    fill(differences, h("h2", {}, "What differs"), table("Differences", [["what", ([name]) => name], ...runs.map((run) => [link("run", run.id, run.id), ([, cells]) => cells[run.id], { wide: true }])], rows(runs)));
   }
 
   function chooser() {
@@ -49,7 +59,7 @@ export function open(host, given, store) {
 }
 
 function rows(runs) {
-  const flat = runs.map((run) => ({ strategy: run.strategy, devices: run.devices.join(", "), ...prefixed(run.record.params ?? {}, ""), "batch size": value(run.record.batch_size), seed: value(run.record.seed), epochs: value(run.record.epochs), torch: value(run.record.torch) }));
+  const flat = runs.map((run) => ({ strategy: run.strategy, devices: run.devices.join(", "), ...texts({ ...run.record.defaults, ...run.record.params }), "batch size": value(run.record.batch_size), seed: value(run.record.seed), epochs: value(run.record.epochs), torch: value(run.record.torch), commit: run.commit.slice(0, 10), host: value(run.record.environment?.host), tags: run.tags.join(", ") }));
   const names = [...new Set(flat.flatMap(Object.keys))].filter((name) => new Set(flat.map((one) => one[name])).size > 1);
   const last = [...new Set(runs.flatMap((run) => Object.keys(run.metrics)))];
   const cells = (pick) => Object.fromEntries(runs.map((run, place) => [run.id, pick(run, place)]));
@@ -63,6 +73,6 @@ function rows(runs) {
   ];
 }
 
-function prefixed(values, prefix) {
-  return Object.fromEntries(Object.entries(values).map(([name, one]) => [prefix + name, value(one)]));
+function texts(values) {
+  return Object.fromEntries(Object.entries(values).map(([name, one]) => [name, value(one)]));
 }

@@ -9,7 +9,7 @@ export function open(host, [id], store) {
   const head = h("div");
   const grid = h("div", { class: "grid" });
   const charts = new Charts(grid);
-  const members = h("section", { "aria-label": "Members" });
+  const members = h("section");
   host.append(h("h1", {}, title), list, head, grid, members);
 
   async function update() {
@@ -29,7 +29,7 @@ export function open(host, [id], store) {
     ]));
     if (ensemble?.calibration) {
       const { confidence, right } = ensemble.calibration;
-      charts.update({ "Reliability diagram": { curves: { ensemble: { x: confidence, mean: right }, perfect: { x: [0, 1], mean: [0, 1], dash: true } }, x: "confidence" } });
+      charts.update({ Calibration: { curves: { ensemble: { x: confidence, mean: right }, perfect: { x: [0, 1], mean: [0, 1], dash: true } }, x: "confidence" } });
     }
     const rows = members_of(study);
     const parameters = [...new Set(rows.flatMap(({ trial }) => Object.keys(trial.params)))];

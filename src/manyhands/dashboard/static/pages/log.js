@@ -1,6 +1,6 @@
 // The log of one server: requests, latency, versions, splits, what happened.
 import { Charts } from "../charts.js";
-import { facts, fill, get, h, missing, moment, seconds, state, table, unreadable } from "../dom.js";
+import { facts, fill, get, h, missing, moment, seconds, state, table, unreadable, unseen } from "../dom.js";
 import { timeline } from "../drawings.js";
 
 export const title = "Server";
@@ -10,7 +10,7 @@ export function open(host, [id], store) {
   const grid = h("div", { class: "grid" });
   const charts = new Charts(grid);
   const below = h("div");
-  host.append(head, grid, below);
+  host.append(head, unseen("Requests"), grid, below);
 
   async function update() {
     const log = store.log.has(id) ? await get("log", { id }) : null;
@@ -27,7 +27,7 @@ export function open(host, [id], store) {
     fill(below,
       log.serving.backends ? null : [h("h2", {}, "Versions"), table("Versions", [["model", (one) => one.model], ["version", (one) => one.version, { num: true }], ["state", (one) => one.how, { wide: true }], ["routing", (one) => marks_of(log, one)]], versions)],
       splits.length ? [h("h2", {}, "Splits"), table("Splits", [["name", ([name]) => name], ["shares", ([, shares]) => shares, { wide: true }]], splits)] : null,
-      h("h2", {}, "Time line"), marks.length ? timeline("Time line", marks, [], marks[0].t, Math.max(log.changed, marks.at(-1).t)) : null,
+      h("h2", {}, "Timeline"), marks.length ? timeline("Timeline", marks, [], marks[0].t, Math.max(log.changed, marks.at(-1).t)) : null,
       table("Events", [["when", (one) => moment(one.t)], ["what", (one) => h("span", { class: one.fault ? "fault" : null }, one.text), { wide: true }]], [...log.news].reverse().slice(0, 200)));
   }
 

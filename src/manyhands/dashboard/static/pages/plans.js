@@ -1,6 +1,6 @@
 // Plans: speed against devices, with what was measured on the curve, and every way of splitting.
 import { Chart } from "../charts.js";
-import { bytes, empty, facts, fill, get, h, link, moment, number, plural, seconds, table } from "../dom.js";
+import { bytes, empty, facts, fill, get, h, link, moment, number, plural, seconds, table, unseen } from "../dom.js";
 
 export const title = "Plans";
 
@@ -10,7 +10,7 @@ export function open(host, [from]) {
   const head = h("div");
   const chart = new Chart("Speed-up against devices", { x: "devices", doublings: true, height: 320 });
   const below = h("div");
-  const body = h("div", { hidden: true }, head, chart.node, below);
+  const body = h("div", { hidden: true }, head, unseen("Speed-up"), chart.node, below);
   host.append(h("h1", {}, title), pick, body);
 
   async function update() {

@@ -1,6 +1,6 @@
 // Serving: requests a second, latency, versions; of running servers by their metrics, of others by their logs.
 import { Charts } from "../charts.js";
-import { empty, fill, get, h, link, moment, number, seconds, state, table } from "../dom.js";
+import { empty, fill, get, h, link, moment, number, seconds, state, table, unseen } from "../dom.js";
 
 export const title = "Serving";
 
@@ -9,7 +9,7 @@ export function open(host, _, store) {
   const grid = h("div", { class: "grid" });
   const charts = new Charts(grid);
   const list = h("div");
-  host.append(h("h1", {}, title), now, grid, list);
+  host.append(h("h1", {}, title), now, unseen("Requests"), grid, list);
 
   async function update() {
     const servers = await get("servers");
@@ -44,7 +44,7 @@ export function open(host, _, store) {
     const routed = backends.length ? { "Responses per second, by server": { curves: shared, time: true } } : {};
     charts.update({ ...routed, "Requests per second": { curves: curves((series) => ({ x: series.x, mean: series.rate })), time: true }, Latency: { curves: both, time: true, format: seconds } });
     const logs = [...store.log.values()].filter((log) => log.serves).sort((a, b) => b.changed - a.changed);
-    fill(list, logs.length ? [h("h2", {}, "Logs of servers"), table("Logs of servers", [["log", (log) => link("log", log.id, log.id)], ["state", (log) => state(log.state)], ["changed", (log) => moment(log.changed)]], logs)] : servers.length ? null : empty("No servers yet. ", h("code", {}, "manyhands dashboard --server http://127.0.0.1:8501"), " shows a running server; ", h("code", {}, "manyhands serve models/ --log logs/first"), " keeps a log."));
+    fill(list, logs.length ? [h("h2", {}, "Logs of servers"), table("Logs of servers", [["log", (log) => link("log", log.id, log.id)], ["state", (log) => state(log.state)], ["current version", (log) => Object.entries(log.current).map(([model, version]) => `${model} ${version}`).join(", "), { wide: true }], ["split", (log) => Object.entries(log.splits).map(([name, shares]) => `${name}: ${shares}`).join("; "), { wide: true }], ["changed", (log) => moment(log.changed)]], logs)] : servers.length ? null : empty("No servers yet. ", h("code", {}, "manyhands dashboard --server http://127.0.0.1:8501"), " shows a running server; ", h("code", {}, "manyhands serve models/ --log logs/first"), " keeps a log."));
   }
 
   return { title, update };

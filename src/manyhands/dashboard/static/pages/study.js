@@ -1,6 +1,6 @@
 // One study: its course, parallel coordinates, slices, curves of its trials, and the trials.
 import { Charts } from "../charts.js";
-import { facts, fill, get, h, link, missing, number, seconds, state, table, unreadable, value } from "../dom.js";
+import { facts, fill, get, h, link, missing, number, seconds, state, table, unreadable, unseen, value } from "../dom.js";
 import { parallel } from "../drawings.js";
 
 export const title = "Study";
@@ -9,15 +9,18 @@ const [MOST_ROWS, MOST_CURVES, MOST_WAYS] = [200, 20, 500];
 export function open(host, [id], store) {
   let sort = ["number", 1];
   let study = null;
+  let drawnFor = 0;
   const head = h("div");
   const grid = h("div", { class: "grid" });
   const charts = new Charts(grid);
-  const ways = h("section", { "aria-label": "Parallel coordinates" });
+  const ways = h("section");
   const slices = h("div", { class: "grid" });
   const sliceCharts = new Charts(slices);
-  const trials = h("section", { "aria-label": "Trials" });
+  const trials = h("section");
   const sliced = h("section", { "aria-label": "Slices", hidden: true }, h("h2", {}, "Slices"), slices);
-  host.append(head, grid, ways, sliced, trials);
+  // In a window of another size the drawing is made anew.
+  new ResizeObserver(() => { if (study && drawnFor !== ways.clientWidth) drawWays(); }).observe(ways);
+  host.append(head, unseen("Curves"), grid, ways, sliced, trials);
 
   async function update() {
     study = store.study.has(id) ? await get("study", { id }) : null;
@@ -39,17 +42,20 @@ export function open(host, [id], store) {
       ["Pareto-optimal trials", fronts.map((trial) => trial.number).join(", ")],
       ["search", study.search], ["stops", study.stop], ["epochs", value(study.about.epochs)],
     ]));
-    charts.update({ Course: { curves: course(finished, name, sign), x: "trial" }, "Trials by epoch": { curves: reports(study.trials, sign), x: "epoch" } });
-    drawWays(done, sign);
+    charts.update({ "Optimization history": { curves: course(finished, name, sign), x: "trial" }, "Trials by epoch": { curves: reports(study.trials, sign), x: "epoch" } });
+    drawWays();
     sliced.hidden = !done.length;
     if (done.length) sliceCharts.update(Object.fromEntries(Object.entries(study.ranges).map(([param, range]) => [`${name} by ${param}`, slice(done, name, param, range.attributes)])));
     list(fronts);
   }
 
-  function drawWays(done, sign) {
+  function drawWays() {
+    drawnFor = ways.clientWidth;
+    const sign = study.objectives[0]?.[1] === "max" ? -1 : 1;
+    const done = study.trials.filter((trial) => Number.isFinite(reached(trial)));
     const axes = [...Object.entries(study.ranges).map(([param, range]) => ({ name: param, of: (trial) => trial.params[param], log: range.attributes.log, low: range.attributes.low, high: range.attributes.high, choices: range.attributes.choices })), ...study.objectives.map(([name], place) => ({ name, of: (trial) => reached(trial, place) }))];
     const shown = done.slice(-MOST_WAYS);
-    fill(ways, h("h2", {}, "Parallel coordinates"), shown.length ? h("div", { class: "card" }, parallel("Parallel coordinates", axes, shown, study.best?.number ?? null, (trial) => sign * reached(trial))) : h("p", { class: "soft" }, "No trial has a value yet."));
+    fill(ways, h("h2", {}, "Parallel coordinates"), shown.length ? h("div", { class: "card" }, parallel("Parallel coordinates", axes, shown, study.best?.number ?? null, (trial) => sign * reached(trial), ways.clientWidth - 30)) : h("p", { class: "soft" }, "No trial has a value yet."));
   }
 
   function list(fronts) {
