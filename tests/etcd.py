@@ -1,25 +1,41 @@
-"""A real etcd for tests: one member, on this machine or on a simulated host."""
+"""A real etcd for tests, on this machine or on simulated hosts."""
 
 from __future__ import annotations
 
 import subprocess
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from manyhands.launcher.elections import Election, ElectionUnreachable
 from manyhands.testing import NamespaceHost
 
+PORT, PEER_PORT = 2379, 2380
+
 
 class Etcd:
-    """A member of etcd that is a cluster of its own."""
+    """A member of etcd, which is a cluster of its own unless other members are named."""
 
-    def __init__(self, folder: Path, address: str, port: int, host: NamespaceHost | None = None) -> None:
-        self.address = f"etcd://{address}:{port}"
-        url = f"http://{address}:{port}"
+    def __init__(
+        self,
+        folder: Path,
+        address: str,
+        port: int = PORT,
+        *,
+        host: NamespaceHost | None = None,
+        members: Sequence[str] = (),
+    ) -> None:
+        self.endpoint = f"{address}:{port}"
+        url = f"http://{self.endpoint}"
         command = [
             "etcd", "--data-dir", str(folder), "--listen-client-urls", url, "--advertise-client-urls", url,
-            "--listen-peer-urls", "http://127.0.0.1:0", "--log-outputs", "stderr", "--logger", "zap",
+            "--listen-peer-urls", f"http://{address}:{PEER_PORT}" if members else "http://127.0.0.1:0",
+            "--log-outputs", "stderr", "--logger", "zap",
         ]  # fmt: skip
+        if members:
+            cluster = ",".join(f"{one}=http://{one}:{PEER_PORT}" for one in members)
+            command += ["--name", address, "--initial-cluster", cluster]
+            command += ["--initial-advertise-peer-urls", f"http://{address}:{PEER_PORT}"]
         popen = subprocess.Popen if host is None else host.popen
         folder.mkdir()
         with (folder / "output").open("wb") as output:

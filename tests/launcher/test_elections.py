@@ -6,11 +6,13 @@ import base64
 import json
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
 from manyhands.core import RunError, SettingsError
 from manyhands.distributed.network import listen
+from manyhands.launcher import Join, write_token
 from manyhands.launcher.elections import Election, ElectionUnreachable, Leader, election_at
 from manyhands.launcher.joining.token import JoinToken
 from tests.etcd import Etcd, until_it_answers
@@ -24,7 +26,7 @@ def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Etcd]:
     with listen("127.0.0.1") as free:
         port = free.getsockname()[1]
     one = Etcd(tmp_path_factory.mktemp("etcd") / "data", "127.0.0.1", port)
-    until_it_answers(election_at(one.address, SECRET))
+    until_it_answers(election_at(f"etcd://{one.endpoint}", SECRET))
     yield one
     one.close()
 
@@ -36,7 +38,7 @@ def elections(etcd: Etcd, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
     made: list[Election] = []
 
     def make(token: JoinToken = SECRET) -> Election:
-        made.append(election_at(etcd.address, token))
+        made.append(election_at(f"etcd://{etcd.endpoint}", token))
         return made[-1]
 
     yield make
@@ -130,3 +132,19 @@ def test_address_of_an_unknown_kind_is_refused() -> None:
         election_at("zookeeper://host1:2181", SECRET)
     with pytest.raises(SettingsError, match="HOST:PORT"):
         election_at("etcd://host1", SECRET)
+
+
+def test_coordination_needs_a_token_that_does_not_expire(tmp_path: Path) -> None:
+    write_token(tmp_path / "token", hours=1)
+    token = str(tmp_path / "token")
+    join = Join(address="127.0.0.1:7777", hosts=2, token_file=token, coordination="etcd://127.0.0.1:1", on="cpu")
+    with pytest.raises(SettingsError, match="must not expire"):
+        join.gather(None, 5, print)
+
+
+def test_host_reports_that_etcd_does_not_answer(tmp_path: Path) -> None:
+    write_token(tmp_path / "token")
+    token = str(tmp_path / "token")
+    join = Join(address="127.0.0.1:7777", hosts=2, token_file=token, coordination="etcd://127.0.0.1:1", on="cpu")
+    with pytest.raises(ElectionUnreachable, match=r"etcd does not answer \(127.0.0.1:1: "):
+        join.gather(None, 0.5, print)

@@ -144,20 +144,23 @@ class ElectedCoordinator(HostsCoordinator):
         Raises:
             RoleEnded: The lease could not be renewed; the ranks keep their state.
         """
-        try:
-            # Whatever writes the run claims its folder for this term, before any rank is called.
-            host = self._here.host
-            text = f"{host} coordinates the job, in term {self.term}"
-            on_event(0, event("coordinator", term=self.term, host=host, text=text))
-        except BaseException:
-            self.finish()
-            raise
 
-        def on_every_event(rank: int, entry: Event) -> None:
+        def record(rank: int, entry: Event) -> None:
             on_event(rank, entry)
             self._join_listener.send_now("log", entry=entry)
 
-        return self.wait(on_every_event, on_output)
+        host, listener = self._here.host, self._join_listener
+        elected = event(
+            "coordinator", term=self.term, host=host, text=f"{host} coordinates the job, in term {self.term}"
+        )
+        try:
+            # This claims the folder of the run for the term, before any rank is called.
+            record(0, elected)
+            listener.welcome_messages = [*listener.welcome_messages, ("log", {"entry": elected})]
+        except BaseException:
+            self.finish()
+            raise
+        return self.wait(record, on_output)
 
     def tick(self) -> None:
         is_complete = self._has_begun and self._ranks.is_complete
