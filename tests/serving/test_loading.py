@@ -21,11 +21,12 @@ from manyhands.distributed import Device, resolve
 from manyhands.launcher import LocalEngine
 from manyhands.serving import Batching, Rollout
 from manyhands.serving import replica_process as computing
-from manyhands.serving.catalogue import MAX_LOADS, MAX_RETRIES, Catalogue, CatalogueSettings, LoadSlots
+from manyhands.serving.catalogue import Catalogue, CatalogueSettings
 from manyhands.serving.replica import ServingReplica
 from manyhands.serving.replica_process import Given, NoFreeCore, quietly
 from manyhands.serving.replica_rendezvous import ReplicaRendezvous
 from manyhands.serving.version import ReplicaPlacement, Version
+from manyhands.serving.version_loader import MAX_LOADS, MAX_RETRIES, LoadSlots
 from manyhands.storage import OutputMismatch
 
 from .conftest import publish
@@ -252,7 +253,7 @@ def test_models_load_swap_and_roll_back_while_another_model_hangs(
 
     async def run() -> None:
         async with catalogue_of(tmp_path, engine) as catalogue:
-            catalogue.warm_up = warm_up
+            catalogue.loader.warm_up = warm_up
 
             def serves(number: int) -> bool:
                 model = catalogue.models.get("adder")

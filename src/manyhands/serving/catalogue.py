@@ -8,9 +8,7 @@ import hashlib
 import math
 import random
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Callable, Collection, Coroutine, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -19,39 +17,22 @@ from weakref import WeakValueDictionary
 
 from ..core import FileError, RequestRefused
 from .folder import (
-    MAX_ENTRIES,
-    MAX_EXAMINED,
     NAME,
-    PYTHON_FILE,
     FolderScan,
     Print,
     VersionFilter,
     VersionPolicy,
     Versions,
-    models_in,
-    scan_models,
 )
 from .model import Model, Unknown
+from .model_folder import ModelFolder
 from .options import Batching, Replicas, Rollout
-from .replica import READING
-from .replica_process import Exported, Given, PredictorSource, PythonFolder
 from .saved_state import FOLDER, SavedState, StateFolder, TrafficShare
-from .version import END, ReplicaPlacement, Version, end_all, nothing, without_folders
+from .version import ReplicaPlacement, Version, end_all, without_folders
+from .version_loader import VersionLoader
 
-MAX_LOADS, MAX_RETRIES = 4, 2
-"""Models that are loaded at a time, and how many of these may be models whose last load failed."""
-_FASTEST_RETRY, _SLOWEST_RETRY = 1.0, 60.0
 _MODELS_PER_TURN = 50
 """Number of models that a look starts to handle before the event loop answers requests again."""
-
-
-@dataclass
-class Attempt:
-    """Failed load of a version: its fingerprint, and when to retry."""
-
-    print: Print
-    next: float
-    wait: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,26 +54,6 @@ class CatalogueSettings:
         return VersionPolicy.parse(self.rollout.versions)
 
 
-class LoadSlots:
-    """Limits how many models are loaded at a time.
-
-    Models whose last load failed share fewer slots: one that takes its whole time again and again delays only models
-    of its kind.
-    """
-
-    def __init__(self) -> None:
-        self._all, self._retries = asyncio.Semaphore(MAX_LOADS), asyncio.Semaphore(MAX_RETRIES)
-
-    @asynccontextmanager
-    async def hold(self, *, has_failed: bool) -> AsyncIterator[None]:
-        """Wait for a slot and hold it."""
-        async with AsyncExitStack() as held:
-            if has_failed:
-                await held.enter_async_context(self._retries)
-            await held.enter_async_context(self._all)
-            yield
-
-
 class Catalogue:
     """Served models by name. All methods run on the server's event loop."""
 
@@ -100,21 +61,14 @@ class Catalogue:
         self.settings = settings
         self.models: dict[str, Model] = {}
         self.splits: dict[str, list[TrafficShare]] = {}
-        self.warm_up: Callable[[Version], Awaitable[None]] = nothing
-        """Called with a version before it becomes available."""
-        self._place, self._emit = place, emit
-        self._attempts: dict[tuple[str, int], Attempt] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._emit = emit
+        self.loader = VersionLoader(self.models, place, settings.batching, settings.replicas, settings.drain, emit)
         self._watching: asyncio.Future[None] | None = None
         self._busy: dict[tuple[str, str], asyncio.Task[None]] = {}
         """What the watch has started, by its kind and the name of the model."""
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         """Lock per model, so that its versions are loaded in order."""
-        self._slots = LoadSlots()
-        self._scans = ThreadPoolExecutor(1, thread_name_prefix="manyhands-scan")
-        """Scans the folder, one scan at a time, while the event loop answers requests."""
-        self._truncated: set[str] = set()
-        """Folders that were reported to have more entries than a scan examines."""
+        self._folder = ModelFolder(settings.root, settings.policy, settings.replicas.trust_python, emit)
         self._listed: set[str] | None = None
         """Names of the models selected by `reload`; None for all models of the folder."""
         kept = settings.rollout.state or (settings.root / FOLDER if settings.root is not None else None)
@@ -142,9 +96,9 @@ class Catalogue:
         for task in watching:
             task.cancel()
         await asyncio.gather(*watching, return_exceptions=True)
-        self._scans.shutdown(wait=False, cancel_futures=True)
+        self._folder.close()
         # Versions that are being unloaded end by themselves.
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.loader.wait_ended()
         await end_all([v for model in self.models.values() for v in model.versions.values()], self.settings.drain)
 
     @property
@@ -200,9 +154,16 @@ class Catalogue:
         if self._states is None:
             return
         for name in names:
-            state = self._state_of(name)
+            model = self.models.get(name) or Model(name)
+            state = SavedState(
+                labels=dict(model.labels),
+                shares=tuple(self.splits.get(name, ())),
+                rejected=frozenset(model.rejected),
+                asked=frozenset(model.asked),
+                is_unloaded=model.is_unloaded,
+            )
             try:
-                await self._in_thread(self._states.write, name, state)
+                await self._folder.run(self._states.write, name, state)
             except (OSError, FileError) as error:
                 reason = without_folders(str(getattr(error, "strerror", None) or error))
                 if reason != self._unsaved:
@@ -211,25 +172,14 @@ class Catalogue:
             else:
                 self._unsaved = ""
 
-    def _state_of(self, name: str) -> SavedState:
-        model = self.models.get(name) or Model(name)
-        return SavedState(
-            labels=dict(model.labels),
-            shares=tuple(self.splits.get(name, ())),
-            rejected=frozenset(model.rejected),
-            asked=frozenset(model.asked),
-            is_unloaded=model.is_unloaded,
-        )
-
     async def _restore(self) -> None:
         """Restore labels and splits from before a restart; the versions that they name are loaded too."""
         if self._states is None:
             return
-        states, refused = await self._in_thread(self._states.read)
+        states, refused = await self._folder.run(self._states.read)
         for name, reason in refused.items():
             self._emit("state_refused", model=name, reason=without_folders(reason))
-        root = self.settings.root
-        there = set(self.settings.given or ()) | set(await self._in_thread(models_in, root) if root is not None else ())
+        there = set(self.settings.given or ()) | await self._folder.names()
         for name, state in states.items():
             if name in there:
                 model = self.models.setdefault(name, Model(name))
@@ -253,8 +203,7 @@ class Catalogue:
             model.rejected.discard(version)
         else:
             model.rejected.clear()
-        for key in [key for key in self._attempts if key[0] == name]:
-            del self._attempts[key]
+        self.loader.forget_failures(model)
         if name in (self.settings.given or {}) and model.current is None:
             await self._load_given(model)
         await self.refresh({name})
@@ -285,7 +234,7 @@ class Catalogue:
                 "FAILED_PRECONDITION",
                 "this server does not load its models from a folder, so its list of models cannot be replaced",
             )
-        there = await self._in_thread(models_in, self.settings.root)
+        there = await self._folder.names()
         for name in policies:
             if name not in there:
                 raise Unknown(name)
@@ -307,7 +256,7 @@ class Catalogue:
     async def roll_back(self, name: str, reason: str = "asked for") -> int:
         """Reject the current version and serve the one before, immediately if it is still loaded; return its number."""
         model = self.model(name)
-        path, there = await self._all_versions(name)
+        path, there = await self._folder.all_versions(name)
         current = model.current
         if current is None:
             raise Unknown(name)
@@ -319,9 +268,9 @@ class Catalogue:
         if not any(version.number in older for version in model.available):
             async with self._turn(name):
                 if self.settings.rollout.unload_first:
-                    await self._let_go(model, current)
-                await self._load(model, max(older), path, there[max(older)])
-        self._switch(model)
+                    await self.loader.end(model, current)
+                await self.loader.load(model, max(older), path, there[max(older)])
+        self.loader.switch(model)
         if model.current is None or model.current is current:
             model.rejected.discard(current.number)
             raise RequestRefused("FAILED_PRECONDITION", f"version {max(older)} of {name} could not be loaded")
@@ -379,67 +328,27 @@ class Catalogue:
             model = self.models.setdefault(name, Model(name))
             model.is_awaited |= first and bool(there.complete)
             for number, reason in there.refused.items():
-                self._refuse(model, number, path, reason)
+                self.loader.refuse(model, number, path, reason)
             for number, reason in there.incomplete.items():
-                self._refuse(model, number, path, reason, is_ours=True)
+                self.loader.refuse(model, number, path, reason, is_ours=True)
             await self._settle(model, path, there.complete)
-
-    def _refuse(self, model: Model, number: int, path: Path, reason: str, *, is_ours: bool = False) -> None:
-        """Report a version that cannot be loaded in the log and in the model's status, once per reason.
-
-        With `is_ours` the reason holds nothing that the model's author wrote, so that clients may see it.
-        """
-        known = model.versions.get(number)
-        if known is not None and (not known.is_over or known.detail == without_folders(reason)):
-            return
-        source = Exported(path / str(number), self.settings.replicas)
-        version = self._version(model, number, source)
-        version.state = END
-        version.fail(READING, reason)
-        version.error = version.detail if is_ours else version.error
-        self._emit("version_failed", model=model.name, version=number, reason=version.detail)
 
     def _turn(self, name: str) -> asyncio.Lock:
         """Return the lock of a model, which exists as long as it is used."""
         return self._turns.setdefault(name, asyncio.Lock())
 
-    async def _in_thread(self, function: Callable[..., Any], *args: Any) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(self._scans, function, *args)
-
     async def _scan(self, names: Collection[str] | None) -> FolderScan:
-        """Scan the folder for these models, or for all that are served; report folders with too many entries."""
-        if self.settings.root is None:
-            return FolderScan({}, set(), {})
+        """Scan the folder for these models, or for all that are served."""
         if self._listed is not None:
             names = self._listed if names is None else self._listed & set(names)
-        known = {name: self._filter(model) for name, model in self.models.items()}
-        usual = VersionFilter(self.settings.policy, python=self.settings.replicas.trust_python)
-        scan: FolderScan = await self._in_thread(scan_models, self.settings.root, known, usual, names)
-        for name in sorted(scan.truncated - self._truncated):
-            which = f"of the model {name}" if name else "of models"
-            rule = f"a scan reads {MAX_ENTRIES} entries of a folder and the manifests of {MAX_EXAMINED} versions"
-            remedy = "remove old versions and other folders"
-            self._emit("folder_too_large", reason=f"{rule}, but the folder {which} has more; {remedy}", model=name)
-        self._truncated = scan.truncated if names is None else self._truncated | scan.truncated
-        for name, kind in scan.failed.items():
-            self._emit("watch_failed", model=name, reason=kind)
-        return scan
+        return await self._folder.scan({name: self._filter(model) for name, model in self.models.items()}, names)
 
     def _filter(self, model: Model) -> VersionFilter:
         # A version that was loaded on request or has a label may not be among the latest ones.
-        first = model.asked | self._named(model)
+        first = model.asked | _named(model, self.splits)
         policy = None if first else model.policy or self.settings.policy
         python = self.settings.replicas.trust_python
         return VersionFilter(policy, frozenset(model.rejected), frozenset(first), python)
-
-    async def _all_versions(self, name: str) -> tuple[Path, dict[int, Print]]:
-        """Return the folder of a model and all its complete versions."""
-        if self.settings.root is None:
-            return Path(), {}
-        every = VersionFilter(python=self.settings.replicas.trust_python)
-        scan = await self._in_thread(scan_models, self.settings.root, {name: every}, every, {name})
-        path, versions = scan.models.get(name, (self.settings.root / name, Versions({}, {})))
-        return path, versions.complete
 
     async def _watch(self) -> None:
         while True:
@@ -457,125 +366,41 @@ class Catalogue:
         if model.is_unloaded:
             return
         policy = model.policy or self.settings.policy
-        wanted = policy.wanted(set(there) - model.rejected) | ((model.asked | self._named(model)) & set(there))
+        wanted = policy.wanted(set(there) - model.rejected) | ((model.asked | _named(model, self.splits)) & set(there))
         unloaded = (
-            await self._unload_surplus(model, {n: there[n] for n in wanted})
+            await self.loader.end_surplus(model, {n: there[n] for n in wanted}, _named(model, self.splits))
             if self.settings.rollout.unload_first
             else []
         )
         for number in sorted(wanted):
-            await self._load(model, number, path, there[number])
+            await self.loader.load(model, number, path, there[number])
         if unloaded and not model.available:
-            _, before = await self._all_versions(model.name)
+            _, before = await self._folder.all_versions(model.name)
             if unloaded[-1] in before:
-                await self._load(model, unloaded[-1], path, before[unloaded[-1]])
-        self._switch(model)
+                await self.loader.load(model, unloaded[-1], path, before[unloaded[-1]])
+        self.loader.switch(model)
         # Keep every version while none is available; during a rollout guard's trial keep the previous one.
         if model.current is None:
             return
         on_probation = time.monotonic() - model.taken_over < self.settings.rollout.probation
-        keep = {*wanted, *self._named(model)}
+        keep = {*wanted, *_named(model, self.splits)}
         if on_probation and model.before is not None:
             keep.add(model.before.number)
         for version in model.available:
             if version.number not in keep and version is not model.current:
-                self._spawn(self._let_go(model, version))
-
-    def _named(self, model: Model) -> set[int]:
-        """Return the version numbers of a model that labels and traffic splits refer to."""
-        shares = (share for split in self.splits.values() for share in split)
-        split = {share.version for share in shares if share.model == model.name and share.version is not None}
-        return split | set(model.labels.values())
-
-    def _is_missing(self, model: Model, number: int) -> bool:
-        known = model.versions.get(number)
-        return known is None or known.is_over
-
-    async def _unload_surplus(self, model: Model, wanted: Mapping[int, Print]) -> list[int]:
-        """Before a load, end the versions that are neither wanted nor referred to; return their numbers."""
-        if not any(self._is_missing(model, n) and self._is_due(model, n, print_) for n, print_ in wanted.items()):
-            return []
-        kept = {*wanted, *self._named(model)}
-        going = [version for version in model.available if version.number not in kept]
-        for version in going:
-            await self._let_go(model, version)
-        return [version.number for version in going]
-
-    def _is_due(self, model: Model, number: int, print_: Print) -> bool:
-        attempt = self._attempts.get((model.name, number))
-        return attempt is None or attempt.print != print_ or time.monotonic() >= attempt.next
+                self.loader.end_later(model, version)
 
     async def _load_given(self, model: Model) -> None:
         assert self.settings.given is not None
-        async with self._turn(model.name), self._slots.hold(has_failed=False):
-            if self._is_missing(model, 1):
-                source = Given(self.settings.given[model.name], self.settings.replicas)
-                await self._version(model, 1, source).load(quietly=self._is_serving)
-        self._switch(model)
+        async with self._turn(model.name):
+            await self.loader.load_given(model, self.settings.given[model.name])
 
-    async def _load(self, model: Model, number: int, path: Path, print_: Print) -> None:
-        """Load a version in the background; on failure nothing changes, and the load is retried with backoff.
 
-        While this call waited for its turn, the version may have been loaded or the model unloaded.
-        """
-        if not self._may_load(model, number, print_):
-            return
-        attempt = self._attempts.get((model.name, number))
-        async with self._slots.hold(has_failed=any(name == model.name for name, _ in self._attempts)):
-            if self._may_load(model, number, print_):
-                await self._load_in_slot(model, number, path / str(number), print_, attempt)
-
-    def _may_load(self, model: Model, number: int, print_: Print) -> bool:
-        return not model.is_unloaded and self._is_missing(model, number) and self._is_due(model, number, print_)
-
-    async def _load_in_slot(
-        self, model: Model, number: int, path: Path, print_: Print, attempt: Attempt | None
-    ) -> None:
-        version = self._version(model, number, self._source(path, print_))
-        self._emit("version_loading", model=model.name, version=number)
-        try:
-            await version.load(quietly=self._is_serving)
-        except Exception:
-            wait = min(2 * attempt.wait, _SLOWEST_RETRY) if attempt is not None else _FASTEST_RETRY
-            self._attempts[model.name, number] = Attempt(print_, time.monotonic() + wait, wait)
-            self._emit("version_failed", model=model.name, version=number, reason=version.detail)
-        else:
-            for key in [key for key in self._attempts if key[0] == model.name]:
-                del self._attempts[key]
-            self._switch(model)
-
-    def _source(self, path: Path, print_: Print) -> PredictorSource:
-        """Return where a version is loaded from; Python code only if the operator trusts it."""
-        if self.settings.replicas.trust_python and any(name == PYTHON_FILE for name, *_ in print_):
-            return PythonFolder(path)
-        return Exported(path, self.settings.replicas)
-
-    @property
-    def _is_serving(self) -> bool:
-        """Whether any version is serving, so that loading must not take its cores."""
-        return any(model.available for model in self.models.values())
-
-    def _version(self, model: Model, number: int, source: PredictorSource) -> Version:
-        version = Version(model.name, number, source, self._place, self.settings.batching)
-        version.warm_up = self.warm_up
-        version.on_event = lambda kind, **values: self._emit(kind, model=model.name, version=number, **values)
-        model.versions[number] = version
-        return version
-
-    def _switch(self, model: Model) -> None:
-        if model.take_over() and model.current is not None:
-            model.is_awaited = True
-            self._emit("version_available", model=model.name, version=model.current.number)
-
-    async def _let_go(self, model: Model, version: Version) -> None:
-        await version.end(self.settings.drain)
-        model.forget_ended()
-        self._emit("version_ended", model=model.name, version=version.number)
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+def _named(model: Model, splits: Mapping[str, list[TrafficShare]]) -> set[int]:
+    """Return the version numbers of a model that labels and traffic splits refer to."""
+    shares = (share for split in splits.values() for share in split)
+    split = {share.version for share in shares if share.model == model.name and share.version is not None}
+    return split | set(model.labels.values())
 
 
 def _pick(split: list[TrafficShare], key: bytes) -> TrafficShare:

@@ -136,7 +136,7 @@ class Server(Background):
         catalogue = Catalogue(self._catalogue, ReplicaPlacement(self._engine, rendezvous, self._devices), self._emit)
         parsing = Parsing(self._engine)
         gateway = InferenceGateway(catalogue, listen.limits, listen.timeout, parsing)
-        catalogue.warm_up = self._warmup or catalogue.warm_up
+        catalogue.loader.warm_up = self._warmup or catalogue.loader.warm_up
         gateway.record, gateway.trace = self._recorder, self._tracing.over if self._tracing is not None else None
         self._management = Management(gateway)
         rest = [protocol(gateway) for protocol in REST]

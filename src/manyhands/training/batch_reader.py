@@ -4,19 +4,35 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..core import TaskError, mix, seed_all
 from ..data import Batch, Cursor, Feed, as_source, check_source
-from .step import BatchShare
 
 if TYPE_CHECKING:
     from ..data import Source
     from .hand import Hand
 
 _AS_IT_IS = contextlib.nullcontext()
+
+
+@dataclass(frozen=True)
+class BatchShare:
+    """The share of the step's global batch that a micro-batch of this replica is."""
+
+    size: int
+    """Samples of this replica; 0 for padding rows, which have no weight."""
+    total: int
+    """Samples of the whole step, over all replicas and micro-batches."""
+    last: bool = True
+
+    @property
+    def is_padding(self) -> bool:
+        """Whether the micro-batch consists of padding rows, computed only to take part in the collectives."""
+        return self.size == 0
 
 
 class BatchReader:

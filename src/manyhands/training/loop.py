@@ -174,22 +174,19 @@ class TrainingLoop:
                 if hand.num_steps >= self.schedule.look_at and self.schedule.is_midway_due():
                     self.save()
                     self.keep_agreed()
-                    self.pause_sampling()
+                    if self.sampler is not None:
+                        self.sampler.pause()
                 if self.sampler is not None:
                     self.sampler.step()
                 if self.is_over:
                     break
             else:
-                self.pause_sampling()
+                if self.sampler is not None:
+                    self.sampler.pause()
                 self.reporter.report_limit(train_feed)
                 self.end_epoch(epoch, valid_feed)
         if self.measured_at != hand.num_steps and not self.stopped:
             self.end_epoch(hand.epoch, valid_feed)
-
-    def pause_sampling(self) -> None:
-        """Discard a sample in progress, because something other than a step follows."""
-        if self.sampler is not None:
-            self.sampler.pause()
 
     def call_back(self, stepper: Stepper) -> None:
         """Call the callbacks for the step that was taken."""

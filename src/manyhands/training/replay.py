@@ -26,6 +26,7 @@ from ..core import (
 from ..data import Batch, Cursor, Feed, check_source, source_of, split
 from ..distributed import Device, NullWorld
 from ..storage import CheckpointStore, weights
+from .batch_reader import BatchShare
 from .hand import Hand
 from .initial_weights import start_from
 from .job import CHECKPOINTS
@@ -33,7 +34,7 @@ from .learning_rates import LearningRates
 from .run import Run
 from .sample_randomness import learn_draws
 from .snapshot import restore_snapshot
-from .step import BatchShare, Tally, take_step
+from .step import Tally, take_step
 from .trial import NUM_SAMPLES
 
 CLOSE = {"fp64": 1e-6, "fp32": 1e-3, "bf16": 5e-2}

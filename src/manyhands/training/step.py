@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +19,7 @@ from ..core import Mean, Task, TaskError, each_of, mix, seeded
 from ..data import Batch, map_leaves, split
 from ..distributed import Pending, World
 from ..strategies import MAIN, PipelineReplica, Replica, keep_where
+from .batch_reader import BatchShare
 from .unsynchronized_steps import UnsynchronizedSteps
 
 if TYPE_CHECKING:
@@ -285,22 +285,6 @@ def _within(
 ) -> Iterator[None]:
     with drawing, scope:
         yield
-
-
-@dataclass(frozen=True)
-class BatchShare:
-    """The share of the step's global batch that a micro-batch of this replica is."""
-
-    size: int
-    """Samples of this replica; 0 for padding rows, which have no weight."""
-    total: int
-    """Samples of the whole step, over all replicas and micro-batches."""
-    last: bool = True
-
-    @property
-    def is_padding(self) -> bool:
-        """Whether the micro-batch consists of padding rows, computed only to take part in the collectives."""
-        return self.size == 0
 
 
 class Tally:

@@ -22,10 +22,11 @@ from ..core import (
 )
 from ..data import copied, first_dim, split
 from ..distributed import NullWorld, World
+from .batch_reader import BatchShare
 from .error_hints import explain_mistake
 from .metrics import parted, try_meters
 from .predictor import inputs_of, outputs_of
-from .step import BatchShare, Tally
+from .step import Tally
 
 NUM_SAMPLES = 8
 TOLERANCE = 1e-4
