@@ -8,7 +8,7 @@ step again within a quarter of a minute counts as not recovered, and a new one i
 Goodput is the time of useful steps as a share of all time. A useful step is one of the final history; a step that was
 taken twice counts once. Its time is the pace at which the same job trained before any kill: the median, over windows of
 an epoch's steps, of the time per step. The clock runs from the end of that to the last step, and whatever is not a
-useful step at that pace is lost: detection, restart, steps taken again, and also whatever else slows this machine down.
+useful step at that pace is lost: detection, restart, repeated steps, and also whatever else slows this machine down.
 How the time before the first kill itself fares by this measure is noted beside it.
 """
 

@@ -187,7 +187,7 @@ def plan(stage):
         f"measured: [bold]{measured:.2f}[/] times."
     )
     pays = min(there.curve.saturates, NUM_GPUS)
-    stage.say(f"Of {NUM_GPUS} H100, this network can use [bold]{pays}[/]. More would do less than half of their work:")
+    stage.say(f"Of {NUM_GPUS} H100, this network can use [bold]{pays}[/]. With more, the efficiency is below 50%:")
     stage.say(f"{there.curve.reason}.")
     if there.curve.remedies:
         remedy = max(there.curve.remedies, key=lambda one: (not one.is_lossy, one.saturates))

@@ -17,7 +17,7 @@ def test_profile_prints_tables_and_writes_files(invoke: Invoke, tmp_path: Path) 
     given = ("--on", "cpu", "--steps", "3", "--html", "p.html", "--trace", "t.json")
     result = invoke("profile", "small_task.py", "width=32", *given)
     assert result.exit_code == 0, result.output
-    for word in ("where a step's time goes", "forward", "memory when most is held"):
+    for word in ("where a step's time goes", "forward", "peak memory"):
         assert word in result.output
     assert "<svg" in (tmp_path / "p.html").read_text()
     assert json.loads((tmp_path / "t.json").read_text())["traceEvents"]

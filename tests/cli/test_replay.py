@@ -11,7 +11,7 @@ def test_replayed_step_matches_the_recorded_loss(invoke: Invoke) -> None:
     assert invoke("fit", "small_task.py", "width=4", "--on", "cpu", "--name", "first", "-q").exit_code == 0
     result = invoke("replay", "first@3", "small_task.py", "--on", "cpu")
     assert result.exit_code == 0, result.output
-    assert "equal: step 3 of first gave a loss of" in result.stdout
+    assert "equal: step 3 of first had a loss of" in result.stdout
     told = json.loads(invoke("replay", "runs/first@4", "small_task.py", "--on", "cpu", "--json").stdout)
     assert told["equal"]
     assert len(told["samples"]) == 5

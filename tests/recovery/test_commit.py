@@ -72,6 +72,6 @@ def test_kill_between_all_reduce_and_update_keeps_replicas_consistent(engine: An
     assert [index for index, _ in sprung] == list(range(len(POINTS)))
     found = recoveries(run)
     for (_, step), entry in zip(sprung, found, strict=True):
-        # A step that the survivor took counts, one that it did not is taken again.
+        # A step that the survivor took counts, a step that it did not take is repeated.
         assert entry["step"] in (step - 1, step)
         assert "memory" in entry["source"]

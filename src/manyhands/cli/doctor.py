@@ -57,4 +57,4 @@ def _show(found: list[Finding]) -> None:
     console = stdout()
     console.print(table)
     bad = [f"{sum(finding.verdict == kind for finding in found)} {kind}" for kind in ("broken", "slow")]
-    console.print(f"{len(found)} looked at: {', '.join(bad)}", style="dim", highlight=False)
+    console.print(f"{len(found)} checks: {', '.join(bad)}", style="dim", highlight=False)

@@ -89,7 +89,7 @@ def _advice(answers: Tensor, labels: Tensor, combination: Combination, alone: Te
         size = min(means, key=lambda one: measured(means[one], order[:one], first))
         found[f"members={size}, the best {size} only, gives"] = measured(means[size], order[:size], second)
     text = min(found, key=lambda one: found[one])
-    return f"{text} {found[text]:.4g} on rows that were held out from the choice"
+    return f"{text} {found[text]:.4g} on held-out rows"
 
 
 def _by_row(answers: Tensor, labels: Tensor, form: str, votes: bool) -> Tensor:

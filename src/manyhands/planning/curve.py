@@ -157,7 +157,7 @@ class Curves:
         faster = replace(cluster, network=replace(network, bandwidth=4 * network.bandwidth))
         changes.append(("a network four times as fast", False, work, faster, {}))
         quicker = _with_links(replace(cluster, network=network), latency=0.25)
-        changes.append(("links and starts with a quarter of the latency", False, work, quicker, {}))
+        changes.append(("links and collectives with a quarter of the latency", False, work, quicker, {}))
         if spec.precision == "fp32" and "bf16" in work.networks:
             changes.append(('computing in bf16, precision="bf16"', False, work, cluster, {"precision": "bf16"}))
         if work.noise is None or work.noise > work.batch_size:
@@ -291,9 +291,8 @@ def _by_network(found: Estimate, cluster: Cluster, lost: float, work: Workload) 
     waited = _latency(found, grown, work)
     if waited > lost / 2:
         return (
-            f"latency: before they carry anything, exchanges between {found.num_devices} devices take "
-            f"{format_duration(waited)} of a {format_duration(found.seconds)} step; a faster link "
-            "would not shorten that"
+            f"latency: that of exchanges between {found.num_devices} devices takes {format_duration(waited)} of a "
+            f"{format_duration(found.seconds)} step; a faster link would not shorten it"
         )
     if found.spec.servers:
         return _by_servers(found, cluster, lost, work)

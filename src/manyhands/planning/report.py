@@ -148,11 +148,11 @@ def batch_rows(plan: Plan) -> list[tuple[str, ...]]:
 
 
 def _batch_advice(plan: Plan) -> str:
-    """Return whether another batch size on another number of devices pays, as a sentence."""
+    """Return a recommendation about another batch size on another number of devices, as a sentence."""
     options, here = plan.batches(), plan.best.option.estimate.num_devices
     best = recommended(options, plan.workload.batch_size, here)
     if best is None:
-        return "no larger batch on more devices pays: they would do less than half of their work, or save little time"
+        return "no larger batch is recommended: on more devices the efficiency is below 50%, or little time is saved"
     now = next(one for one in options if (one.batch_size, one.num_devices) == (plan.workload.batch_size, here))
     where = "these devices" if best.num_devices == here else _devices(best.num_devices)
     spent = f", at {best.cost / now.cost:.2f} times the price" if best.cost is not None and now.cost else ""
@@ -188,9 +188,9 @@ def draw(curve: Curve, here: int) -> list[str]:
 def closing(curve: Curve) -> list[str]:
     """Return lines of text about a curve: where the speed-up saturates, why, and what would help."""
     if curve.never:
-        first = f"it pays up to {_devices(curve.saturates)}; what ends it or is lost there: {curve.reason}"
+        first = f"it scales to at least {_devices(curve.saturates)}; the largest loss there: {curve.reason}"
     else:
-        first = f"it saturates at {_devices(curve.saturates)} (more do less than half of their work): {curve.reason}"
+        first = f"it saturates at {_devices(curve.saturates)} (with more, the efficiency is below 50%): {curve.reason}"
     result = ["", first]
     for remedy in curve.remedies[:NUM_REMEDIES]:
         lossy = " (changes the mathematics)" if remedy.is_lossy else ""

@@ -40,7 +40,7 @@ def html(profile: Profile) -> str:
     tables = [
         _table("Modules, first rank", ("module", "forward", "backward"), module_rows(profile)),
         _table("Operations, first rank", ("operation", "times a step", "seconds"), operation_rows(profile)),
-        _table("Memory when most is held", *memory_rows(profile)),
+        _table("Peak memory", *memory_rows(profile)),
     ]
     curves = "".join(
         f"<h3>rank {one.rank}</h3>{held_svg(one.memory)}" for one in profile.ranks if one.memory is not None

@@ -54,7 +54,7 @@ def show(profile: Profile, console: Console | None = None) -> None:
     out.print(table)
     _print_rows(out, "modules, first rank", ("module", "forward", "backward"), module_rows(profile))
     _print_rows(out, "operations, first rank", ("operation", "times a step", "seconds"), operation_rows(profile))
-    _print_rows(out, "memory when most is held, by rank", *memory_rows(profile))
+    _print_rows(out, "peak memory, by rank", *memory_rows(profile))
     for line in closing(profile):
         out.print(line, markup=False, highlight=False)
 
@@ -131,7 +131,7 @@ def memory_rows(profile: Profile) -> tuple[tuple[str, ...], list[tuple[str, ...]
         )
         for rank, memory in held
     ]
-    return ("rank", *kinds, "all", "in"), rows
+    return ("rank", *kinds, "all", "peak in"), rows
 
 
 def closing(profile: Profile) -> list[str]:

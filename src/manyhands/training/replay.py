@@ -94,7 +94,7 @@ class Replay:
     def __str__(self) -> str:
         verdict = "equal" if self.equal else "different"
         since = f"the checkpoint of step {self.since}" if self.since else "the beginning"
-        losses = f"gave a loss of {self.recorded:.6g}, taken again {self.replayed:.6g}"
+        losses = f"had a loss of {self.recorded:.6g}; repeated on one device, {self.replayed:.6g}"
         lines = [f"note: {self.changed}"] if self.changed else []
         lines.append(f"{verdict}: step {self.step} of {self.run} {losses} (from {since})")
         if self.first is not None and self.first != self.step:

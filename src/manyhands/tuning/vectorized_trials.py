@@ -272,7 +272,7 @@ def stack_size(task: Task, device: Device, limit: int | None, *, must_stack: boo
     measured = _measured(task, device, most)
     best = measured(most)
     if best < LEAST_GAIN and not must_stack:
-        return 1, f"trials are not stacked: {most} stacked would do {best:.2f} times as much"
+        return 1, f"trials are not stacked: a stack of {most} is {best:.2f} times as fast as one after another"
     size = next((size for size in SIZES if measured(size) >= ENOUGH * best), most)
     size = max(1, min(size, most))
     return size, f"{size} trials at a time as one program, measured {measured(size):.1f} times as fast as one by one"
