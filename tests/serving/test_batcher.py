@@ -390,7 +390,7 @@ def test_invalid_batch_settings_raise_settings_error(wrong: dict[str, Any]) -> N
 
 def test_batch_size_is_limited_by_the_replica_memory_slot() -> None:
     scripted = ScriptedBatcher(max_rows=8, sizes=(1, 4, 8))
-    scripted.batcher.rows_fitting = lambda shapes: 40 // shapes[0][0]
+    scripted.batcher.sizes.rows_fitting = lambda shapes: 40 // shapes[0][0]
     wide = scripted.submit(np.ones((6, 10)))  # four of these rows fit
     scripted.turn()
     assert [(batch.rows, batch.size) for batch in scripted.workers[0].batches] == [(4, 4), (2, 4)]
@@ -426,7 +426,7 @@ def test_empty_and_oversized_requests_are_rejected(shape: tuple[int, ...]) -> No
 def bulk(num_workers: int = 1, fitting: int = 1000, **values: Any) -> ScriptedBatcher:
     """A batcher whose model has computed a full batch in a millisecond, and whose slots hold more rows than one."""
     scripted = ScriptedBatcher(num_workers, max_rows=4, queue_rows=10_000, **values)
-    scripted.batcher.bulk_fitting = lambda shapes: fitting
+    scripted.batcher.sizes.bulk_fitting = lambda shapes: fitting
     scripted.batcher.pace.learn(4, 0.001)
     return scripted
 

@@ -17,7 +17,8 @@ from manyhands.core import DataError, StrategyError, TaskError
 from manyhands.graph import Call
 from manyhands.strategies import is_by_element, is_by_tensor, odd_slots
 from manyhands.strategies.by_block import why_not_by_block
-from manyhands.strategies.placement import Calling, Placement
+from manyhands.strategies.first_call import Calling
+from manyhands.strategies.placement import Placement
 from manyhands.training.cause import ForwardChanges
 
 X = torch.randn(12, 6, generator=torch.Generator().manual_seed(0))

@@ -224,8 +224,9 @@ def test_place_on_network_matches_single_device_in_fit_evaluate_and_predict(tmp_
 def scribbled(world: World, seeds: list[int]) -> list[str]:
     """Random networks with random homes: gradients of a step against the whole network's; what differs."""
     from manyhands.graph import Call
+    from manyhands.strategies.first_call import Calling
     from manyhands.strategies.placed import PlacedReplica
-    from manyhands.strategies.placement import Calling, Placement
+    from manyhands.strategies.placement import Placement
 
     wrong = []
     for seed in seeds:

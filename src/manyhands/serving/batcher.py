@@ -30,8 +30,6 @@ REQUEST_QUEUES = 4
 """Maximum size of one request as a multiple of the queue's rows, if nothing else waits."""
 ATTEMPTS = 3
 """Number of times a request is computed if replicas die on it; the last time alone."""
-
-
 BULK_SECONDS = 0.05
 """Maximum expected seconds of a batch of more than `max_rows` rows, for which a new request has to wait."""
 BULK_GROWTH = 4
@@ -56,7 +54,7 @@ class Ticket:
         self.outputs: dict[str, Array] = {}
         self.refusal: RequestRefused | None = None
         self.over = False
-        self.queued = rows
+        self.queued = 0
         """Rows that are still queued."""
         self.parts: list[tuple[int, dict[str, Array]]] = []
         """Partial answers, each with its first row."""
@@ -140,6 +138,118 @@ class Worker(Protocol):
         """Start to compute a batch."""
 
 
+class TicketQueue:
+    """Rows that wait to be computed, by priority and by the shapes of a row."""
+
+    def __init__(self) -> None:
+        self.num_rows = 0
+        self._queues: dict[tuple[int, Shapes], deque[TicketPart]] = {}
+
+    @property
+    def num_parts(self) -> int:
+        """Number of parts of requests, also of requests that have ended."""
+        return sum(map(len, self._queues.values()))
+
+    @property
+    def tickets(self) -> set[Ticket]:
+        """The requests that wait."""
+        return {part.ticket for queue in self._queues.values() for part in queue if not part.ticket.over}
+
+    @property
+    def first(self) -> TicketPart | None:
+        """The part that is computed next; None if nothing waits."""
+        firsts = (queue[0] for queue in self._queues.values())
+        return min(firsts, key=lambda part: (part.ticket.priority, part.ticket.deadline), default=None)
+
+    def add(self, part: TicketPart, *, first: bool = False) -> None:
+        """Add a part at the end of its queue, or at the beginning."""
+        part.ticket.queued += part.rows
+        self.num_rows += part.rows
+        queue = self._queues.setdefault((part.ticket.priority, part.ticket.shapes), deque())
+        (queue.appendleft if first else queue.append)(part)
+
+    def forget(self, ticket: Ticket) -> None:
+        """Count the rows of a request that has ended no more."""
+        self.num_rows -= ticket.queued
+        ticket.queued = 0
+
+    def drop_ended(self) -> None:
+        """Drop the parts of requests that have ended."""
+        for key, queue in list(self._queues.items()):
+            if any(part.ticket.over for part in queue):
+                self._queues[key] = deque(part for part in queue if not part.ticket.over)
+                if not self._queues[key]:
+                    del self._queues[key]
+
+    def take(
+        self, first: TicketPart, most: int, now: float, refuse: Callable[[Ticket, RequestRefused], None]
+    ) -> tuple[list[TicketPart], int]:
+        """Remove `first` and what fits into a batch of `most` rows with it; return the parts and their rows."""
+        key = first.ticket.priority, first.ticket.shapes
+        queue = self._queues[key]
+        parts: list[TicketPart] = []
+        rows = 0
+        while queue and rows < most:
+            part = queue[0]
+            ticket = part.ticket
+            if ticket.over or ticket.deadline <= now:
+                queue.popleft()
+                refuse(ticket, RequestRefused("DEADLINE_EXCEEDED", "the deadline has passed"))
+                continue
+            if parts and (part.alone or rows + part.rows > most):
+                break
+            if part.rows > most:
+                queue[0] = TicketPart(ticket, part.start + most, part.rows - most, part.attempts, part.alone)
+                part = TicketPart(ticket, part.start, most, part.attempts, part.alone)
+            else:
+                queue.popleft()
+            ticket.queued -= part.rows
+            self.num_rows -= part.rows
+            parts.append(part)
+            rows += part.rows
+            if part.alone:
+                break
+        if not queue:
+            del self._queues[key]
+        return parts, rows
+
+
+class BatchSizes:
+    """How many rows a batch may have."""
+
+    def __init__(self, settings: Batching, pace: BatchTimeModel) -> None:
+        self._settings, self._pace = settings, pace
+        self.rows_fitting: Callable[[Shapes], int] = lambda shapes: settings.max_rows
+        """Returns how many rows of given shapes fit into a replica's memory."""
+        self.bulk_fitting: Callable[[Shapes], int] = self.rows_fitting
+        """Returns how many rows of given shapes fit for a batch of one request."""
+        self.may_bulk = not settings.sizes
+        """Whether a large request may have a batch of more than `max_rows` rows."""
+
+    def most(self, shapes: Shapes) -> int:
+        """Return the maximum rows of a batch, which must also fit with padding."""
+        fitting = min(self._settings.max_rows, self.rows_fitting(shapes))
+        sizes = self._settings.sizes
+        return max((size for size in sizes if size <= fitting), default=0 if sizes else fitting)
+
+    def bulk(self, part: TicketPart, num_workers: int) -> int:
+        """Return the rows of a larger batch for a large request while no other one waits; 0 for none.
+
+        The size grows with what was measured, up to batches that take `BULK_SECONDS`, for which a new request may wait.
+        """
+        usual = self._settings.max_rows
+        if part.rows <= usual or not self.may_bulk or part.alone or part.attempts:
+            return 0
+        share = math.ceil(part.rows / max(1, num_workers))
+        measured = min(BULK_GROWTH * self._pace.most_rows, self._pace.rows_within(BULK_SECONDS))
+        size = min(share, self.bulk_fitting(part.ticket.shapes), measured)
+        return size if size > usual else 0
+
+    def is_bulk(self, batch: RequestBatch) -> bool:
+        """Return whether a batch has more rows than those that join requests."""
+        return batch.rows > self._settings.max_rows
+
+
 class Batcher:
     """Queue of one version of a model, in front of its replicas. All methods run on one thread."""
 
@@ -152,19 +262,18 @@ class Batcher:
     ) -> None:
         self.settings = settings
         self.workers: list[Worker] = []
-        self.num_queued = 0
-        """Number of rows in the queue."""
         self.pace = BatchTimeModel()
+        self.sizes = BatchSizes(settings, self.pace)
         self.on_batch: Callable[[RequestBatch, float], None] = lambda batch, seconds: None
-        self.rows_fitting: Callable[[Shapes], int] = lambda shapes: settings.max_rows
-        """Returns how many rows of given shapes fit into a replica's memory."""
-        self.bulk_fitting: Callable[[Shapes], int] = self.rows_fitting
-        """Returns how many rows of given shapes fit for a batch of one request."""
-        self._may_bulk = not settings.sizes
         self._inputs, self._call_soon, self._now = list(inputs), call_soon, now
-        self._queues: dict[tuple[int, Shapes], deque[TicketPart]] = {}
+        self._queue = TicketQueue()
         self._live: set[Ticket] = set()
         self._scheduled = False
+
+    @property
+    def num_queued(self) -> int:
+        """Number of rows in the queue."""
+        return self._queue.num_rows
 
     @property
     def num_live(self) -> int:
@@ -184,7 +293,7 @@ class Batcher:
         self.require_capacity(deadline)
         self._require_rows(inputs, rows)
         shapes = tuple(row_shape(inputs[name]) for name in self._inputs)
-        if not self._most(shapes):
+        if not self.sizes.most(shapes):
             size = sum(inputs[name][:1].nbytes + text_bytes(inputs[name][:1]) for name in self._inputs)
             raise RequestRefused(
                 "INVALID_ARGUMENT", f"a row must fit into a batch, but got a row of {size} bytes; send smaller rows"
@@ -192,9 +301,8 @@ class Batcher:
         ticket = Ticket(inputs, rows, deadline, priority, done)
         ticket.shapes = shapes
         self._live.add(ticket)
-        self._queue(TicketPart(ticket, 0, rows))
-        self.num_queued += rows
-        self._schedule()
+        self._queue.add(TicketPart(ticket, 0, rows))
+        self.wake()
         return ticket
 
     def require_capacity(self, deadline: float) -> None:
@@ -228,19 +336,17 @@ class Batcher:
             self._end(ticket)
 
     def wake(self) -> None:
-        """Dispatch again after replicas have changed."""
-        self._schedule()
+        """Schedule a dispatch for the next loop iteration, so that requests arriving together share a batch."""
+        if not self._scheduled:
+            self._scheduled = True
+            self._call_soon(self._dispatch)
 
     def expire(self) -> None:
         """Refuse requests whose deadline has passed, queued or in flight."""
         now = self._now()
         for ticket in [ticket for ticket in self._live if ticket.deadline <= now]:
             self._refuse(ticket, RequestRefused("DEADLINE_EXCEEDED", "the deadline has passed"))
-        for key, queue in list(self._queues.items()):
-            if any(part.ticket.over for part in queue):
-                self._queues[key] = deque(part for part in queue if not part.ticket.over)
-                if not self._queues[key]:
-                    del self._queues[key]
+        self._queue.drop_ended()
 
     def refuse_all(self, refusal: RequestRefused) -> None:
         """Refuse every request."""
@@ -256,7 +362,7 @@ class Batcher:
             if not part.ticket.over:
                 self._give(part, {name: array[row : row + part.rows].copy() for name, array in outputs.items()})
             row += part.rows
-        self._schedule()
+        self.wake()
 
     def failed(self, batch: RequestBatch, reason: str, *, is_invalid: bool = False) -> None:
         """Handle an exception of the model: retry each part alone, so that only the request that caused it fails.
@@ -264,7 +370,7 @@ class Batcher:
         With `is_invalid` the model has refused the request, for a reason that the client may see.
         """
         # The model may not have the memory for a large batch.
-        if len(batch.parts) == 1 and (is_invalid or not self._is_bulk(batch)):
+        if len(batch.parts) == 1 and (is_invalid or not self.sizes.is_bulk(batch)):
             refusal = (
                 RequestRefused("INVALID_ARGUMENT", reason)
                 if is_invalid
@@ -273,24 +379,24 @@ class Batcher:
             self._refuse(batch.parts[0].ticket, refusal)
         else:
             self._again(batch.parts, alone=True)
-        self._schedule()
+        self.wake()
 
     def lost(self, batch: RequestBatch) -> None:
         """Handle the death of a replica: retry its batch on others, and refuse a request after `ATTEMPTS` deaths."""
-        if self._is_bulk(batch):
+        if self.sizes.is_bulk(batch):
             # The process may have been killed because of its memory.
-            self._may_bulk = False
+            self.sizes.may_bulk = False
         for part in batch.parts:
             part.attempts += 1
             if part.attempts >= ATTEMPTS:
                 self._refuse(part.ticket, RequestRefused("INTERNAL", "replicas died while computing this request"))
         self._again(batch.parts, alone=any(part.attempts == ATTEMPTS - 1 for part in batch.parts))
-        self._schedule()
+        self.wake()
 
     def unsent(self, batch: RequestBatch) -> None:
         """Queue a batch again that a replica had not begun to compute when it died."""
         self._again(batch.parts, alone=False)
-        self._schedule()
+        self.wake()
 
     def hung(self, batch: RequestBatch) -> None:
         """Handle a batch that blocked its replica, which was killed: its requests are retried alone, after all
@@ -303,7 +409,7 @@ class Batcher:
                 reason = "the request was computed for too long, alone and while other requests waited"
                 self._refuse(part.ticket, RequestRefused("DEADLINE_EXCEEDED", reason))
         self._again(batch.parts, alone=True, first=False)
-        self._schedule()
+        self.wake()
 
     def is_hung(self, batch: RequestBatch, others: Sequence[RequestBatch], seconds: float, restart: float) -> bool:
         """Return whether a batch must be aborted, because other requests would otherwise miss their deadlines.
@@ -320,8 +426,7 @@ class Batcher:
         if seconds < max(HUNG_SECONDS, HUNG_RATIO * self.pace.seconds(batch.rows)):
             return False
         tickets = batch.tickets
-        waiting = {part.ticket for queue in self._queues.values() for part in queue if not part.ticket.over}
-        waiting = waiting.union(*(other.tickets for other in others)) - tickets
+        waiting = self._queue.tickets.union(*(other.tickets for other in others)) - tickets
         if not tickets or not (waiting or len(tickets) > 1):
             return bool(waiting)
         left = min(ticket.deadline for ticket in waiting | (tickets if len(tickets) > 1 else set())) - self._now()
@@ -333,30 +438,11 @@ class Batcher:
         rows, most = self.num_queued, self.settings.max_rows
         return math.ceil(rows / most) * self.pace.seconds(min(rows, most)) / max(1, len(self.workers))
 
-    def _queue(self, part: TicketPart, *, first: bool = False) -> None:
-        queue = self._queues.setdefault((part.ticket.priority, part.ticket.shapes), deque())
-        (queue.appendleft if first else queue.append)(part)
-
-    def _most(self, shapes: Shapes) -> int:
-        """Return the maximum rows of a batch, which must also fit with padding."""
-        fitting = min(self.settings.max_rows, self.rows_fitting(shapes))
-        return max(
-            (size for size in self.settings.sizes if size <= fitting), default=0 if self.settings.sizes else fitting
-        )
-
     def _again(self, parts: Sequence[TicketPart], *, alone: bool, first: bool = True) -> None:
         for part in reversed(parts) if first else parts:
             if not part.ticket.over:
                 part.alone = alone or part.alone
-                part.ticket.queued += part.rows
-                self.num_queued += part.rows
-                self._queue(part, first=first)
-
-    def _schedule(self) -> None:
-        """Schedule a dispatch for the next loop iteration, so that requests arriving together share a batch."""
-        if not self._scheduled:
-            self._scheduled = True
-            self._call_soon(self._dispatch)
+                self._queue.add(part, first=first)
 
     def _dispatch(self) -> None:
         self._scheduled = False
@@ -377,60 +463,13 @@ class Batcher:
         return worker
 
     def _take(self) -> RequestBatch | None:
-        while self._queues:
-            key = min(self._queues, key=self._urgency) if len(self._queues) > 1 else next(iter(self._queues))
-            queue = self._queues[key]
-            parts, rows = self._take_parts(queue, self._bulk(queue, key[1]) or self._most(key[1]))
-            if not queue:
-                del self._queues[key]
+        while (first := self._queue.first) is not None:
+            shapes = first.ticket.shapes
+            bulk = self.sizes.bulk(first, len(self.workers)) if self._queue.num_parts == 1 else 0
+            parts, rows = self._queue.take(first, bulk or self.sizes.most(shapes), self._now(), self._refuse)
             if parts:
-                return RequestBatch(parts, rows, self.settings.padded(rows), key[1])
+                return RequestBatch(parts, rows, self.settings.padded(rows), shapes)
         return None
-
-    def _bulk(self, queue: deque[TicketPart], shapes: Shapes) -> int:
-        """Return the rows of a larger batch for a large request while no other one waits; 0 for none.
-
-        The size grows with what was measured, up to batches that take `BULK_SECONDS`, for which a new request may wait.
-        """
-        part, usual = queue[0], self.settings.max_rows
-        others = len(self._queues) > 1 or len(queue) > 1
-        if part.rows <= usual or others or not self._may_bulk or part.alone or part.attempts:
-            return 0
-        share = math.ceil(part.rows / max(1, len(self.workers)))
-        measured = min(BULK_GROWTH * self.pace.most_rows, self.pace.rows_within(BULK_SECONDS))
-        size = min(share, self.bulk_fitting(shapes), measured)
-        return size if size > usual else 0
-
-    def _is_bulk(self, batch: RequestBatch) -> bool:
-        return batch.rows > self.settings.max_rows
-
-    def _urgency(self, key: tuple[int, Shapes]) -> tuple[int, float]:
-        return key[0], self._queues[key][0].ticket.deadline
-
-    def _take_parts(self, queue: deque[TicketPart], most: int) -> tuple[list[TicketPart], int]:
-        parts: list[TicketPart] = []
-        rows, now = 0, self._now()
-        while queue and rows < most:
-            part = queue[0]
-            ticket = part.ticket
-            if ticket.over or ticket.deadline <= now:
-                queue.popleft()
-                self._refuse(ticket, RequestRefused("DEADLINE_EXCEEDED", "the deadline has passed"))
-                continue
-            if parts and (part.alone or rows + part.rows > most):
-                break
-            if part.rows > most:
-                queue[0] = TicketPart(ticket, part.start + most, part.rows - most, part.attempts, part.alone)
-                part = TicketPart(ticket, part.start, most, part.attempts, part.alone)
-            else:
-                queue.popleft()
-            ticket.queued -= part.rows
-            self.num_queued -= part.rows
-            parts.append(part)
-            rows += part.rows
-            if part.alone:
-                break
-        return parts, rows
 
     def _give(self, part: TicketPart, outputs: dict[str, Array]) -> None:
         ticket = part.ticket
@@ -453,6 +492,5 @@ class Batcher:
 
     def _end(self, ticket: Ticket) -> None:
         ticket.over, ticket.inputs = True, {}
-        self.num_queued -= ticket.queued
-        ticket.queued = 0
+        self._queue.forget(ticket)
         self._live.discard(ticket)

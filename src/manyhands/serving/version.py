@@ -151,7 +151,8 @@ class Version:
         self._batcher = Batcher(self._settings, list(self.signature.inputs), asyncio.get_running_loop().call_soon)
         self._batcher.on_batch = self.metrics.count_batch
         layout = SlotLayout(self.signature, self._settings.max_rows, self._bulk_rows)
-        self._batcher.rows_fitting, self._batcher.bulk_fitting = layout.rows_fitting, layout.bulk_fitting
+        sizes = self._batcher.sizes
+        sizes.rows_fitting, sizes.bulk_fitting = layout.rows_fitting, layout.bulk_fitting
         for replica in list(self.replicas):
             replica.join(self._batcher, self._lose, self._fail)
         self._spawn(self._sweep())

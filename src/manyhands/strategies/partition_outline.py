@@ -11,10 +11,11 @@ from torch import nn
 
 from ..core import StrategySpec, UsageError, set_training
 from ..distributed import Device, NullWorld, groups_along, place_of
+from .first_call import calling, require_partitionable
 from .partition_drawing import Outline, drawn
 from .pipeline import StagedPlacement, homes_of_stages, named_devices
 from .placed import autocast_of
-from .placement import Placement, calling, placed_homes, require_partitionable
+from .placement import Placement, placed_homes
 from .placement_rules import check_map, module_names, too_many_stages
 from .recompute import recomputed_by
 from .schedules import stages_per_rank

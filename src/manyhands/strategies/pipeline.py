@@ -21,9 +21,10 @@ from ..core import ManyhandsError, StrategyError, StrategySpec, set_training
 from ..distributed import World, culprit, place_of
 from ..graph import Call, GraphPiece, Works, crossings, in_stages
 from .device_marks import marks_of
+from .first_call import calling, require_partitionable
 from .piece_runner import Flow, Relay
 from .placed import OutputOnOtherRank, PlacedReplica, autocast_of
-from .placement import Partition, Placement, calling, placed_homes, require_partitionable
+from .placement import Partition, Placement, placed_homes
 from .placement_rules import able_ranks, balanced, parameters_of
 from .schedules import BACKWARD, FORWARD, INPUTS, bubble, even, merged, stages_per_rank, usable
 

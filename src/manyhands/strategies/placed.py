@@ -20,12 +20,13 @@ from ..distributed import World
 from ..graph import Call, DrawCounter
 from ..sync import Buckets, PolicyState, acting, make_policy
 from .batch_stats import BatchStats
+from .first_call import Loss, one_call
 from .local_updates import own_part
 from .mirrored import hash_of
 from .partition_drawing import Outline, drawn
 from .piece_parameters import Holding
 from .piece_runner import Flow, Relay
-from .placement import Loss, Partition, Placement, one_call
+from .placement import Partition, Placement
 from .replica import Replica
 
 
