@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 import manyhands as mh
-from manyhands.core import ManyhandsError, read_events, resolve_options
+from manyhands.core import FileError, ManyhandsError, read_events, resolve_options
 from manyhands.core.event_parts import compact_parts
 from manyhands.dashboard.log_source import dump
 from manyhands.dashboard.metrics import Metrics, MetricsSample
@@ -140,11 +140,7 @@ def event_log(data: bytes) -> None:
         for file in files:
             (path / name / file).write_bytes(data)
     (path / "run" / "run.json").write_text('{"spec": {}, "params": {}, "devices": ["cpu"], "batch_size": 4}')
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for _ in read_events(path / "run" / "events.jsonl"):
-            pass
-        repr(Run(path / "run"))
+    _read_run(path / "run")
     _show(path)
 
 
@@ -159,11 +155,7 @@ def event_parts(data: bytes) -> None:
         (path / name).write_bytes(lines)
     (path / "run.json").write_text('{"spec": {}, "params": {}, "devices": ["cpu"], "batch_size": 4}')
     for _ in range(2):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            for _ in read_events(path / "events.jsonl"):
-                pass
-            repr(Run(path))
+        _read_run(path)
         _show(path.parent)
         compact_parts(path / "events.jsonl")
     if (path / "events-000002.jsonl").exists():
@@ -178,6 +170,15 @@ def run_record(data: bytes) -> None:
     with contextlib.suppress(ManyhandsError):
         repr(Run(path / "run"))
     _show(path)
+
+
+def _read_run(path: Path) -> None:
+    """Read a run as programs do; a log of a newer version of manyhands is refused."""
+    with warnings.catch_warnings(), contextlib.suppress(FileError):
+        warnings.simplefilter("ignore")
+        for _ in read_events(path / "events.jsonl"):
+            pass
+        repr(Run(path))
 
 
 def _show(path: Path) -> None:

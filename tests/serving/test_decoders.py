@@ -23,7 +23,8 @@ from manyhands.serving.dtypes import BY_TORCH, KINDS, from_numbers
 from manyhands.serving.folder import VersionPolicy
 from manyhands.serving.http import BadRequest, Inflating
 from manyhands.serving.protocols import open_inference_grpc, tensorflow_grpc, tensorflow_rest
-from manyhands.serving.protocols.open_inference_rest import header_size, version_number
+from manyhands.serving.protocols.heads import RequestedOutputs, RequestHeads
+from manyhands.serving.protocols.open_inference_rest import header_size, read_inputs, version_number
 from manyhands.serving.protocols.protocol import parse_json
 from manyhands.serving.protocols.rows import fast_rows
 from manyhands.serving.protocols.tensorflow_messages import MESSAGES
@@ -219,3 +220,30 @@ def test_strings_among_integers_are_rejected_without_allocating_memory() -> None
         assert tracemalloc.get_traced_memory()[1] < 1 << 20
     finally:
         tracemalloc.stop()
+
+
+def test_bools_of_any_bytes_become_zero_or_one() -> None:
+    """Compiled code may add the byte of a bool to an index."""
+    version: Any = Version()
+    version.signature = Signature({"x": TensorSpec("bool", (None,))}, {})
+    raw = bytes(range(256)) + b"\xff" * 8
+    wanted = [0, *[1] * 263]
+    message = open_inference_grpc.MESSAGES["ModelInferRequest"](
+        inputs=[{"name": "x", "datatype": "BOOL", "shape": [264]}], raw_input_contents=[raw]
+    )
+    proto = {"dtype": 10, "tensor_shape": {"dim": [{"size": 264}]}, "tensor_content": raw}
+    one = {"name": "x", "datatype": "BOOL", "shape": [264], "parameters": {"binary_data_size": 264}}
+    heads = RequestHeads()
+    read, outputs = read_inputs({"inputs": [one]}, memoryview(raw), version, 1000), RequestedOutputs(None, {}, None, 0)
+    heads.keep(version, b"text", ["x"], read, outputs)
+    head = heads.find(version, b"text", len(raw))
+    assert head is not None
+    for found in (
+        read,
+        head.inputs(memoryview(raw)),
+        open_inference_grpc.read_inputs(message, version),
+        tensorflow_grpc.read_inputs(
+            tensorflow_grpc.MESSAGES["PredictRequest"](inputs={"x": proto}), version, {"x": (264,)}
+        ),
+    ):
+        assert found["x"].view(np.uint8).tolist() == wanted

@@ -92,6 +92,17 @@ def from_numbers(values: Any, kind: Kind) -> Array:
     return found.astype(kind.numpy)
 
 
+def from_raw(raw: memoryview | bytes, dtype: np.dtype[Any]) -> Array:
+    """Return raw little-endian elements as an array, without copying unless they are bools.
+
+    A bool of another byte than 0 and 1 is undefined behaviour in compiled code, which may compute an index with it.
+
+    >>> from_raw(b"\\x00\\x02\\xff", np.dtype(bool)).view(np.uint8)
+    array([0, 1, 1], dtype=uint8)
+    """
+    return np.frombuffer(raw, np.uint8) != 0 if dtype == np.bool_ else np.frombuffer(raw, dtype)
+
+
 def to_numbers(array: Array, kind: Kind) -> Array:
     """Return an array of numbers: the bits of bfloat16 become float32, which represents all of them exactly."""
     return (array.astype(np.uint32) << 16).view(np.float32) if kind.is_bfloat16 else array

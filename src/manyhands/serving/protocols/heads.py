@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from ..dtypes import Array
+from ..dtypes import Array, from_raw
 from ..version import Version
 
 MAX_BYTES = 4096
@@ -58,9 +58,7 @@ class Head:
 
     def inputs(self, raw: memoryview) -> dict[str, Array]:
         """Return the arrays of a request, without copying."""
-        return {
-            span.name: np.frombuffer(raw[span.start : span.stop], span.kind).reshape(span.shape) for span in self.spans
-        }
+        return {span.name: from_raw(raw[span.start : span.stop], span.kind).reshape(span.shape) for span in self.spans}
 
 
 class RequestHeads:

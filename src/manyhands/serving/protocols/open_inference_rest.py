@@ -12,12 +12,10 @@ from functools import lru_cache
 from importlib import metadata
 from typing import Any
 
-import numpy as np
-
 from ...core import RequestRefused, Signature, TensorSpec
 from ..batcher import Ticket
 from ..catalogue import Catalogue
-from ..dtypes import BY_TORCH, Array, Kind, fits, from_numbers
+from ..dtypes import BY_TORCH, Array, Kind, fits, from_numbers, from_raw
 from ..http import JSON, BadRequest, Body, Request
 from ..model import Unknown
 from ..parsing import INLINE
@@ -499,7 +497,7 @@ def require_datatype(datatype: Any, name: str, spec: TensorSpec, model: str) -> 
 
 def from_bytes(raw: memoryview | bytes, shape: tuple[int, ...], spec: TensorSpec) -> Array:
     """Return raw little-endian elements as an array, without copying."""
-    return np.frombuffer(raw, BY_TORCH[spec.dtype].numpy).reshape(shape)
+    return from_raw(raw, BY_TORCH[spec.dtype].numpy).reshape(shape)
 
 
 def texts_from_bytes(raw: memoryview | bytes, shape: tuple[int, ...], kind: Kind, name: str) -> Array:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ...core import RequestRefused, TensorSpec
-from ..dtypes import BY_NUMBER, BY_TORCH, Array, Kind, fits
+from ..dtypes import BY_NUMBER, BY_TORCH, Array, Kind, fits, from_raw
 from ..http import BadRequest
 from ..texts import MAX_TEXTS, OBJECT_BYTES, TooManyTexts, as_array, checked, text_bytes
 from ..version import Version
@@ -277,7 +277,7 @@ def _read(name: str, proto: Any, spec: TensorSpec, shape: tuple[int, ...]) -> Ar
         if len(proto.tensor_content) != num * kind.numpy.itemsize:
             wanted = num * kind.numpy.itemsize
             raise BadRequest(400, f"input '{name}' should have {wanted} bytes, but got {len(proto.tensor_content)}")
-        return np.frombuffer(proto.tensor_content, kind.numpy).reshape(shape)
+        return from_raw(proto.tensor_content, kind.numpy).reshape(shape)
     values = getattr(proto, VALUES[spec.dtype])
     if len(values) not in (1, num):
         raise BadRequest(400, f"input '{name}' should have {num} elements, but got {len(values)}")
