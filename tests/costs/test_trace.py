@@ -229,3 +229,12 @@ def test_norms_read_their_inputs_again_where_their_sums_need_all_rows() -> None:
     assert batch.backward.moved == pytest.approx(5 * size, rel=0.01)
     assert rows.forward.moved == pytest.approx(2 * size, rel=0.1)
     assert rows.backward.moved == pytest.approx(5 * size, rel=0.05)
+
+
+@pytest.mark.parametrize("width", [1, 2, 7])
+def test_costs_are_never_negative_where_activations_have_the_shapes_of_parameters(width: int) -> None:
+    blocks = [nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width)) for _ in range(2)]
+    made = task(lambda: nn.Sequential(*blocks), lambda model, batch: model(batch).sum(), None)
+    for piece in trace(made, torch.zeros(1, width), rows=1).pieces:
+        for cost in (piece.forward, piece.backward):
+            assert min(value for value in vars(cost).values() if value is not None) >= 0, piece.name

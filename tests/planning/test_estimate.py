@@ -171,6 +171,16 @@ def test_sharding_reduces_memory_and_increases_communication() -> None:
     assert parts.memory.total < gradients.memory.total < whole.memory.total
 
 
+def test_faster_devices_are_never_slower_where_two_groups_exchange_gradients() -> None:
+    for pieces in (1, 8):
+        work = timed(0.1, 1e9, pieces=pieces, batch_size=64)
+        seconds = [
+            step(work, cluster(16, gbits=800, chip=replace(CLOCK, flops={"fp32": speed})), shards=8, replicas=2).seconds
+            for speed in (0.5, 1, 2, 3, 5, 10, 100)
+        ]
+        assert seconds == sorted(seconds, reverse=True)
+
+
 def test_gathered_parameters_and_gradients_are_copied_through_buffers() -> None:
     work, where = timed(10.0, 1e9, batch_size=8), cluster(8)
     slow = replace(where, chip=replace(CLOCK, bandwidth=1e12, streaming=1.0))

@@ -344,7 +344,7 @@ class _CostCounter(StorageWatch):
             read -= nbytes(inputs[0])
         if packet in _FILLS:
             read -= nbytes(outputs[0])
-        again = read - fixed if packet in _TWO_PASSES else 0
+        again = max(0, read - fixed) if packet in _TWO_PASSES else 0
         moved = max(0, read + written - fixed) + again
         if packet is _ATEN._to_copy and mine:
             self._copies[key_of(outputs[0])] = outputs[0]

@@ -116,6 +116,8 @@ def parse_cluster(text: str) -> dict[str, Any]:
     device = _device(line, parts["name"], parts["memory"])
     values: dict[str, Any] = {**device, **_shape(line, parts)}
     hosts, per_host = values["hosts"], values["per_host"]
+    if hosts * per_host < 1:
+        raise line.error("hosts and devices must be at least 1", text)
     if hosts * per_host > MOST_DEVICES:
         raise line.error(f"a cluster must have at most {MOST_DEVICES:,} devices", f"{hosts * per_host:,} devices")
     port = line.take(_PORT)

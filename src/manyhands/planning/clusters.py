@@ -109,13 +109,13 @@ class Cluster:
         inside = link(str(values.get("inside", made.inside)))
         if "inside" not in values and per_host > 1:
             assumed.append(f"{inside.name} between the devices of a host")
-        network = None
-        if hosts > 1:
-            network = _network(values, per_host, assumed)
         price = values.get("price")
         for key, number in (("price", price), ("gbits", values.get("gbits"))):
             if number is not None and not (isinstance(number, int | float) and number > 0):
                 raise SettingsError(f"{key} must be a number above zero", got=repr(number), remedy=REMEDY)
+        network = None
+        if hosts > 1:
+            network = _network(values, per_host, assumed)
         assumed.append(f"{made.name}: {made.reach:.0%} of the datasheet's products per second ({made.source})")
         return cls(
             hosts=hosts,

@@ -394,7 +394,7 @@ def _exchanged(workload: Workload, cluster: Cluster, spec: StrategySpec, stage: 
     """Return the seconds in which a stage waits for the exchange of gradients, and of sharded parameters."""
     stride = spec.tensor * spec.stages
     shards, replicas = spec.shards or 1, (spec.replicas or 1) * spec.context
-    waited = 0.0
+    waited = behind = 0.0
     if shards > 1:
         group = cluster.group(shards, stride)
         wide = workload.gathered / spec.tensor
@@ -413,7 +413,8 @@ def _exchanged(workload: Workload, cluster: Cluster, spec: StrategySpec, stage: 
         share = workload.wire * wire_share(spec.sync) / (spec.tensor * shards)
         every = period(spec.sync)
         overlaps = workload.overlaps and len(stage.pieces) > 1 and every == 1
-        waited += _overlapped(stage, group, share, overlaps=overlaps) / every
+        stretch = 1 + behind / stage.backward if stage.backward else 1.0
+        waited += _overlapped(stage, group, share, stretch, overlaps=overlaps) / every
     return waited
 
 
@@ -424,15 +425,16 @@ def _copied(workload: Workload, chip: Chip, spec: StrategySpec, stage: _Stage) -
     return 2 * size / spec.tensor / (chip.bandwidth * chip.streaming)
 
 
-def _overlapped(stage: _Stage, group: ExchangeGroup, share: float, *, overlaps: bool) -> float:
+def _overlapped(stage: _Stage, group: ExchangeGroup, share: float, stretch: float, *, overlaps: bool) -> float:
     """Return the seconds of bucketed gradient exchanges that backward does not hide.
 
-    `share` is the ratio of bytes on the network to those of the gradients.
+    `share` is the ratio of bytes on the network to those of the gradients, and `stretch` the factor by which backward
+    takes longer because it also waits for the exchanges of another group.
     """
     now = end = size = travelling = 0.0
     limit = FIRST_BUCKET
     for piece, seconds in zip(reversed(stage.pieces), reversed(stage.backwards), strict=True):
-        now += seconds
+        now += seconds * stretch
         size += piece.gradient_bytes * share
         if size >= limit * min(1.0, share) or piece is stage.pieces[0]:
             cost = all_reduce(size, group) if size else 0.0
