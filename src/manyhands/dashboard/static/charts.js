@@ -1,6 +1,6 @@
 // Charts on a canvas (uPlot), with a legend that the keyboard reaches, and the numbers as a table for who cannot see them.
 import { spansDecades } from "./curves.js";
-import { bytes, fill, h, moment, number, plural, seconds } from "./dom.js";
+import { byteRate, bytes, fill, h, moment, number, plural, seconds } from "./dom.js";
 import { csv, picture, save } from "./download.js";
 
 const COLOURS = 8;
@@ -80,7 +80,7 @@ export class Chart {
       {
         width: this.canvas.clientWidth || 480, height: this.height, series, bands,
         scales: { x: this.doublings ? { time: false, distr: 3, log: 2 } : { time: this.time, distr: this.logX ? 3 : 1, range: (_, low, high) => this.#range(low, high) }, y: scale },
-        axes: [{ ...axis, label: this.time ? undefined : this.x, labelSize: 16, size: 30, labelFont: axis.font, ...this.#steps() }, { ...axis, size: (_, words) => 16 + 6.5 * Math.max(4, ...(words ?? []).map((one) => one.length)), incrs: this.format === bytes ? DOUBLES : undefined, values: (_, splits) => told(splits, this.format) }],
+        axes: [{ ...axis, label: this.time ? undefined : this.x, labelSize: 16, size: 30, labelFont: axis.font, ...this.#steps() }, { ...axis, size: (_, words) => 16 + 6.5 * Math.max(4, ...(words ?? []).map((one) => one.length)), incrs: [bytes, byteRate].includes(this.format) ? DOUBLES : undefined, values: (_, splits) => told(splits, this.format) }],
         legend: { show: false }, cursor: { points: { size: 6 }, drag: { x: true, y: false } },
         hooks: { draw: [(plot) => this.#mark(plot)], setCursor: [(plot) => this.#values(plot.cursor.idx)], setSelect: [(plot) => { if (plot.select.width > 0) this.zoomed = true; }] },
       },
