@@ -7,6 +7,7 @@ const COLOURS = 8;
 const HEIGHT = 220;
 const live = new Set();
 const DOUBLES = Array.from({ length: 60 }, (_, power) => 2 ** power);
+const WHOLE = Array.from({ length: 40 }, (_, place) => [1, 2, 5][place % 3] * 10 ** Math.floor(place / 3));
 const SPANS = [1e-3, 1e-2, 0.1, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 43200, 86400, 172800, 604800];
 
 const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
@@ -104,7 +105,7 @@ export class Chart {
   #steps() {
     if (this.names) return { splits: () => this.names.map((_, place) => place), values: () => this.names };
     if (this.xFormat === seconds) return { incrs: SPANS, values: (_, splits) => told(splits, seconds) };
-    return this.time ? {} : { values: (_, splits) => told(splits, short) };
+    return this.time ? {} : { incrs: ["step", "trial"].includes(this.x) ? WHOLE : undefined, values: (_, splits) => told(splits, short) };
   }
 
   // Dots at the edge of a chart would be cut, and a single moment has no width.
