@@ -97,17 +97,21 @@ def write_everything(folder: Path) -> list[str]:
     space = {"lr": mh.tuning.loguniform(1e-3, 1e-1), "kind": mh.tuning.choice("a", "b")}
     mh.tune(task, space, trials=6, epochs=1, on="cpu", name="first", folder=folder / "studies", **quiet)
     mh.ensemble(task, members=2, epochs=1, on="cpu", name="seeds", folder=folder / "studies", **quiet)
-    runs = folder / "runs"
-    mh.fit(task, mh.Placed({"0": 0, "2": 1}), on="cpu*2", name="partitioned", folder=runs, **quiet)
-    write_run(runs / "long", 1000, 0)
-    write_broken_run(runs / "broken")
+    placed = mh.Placed({"0": 0, "2": 1})
+    mh.fit(task, placed, on="cpu*2", name="partitioned", folder=folder / "runs", **quiet)
     mh.plan(task, ["8 H100, $2/h", "8 A100, $1/h"]).log(folder / "plans" / "both")
     mh.profile(task, on="cpu", steps=2).log(folder / "profiles" / "first")
+    lists = ["studies", "ensembles", "plans", "profiles", "serving", "cluster"]
+    return [*write_logs(folder), *lists, "study?id=studies%2Ffirst", "run?id=runs%2Fpartitioned"]
+
+
+def write_logs(folder: Path) -> list[str]:
+    """Two runs and a server, without training; returns the addresses of their pages."""
+    write_run(folder / "runs" / "long", 1000, 0)
+    write_broken_run(folder / "runs" / "broken")
     write_server(folder / "logs" / "server")
-    one = [f"{page}?id={name}" for page, name in (("study", "studies%2Ffirst"), ("log", "logs%2Fserver"))]
-    shown = [f"run?id=runs%2F{name}" for name in ("partitioned", "long", "broken")]
-    lists = ["runs", "studies", "ensembles", "plans", "profiles", "serving", "cluster"]
-    return [*lists, *one, *shown, "compare?id=runs%2Flong&id=runs%2Fbroken&id=runs%2Fpartitioned"]
+    runs = ["runs%2Flong", "runs%2Fbroken"]
+    return ["runs", *(f"run?id={run}" for run in runs), f"compare?id={'&id='.join(runs)}", "log?id=logs%2Fserver"]
 
 
 def write_broken_run(path: Path) -> None:

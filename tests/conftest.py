@@ -42,7 +42,7 @@ BUDGETS = {
     "serving": 2.2,
     "vectorized": 1.0,
     "keras": 1.0,
-    "dashboard": 0.75,
+    "dashboard": 1.2,
     "test_package.py": 0.75,
     "test_examples.py": 4.0,
 }

@@ -38,10 +38,14 @@ def set_smoothing(page: Page, weight: float) -> None:
 
 
 def test_smoothing_is_an_exponential_average_and_is_kept(show: Callable[..., Page], tmp_path: Path) -> None:
-    a_long_run(tmp_path / "runs" / "first")
+    run = Written(tmp_path / "runs" / "first")
+    run.start()
+    run.steps({step: 2.0 if step % 2 else 1.0 for step in range(1, 41)})
+    for epoch, value in enumerate((3.0, 2.0, 1.0)):
+        run.say("epoch", epoch=epoch, step=10 * epoch + 10, metrics={"valid_loss": value}, losses={})
     page = show("run?id=runs%2Ffirst")
     raw = data_of(page, "Loss")[1]
-    assert raw == [2.0, 1.0] * 4
+    assert raw == [2.0, 1.0] * 20
     set_smoothing(page, 0.5)
     _, smooth, beside = data_of(page, "Loss")
     expected, last = [], 0.0
@@ -50,10 +54,13 @@ def test_smoothing_is_an_exponential_average_and_is_kept(show: Callable[..., Pag
         expected.append(last / (1 - 0.5**num))
     assert smooth == pytest.approx(expected)
     assert beside == raw
+    # An average of few points would only be late.
+    assert data_of(page, "Validation loss")[1:] == [[3.0, 2.0, 1.0]]
     page.reload()
     assert data_of(page, "Loss")[1] == pytest.approx(expected)
     set_smoothing(page, 0)
     assert data_of(page, "Loss")[1:] == [raw]
+    run.close()
 
 
 def test_x_axis_is_step_epoch_or_time_since_the_start(show: Callable[..., Page], tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.dashboard import opened, violations
 from playwright.sync_api import Page, expect
 
 import manyhands as mh
@@ -270,7 +271,18 @@ def test_every_page_loads_with_accessible_names(show: Callable[..., Page], tmp_p
     page.keyboard.press("4")
     expect(page.locator("main")).to_contain_text("mean")
     expect(page.get_by_role("region", name="Members").last.locator("tbody tr")).to_have_count(2)
-    page.goto(f"{page.url.partition('#')[0]}#/study?id=unknown")
+    # The audit of the widest and of the narrowest window, in both themes.
+    url = page.url.partition("#")[0]
+    addresses = [*(title.lower() for title in titles), "study?id=studies%2Ffirst", "run?id=runs%2Fpartitioned"]
+    found = []
+    for width, height in ((390, 844), (1280, 800)):
+        page.set_viewport_size({"width": width, "height": height})
+        for address in addresses:
+            opened(page, url, address)
+            found += [(address, width, each) for each in violations(page)]
+        page.keyboard.press("t")
+    assert found == []
+    page.goto(f"{url}#/study?id=unknown")
     page.get_by_role("link", name="Show all").click()
     expect(page.get_by_role("link", name="studies/first")).to_be_visible()
 

@@ -181,7 +181,7 @@ class RunFolder(LogSource):
 
     def detail(self) -> dict[str, Any]:
         speed = self.progress.speed
-        speeds = {"speed": {"steps a second": speed} if len(speed) else {}}
+        speeds = {"speed": {"steps per second": speed} if len(speed) else {}}
         series = {**self.curves.series(), **speeds, **self.ranks.series()}
         return {
             **self.summary(),

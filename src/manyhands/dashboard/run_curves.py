@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from typing import Any
 
 from ..core import fields
@@ -13,7 +12,6 @@ MOST_CURVES = 1000
 """Maximum number of curves that are kept per run; a curve takes up to 48 KiB."""
 MOST_GAPS = 100
 """Maximum number of steps per curve that are kept of those at which the curve was not finite; the first ones."""
-NOT_FINITE = re.compile(r"LossNotFinite: (.{1,300}?) became \S{1,20} at step ([0-9]{1,8});")
 LEAST_SECONDS = 0.2
 """Minimum seconds over which throughput is measured, because times of close events are too imprecise."""
 
@@ -52,11 +50,6 @@ class RunCurves:
 
     def on_skipped(self, entry: dict[str, Any]) -> None:
         self._note_gap("gradient", entry["step"])
-
-    def on_failed(self, entry: dict[str, Any]) -> None:
-        # The loss that ended a run is in no other event.
-        if match := NOT_FINITE.search(entry["reason"]):
-            self._note_gap(match[1], int(match[2]))
 
     def on_epoch(self, entry: dict[str, Any]) -> None:
         for name, value in entry["metrics"].items():

@@ -1,12 +1,13 @@
 // Charts on a canvas (uPlot), with a legend that the keyboard reaches, and the numbers as a table for who cannot see them.
 import { spansDecades } from "./curves.js";
-import { bytes, fill, h, moment, number, plural, seconds } from "./dom.js";
+import { byteRate, bytes, fill, h, moment, number, plural, seconds } from "./dom.js";
 import { csv, picture, save } from "./download.js";
 
 const COLOURS = 8;
 const HEIGHT = 220;
 const live = new Set();
 const DOUBLES = Array.from({ length: 60 }, (_, power) => 2 ** power);
+const WHOLE = Array.from({ length: 40 }, (_, place) => [1, 2, 5][place % 3] * 10 ** Math.floor(place / 3));
 const SPANS = [1e-3, 1e-2, 0.1, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 43200, 86400, 172800, 604800];
 
 const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
@@ -80,7 +81,7 @@ export class Chart {
       {
         width: this.canvas.clientWidth || 480, height: this.height, series, bands,
         scales: { x: this.doublings ? { time: false, distr: 3, log: 2 } : { time: this.time, distr: this.logX ? 3 : 1, range: (_, low, high) => this.#range(low, high) }, y: scale },
-        axes: [{ ...axis, label: this.time ? undefined : this.x, labelSize: 16, size: 30, labelFont: axis.font, ...this.#steps() }, { ...axis, size: (_, words) => 16 + 6.5 * Math.max(4, ...(words ?? []).map((one) => one.length)), incrs: this.format === bytes ? DOUBLES : undefined, values: (_, splits) => told(splits, this.format) }],
+        axes: [{ ...axis, label: this.time ? undefined : this.x, labelSize: 16, size: 30, labelFont: axis.font, ...this.#steps() }, { ...axis, size: (_, words) => 16 + 6.5 * Math.max(4, ...(words ?? []).map((one) => one.length)), incrs: [bytes, byteRate].includes(this.format) ? DOUBLES : undefined, values: (_, splits) => told(splits, this.format) }],
         legend: { show: false }, cursor: { points: { size: 6 }, drag: { x: true, y: false } },
         hooks: { draw: [(plot) => this.#mark(plot)], setCursor: [(plot) => this.#values(plot.cursor.idx)], setSelect: [(plot) => { if (plot.select.width > 0) this.zoomed = true; }] },
       },
@@ -104,7 +105,7 @@ export class Chart {
   #steps() {
     if (this.names) return { splits: () => this.names.map((_, place) => place), values: () => this.names };
     if (this.xFormat === seconds) return { incrs: SPANS, values: (_, splits) => told(splits, seconds) };
-    return this.time ? {} : { values: (_, splits) => told(splits, short) };
+    return this.time ? {} : { incrs: ["step", "trial"].includes(this.x) ? WHOLE : undefined, values: (_, splits) => told(splits, short) };
   }
 
   // Dots at the edge of a chart would be cut, and a single moment has no width.

@@ -57,6 +57,10 @@ export function bytes(value, digits = 3) {
   return `${number(value / 1024 ** power, digits)} ${units[power]}`;
 }
 
+export function byteRate(value, digits = 3) {
+  return `${bytes(value, digits)}/s`;
+}
+
 export function seconds(value, digits = 3) {
   if (value === null || value === undefined) return "–";
   if (value === 0) return "0 s";

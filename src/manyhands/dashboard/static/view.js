@@ -5,6 +5,8 @@ import { h, seconds } from "./dom.js";
 const AXES = { step: { x: "step" }, epoch: { x: "epoch" }, time: { x: "time since the start", xFormat: seconds } };
 const CLOCKS = { epoch: "epochs", time: "seconds" };
 const MOST = 0.99;
+// Curves with fewer points, such as one per epoch, are not smoothed: an average would only be late.
+const LEAST_POINTS = 25;
 
 export class CurveView {
   constructor(onchange) {
@@ -46,7 +48,7 @@ export class CurveView {
 
   #drawn({ x, mean, low, high }, map) {
     const moved = this.shown === "step" ? x : x.map(map);
-    if (!this.weight) return low ? { x: moved, mean, low, high } : { x: moved, mean };
+    if (!this.weight || x.length < LEAST_POINTS) return low ? { x: moved, mean, low, high } : { x: moved, mean };
     return { x: moved, mean: smoothed(mean, this.weight), raw: mean };
   }
 }

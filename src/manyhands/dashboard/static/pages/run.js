@@ -1,7 +1,7 @@
 // One run: curves, ranks, time line, the network in pieces.
 import { Charts } from "../charts.js";
 import { byKind, byName } from "../curves.js";
-import { bytes, facts, fill, get, h, link, missing, moment, number, seconds, state, table, unreadable, unseen, value } from "../dom.js";
+import { byteRate, bytes, facts, fill, get, h, link, missing, moment, number, seconds, state, table, unreadable, unseen, value } from "../dom.js";
 import { bars, pieces, timeline } from "../drawings.js";
 import { CurveView } from "../view.js";
 
@@ -79,7 +79,7 @@ export function open(host, [id], store) {
     hostCharts.update({
       "CPU and GPU": { curves: share, time: true, format: (one, digits) => `${number(one, digits)}%` },
       "Memory in use": { curves: memory, time: true, format: bytes },
-      Network: { curves: network, time: true, format: (one, digits) => `${bytes(one, digits)}/s` },
+      Network: { curves: network, time: true, format: byteRate },
     });
   }
 

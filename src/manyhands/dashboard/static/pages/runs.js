@@ -95,7 +95,7 @@ function described(runs, store, choose) {
     ["strategy", (run) => run.strategy, { key: "strategy", narrow: true }],
     ["devices", (run) => String(run.devices.length), { num: true }],
     ["faults", (run) => (run.faults ? h("span", { class: "fault" }, String(run.faults)) : "0"), { key: "faults", num: true }],
-    ["began", (run) => moment(run.began), { key: "began" }],
+    ["began", (run) => h("span", { title: moment(run.began) }, moment(run.began).slice(0, 16)), { key: "began" }],
     ["lasted", (run) => seconds(run.lasted), { key: "lasted", num: true, extra: true }],
     ["tags", (run) => run.tags.map((tag) => h("span", { class: "tag" }, tag)), { extra: !runs.some((run) => run.tags.length) }],
     ["notes", (run) => run.notes, { wide: true, extra: true }],
