@@ -30,7 +30,7 @@ BUDGETS = {
     "data": 1.5,
     "launcher": 2.3,
     "distributed": 0.7,
-    "recovery": 3.8,
+    "recovery": 5.5,
     "sync": 1.5,
     "strategies": 3.5,
     "parameter_server": 2.0,

@@ -21,7 +21,7 @@ from manyhands.testing import NamespaceHosts
 from tests.etcd import Etcd
 
 pytestmark = pytest.mark.root
-STEPS = 240
+STEPS = 360
 FAILOVER_SECONDS = 15.0
 
 

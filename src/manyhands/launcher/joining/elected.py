@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import selectors
 import socket
@@ -147,7 +148,9 @@ class ElectedCoordinator(HostsCoordinator):
 
         def record(rank: int, entry: Event) -> None:
             on_event(rank, entry)
-            self._join_listener.send_now("log", entry=entry)
+            # The copies of the log lack an event that is too large for a message.
+            with contextlib.suppress(RunError):
+                self._join_listener.send_now("log", entry=entry)
 
         host, listener = self._here.host, self._join_listener
         elected = event(
