@@ -242,6 +242,9 @@ def test_tables_scroll_and_pages_do_not(show: Callable[..., Page], tmp_path: Pat
             page.goto(f"{page.url.partition('#')[0]}#/{where}")
             page.reload()
             expect(page.locator(".scroll, .facts").first).to_be_visible()
+            if where == "runs":
+                page.get_by_text("Columns", exact=True).click()
+                expect(page.get_by_role("checkbox", name="a_long_name_of_a_parameter_9")).to_be_visible()
             until(page, "document.documentElement.scrollWidth <= innerWidth")
             clipped = """() => [...document.querySelectorAll('table')].filter((t) => {
               const host = t.closest('.scroll'); return !host || getComputedStyle(host).overflowX !== 'auto'
