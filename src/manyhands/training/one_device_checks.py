@@ -105,18 +105,22 @@ def keeps_state(task: Task, spec: StrategySpec, plan: Plan, whole: Record, world
     How many parts of a step each worker of parameter servers computes is not fixed, and it may be called first in a
     later step. The second step is repeated here as a first call would compute it.
     """
-    built: list[nn.Module] = []
+    make, built = task.model, list[nn.Module]()
     undo: list[Callable[[], None]] = []
     changed: list[str] = []
 
     def build() -> nn.Module:
-        built.append(task.model())
+        built.append(make())
         return built[-1]
 
     def begin(step: int) -> None:
         if step == 0:
             attributes = Attributes(built[-1])
-            undo[:] = [lambda: changed.extend(attributes.changed()), attributes.put_back, remember_held(task.loss)]
+            undo[:] = [
+                lambda: changed.extend(attributes.changed()),
+                attributes.put_back,
+                remember_held(task.loss, task.model),
+            ]
         else:
             for one in undo:
                 one()
