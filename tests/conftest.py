@@ -91,6 +91,7 @@ VERIFIED = (
     "test_odd_networks",
     "test_carried_state",
     "test_idioms",
+    "test_repositories",
     "test_fit",
     "test_run",
     "test_matrix",

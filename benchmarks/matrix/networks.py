@@ -50,6 +50,12 @@ def _habits() -> Registry:
     return HABITS
 
 
+def _repositories() -> Registry:
+    from .repositories import REPOSITORIES
+
+    return REPOSITORIES
+
+
 def _modules() -> Registry:
     from .modules import module_registry
 
@@ -82,6 +88,7 @@ KINDS: dict[str, Callable[[], Registry]] = {
     "idiom": _idioms,
     "script": _scripts,
     "habit": _habits,
+    "repository": _repositories,
     "optimizer": _optimizers,
     "module": _modules,
     "transformers": _architectures,

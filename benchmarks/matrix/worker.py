@@ -40,6 +40,7 @@ PRELOAD = [
     "benchmarks.matrix.idioms",
     "benchmarks.matrix.modules",
     "benchmarks.matrix.networks",
+    "benchmarks.matrix.repositories",
     "benchmarks.matrix.research",
     "benchmarks.matrix.scripts",
     "benchmarks.matrix.stages",

@@ -59,7 +59,9 @@ from .module_state import (
     is_scripted,
     remember_buffers,
     remember_state,
+    require_own_memory,
     require_tensor_state,
+    saves_all,
     set_training,
     unsaved_buffers,
 )
@@ -211,6 +213,8 @@ __all__ = [
     "remember_buffers",
     "is_scripted",
     "remember_state",
+    "require_own_memory",
+    "saves_all",
     "require_tensor_state",
     "restore_random_state",
     "LayoutFree",

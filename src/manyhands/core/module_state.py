@@ -10,9 +10,11 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from enum import Enum
 from functools import cache
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from .errors import TaskError
+from .iterators import copied_iterator, is_iterator, iterator_state
 
 if TYPE_CHECKING:
     import torch
@@ -110,6 +112,46 @@ def require_tensor_state(model: nn.Module) -> None:
             )
 
 
+def saves_all(model: nn.Module) -> bool:
+    """Return whether `state_dict`, which a network may override, contains every parameter and saved buffer."""
+    unsaved = unsaved_buffers(model)
+    names = [name for name, _ in (*model.named_parameters(), *model.named_buffers()) if name not in unsaved]
+    return set(names) <= set(model.state_dict())
+
+
+def _overlapping(model: nn.Module) -> list[str]:
+    """Return the names of two parameters that have memory in common, as after `head.weight.data = embed.weight.data`.
+
+    Parameters that are one object, as tied weights usually are, do not count. Empty if there are none.
+    """
+    import torch
+
+    memory: dict[int, list[tuple[int, int, str]]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta or not torch._C._has_storage(parameter) or not parameter.numel():
+            continue
+        steps = zip(parameter.shape, parameter.stride(), strict=True)
+        first = int(parameter.storage_offset()) * parameter.itemsize
+        last = first + parameter.itemsize * sum(int((n - 1) * step) for n, step in steps)
+        memory.setdefault(parameter.untyped_storage()._cdata, []).append((first, last, name))
+    for held in memory.values():
+        held.sort()
+        for (_, last, name), (first, _, other) in pairwise(held):
+            if first <= last:
+                return [name, other]
+    return []
+
+
+def require_own_memory(model: nn.Module) -> None:
+    """Raise if two parameters have memory in common, which is not so any more where they are split, sent or stacked."""
+    if names := _overlapping(model):
+        raise TaskError(
+            "parameters that are split, sent or stacked must not have memory in common",
+            got=f"{names[0]} and {names[1]}, two parameters with the same memory (.data = ...)",
+            remedy="assign one parameter to both modules (head.weight = embed.weight), or use mh.Mirrored()",
+        )
+
+
 def is_scripted(module: nn.Module) -> bool:
     """Return whether a module is TorchScript, whose forward and tensors Python code cannot replace."""
     return any(kind.__module__.startswith("torch.jit") for kind in type(module).__mro__)
@@ -164,31 +206,59 @@ class Attributes:
         # Lazy modules, whose class changes, get their sizes in the first forward.
         self._modules = [(name, module, type(module)) for name, module in model.named_modules()]
         self._held = [dict(self._own(module)) for _, module, _ in self._modules]
+        self._iterators = [
+            {name: copied_iterator(value) for name, value in own.items() if is_iterator(value)} for own in self._held
+        ]
+        kinds = dict.fromkeys(kind for _, _, own in self._modules for kind in own.__mro__ if not _is_of_library(kind))
+        self._of_classes = [
+            (kind, name, value)
+            for kind in kinds
+            for name, value in vars(kind).items()
+            if isinstance(value, int | float)
+        ]
         values = [held for own in self._held for held in own.values()]
         self._contents = Contents(values, without=[*model.modules(), *model.parameters(), *model.buffers()])
 
     def changed(self) -> list[str]:
-        """Return the paths of attributes that were set, changed or deleted since the snapshot."""
-        return [
-            f"{path}.{name}".removeprefix(".")
-            for (path, module, kind), held in zip(self._modules, self._held, strict=True)
-            for name in {**held, **dict(self._own(module))}
-            if type(module) is kind and not self._is_same(vars(module).get(name, self), held.get(name, self))
+        """Return the paths of attributes that were set, changed, deleted or advanced since the snapshot."""
+        found = [
+            f"{kind.__name__}.{name}" for kind, name, value in self._of_classes if vars(kind).get(name) is not value
         ]
+        for (path, module, kind), held in zip(self._modules, self._held, strict=True):
+            names = {**held, **dict(self._own(module))} if type(module) is kind else {}
+            found += [
+                f"{path}.{name}".removeprefix(".")
+                for name in names
+                if not self._is_same(vars(module).get(name, self), held.get(name, self))
+            ]
+        return list(dict.fromkeys((*found, *self.advanced())))
+
+    def advanced(self) -> list[str]:
+        """Return the paths of random generators and iterators that have advanced since the snapshot."""
+        found = []
+        for (path, module, _), held, iterators in zip(self._modules, self._held, self._iterators, strict=True):
+            for name, value in held.items():
+                is_same = not _is_generator(value) or self._contents.is_same(value)
+                if name in iterators:
+                    is_same = iterator_state(vars(module).get(name)) == iterator_state(iterators[name])
+                if not is_same:
+                    found.append(f"{path}.{name}".removeprefix("."))
+        return found
 
     def put_back(self) -> None:
         """Restore the attributes of the snapshot, and delete those that were added since."""
-        for (_, module, kind), held in zip(self._modules, self._held, strict=True):
+        for (_, module, kind), held, iterators in zip(self._modules, self._held, self._iterators, strict=True):
             if type(module) is not kind:
                 continue
             for name in [name for name, _ in self._own(module) if name not in held]:
                 del vars(module)[name]
             vars(module).update(held)
+            vars(module).update({name: copied_iterator(value) for name, value in iterators.items()})
         self._contents.put_back()
 
     def _own(self, module: nn.Module) -> Iterator[tuple[str, Any]]:
         for name, value in _variables(module).items():
-            if isinstance(value, PLAIN) or _may_change(value):
+            if isinstance(value, PLAIN) or _may_change(value) or is_iterator(value):
                 yield name, value
 
     def _is_same(self, now: Any, before: Any) -> bool:

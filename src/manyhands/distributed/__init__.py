@@ -18,6 +18,7 @@ from .control_channel import (
 from .devices import Device, devices, held_now, num_cores, place_of, resolve, this_host
 from .fake_world import FakeWorld
 from .hangs import STEP, HangReport
+from .hidden_group import hidden_process_group
 from .links import MeasuredLink, Reach, measured, reach, serving
 from .messages import Opaque, is_plain, message
 from .network import (
@@ -95,6 +96,7 @@ __all__ = [
     "enter_world",
     "frame",
     "groups_along",
+    "hidden_process_group",
     "innermost",
     "interface_of",
     "is_loopback",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextvars
 import dataclasses
 import functools
+import importlib
 import inspect
 import io
 import mmap
@@ -36,6 +37,9 @@ class _OutOfBandPickler(cloudpickle.Pickler):  # type: ignore[misc]
             return _tensor, (pickle.PickleBuffer(raw), data.dtype, tuple(data.shape), obj.requires_grad)
         if isinstance(obj, _OPERATIONS):
             return _operation, (_path_of(obj),)
+        if obj is torch.classes:
+            # A function that uses a name `classes`, as in `self.classes`, seems to refer to this module.
+            return importlib.import_module, ("torch.classes",)
         return super().reducer_override(obj)
 
 

@@ -40,6 +40,8 @@ from .local_updates import own_part
 Probe = Callable[[nn.Module, Callable[[Any], Any]], Any]
 TOLERANCE = 1e-5
 """Maximum relative difference between the parts' combined value and the whole batch's."""
+ROUNDINGS = 16
+"""Roundings of a value that are not a difference."""
 MORE_TRIALS = 6
 """How many further trials decide how a buffer that changes is updated."""
 
@@ -214,6 +216,8 @@ class _BufferTrial:
     whole: dict[str, Tensor]
     parts: list[dict[str, Tensor]]
     sizes: tuple[int, int]
+    units: dict[str, float]
+    """Rounding relative to the size of a buffer's values; 0 for whole numbers."""
 
     @classmethod
     def of(
@@ -245,17 +249,19 @@ class _BufferTrial:
                 parts.append(after(part))
             finally:
                 put_back()
-        return cls(old, after(np.arange(rows)), parts, (split, rows - split))
+        held = dict(model.named_buffers())
+        units = {name: _unit(held[name]) for name in names}
+        return cls(old, after(np.arange(rows)), parts, (split, rows - split), units)
 
     def changes(self, name: str) -> bool:
         return any(not torch.equal(self.old[name], after[name]) for after in (self.whole, *self.parts))
 
     def is_same(self, name: str) -> bool:
-        return all(_close(self.whole[name], part[name]) for part in self.parts)
+        return all(self._close(name, self.whole[name], part[name]) for part in self.parts)
 
     def is_mean(self, name: str) -> bool:
         weighted = [part[name] * size for part, size in zip(self.parts, self.sizes, strict=True)]
-        return _close(self.whole[name], (weighted[0] + weighted[1]) / sum(self.sizes))
+        return self._close(name, self.whole[name], (weighted[0] + weighted[1]) / sum(self.sizes))
 
     def kept(self, name: str) -> Tensor:
         """Return what remains of the old value in each part, if the update is a sum."""
@@ -272,8 +278,19 @@ class _BufferTrial:
         return round(found, 5) if abs(found - round(found, 5)) < 2e-6 else found
 
     def is_sum(self, name: str, decay: float) -> bool:
-        largest = max(float(part[name].abs().amax()) for part in (*self.parts, self.whole, self.old))
-        return bool((self.kept(name) - decay * self.old[name]).abs().amax() <= TOLERANCE * largest)
+        return self._close(name, self.kept(name), decay * self.old[name])
+
+    def _close(self, name: str, a: Tensor, b: Tensor) -> bool:
+        """Return whether two values are equal up to rounding, measured by how far the trial changed the buffer.
+
+        After many steps a counter or an average is much larger than what a batch adds to it.
+        """
+        if not a.numel():
+            return True
+        old, after = self.old[name], [self.whole[name], *(part[name] for part in self.parts)]
+        change = max(float((value - old).abs().amax()) for value in after)
+        largest = max(float(value.abs().amax()) for value in (old, *after))
+        return bool((a - b).abs().amax() <= TOLERANCE * change + self.units[name] * largest)
 
 
 def _rule(model: nn.Module, name: str, trials: Sequence[_BufferTrial]) -> BufferRule:
@@ -336,6 +353,7 @@ def _rows_of(batch: Any, rows: int, part: NDArray[np.int64]) -> Any:
     return tree_map_only(Tensor, lambda t: t[chosen.to(t.device)] if t.dim() and len(t) == rows else t, batch)
 
 
-def _close(a: Tensor, b: Tensor) -> bool:
-    largest = torch.maximum(a.abs(), b.abs()).amax() if a.numel() else 0.0
-    return bool(((a - b).abs() <= TOLERANCE * largest).all())
+def _unit(tensor: Tensor) -> float:
+    """Return how much rounding may change a value of a buffer, relative to its size."""
+    is_rounded = tensor.is_floating_point() or tensor.is_complex()
+    return min(ROUNDINGS * torch.finfo(tensor.dtype).eps, TOLERANCE) if is_rounded else 0.0

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from ..core import (
     DATA_AXES,
+    Attributes,
     StrategyError,
     StrategySpec,
     TaskError,
@@ -24,6 +25,7 @@ from ..core import (
     parameters_of,
     random_state,
     remember_state,
+    require_own_memory,
     restore_random_state,
 )
 from ..distributed import World
@@ -77,6 +79,8 @@ def make_replica(
     if spec.servers:
         refuse_hooks(hooks)
     make_optimizer = _with_attributes(model, make_optimizer)
+    if spec.servers or set(spec.axes) - {"replicas"}:
+        require_own_memory(model)
     if spec.precision == "fp64":
         model = in_double(model)
     if world.size > 1 or spec.servers:
@@ -249,7 +253,11 @@ def allocate(model: nn.Module, device: torch.device) -> None:
             for name, tensor in own.items():
                 if tensor is not None:
                     held.setdefault(id(tensor), []).append((own, name))
+    # A module may convert plain tensors in its own `_apply`, too: they have values already.
+    attributes = Attributes(model)
     model.to_empty(device=device)
+    attributes.put_back()
+    model.to(device)
     for (first, name), *others in held.values():
         for own, other in others:
             own[other] = first[name]

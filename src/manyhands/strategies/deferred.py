@@ -96,11 +96,14 @@ class Deferred:
     def __init__(self, model: nn.Module, noting: _Noting, states: dict[str, Tensor]) -> None:
         self.model, self._noting, self._states = model, noting, states
         self._names: dict[int, list[tuple[str, _Ref]]] = {}
+        parameters: dict[int, str] = {}
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             ref = noting.ref(tensor)
             if tensor.is_meta and ref.key not in noting.known:
                 raise CannotDefer(f"{name} was made on the meta device")
             self._names.setdefault(ref.key, []).append((name, ref))
+            if isinstance(tensor, nn.Parameter) and parameters.setdefault(ref.key, name) != name:
+                raise CannotDefer(f"{parameters[ref.key]} and {name} may have the same memory")
         self._brought = {
             noting.ref(tensor).key: tensor.detach()
             for tensor in (*model.parameters(), *model.buffers())
@@ -160,6 +163,7 @@ class _Noting(TorchDispatchMode):
         """Storages that recorded operations create."""
         self.held: dict[int, Tensor] = {}
         """A tensor of every storage: supplies values from elsewhere, and keeps the address from being reused."""
+        self._seed = torch.initial_seed()
 
     def ref(self, tensor: Tensor) -> _Ref:
         """Return a tensor's position in its storage."""
@@ -197,9 +201,16 @@ class _Noting(TorchDispatchMode):
         overwrites = func._schema.name.rpartition("::")[2] in OVERWRITES
         read = keys - {ref.key for ref in written} if overwrites else keys
         draws = torch.Tag.nondeterministic_seeded in func.tags
+        if draws:
+            self.require_seed()
         self.notes.append(_Note(func, noted_args, noted_kwargs, new, written, read, draws))
         self.known.update(ref.key for ref in new if ref is not None)
         return made
+
+    def require_seed(self) -> None:
+        """Raise if the model function has seeded torch's generator, which a replay would not repeat."""
+        if torch.initial_seed() != self._seed:
+            raise CannotDefer("the model function seeds torch's generator")
 
     def _done(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], written: set[int]) -> Any:
         if not tensors:
@@ -226,6 +237,7 @@ def _truncated(noting: _Noting) -> Iterator[None]:
             ref, is_real = noting.ref(tensor), not tensor.is_meta
         if is_real:
             tensor.detach().zero_()  # code that reads it finds zeros until the replay
+        noting.require_seed()
         noting.notes.append(_Note(original, (ref, *args), kwargs, [None], [ref], set(), draws=True))
         return tensor
 

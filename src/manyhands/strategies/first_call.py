@@ -77,6 +77,8 @@ def calling(
         with torch.enable_grad(), scope, looks, on_gradients(refuse_gradients), untraceable(), _no_host_draws(model):
             value = probe(model, lambda batch: batch)
             if changed := attributes.changed():
+                if advanced := attributes.advanced():
+                    raise _has_memory(advanced)
                 count = len(calls)
                 restore_random_state(states, device)
                 put_back()
@@ -138,12 +140,15 @@ def _require_no_memory(changed: list[str], first: Any, second: Any) -> None:
     """Raise if a second forward with equal inputs gives another loss, because the first one set attributes."""
     one, two = (loss.total if isinstance(loss, Mean) else loss for loss in (first, second))
     if isinstance(one, Tensor) and not torch.equal(one, two):
-        raise StrategyError(
-            "a partitioned network is traced, and the trace does not contain attributes that one "
-            "forward sets for the next",
-            got=", ".join(changed[:3]),
-            remedy="register it as a buffer (register_buffer), pass it as an input, or use mh.Mirrored()",
-        )
+        raise _has_memory(changed)
+
+
+def _has_memory(attributes: list[str]) -> StrategyError:
+    return StrategyError(
+        "a partitioned network is traced, and the trace does not contain attributes that one forward sets for the next",
+        got=", ".join(attributes[:3]),
+        remedy="register it as a buffer (register_buffer), pass it as an input, or use mh.Mirrored()",
+    )
 
 
 class _CallSeen(Exception):

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..core import StrategyError, each_of, nested_in, random_state, restore_random_state
+from ..core import StrategyError, each_of, nested_in, parameters_of, random_state, restore_random_state
 from ..distributed import World
 from .local_updates import BY_ELEMENT, on_own_parts
 
@@ -223,14 +223,18 @@ def odd_slots(optimizer: Optimizer) -> list[str]:
     return sorted(found)
 
 
-def stateless_copy(optimizer: Optimizer) -> Optimizer:
+def stateless_copy(optimizer: Optimizer, *, has_values: bool = True) -> Optimizer:
     """Return another optimizer of the same kind and settings, without state.
 
-    Its attributes, such as a generator or averages, are copies, so its steps do not change the original.
+    Its attributes, such as a generator or averages, are copies, so its steps do not change the original. Without
+    `has_values`, parameters in attributes, such as those of layers, are on the meta device, so that steps which look
+    at them directly fail in place of changing them.
     """
     twin: Optimizer = object.__new__(type(optimizer))
     twin.__dict__.update(optimizer.__dict__)
-    memo = {id(p): p for group in optimizer.param_groups for p in group["params"]} | {id(optimizer): twin}
+    held = parameters_of(optimizer)
+    memo: dict[int, Any] = {id(p): p if has_values else nn.Parameter(p.detach().to("meta")) for p in held}
+    memo[id(optimizer)] = twin
     known = vars(Optimizer([torch.zeros(1)], {}))
     for name, value in optimizer.__dict__.items():
         if name not in known:
@@ -298,7 +302,7 @@ def _walk(
     slots: list[dict[str, Any]] | None = None,
 ) -> Any:
     parameters = [nn.Parameter(tensor.clone()) for tensor in start]
-    twin = stateless_copy(optimizer)
+    twin = stateless_copy(optimizer, has_values=False)
     # A schedule may start with a learning rate of 0, which would hide the update.
     rate = {} if float(group.get("lr", 1.0)) else {"lr": 0.1}
     twin.param_groups = [{**group, **rate, "params": parameters}]

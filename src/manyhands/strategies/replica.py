@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..capture import CAPTURABLE, fuse_on_cpu, skips_on_device
-from ..core import StrategySpec, each_of
+from ..core import StrategySpec, each_of, saves_all
 from ..distributed import World
 from .buffers import Buffers
 from .local_updates import BY_ELEMENT, on_own_parts
@@ -272,7 +272,7 @@ class Replica:
 
     def load(self, whole: Mapping[str, Tensor], *, strict: bool = True) -> None:
         """Load whole tensors into the network, by the names of the original module."""
-        self.model.load_state_dict(self.parts(whole), strict=strict)
+        self.model.load_state_dict(self.parts(whole), strict=strict and saves_all(self.model))
 
     def parts(self, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return this rank's parts of the network's whole tensors, by name."""

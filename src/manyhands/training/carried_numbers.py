@@ -6,7 +6,9 @@ to count steps under accumulation; other numbers that differ from those of one d
 
 from __future__ import annotations
 
+import ast
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -15,7 +17,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .restored_objects import global_state
+from .restored_objects import ClassNumbers, GlobalNumbers, content_of, global_state, held_by, is_users_class
 
 Number = int | float
 NUM_SEARCHED = 2
@@ -27,15 +29,21 @@ _OF_COMPILER = "_torchdynamo"
 
 @dataclass(frozen=True)
 class NumberSlot:
-    """A place in an attribute, container or closure that holds a number."""
+    """A place in an attribute, container, class or closure that holds a number."""
 
     owner: Any
     key: Any
 
     def get(self) -> Any:
-        """Return the current number; None if it is not there any more."""
+        """Return the current number, of an `itertools.count` the next one; None if it is not there any more."""
+        value = self._content()
+        return _arguments(value)[0] if isinstance(value, itertools.count) else value
+
+    def _content(self) -> Any:
         if isinstance(self.owner, CellType):
             return self.owner.cell_contents
+        if isinstance(self.owner, type):
+            return vars(self.owner).get(self.key)
         try:
             return self.owner[self.key]
         except LookupError:
@@ -43,8 +51,13 @@ class NumberSlot:
 
     def put(self, value: Number) -> None:
         """Replace the number."""
+        counted = self._content()
+        if isinstance(counted, itertools.count):
+            value = itertools.count(value, *_arguments(counted)[1:])  # type: ignore[assignment]
         if isinstance(self.owner, CellType):
             self.owner.cell_contents = value
+        elif isinstance(self.owner, type):
+            setattr(self.owner, self.key, value)
         else:
             self.owner[self.key] = value
 
@@ -60,6 +73,8 @@ def number_slots(model: nn.Module, function: Callable[..., Any] | None = None) -
     found = dict(_of_modules(model))
     for path, slot in _of_function(function):
         found.setdefault(f"{path} of the loss", slot)
+    places = {(id(slot.owner), slot.key) for slot in found.values()}
+    found |= {path: slot for path, slot in _of_classes(model, function) if (id(slot.owner), slot.key) not in places}
     return found
 
 
@@ -69,6 +84,21 @@ def _of_modules(model: nn.Module) -> Iterator[tuple[str, NumberSlot]]:
         own = vars(module)
         for name in [name for name in own if name not in _TORCHS_OWN and not name.startswith(_OF_COMPILER)]:
             yield from _in(own, name, f"{prefix}{name}")
+
+
+def _of_classes(model: nn.Module, function: Any) -> Iterator[tuple[str, NumberSlot]]:
+    """Yield numbers that are kept by classes and by what their methods refer to, such as default arguments."""
+    kinds = dict.fromkeys(type(module) for module in model.modules())
+    for index, held in enumerate(held_by(function, *filter(is_users_class, kinds))):
+        if isinstance(held, ClassNumbers):
+            yield from ((f"{held.kind.__name__}.{name}", NumberSlot(held.kind, name)) for name in held.names())
+        elif isinstance(held, GlobalNumbers):
+            yield from ((f"{name} of the module", NumberSlot(held.variables, name)) for name in held.names)
+        elif isinstance(held, CellType):
+            if isinstance(content_of(held), Number):
+                yield f"variable {index} of a closure", NumberSlot(held, None)
+        elif type(held) in (dict, list):
+            yield from _in({"": held}, "", f"container {index} of a function or class")
 
 
 def _of_function(function: Any, depth: int = 2) -> Iterator[tuple[str, NumberSlot]]:
@@ -112,13 +142,19 @@ def _of_object(name: str, value: Any, depth: int) -> Iterator[tuple[str, NumberS
 
 def _in(owner: Any, key: Any, path: str) -> Iterator[tuple[str, NumberSlot]]:
     value = owner[key]
-    if isinstance(value, Number):
+    if isinstance(value, Number | itertools.count):
         yield path, NumberSlot(owner, key)
     elif type(value) in (dict, list):
         items = value.items() if isinstance(value, dict) else enumerate(value)
         for inner in [inner for inner, held in items if isinstance(held, Number)]:
             shown = f'"{inner}"' if isinstance(inner, str) else inner
             yield f"{path}[{shown}]", NumberSlot(value, inner)
+
+
+def _arguments(count: itertools.count[Any]) -> tuple[Number, ...]:
+    """Return the next number of a count and, unless it is one, the step."""
+    found: tuple[Number, ...] = ast.literal_eval(repr(count).removeprefix("count").replace(")", ",)"))
+    return found
 
 
 def numbers_of(slots: Mapping[str, NumberSlot]) -> dict[str, Number]:

@@ -11,7 +11,7 @@ from torch import nn
 
 from ..core import StrategySpec, Task, random_state, restore_random_state, set_training
 from ..data import check_source, first_dim, map_leaves, source_of
-from ..distributed import FakeWorld, World, current_world
+from ..distributed import FakeWorld, World, current_world, hidden_process_group
 from ..strategies import SplitTable, in_double, lay_out, optimizers_of, require_loss, sequence_notes, table_of
 from .hand import NUM_FOLLOWED
 from .memory import state_bytes
@@ -59,7 +59,7 @@ def layout_of(task: Task, model: nn.Module, spec: StrategySpec) -> tuple[Layout 
     if spec.tensor == 1:
         return None, 0.0
     batch, size = few_samples(task, spec)
-    with left_alone(task.loss):
+    with left_alone(task.loss, task.model), hidden_process_group():
         layout = _in_world(spec, lambda world: lay_out(model, spec, world, _probe(task, batch)))
     return layout, size / max(1, first_dim(batch)) / spec.num_parts
 
@@ -70,7 +70,7 @@ def _split_sequences(task: Task, model: nn.Module, spec: StrategySpec) -> list[s
         return []
     require_loss(spec, task.loss is not None)
     batch, _ = few_samples(task, spec)
-    with left_alone(task.loss):
+    with left_alone(task.loss, task.model), hidden_process_group():
         return sequence_notes(model, spec, _probe(task, batch))
 
 

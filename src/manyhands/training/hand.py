@@ -148,7 +148,7 @@ class Hand(Collectives):
             set_training(model)
         source = source_of(task)
         probe = probe_of(self, task.loss, source, check_source(source, task.batch_size))
-        with left_alone(task.loss):
+        with left_alone(task.loss, task.model):
             self.make_replica(model, task.make_optimizer, probe, look, None if deferred is None else deferred.fill)
         _built.add(model)
         self.current.clip = task.clip

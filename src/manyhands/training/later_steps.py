@@ -1,8 +1,9 @@
 """Compare further steps for differences that the first two may not show: other branches, and steps after many calls.
 
 A forward that reads values of tensors in Python may take another branch for other rows: it may, for example, iterate
-until a batch has converged. One that counts its calls may compute something else after a warm-up. Both are tried on one
-device, where a batch is computed in as many parts as under the strategy.
+until a batch has converged. One that compares values may choose other rows. One that counts its calls may compute
+something else after a warm-up. All are tried on one device, where a batch is computed in as many parts as under the
+strategy.
 """
 
 from __future__ import annotations
@@ -26,18 +27,22 @@ from .trial_rows import Plan, choose_rows
 from .trial_steps import Record, parts_of, take_steps
 from .verdict import Verdict
 
-NUM_PLANS = 12
-"""Number of further batches that are compared if a loss reads values."""
+NUM_PLANS, NUM_STEPS = 12, 4
+"""Number of further batches that are compared if a loss reads or compares values, and of those that are consecutive."""
 JUMPS = (10, 1_000, 100_000)
 """Steps by which counters are advanced."""
 MOST_SECONDS = 2.0
 _READS = frozenset({"item", "tolist", "numpy", "bool", "float", "int", "index", "is_nonzero", "equal", "allclose"})
+_COMPARES = frozenset(
+    {"gt", "ge", "lt", "le", "sign", "round", "floor", "ceil", "argmax", "argmin", "argsort", "sort", "topk"}
+)
+"""Operations with steps in their results, which a small difference of a threshold shows in few batches only."""
 Judge = Callable[[Task, Plan, Record, Record], Verdict]
 """Returns the verdict on the steps of a plan, given the records of whole batches and of batches in parts."""
 
 
 class _ValueReads(TorchFunctionMode):
-    """Detects whether a loss reads values of tensors in Python."""
+    """Detects whether a loss reads values of tensors in Python, or compares them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +62,8 @@ class _ValueReads(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        self.found[0] |= getattr(func, "__name__", "").strip("_") in _READS
+        name = getattr(func, "__name__", "").strip("_")
+        self.found[0] |= name in _READS or (name in _COMPARES and any(map(_is_real, args[:1])))
         return func(*args, **(kwargs or {}))
 
 
@@ -121,12 +127,16 @@ class _SplitSteps:
         return None
 
 
+def _is_real(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
 def _differs(ours: Record, theirs: Record) -> bool:
     return any(difference.is_real for difference in compare(ours, theirs))
 
 
 def _later_plans(task: Task, spec: StrategySpec, plan: Plan, alone: World) -> Iterator[Plan]:
-    """Yield plans of other rows if the loss reads values of tensors."""
+    """Yield plans of other rows if the loss reads or compares values of tensors."""
     source = source_of(task)
     if not isinstance(source, IndexedSource):
         return
@@ -134,8 +144,9 @@ def _later_plans(task: Task, spec: StrategySpec, plan: Plan, alone: World) -> It
     take_steps(alone, reads.watched(task), StrategySpec(), plan[:1])
     if reads.found[0]:
         batch_size = check_source(source, task.batch_size)
-        for number in range(1, NUM_PLANS + 1):
-            yield choose_rows(source, batch_size, parts_of(spec), task.seed + number, len(plan[0]))[:1]
+        for first in range(1, NUM_PLANS + 1, NUM_STEPS):
+            seeds = range(task.seed + first, task.seed + first + NUM_STEPS)
+            yield [choose_rows(source, batch_size, parts_of(spec), seed, len(plan[0]))[0] for seed in seeds]
 
 
 def _later_tasks(task: Task, whole: Record) -> Iterator[Task]:
@@ -165,9 +176,11 @@ def _counters(first: dict[str, Tensor], second: dict[str, Tensor]) -> Iterator[s
 
 
 def _advanced(task: Task, numbers: dict[str, Any], buffers: dict[str, Tensor], jump: int) -> Callable[[], nn.Module]:
+    make, loss = task.model, task.loss
+
     def build() -> nn.Module:
-        model = task.model()
-        slots = number_slots(model, task.loss)
+        model = make()
+        slots = number_slots(model, loss)
         for path, by in numbers.items():
             if path in slots:
                 slots[path].put(slots[path].get() + by)

@@ -11,7 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ..capture import free_graphs, own_stream
 from ..core import LossNotFinite, RunError, event
 from ..data import Batch, Feed, as_source, check_source, source_of
-from ..distributed import World
+from ..distributed import World, hidden_process_group
 from ..launcher import regroup
 from .checkpoint_schedule import CheckpointSchedule
 from .error_hints import explain_mistake
@@ -119,8 +119,10 @@ class TrainingLoop:
         return self._rates
 
     def run(self) -> ReplicaResult:
-        train_feed, valid_feed = self.prepare()
         with contextlib.ExitStack() as held:
+            if self.task.loss is not None:
+                held.enter_context(hidden_process_group())
+            train_feed, valid_feed = self.prepare()
             for feed in filter(None, (train_feed, valid_feed)):
                 held.callback(feed.close)
             for callback in self.job.callbacks:

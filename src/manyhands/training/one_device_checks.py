@@ -105,18 +105,22 @@ def keeps_state(task: Task, spec: StrategySpec, plan: Plan, whole: Record, world
     A worker of parameter servers computes a varying number of parts, and its first one may belong to a later step.
     So the second step is repeated here with the state before the first call.
     """
-    built: list[nn.Module] = []
+    make, built = task.model, list[nn.Module]()
     undo: list[Callable[[], None]] = []
     changed: list[str] = []
 
     def build() -> nn.Module:
-        built.append(task.model())
+        built.append(make())
         return built[-1]
 
     def begin(step: int) -> None:
         if step == 0:
             attributes = Attributes(built[-1])
-            undo[:] = [lambda: changed.extend(attributes.changed()), attributes.put_back, remember_held(task.loss)]
+            undo[:] = [
+                lambda: changed.extend(attributes.changed()),
+                attributes.put_back,
+                remember_held(task.loss, task.model),
+            ]
         else:
             for one in undo:
                 one()

@@ -12,7 +12,7 @@ from torch import nn
 
 from ..core import StrategySpec, Task
 from ..data import Feed, check_source, source_of
-from ..distributed import Device
+from ..distributed import Device, hidden_process_group
 from ..strategies import Outline, check_partition, in_double, outline
 from .explain import built, layout_of, on_network, slots_of
 from .restored_objects import left_alone
@@ -26,7 +26,7 @@ def check_pieces(task: Task, spec: StrategySpec, devices: Sequence[Device]) -> N
     if spec.stages == 1:
         return
     probe = _probe(task, spec, NUM_ROWS)
-    with left_alone(task.loss):
+    with left_alone(task.loss, task.model), hidden_process_group():
         on_network(task, lambda model: check_partition(spec, _as_wide(model, spec), devices, probe))
 
 
@@ -37,7 +37,7 @@ def outline_of(task: Task, spec: StrategySpec, devices: Sequence[Device]) -> Out
     assert probe is not None, "a task with a loss and data"
     model = _as_wide(built(task), spec)
     layout, times = layout_of(task, model, spec)
-    with left_alone(task.loss):
+    with left_alone(task.loss, task.model), hidden_process_group():
         return outline(spec, model, devices, probe, layout=layout, slots=slots_of(task, model), rows=times)
 
 

@@ -56,7 +56,7 @@ def learn_draws(hand: Hand, task: Task, feed: Feed, batch: Any) -> None:
         return any(hand.world.gather_objects(flag))
 
     try:
-        with left_alone(loss):
+        with left_alone(loss, task.model):
             hand.randomness.learn(compute, few, more, any_rank)
     except UsageError:
         raise

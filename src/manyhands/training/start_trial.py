@@ -83,7 +83,7 @@ class StartTrial:
         require_whole_statistics(model, self.split)
         batch = feed.peek(NUM_SAMPLES)
         if not self._has_tried_losses:
-            with left_alone(task.loss), hand.replica.scope():
+            with left_alone(task.loss, task.model), hand.replica.scope():
                 self.try_losses(model, batch)
         learn_draws(hand, task, feed, batch)
         self.verdict = self._verify()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .trial_steps import Record, Tolerance
+from .trial_steps import Record, StepRecord, Tolerance
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ def compare(whole: Record, parts: Record) -> Iterator[Difference]:
     earlier: dict[str, Tensor] = {}
     unsettled: dict[str, Tensor] = {}
     for number, (ours, theirs) in enumerate(zip(whole.steps, parts.steps, strict=True)):
-        scale = _largest(ours.gradients)
+        scale = _scale(ours, tolerance)
         for name in ours.weights if parts.has_gradients else ():
             a, b = _pair(ours.gradients, theirs.gradients, name)
             error, has_nan = _error(a, b, tolerance.floor / tolerance.gradient * scale)
@@ -60,6 +60,13 @@ def compare(whole: Record, parts: Record) -> Iterator[Difference]:
             yield Difference(number, f"the update of {name}", error, tolerance.update, has_nan)
         earlier, unsettled = unsettled, {}
         before = ours.weights
+
+
+def _scale(step: StepRecord, tolerance: Tolerance) -> float:
+    """Return the largest gradient, or a typical size of gradients where all of them are only rounding."""
+    largest = _largest(step.gradients)
+    typical = max(map(abs, step.losses.values()), default=0.0) / max(_largest(step.weights), 1e-300)
+    return typical if largest < tolerance.floor * typical else largest
 
 
 def _common_part(a: Tensor | None, b: Tensor | None) -> tuple[Tensor | None, Tensor | None]:

@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..core import LayoutFree, StrategySpec, Task, default_dtype, mix, seed_all, unsaved_buffers
 from ..data import check_source, source_of
-from ..distributed import World
+from ..distributed import World, hidden_process_group
 from .carried_numbers import Number, nudge, number_slots, numbers_of
 from .cause import Output, Outputs
 from .error_hints import explain_mistake
@@ -183,7 +183,8 @@ def take_steps(
     hand.layout = layout
     plain = torch.get_default_dtype()
     wide = torch.float64 if precision == "fp64" else plain
-    with left_alone(task.loss), contextlib.closing(hand), default_dtype(wide):
+    group = hidden_process_group() if task.loss is not None else contextlib.nullcontext()
+    with left_alone(task.loss, task.model), contextlib.closing(hand), default_dtype(wide), group:
         hand.build(task.replace(model=functools.partial(_built, task.model, plain)))
         hand.reader.seed(task.seed)
         _shake(hand.model.parameters(), perturbed.shake)

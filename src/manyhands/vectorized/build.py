@@ -16,6 +16,7 @@ from ..core import (
     is_scripted,
     mix,
     random_state,
+    require_own_memory,
     require_tensor_state,
     restore_random_state,
     seed_all,
@@ -185,6 +186,7 @@ def _require_ready(model: nn.Module) -> None:
             got="lazy layers",
             remedy="pass the input sizes to its lazy layers, or train the task alone",
         )
+    require_own_memory(model)
     scripted = [name for name, part in model.named_modules() if is_scripted(part)]
     if scripted:
         raise TaskError(

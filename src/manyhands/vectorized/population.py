@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core import StrategySpec, Task, TaskError, UsageError, as_spec, require_positive
+from ..core import StrategySpec, Task, TaskError, UsageError, as_spec, require_positive, saves_all
 from ..distributed import resolve
 from .build import build_model
 from .member import DONE, FAILED, STOPPED, TRAINING, VectorizedMember
@@ -184,7 +184,7 @@ class Population:
         """Return the network of a member as a module on the CPU, with its averaged weights if it has any."""
         state = self.state(member)
         model = build_model(self.members[member].task, self._dtype)
-        model.load_state_dict({**state["model"], **state["averages"]})
+        model.load_state_dict({**state["model"], **state["averages"]}, strict=saves_all(model))
         return model
 
     @property

@@ -47,7 +47,7 @@ class Alone:
         self._total = 0
         self._hand = Hand(NullWorld(device, DirectChannel(on_event)), replace(spec, deterministic=True))
         self._random = random_state(self._hand.device)
-        self._held = HeldState(task.loss)
+        self._held = HeldState(task.loss, task.model)
         """The state of the loss function, such as a count of its calls, because members may share one function."""
         with self._own_state():
             self._hand.build(task)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..core import (
+    Attributes,
     LayoutFree,
     OutOfMemory,
     StrategySpec,
@@ -316,7 +317,7 @@ def learn_draws(draws: LayoutFree, program: Program, data: Resident, batch_size:
     batch = data.fetch(torch.arange(more, device=program.device))
     put_back = remember_state(model)
     slots = number_slots(model, loss)
-    numbers = numbers_of(slots)
+    numbers, attributes = numbers_of(slots), Attributes(model)
     states, before, is_random = random_state(program.device), draws.num_draws, False
 
     def compute(count: int) -> None:
@@ -326,11 +327,11 @@ def learn_draws(draws: LayoutFree, program: Program, data: Resident, batch_size:
         is_random = is_random or draws.num_draws > before
 
     try:
-        with left_alone(loss):
+        with left_alone(loss, program.task.model):
             draws.learn(compute, few, more)
-            changed = differing(numbers, numbers_of(slots), 0.0)
+            changed = [*attributes.advanced(), *differing(numbers, numbers_of(slots), 0.0)]
         if changed:
-            raise CannotStack(f"the loss changes {changed[0]}, a plain number that every member needs for itself")
+            raise CannotStack(f"the loss changes {changed[0]}, which every member needs for itself")
         program.is_random = is_random or draws.strayed or bool(draws.drew_on_host())
     except (UsageError, CannotStack):
         raise

@@ -31,7 +31,7 @@ def try_stacked(built: Built) -> None:
     Raises:
         TaskError: They differ, or the loss cannot be vectorized.
     """
-    with left_alone(built.task.loss):
+    with left_alone(built.task.loss, built.task.model):
         _try_stacked(built)
 
 
