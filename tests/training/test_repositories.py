@@ -297,17 +297,27 @@ class Skips(nn.Module):
 
 
 class SavesSome(nn.Module):
-    """Leaves frozen weights out of its state."""
+    """Leaves frozen weights out of its state and of its parameters."""
 
     def __init__(self) -> None:
         super().__init__()
         self.frozen, self.head = nn.Linear(6, 6).requires_grad_(False), nn.Linear(6, 3)
+
+    def parameters(self, recurse: bool = True) -> Any:
+        return (parameter for parameter in super().parameters(recurse) if parameter.requires_grad)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         return {name: value for name, value in super().state_dict(*args, **kwargs).items() if "frozen" not in name}
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.frozen(x).tanh())
+
+
+@pytest.mark.parametrize("sharding", ["full", "optimizer"])
+def test_networks_that_list_some_parameters_are_sharded(sharding: str, tmp_path: Path) -> None:
+    made = task(SavesSome)
+    run = fit(made, tmp_path, mh.Sharded(2, sharding=sharding))
+    assert run.losses == pytest.approx(fit(made, tmp_path / "alone").losses, rel=1e-5)
 
 
 @pytest.mark.parametrize("model", [Skips, SavesSome, SharesMemory])

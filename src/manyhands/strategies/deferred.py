@@ -106,7 +106,7 @@ class Deferred:
                 raise CannotDefer(f"{parameters[ref.key]} and {name} may have the same memory")
         self._brought = {
             noting.ref(tensor).key: tensor.detach()
-            for tensor in (*model.parameters(), *model.buffers())
+            for tensor in (*nn.Module.parameters(model), *model.buffers())
             if noting.ref(tensor).key not in noting.known
         }
         """Values that the model function got from elsewhere."""
@@ -321,7 +321,7 @@ def _here(kwargs: Mapping[str, Any], tensor: Callable[[_Ref], Tensor]) -> dict[s
 def _require_no_others(model: nn.Module, noting: _Noting) -> None:
     """Raise if tensors other than parameters and buffers need values: they would get none, or be drawn out of order."""
     drawn = {key for note in noting.notes if note.draws for key in note.keys}
-    own = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    own = {id(tensor) for tensor in (*nn.Module.parameters(model), *model.buffers())}
     for name, module in model.named_modules():
         registered = {"_parameters", "_buffers", "_modules"}
         for attribute, value in vars(module).items():

@@ -163,7 +163,7 @@ def require_dense(model: nn.Module) -> None:
 
 def mirror(model: nn.Module, world: World) -> None:
     """Broadcast the first replica's values to all replicas."""
-    for tensor in (*model.parameters(), *model.buffers()):
+    for tensor in (*nn.Module.parameters(model), *model.buffers()):
         world.broadcast(tensor.data)
 
 

@@ -27,7 +27,8 @@ class Shadows:
     def __init__(self, spec: StrategySpec, world: World, model: nn.Module) -> None:
         self._mesh = world.mesh(spec.axes)["shards"]
         self.ranks = world.along(spec.axes, "shards")
-        self.of: dict[nn.Parameter, nn.Parameter] = {p: self._shadow(p) for p in model.parameters()}
+        # A network may override `parameters`, for example to list only what it trains.
+        self.of: dict[nn.Parameter, nn.Parameter] = {p: self._shadow(p) for p in nn.Module.parameters(model)}
 
     @contextmanager
     def in_place(self, model: nn.Module) -> Iterator[None]:

@@ -55,7 +55,7 @@ def shard(model: nn.Module, spec: StrategySpec, world: World, *, apart: bool = F
     again = spec.sharding == "full"
     _make_contiguous(model)
     # Scalars and empty parameters cannot be sharded: every rank keeps a copy.
-    numbers = {parameter for parameter in model.parameters() if parameter.dim() == 0 or not parameter.numel()}
+    numbers = {parameter for parameter in nn.Module.parameters(model) if parameter.dim() == 0 or not parameter.numel()}
     roots = list(_called(model)) if apart else [model]
     _require_own(model, roots)
     for block in blocks_of(model).values():
@@ -73,7 +73,7 @@ def shard(model: nn.Module, spec: StrategySpec, world: World, *, apart: bool = F
 
 def _make_contiguous(model: nn.Module) -> None:
     """Copy parameters with other strides, such as those of `channels_last`, which torch cannot shard."""
-    for parameter in model.parameters():
+    for parameter in nn.Module.parameters(model):
         if type(parameter.data) is Tensor and not parameter.is_contiguous():
             parameter.data = parameter.data.contiguous()
 
@@ -107,7 +107,7 @@ def _require_own(model: nn.Module, roots: Sequence[nn.Module]) -> None:
     owners: dict[nn.Parameter, nn.Module] = {}
     names = {module: name for name, module in model.named_modules()}
     for root in roots:
-        for parameter in root.parameters():
+        for parameter in nn.Module.parameters(root):
             other = owners.setdefault(parameter, root)
             if other is not root:
                 raise StrategyError(
