@@ -89,7 +89,9 @@ def test_quick_plan_accuracy_benchmark_meets_its_limits() -> None:
         "fitted_parameters_above_datasheet": 0,
         "known_throughput_error": 0.15,
         "known_throughput_p90": 0.35,
+        "plan_seconds_1b_512": 10,
         "profile_overhead": 1.02,
+        "published_leave_one_source_out_error": 0.08,
         "published_speedup_error": 0.10,
         "vtrain_median_error": 0.08,
         "vtrain_regret_top1": 0.06,
@@ -97,7 +99,7 @@ def test_quick_plan_accuracy_benchmark_meets_its_limits() -> None:
         "vtrain_regret_top5": 0.01,
     }
     # No time is measured for the others, so they must hold wherever this runs.
-    del checks["profile_overhead"]
+    del checks["profile_overhead"], checks["plan_seconds_1b_512"]
     assert all(check["value"] <= check["at_most"] for check in checks.values())
 
 
