@@ -120,10 +120,13 @@ def famous(report: Report) -> None:
 
 
 def large(report: Report) -> None:
-    """A GPT of a billion parameters on 512 devices: how long planning takes, and the memory of this process."""
-    began = time.perf_counter()
+    """A GPT of a billion parameters on 512 devices: how long planning takes, and the memory of this process.
+
+    The time is the processor's, of one thread, so that what else the machine does does not count.
+    """
+    began = time.process_time()
     found = mh.plan(plan_vtrain.gpt_task(2048, 20, batch_size=2048), "64 hosts x 8 H100, 400Gb/s", precision="bf16")
-    report.checks["plan_seconds_1b_512"] = Check(value=time.perf_counter() - began, at_most=10)
+    report.checks["plan_seconds_1b_512"] = Check(value=time.process_time() - began, at_most=10)
     report.notes["plan_parameters"] = found.best.plan.workload.network("bf16").params
     report.notes["plan_gibibytes"] = round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 3)
 

@@ -37,9 +37,12 @@ SOURCES = {
     "llm-foundry": "github.com/mosaicml/llm-foundry scripts/train/benchmarking/README.md",
     "torchtitan": "github.com/pytorch/torchtitan benchmarks/llama3_h100_202412_torchtitan.md",
     "torchtitan TP": "github.com/pytorch/torchtitan benchmarks/asyncTP_llama3_h100_2025-06_torchtitan.md",
+    "torchtitan A100": "github.com/pytorch/torchtitan docs/performance.md of 2024, which does not state the network",
     "sequence parallelism": "Korthikanti et al., Reducing Activation Recomputation in Large Transformers, table 5",
     "DeepLearningExamples BERT": "github.com/NVIDIA/DeepLearningExamples LanguageModeling/BERT/README.md (19.07)",
-    "DeepLearningExamples ResNet": "github.com/NVIDIA/DeepLearningExamples resnet50v1.5/README.md (21.03)",
+    "DeepLearningExamples ResNet": "github.com/NVIDIA/DeepLearningExamples resnet50v1.5/README.md (21.03), configs.yml",
+    "DeepLearningExamples ResNeXt": "github.com/NVIDIA/DeepLearningExamples resnext101-32x4d/README.md (20.06)",
+    "TensorFlow 2017": "TensorFlow's benchmarks page of 2017, as in published_scaling.csv",
     "llm.c": "github.com/karpathy/llm.c discussion 481: 19,560 steps of 524,288 tokens in 90 minutes on eight A100; "
     "github.com/KellerJordan/modded-nanogpt: 45 minutes on eight H100",
 }
@@ -80,9 +83,13 @@ SHAPES = {
     "mpt-30b": _mpt(7168, 48, 56),
     "mpt-70b": _mpt(8192, 80, 64),
     "llama-8b": Shape(width=4096, layers=32, heads=32, groups=8, inner=14336, words=128256, is_gated=True),
+    "llama2-13b": Shape(width=5120, layers=40, heads=40, inner=13824, words=32000, is_gated=True),
+    "llama2-70b": Shape(width=8192, layers=80, heads=64, groups=8, inner=28672, words=32000, is_gated=True),
     "llama-70b": Shape(width=8192, layers=80, heads=64, groups=8, inner=28672, words=128256, is_gated=True),
     "gpt-22b": Shape(width=6144, layers=48, heads=64, words=51200, is_written_out=True, dropout=0.1),
     "gpt-175b": Shape(width=12288, layers=96, heads=96, words=51200, is_written_out=True, dropout=0.1),
+    "gpt-530b": Shape(width=20480, layers=105, heads=128, words=51200, is_written_out=True, dropout=0.1),
+    "gpt-1t": Shape(width=25600, layers=128, heads=160, words=51200, is_written_out=True, dropout=0.1),
     "bert-large": Shape(
         width=1024, layers=24, heads=16, words=30528, is_causal=False, is_written_out=True, dropout=0.1
     ),
