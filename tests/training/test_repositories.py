@@ -329,3 +329,21 @@ def test_members_of_a_population_learn_as_alone(model: Any, tmp_path: Path) -> N
     assert losses == pytest.approx(alone.losses, rel=1e-5)
     found = population.model(0).state_dict()
     assert all(torch.allclose(value, found[name], atol=1e-5) for name, value in alone.state_dict().items())
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 3), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        is_wide = self.first.weight.sum() > self.second.weight.sum()
+        found: Tensor = torch.cond(is_wide, lambda x: self.first(x).tanh(), lambda x: self.second(x).tanh(), (x,))
+        return found
+
+
+def test_a_refused_operator_with_branches_runs_afterwards(tmp_path: Path) -> None:
+    made = task(Branches)
+    with pytest.raises(StrategyError, match="can be computed in parts"):
+        mh.fit(made, mh.TensorParallel(2), on="cpu*2", folder=tmp_path / "parts")
+    assert len(fit(made, tmp_path / "whole").losses) == 2

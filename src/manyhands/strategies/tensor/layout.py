@@ -7,6 +7,7 @@ and sends nothing: it uses torch's fake tensors, which have only shapes.
 
 from __future__ import annotations
 
+import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -208,6 +209,9 @@ def _give_way(model: nn.Module, layout: Layout, requested: dict[str, str], stack
         layout.whole.add("")
         layout.notes.append(f"the network's own lines work on whole tensors on every rank: {reason}")
     else:
+        if "torch._dynamo" in sys.modules:
+            # A compiled operator that failed in a trial, such as torch.cond, would not run in this process any more.
+            torch._dynamo.reset()
         raise StrategyError(
             "tensor parallelism needs a network that can be computed in parts",
             got=f"{name}: {reason.rstrip('.')} at {culprit(error)}",
