@@ -121,6 +121,53 @@ def test_policy_that_is_not_faster_is_reverted(exact: float, kept: str, run_rank
     assert run_ranks(partial(trial, exact=exact), 2) == [(kept, True)] * 2
 
 
+class Tracking(nn.Module):
+    """A layer that keeps a running mean of its inputs, and whose gradient is masked by a hook."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+        self.layer.weight.register_hook(lambda gradient: gradient * torch.tensor([[1.0, 0.0, 1.0, 0.0]]))
+        self.mean: torch.Tensor
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.mean.mul_(0.9).add_(0.1 * inputs.detach().mean(0))
+        return self.layer(inputs)
+
+
+def change_policy(world: World, policy: str) -> tuple[list[float], list[float]]:
+    """The masked weights and the running mean after steps with a policy that was chosen after the first two."""
+    rows = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
+    task = mh.Task(
+        model=Tracking,
+        loss=lambda model, batch: (model(batch) - 1).square().mean(),
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+        data=rows,
+        batch_size=8,
+    )
+    hand = Hand(world, mh.Mirrored(world.size, sync="auto"))
+    hand.build(task)
+    hand.current.choosing = None
+    before = hand.model.layer.weight.detach().clone()
+    feed = hand.reader.make_feed(as_source(task.data), 8, shuffle=False)
+    for batch in hand.reader.one_epoch(feed):
+        take(hand, task, batch)
+        if hand.num_steps == 2:
+            hand.follow_policy(policy)
+    change = hand.model.layer.weight.detach() - before
+    feed.close()
+    hand.close()
+    return change[0, 1::2].tolist(), hand.model.mean.tolist()
+
+
+def test_chosen_policy_keeps_gradient_hooks_and_shared_buffers(run_ranks: Callable[..., list[Any]]) -> None:
+    exact, _ = run_ranks(partial(change_policy, policy="allreduce"), 2)
+    (masked, mean), second = run_ranks(partial(change_policy, policy="bf16"), 2)
+    assert masked == [0.0, 0.0]
+    assert mean == second[1] == exact[1]
+
+
 def test_auto_is_rejected_for_sharded_networks() -> None:
     with pytest.raises(StrategyError, match=r"chosen automatically for whole networks.*name the policy"):
         mh.launch(lambda hand: None, mh.Sharded(2, replicas=2, sync="auto"), on="cpu*4")

@@ -72,4 +72,8 @@ def under(replica: Replica, sync: str) -> Replica:
     """Return a replica of the same network and optimizers under another policy."""
     replica.close()
     spec = dataclasses.replace(replica.spec, sync=sync)
-    return replicated(spec, replica.world, replica.model, replica.optimizers)
+    successor = replicated(spec, replica.world, replica.model, replica.optimizers)
+    successor.hooks = replica.hooks
+    if not isinstance(make_policy(sync), Local):
+        successor.buffers = replica.buffers
+    return successor
