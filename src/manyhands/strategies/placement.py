@@ -31,7 +31,7 @@ from ..core import (
     remember_buffers,
     restore_random_state,
 )
-from ..distributed import World
+from ..distributed import World, culprit
 from ..graph import (
     Call,
     Crossing,
@@ -115,6 +115,13 @@ def calling(
         if not computes and "meta" in str(error):
             # A submodule was called directly, and has no values.
             raise one_call(0) from None
+        if isinstance(error, NotImplementedError) and "HigherOrderOperator" in str(error):
+            torch._dynamo.reset()
+            raise StrategyError(
+                "a partitioned network must be traceable",
+                got=f"an operator with branches or loops at {culprit(error)}",
+                remedy="use torch.where in place of torch.cond, or mh.Mirrored() or mh.Sharded()",
+            ) from error
         raise
     finally:
         del model.forward
