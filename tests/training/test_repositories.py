@@ -346,4 +346,6 @@ def test_a_refused_operator_with_branches_runs_afterwards(tmp_path: Path) -> Non
     made = task(Branches)
     with pytest.raises(StrategyError, match="can be computed in parts"):
         mh.fit(made, mh.TensorParallel(2), on="cpu*2", folder=tmp_path / "parts")
+    with pytest.raises(StrategyError, match="traceable"):
+        mh.fit(made, mh.Placed(devices=2), on="cpu*2", folder=tmp_path / "placed")
     assert len(fit(made, tmp_path / "whole").losses) == 2

@@ -26,10 +26,8 @@ from ..core import (
     remember_buffers,
     restore_random_state,
 )
-from ..graph import (
-    Call,
-    register_dataclasses,
-)
+from ..distributed import culprit
+from ..graph import Call, register_dataclasses
 from .double_backward import on_gradients, refuse_gradients, untraceable
 
 Loss = Callable[[Any, Any], Any]
@@ -90,6 +88,13 @@ def calling(
         if not computes and "meta" in str(error):
             # A submodule was called directly, and has no values.
             raise one_call(0) from None
+        if isinstance(error, NotImplementedError) and "HigherOrderOperator" in str(error):
+            torch._dynamo.reset()
+            raise StrategyError(
+                "a partitioned network must be traceable",
+                got=f"an operator with branches or loops at {culprit(error)}",
+                remedy="use torch.where in place of torch.cond, or mh.Mirrored() or mh.Sharded()",
+            ) from error
         raise
     finally:
         del model.forward
