@@ -111,6 +111,34 @@ def test_trials_leave_state_outside_of_attributes_alone(model: Any, spec: Any, t
     assert run.losses == pytest.approx(expected, rel=1e-5)
 
 
+class Curriculum:
+    """Collates sequences that grow with every batch."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, samples: list[Any]) -> tuple[Tensor, Tensor]:
+        self.calls += 1
+        return torch.stack([x[: 1 + self.calls] for x, _ in samples]), torch.stack([y for _, y in samples])
+
+
+def test_trials_leave_counts_of_a_collate_alone(tmp_path: Path) -> None:
+    data = list(zip(X, Y, strict=True))
+
+    class Mean(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(1, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x.mean(1, keepdim=True))
+
+    made = task(Mean).replace(data=data)
+    one = fit(made.replace(collate=Curriculum()), tmp_path / "one")
+    two = fit(made.replace(collate=Curriculum()), tmp_path / "two", mh.Mirrored(2))
+    assert two.losses == pytest.approx(one.losses, rel=1e-5)
+
+
 @pytest.mark.parametrize("model", [CountedByIterator, TakesTurns])
 def test_iterators_are_refused_where_a_network_is_traced(model: Any) -> None:
     with pytest.raises(StrategyError, match="the trace does not contain attributes"):

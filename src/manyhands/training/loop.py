@@ -28,6 +28,7 @@ from .partial_state import Copies, keeps_copies, restore_part
 from .patience import PatienceState, check_patience
 from .recovery import Marker, RecoveryState, Rollback, as_loss, eased, is_sound, recall, resized
 from .replica_comparison import ReplicaComparison
+from .restored_objects import left_alone
 from .sample_randomness import guess_notice, learn_draws
 from .sampling import Sampler
 from .snapshot import restore_snapshot
@@ -122,7 +123,8 @@ class TrainingLoop:
         with contextlib.ExitStack() as held:
             if self.task.loss is not None:
                 held.enter_context(hidden_process_group())
-            train_feed, valid_feed = self.prepare()
+            with left_alone(self.task.collate):
+                train_feed, valid_feed = self.prepare()
             for feed in filter(None, (train_feed, valid_feed)):
                 held.callback(feed.close)
             for callback in self.job.callbacks:
