@@ -531,7 +531,7 @@ class ExportedLiar(Exported):
 def test_sandboxed_replica_cannot_choose_the_text_of_a_refusal(
     adder: Path, start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("manyhands.serving.catalogue.Exported", ExportedLiar)
+    monkeypatch.setattr("manyhands.serving.version_loader.Exported", ExportedLiar)
     publish(adder, tmp_path / "models" / "liar", 1)
     server = start(tmp_path / "models", log=tmp_path / "log")
     answer = ask(server.url, "liar", [[1.0]])

@@ -329,7 +329,7 @@ def test_servers_reject_a_loss_whose_calls_read_what_the_first_one_left(tmp_path
         teacher = held.setdefault("teacher", copy.deepcopy(net).requires_grad_(False))
         return F.cross_entropy(net(batch[0]), batch[1]) + (net(batch[0]) - teacher(batch[0])).square().mean()
 
-    with pytest.raises(TaskError, match="read what earlier ones left in what the loss refers to, every worker"):
+    with pytest.raises(TaskError, match="read what earlier calls left in what the loss refers to; every worker"):
         fit(lambda: nn.Linear(6, 3), mh.ParameterServer(servers=1, workers=2), tmp_path, loss=loss)
 
 
