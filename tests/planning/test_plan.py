@@ -14,7 +14,8 @@ import torch
 import manyhands as mh
 from manyhands.api.bench import Bench, workload_of
 from manyhands.core import SettingsError, StrategyError, StrategySpec
-from manyhands.costs import trace
+from manyhands.costs import chip, trace
+from manyhands.distributed import num_cores
 from manyhands.planning import (
     Cluster,
     Curves,
@@ -383,6 +384,16 @@ def test_plan_on_a_local_gpu_measures_captured_steps(tmp_path: Path, engine: Any
         small_task, found.best.spec, on="cuda:0", steps=2, folder=tmp_path, options=mh.options.Display(progress=False)
     )
     assert run.record["spec"] == found.best.spec.to_dict()
+
+
+def test_constants_of_a_local_cpu_begin_at_the_catalogue_and_may_exceed_it() -> None:
+    here, core = Bench(small_task(), "cpu", 60.0).cluster().chip, chip("CPU")
+    assert here.rate("fp32") / core.rate("fp32") == pytest.approx(num_cores())
+    assert here.bandwidth * here.streaming / (core.bandwidth * core.streaming) == pytest.approx(num_cores())
+    assert here.attention / here.reach == pytest.approx(core.attention / core.reach)
+    # Cores may be faster than the catalogue's; the fit must be able to find that with fractions below 1.
+    assert here.flops["fp32"] >= core.flops["fp32"] * num_cores()
+    assert here.bandwidth >= 4 * core.bandwidth * num_cores()
 
 
 def test_calibration_fits_steps_within_and_beyond_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,16 +22,14 @@ from .runtime import On, runtime
 
 ROWS = 8
 """Number of samples with which a network is traced; its costs are proportional to the number of samples."""
-
-
 WIDE = {"reach": 3.0, "streaming": 3.0, "operation": 3.0}
 """How far fitted constants of measured devices may be from the catalogue's: standard deviations of their logarithms."""
-
-
+OPERATIONS_PER_CYCLE = {"AVX2": 32, "AVX512": 64}
+"""fp32 operations per cycle of a core with two units for fused multiply-add, by torch's name of the instruction set."""
+FASTEST_CLOCK, FASTEST_STREAM = 5e9, 40e9
+"""Upper limits of a core's cycles per second, and of the bytes per second that it moves alone."""
 SWEEP = (1 << 14, 1 << 22, 1 << 24)
 """Bytes of the tensors whose all-reduce is timed."""
-
-
 FEED_SECONDS = 0.3
 """Seconds for which the data feed alone is timed."""
 
@@ -212,8 +210,19 @@ def _sizes(batch_size: int) -> tuple[int, int]:
 def _chip_of(device: Device) -> Chip:
     if device.kind == "cpu":
         one, cores = chip("CPU"), num_cores()
-        flops = {precision: rate * cores for precision, rate in one.flops.items()}
-        return replace(one, flops=flops, bandwidth=one.bandwidth * cores, memory=float(device.memory))
+        # The catalogue's core is a typical one. A measured core may be faster, so the peaks that bound the fitted
+        # fractions are those of the fastest cores, and the fractions begin at the same products and bytes per second.
+        peak = OPERATIONS_PER_CYCLE.get(torch.backends.cpu.get_cpu_capability(), 16) * FASTEST_CLOCK
+        faster, wider = max(1.0, peak / one.flops["fp32"]), FASTEST_STREAM / one.bandwidth
+        return replace(
+            one,
+            flops={precision: rate * cores * faster for precision, rate in one.flops.items()},
+            reach=one.reach / faster,
+            attention=one.attention / faster,
+            bandwidth=FASTEST_STREAM * cores,
+            streaming=one.streaming / wider,
+            memory=float(device.memory),
+        )
     described = torch.cuda.get_device_properties(device.index) if device.kind == "cuda" else None
     if described is None:
         return make_chip(device.kind, {"flops": 1e13, "memory": 16e9, "bandwidth": 4e11})
